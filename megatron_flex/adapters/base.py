@@ -1,0 +1,99 @@
+"""What an adapter gives the runtime: mesh, sites, parameters, and word of what the framework is doing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from megatron_flex.layout import Layout
+from megatron_flex.mesh import Mesh
+from megatron_flex.sites import Site
+
+Undo = Callable[[], None]
+
+
+class Listener(Protocol):
+    """Whom an adapter tells about steps and microbatches; the runtime's clock."""
+
+    def step_begins(self, iteration: int | None) -> None:
+        """A schedule starts over all microbatches; `iteration` if the framework counts them."""
+
+    def step_ends(self, failed: bool) -> None:
+        """The schedule returned, or raised."""
+
+    def forward_begins(self, microbatch: int) -> None:
+        """The forward pass of one microbatch through one chunk starts."""
+
+    def forward_ends(self, output: Any) -> None:
+        """It ended with this output, by which `backward_begins` will know the microbatch again."""
+
+    def backward_begins(self, output: Any) -> None:
+        """The backward pass from that output starts."""
+
+    def call_begins(self) -> None:
+        """The model is called by itself, outside any schedule."""
+
+    def call_ends(self, failed: bool) -> None:
+        """That call returned, or raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSite:
+    """A parameter, whose gradient can be hooked.
+
+    Attributes:
+        name: global name, `decoder.layers.17.mlp.linear_fc1.weight`.
+        layout: how the local parameter relates to the whole one.
+        shape: the whole's shape.
+        parameter: the local parameter; None on ranks that do not own it.
+        stage: pipeline stage that owns it.
+    """
+
+    name: str
+    layout: Layout
+    shape: tuple[int, ...]
+    parameter: nn.Parameter | None = field(compare=False, repr=False)
+    stage: int = 0
+
+    def remote(self) -> ParameterSite:
+        """The parameter as ranks know it that do not own it."""
+        return replace(self, parameter=None)
+
+
+class Adapter(Protocol):
+    """One framework's view of one model (a list of chunks)."""
+
+    name: str
+    mesh: Mesh
+
+    def check(self) -> None:
+        """Raise a FlexError if this configuration cannot be hooked at all."""
+
+    def sites(self) -> list[Site]:
+        """The sites that this rank owns, in model order."""
+
+    def parameters(self) -> list[ParameterSite]:
+        """The parameters that this rank owns and a layout is known for, in model order."""
+
+    def watch(self, listener: Listener) -> Undo:
+        """Tell `listener` what the schedule does, until the returned function is called."""
+
+
+def leaf(output: Any, index: int | None) -> Tensor | None:
+    """The tensor at `index` of a tuple or list output; the output itself if it is a tensor."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, (tuple, list)) and index is not None and len(output) > index:
+        item = output[index]
+        return item if isinstance(item, Tensor) else None
+    return None
+
+
+def with_leaf(output: Any, index: int | None, new: Tensor) -> Any:
+    """`output` with the tensor that `leaf` found replaced."""
+    if isinstance(output, Tensor):
+        return new
+    return type(output)(new if i == index else item for i, item in enumerate(output))

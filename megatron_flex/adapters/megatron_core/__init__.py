@@ -1,0 +1,10 @@
+"""megatron-core: mesh from its groups, sites and layouts of its dense models, its schedule.
+
+Modules are known by the names of their classes and their role in the parent, never by a size.
+"""
+
+from __future__ import annotations
+
+from megatron_flex.adapters.megatron_core.adapter import MegatronCore, detect
+
+__all__ = ["MegatronCore", "detect"]

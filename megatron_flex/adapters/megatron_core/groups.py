@@ -1,0 +1,56 @@
+"""The mesh, read from Megatron's own process groups; none is created."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from megatron_flex.adapters.megatron_core.kinds import is_a
+from megatron_flex.mesh import Axis, Mesh
+
+# From the outermost to the innermost, as ranks are mostly laid out; only for showing and for counting.
+GETTERS = {
+    "pp": "get_pipeline_model_parallel_group",
+    "dp": "get_data_parallel_group",
+    "cp": "get_context_parallel_group",
+    "tp": "get_tensor_model_parallel_group",
+}
+
+
+def mesh_of(root: nn.Module) -> Mesh:
+    """The axes of the run.
+
+    A group is looked for where Megatron's layers look: on the layers (tensor parallel), in the model's
+    collection of process groups, and last in `parallel_state`.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return Mesh(tuple(Axis(name) for name in GETTERS))
+    return Mesh(tuple(_axis(name, _group(root, name)) for name in GETTERS))
+
+
+def _group(root: nn.Module, name: str) -> Any:
+    if name == "tp":
+        for module in root.modules():
+            if is_a(module, "ColumnParallelLinear", "RowParallelLinear") and not getattr(
+                module, "is_expert", False
+            ):
+                group = getattr(module, "tp_group", None)
+                if group is not None:
+                    return group
+    for holder in (root, getattr(root, "decoder", None)):
+        for collection in ("pg_collection", "model_comm_pgs"):
+            group = getattr(getattr(holder, collection, None), name, None)
+            if group is not None:
+                return group
+    from megatron.core import parallel_state
+
+    return getattr(parallel_state, GETTERS[name])() if parallel_state.is_initialized() else None
+
+
+def _axis(name: str, group: Any) -> Axis:
+    if group is None or dist.get_world_size(group) == 1:
+        return Axis(name, ranks=(dist.get_rank(),))
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Axis(name, len(ranks), dist.get_rank(group), group, ranks)

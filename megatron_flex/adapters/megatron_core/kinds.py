@@ -1,0 +1,44 @@
+"""What a module is: by its class's name and Megatron's module path, and its global name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+ROOTS = ("GPTModel", "HybridModel", "MambaModel")
+
+
+def is_a(module: Any, *names: str) -> bool:
+    """Whether a module's class, or one that it derives from, is Megatron's class of one of these names."""
+    return any(c.__name__ in names and c.__module__.startswith("megatron.") for c in type(module).__mro__)
+
+
+def is_identity(module: Any) -> bool:
+    """Whether a spec left this place empty."""
+    return module is None or is_a(module, "IdentityOp", "IdentityFuncOp")
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel, Float16Module and the like."""
+    while not is_a(module, *ROOTS) and isinstance(getattr(module, "module", None), nn.Module):
+        module = module.module
+    return module
+
+
+def global_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules of a chunk with their global names, parents first.
+
+    A layer's place in its list is local to the stage and chunk; its `layer_number`, which Megatron counts
+    from 1 over the whole model, is not.
+    """
+    yield from _named(root, "")
+
+
+def _named(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    yield path, module
+    for name, child in module.named_children():
+        if isinstance(module, nn.ModuleList) and hasattr(child, "layer_number"):
+            name = str(child.layer_number - 1)
+        yield from _named(child, f"{path}.{name}" if path else name)

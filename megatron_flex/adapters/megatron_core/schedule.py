@@ -1,0 +1,108 @@
+"""Follow Megatron's pipeline schedules: which step, which microbatch, forward or backward.
+
+The schedules look their helpers up in their module at each call, so replacing the module's functions is
+enough, in every version; the microbatch goes by on the output tensor from forward to backward.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from megatron_flex.adapters.base import Listener, Undo
+from megatron_flex.adapters.megatron_core.kinds import unwrap
+from megatron_flex.adapters.taps import intercept
+from megatron_flex.errors import FlexError
+
+RUNS = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+)
+
+
+def watch(roots: list[nn.Module], listener: Listener) -> Undo:
+    """Tell `listener` what the schedules do with these models and when the models are called without one."""
+    from megatron.core.pipeline_parallel import schedules
+
+    state = _State(roots, listener)
+    undos = [intercept(schedules, name, state.run) for name in RUNS]
+    undos.append(intercept(schedules, "forward_step", state.forward))
+    undos.append(intercept(schedules, "backward_step", state.backward))
+    for root in roots:
+        undos.append(root.register_forward_pre_hook(state.before_call).remove)
+        undos.append(root.register_forward_hook(state.after_call, always_call=True).remove)
+
+    def undo() -> None:
+        for u in reversed(undos):
+            u()
+
+    return undo
+
+
+class _State:
+    """What one watcher knows; its methods stand around Megatron's functions."""
+
+    def __init__(self, roots: list[nn.Module], listener: Listener) -> None:
+        self.roots, self.listener = roots, listener
+        self.running = False
+        self.calling = False
+
+    def ours(self, model: Any) -> bool:
+        models = model if isinstance(model, (list, tuple)) else [model]
+        return any(unwrap(m) is root for m in models if isinstance(m, nn.Module) for root in self.roots)
+
+    def run(self, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.running or not self.ours(kwargs.get("model")):
+            return schedule(*args, **kwargs)
+        self.listener.step_begins(current_iteration())
+        self.running, failed = True, True
+        try:
+            result = schedule(*args, **kwargs)
+            failed = False
+        finally:
+            self.running = False
+            if failed:
+                self.listener.step_ends(True)
+        self.listener.step_ends(False)
+        return result
+
+    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        model = kwargs.get("model", args[2] if len(args) > 2 else None)
+        if not self.ours(model):
+            return step(*args, **kwargs)
+        if not self.running:
+            raise FlexError(
+                "the schedule that runs was fetched before the hooks were attached and cannot be followed; "
+                "call get_forward_backward_func() after attaching"
+            )
+        self.listener.forward_begins(int(kwargs.get("current_microbatch") or 0))
+        result = step(*args, **kwargs)
+        self.listener.forward_ends(result[0] if isinstance(result, tuple) else result)
+        return result
+
+    def backward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.running:
+            self.listener.backward_begins(kwargs.get("output_tensor", args[1] if len(args) > 1 else None))
+        return step(*args, **kwargs)
+
+    def before_call(self, *_: Any) -> None:
+        if not self.running and not self.calling:
+            self.listener.call_begins()
+            self.calling = True
+
+    def after_call(self, _: nn.Module, __: Any, output: Any) -> None:
+        if self.calling:
+            self.calling = False
+            self.listener.call_ends(failed=output is None)  # torch passes None when the forward raised
+
+
+def current_iteration() -> int | None:
+    """The iteration that `megatron.training` says it is in; None in a loop of one's own."""
+    state = sys.modules.get("megatron.training.global_vars")
+    args = getattr(state, "_GLOBAL_ARGS", None)
+    found = getattr(args, "curr_iteration", None)
+    return None if found is None else int(found)

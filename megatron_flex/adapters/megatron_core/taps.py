@@ -1,0 +1,144 @@
+"""Taps inside Megatron's forward paths: about the GEMM of a parallel linear, and behind bias-dropout-add."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_flex.adapters.base import Undo
+from megatron_flex.adapters.taps import intercept
+from megatron_flex.sites import Fire
+
+IMPL = "_forward_impl"
+
+
+@dataclass(frozen=True, eq=False)
+class BiasDropoutAdd:
+    """What a layer's bias-dropout-add returns: the residual stream behind a sublayer.
+
+    Attributes:
+        module: the layer.
+        name: which of its attributes; called as `name(training, fused)(x_with_bias, residual, p)`.
+    """
+
+    module: nn.Module
+    name: str
+
+    def install(self, fire: Fire) -> Undo:
+        """Inject `fire` behind the function that each call makes."""
+
+        def around(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Tensor]:
+            add = make(*args, **kwargs)
+            return lambda *a, **k: fire(add(*a, **k))
+
+        return intercept(self.module, self.name, around)
+
+
+@dataclass(frozen=True, eq=False)
+class Gemm:
+    """Inside a parallel linear's forward: what enters its GEMM, or what leaves it before the reduction.
+
+    Attributes:
+        module: a `ColumnParallelLinear` or `RowParallelLinear`.
+        before: the input, gathered over the sequence where it is cut; else the output.
+    """
+
+    module: nn.Module
+    before: bool
+
+    def install(self, fire: Fire) -> Undo:
+        """Inject `fire` around `_forward_impl`, which both classes call with keywords."""
+        before = self.before
+
+        def around(gemm: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+            if before:
+                kwargs = _with_whole_input(kwargs, self.module)
+                kwargs["input"] = fire(kwargs["input"])
+                return gemm(*args, **kwargs)
+            return fire(gemm(*args, **kwargs))
+
+        return _about_impl(self.module, around)
+
+
+def _with_whole_input(kwargs: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Do the collective on the GEMM's input outside of it, so that the tensor exists between the two.
+
+    The GEMM gathers its input, or sums its input's gradient, itself, to overlap them with computing. Upstream's
+    own functions do the same outside; forward and gradients stay what they were.
+    """
+    from megatron.core.tensor_parallel import mappings
+
+    kwargs = dict(kwargs)
+    group = getattr(module, "tp_group", None)
+    if kwargs.get("sequence_parallel"):
+        gather = mappings.gather_from_sequence_parallel_region
+        kwargs["input"] = gather(kwargs["input"], **_group_argument(gather, group))
+        kwargs["sequence_parallel"] = False
+    elif kwargs.get("allreduce_dgrad"):
+        copy = mappings.copy_to_tensor_model_parallel_region
+        kwargs["input"] = copy(kwargs["input"], **_group_argument(copy, group))
+        kwargs["allreduce_dgrad"] = False
+    return kwargs
+
+
+def _group_argument(function: Callable[..., Any], group: Any) -> dict[str, Any]:
+    """`group=`, in the versions whose collectives take one."""
+    return {"group": group} if group is not None and "group" in inspect.signature(function).parameters else {}
+
+
+class _Impl:
+    """Holds a tapped linear's `_forward_impl` as an attribute that `intercept` can stand about."""
+
+    def __init__(self, module: nn.Module, upstream: type) -> None:
+        self.module, self.upstream = module, upstream
+        self.users = 0
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        own = vars(self.module).get(IMPL)  # before 0.14 each forward sets it anew on the instance
+        return (own or self.upstream._forward_impl.__get__(self.module))(*args, **kwargs)
+
+
+@cache
+def _tapped(upstream: type) -> type:
+    """A subclass whose `_forward_impl` is ours, whatever an instance sets.
+
+    Setting the attribute on the instance does nothing where each forward sets it again, without a word.
+    """
+
+    def get(module: nn.Module) -> Callable[..., Any]:
+        return vars(module)["_flex_impl"].call
+
+    def set_(module: nn.Module, value: Callable[..., Any]) -> None:
+        vars(module)[IMPL] = value
+
+    members = {
+        IMPL: property(get, set_),
+        "__module__": upstream.__module__,
+        "__qualname__": upstream.__qualname__,
+    }
+    return type(upstream.__name__, (upstream,), members)
+
+
+def _about_impl(module: nn.Module, around: Callable[..., Any]) -> Undo:
+    impl = vars(module).get("_flex_impl")
+    if impl is None:
+        upstream = type(module)
+        impl = _Impl(module, upstream)
+        vars(module)["_flex_impl"] = impl
+        module.__class__ = _tapped(upstream)
+    impl.users += 1
+    restore = intercept(impl, "call", around)
+
+    def undo() -> None:
+        restore()
+        impl.users -= 1
+        if impl.users == 0:
+            module.__class__ = impl.upstream
+            del vars(module)["_flex_impl"]
+
+    return undo

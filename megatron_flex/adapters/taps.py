@@ -1,0 +1,144 @@
+"""Taps that fit any framework: a module's input or output, or what a method returns.
+
+Each is a few words of data; `install` injects it and returns the function that takes it out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from megatron_flex.adapters.base import Undo, leaf, with_leaf
+from megatron_flex.layout import Layout
+from megatron_flex.sites import Fire
+
+Around = Callable[..., Any]  # called with the original callable and then its arguments
+Resolve = Callable[[dict[str, Any]], Layout | None]  # a call's keywords to its layout, where it varies
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleInput:
+    """An argument of a module's call.
+
+    Attributes:
+        module: the module.
+        index: the argument's place, if it is given by position.
+        keyword: its name, if it is given by keyword.
+    """
+
+    module: nn.Module
+    index: int = 0
+    keyword: str = "hidden_states"
+
+    def install(self, fire: Fire) -> Undo:
+        """Inject `fire` before the module runs."""
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if len(args) > self.index:
+                found = leaf(args[self.index], None)
+                return None if found is None else (with_leaf(args, self.index, fire(found)), kwargs)
+            found = leaf(kwargs.get(self.keyword), None)
+            return None if found is None else (args, {**kwargs, self.keyword: fire(found)})
+
+        return self.module.register_forward_pre_hook(hook, with_kwargs=True).remove
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleOutput:
+    """A module's output, or the first tensor of the tuple that it returns.
+
+    Attributes:
+        module: the module.
+        index: the place in a tuple output.
+        resolve: where the layout depends on the call's keywords.
+    """
+
+    module: nn.Module
+    index: int = 0
+    resolve: Resolve | None = None
+
+    def install(self, fire: Fire) -> Undo:
+        """Inject `fire` after the module ran."""
+
+        def hook(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            found = leaf(output, self.index)
+            if found is None:
+                return None
+            new = fire(found, self.resolve(kwargs) if self.resolve else None)
+            return None if new is found else with_leaf(output, self.index, new)
+
+        return self.module.register_forward_hook(hook, with_kwargs=True).remove
+
+
+@dataclass(frozen=True, eq=False)
+class MethodOutput:
+    """What a method of an object returns.
+
+    Attributes:
+        module: the object, a module.
+        method: the method's name.
+        index: the place in a tuple output.
+    """
+
+    module: nn.Module
+    method: str
+    index: int = 0
+
+    def install(self, fire: Fire) -> Undo:
+        """Inject `fire` behind the method, on this one object."""
+
+        def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            found = leaf(output, self.index)
+            return output if found is None else with_leaf(output, self.index, fire(found))
+
+        return intercept(self.module, self.method, around)
+
+
+class _Chain:
+    """Stands in an object's place for one of its callables and runs arounds about the original."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+        self.arounds: list[Around] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.original
+        for around in self.arounds:
+            call = partial(around, call)
+        return call(*args, **kwargs)
+
+
+def intercept(owner: Any, name: str, around: Around) -> Undo:
+    """Run `around(original, *args, **kwargs)` wherever `owner.name(*args, **kwargs)` is called.
+
+    Several may stand about one callable and be taken out in any order; with the last one `owner` has its own
+    attribute again (or none of its own, if it had none).
+
+    Args:
+        owner: an object or a module.
+        name: the attribute that holds the callable.
+        around: what runs instead.
+    """
+    own = vars(owner)
+    chain = own.get(name)
+    if not isinstance(chain, _Chain):
+        had = name in own
+        chain = _Chain(getattr(owner, name))
+        vars(chain)["restore"] = (
+            partial(setattr, owner, name, chain.original) if had else partial(delattr, owner, name)
+        )
+        setattr(owner, name, chain)
+    chain.arounds.append(around)
+
+    def undo() -> None:
+        if around in chain.arounds:
+            chain.arounds.remove(around)
+            if not chain.arounds:
+                vars(chain)["restore"]()
+
+    return undo

@@ -1,0 +1,33 @@
+"""Collectives: gather and scatter of a Layout over a Mesh. The one caller of data collectives.
+
+`gather_whole` and `scatter_whole` are differentiable and conjugate to each other; `send_to_leader` and
+`send_up_pipeline` bring what was read to one rank; `Agreement` keeps the ranks' hooks equal.
+"""
+
+from megatron_flex.collectives.edit import all_assemble, gather_whole, scatter_whole
+from megatron_flex.collectives.send import (
+    Parcel,
+    Step,
+    is_leader,
+    plan_read,
+    send_to_leader,
+    send_up_pipeline,
+    takes_part,
+)
+from megatron_flex.collectives.talk import Agreement, any_rank, everyone
+
+__all__ = [
+    "Agreement",
+    "Parcel",
+    "Step",
+    "all_assemble",
+    "any_rank",
+    "everyone",
+    "gather_whole",
+    "is_leader",
+    "plan_read",
+    "scatter_whole",
+    "send_to_leader",
+    "send_up_pipeline",
+    "takes_part",
+]

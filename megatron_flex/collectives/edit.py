@@ -1,0 +1,153 @@
+"""Gather the whole on every rank, scatter it again; forward and backward conjugates side by side.
+
+Every rank of the group runs the same edit on the same whole. So the gradient of the whole is the same on
+all of them, and going back means to take one's own part of it, not to sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_flex.layout import Layout, Lengths, assemble, extract, part_lengths
+from megatron_flex.mesh import Axis, Mesh
+
+
+def gather_whole(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    """Give every rank the whole.
+
+    Collective over the axes that split the tensor; nothing is sent where none does. Differentiable: the
+    whole's gradient, equal on all ranks, goes back as each rank's share under `layout.gradient()`.
+
+    Args:
+        local: this rank's tensor, in `layout`.
+        layout: how the shards relate.
+        mesh: the run's axes.
+
+    Returns:
+        The tensor that one device would hold, contiguous, in memory of its own.
+    """
+    return cast(Tensor, _Gather.apply(local, layout, mesh))  # type: ignore[no-untyped-call]
+
+
+def scatter_whole(whole: Tensor, local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    """Give every rank its shard of a whole that all of them hold.
+
+    Sends nothing forward; backward it is collective over the axes that split the gradient.
+
+    Args:
+        whole: the same tensor on every rank, of the shape that `gather_whole` gave.
+        local: the shard as it was, for the padding that the layout strips.
+        layout: how the shards relate.
+        mesh: the run's axes.
+
+    Returns:
+        The local tensor in `layout`, contiguous, no view of anything.
+    """
+    return cast(Tensor, _Scatter.apply(whole, local, layout, mesh))  # type: ignore[no-untyped-call]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+        ctx.layout, ctx.mesh, ctx.shape = layout, mesh, tuple(local.shape)
+        whole, ctx.lengths = all_assemble(local, layout, mesh)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        mesh: Mesh = ctx.mesh
+        own = extract(ctx.layout.gradient(), grad, mesh.coords, mesh.sizes, ctx.shape, ctx.lengths)
+        return own, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+        ctx.layout, ctx.mesh = layout, mesh
+        lengths = _lengths(local, layout, mesh)
+        return extract(layout, whole, mesh.coords, mesh.sizes, local, lengths)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        mesh, gradient = ctx.mesh, ctx.layout.gradient()
+        # The whole's gradient is assembled even where the edit's result needs none: were that left to each
+        # rank, one whose edit failed would wait for the others for ever.
+        whole, lengths = all_assemble(grad, gradient, mesh)
+        passed = None
+        if any(d.keep is not None for d in gradient.dims):
+            kept = extract(
+                gradient, torch.ones_like(whole), mesh.coords, mesh.sizes, tuple(grad.shape), lengths
+            )
+            passed = grad * (1 - kept)
+        return whole, passed, None, None
+
+
+def all_assemble(local: Tensor, layout: Layout, mesh: Mesh) -> tuple[Tensor, Lengths]:
+    """The whole on every rank, and the lengths of uneven parts; not differentiable.
+
+    Collective over `layout.live(mesh.sizes)`: one all-reduce for each summed axis, one all-gather for each
+    axis that cuts, and for uneven dims one more, of the shapes.
+    """
+    sizes = mesh.sizes
+    lengths = _lengths(local, layout, mesh)
+    tensor = local.detach().contiguous()
+    for name in layout.partial:
+        if mesh[name].size > 1:
+            tensor = tensor.clone() if tensor.data_ptr() == local.data_ptr() else tensor
+            dist.all_reduce(tensor, group=mesh[name].group)
+    axes = [mesh[a] for a in layout.axes if mesh[a].size > 1 and a not in layout.partial]
+    rest = Layout(layout.dims, (), layout.shared, layout.permute)
+    if axes and lengths:
+        shards = _all_gather_uneven(tensor, rest, axes, lengths, mesh)
+    else:
+        for axis in reversed(axes):
+            tensor = _all_gather(tensor, axis)
+        shards = list(tensor.reshape(-1, *local.shape)) if axes else [tensor]
+    whole = assemble(rest, shards, sizes).contiguous()
+    return (whole.clone() if whole.data_ptr() == local.data_ptr() else whole), lengths
+
+
+def _all_gather(tensor: Tensor, axis: Axis) -> Tensor:
+    """Stack the equally shaped tensors of an axis along a new first dim."""
+    out = torch.empty((axis.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+    # As bytes, since not every backend moves every dtype.
+    flat, mine = out.reshape(-1).view(torch.uint8), tensor.contiguous().reshape(-1).view(torch.uint8)
+    dist.all_gather_into_tensor(flat, mine, group=axis.group)
+    return out
+
+
+def _all_gather_uneven(
+    tensor: Tensor, layout: Layout, axes: list[Axis], lengths: Lengths, mesh: Mesh
+) -> list[Tensor]:
+    """Pad to the longest part, gather, and cut the padding off again."""
+    shapes = _all_shapes(tuple(tensor.shape), layout, mesh, tensor.device)
+    most = [max(column) for column in zip(*shapes, strict=True)]
+    padded = tensor.new_zeros(most)
+    padded[tuple(slice(0, n) for n in tensor.shape)] = tensor
+    for axis in reversed(axes):
+        padded = _all_gather(padded, axis)
+    stacked = padded.reshape(-1, *most)
+    return [s[tuple(slice(0, n) for n in shape)] for s, shape in zip(stacked, shapes, strict=True)]
+
+
+def _lengths(local: Tensor, layout: Layout, mesh: Mesh) -> Lengths:
+    """The lengths of uneven parts; a collective only if the layout has such a dim on this mesh."""
+    uneven = any(d.uneven and any(mesh[c.axis].size > 1 for c in d.cuts) for d in layout.dims)
+    if not uneven:
+        return {}
+    cut = Layout(layout.dims)
+    return part_lengths(cut, _all_shapes(tuple(local.shape), cut, mesh, local.device), mesh.sizes)
+
+
+def _all_shapes(
+    shape: tuple[int, ...], layout: Layout, mesh: Mesh, device: torch.device
+) -> list[tuple[int, ...]]:
+    tensor = torch.tensor(shape, dtype=torch.int64, device=device)
+    for name in reversed(layout.axes):
+        if mesh[name].size > 1 and name not in layout.partial:
+            tensor = _all_gather(tensor, mesh[name])
+    return [tuple(int(n) for n in row) for row in tensor.reshape(-1, len(shape)).tolist()]

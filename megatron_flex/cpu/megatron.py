@@ -1,0 +1,147 @@
+"""What megatron-core and `megatron.training` need besides a device: life without Transformer Engine.
+
+One function per module of Megatron, found by the module's name and applied when that module is imported
+(or at once, if it is). Each looks at what is there, so that one table serves all versions.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_flex.cpu.importing import AfterImport
+from megatron_flex.cpu.norm import build_norm
+from megatron_flex.cpu.patching import Patches, loaded_modules
+from megatron_flex.errors import FlexError
+
+PACKAGE = "megatron"
+_TE = "megatron.core.extensions.transformer_engine"
+_KERNEL_CHOICES = ("sequence_parallel", "persist_layer_norm", "memory_efficient_layer_norm")
+
+
+def _torch_norm(patches: Patches, module: ModuleType) -> None:
+    """`WrappedTorchNorm` refuses sequence parallel and kernels it does not have; ours can do both."""
+    wrapped = module.WrappedTorchNorm
+    original = wrapped.__new__
+
+    def new(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, *args: Any, **kwargs: Any) -> Any:
+        refused = any(getattr(config, name, False) for name in _KERNEL_CHOICES)
+        if config.normalization == "L2Norm" or not (refused or config.layernorm_zero_centered_gamma):
+            return original(cls, config, hidden_size, eps, *args, **kwargs)
+        return build_norm(config, hidden_size, eps)
+
+    patches.set(wrapped, "__new__", staticmethod(new))
+
+
+def _transformer_engine(patches: Patches, module: ModuleType) -> None:
+    """Without Transformer Engine this module holds mock objects for its classes, and a norm that raises."""
+    if getattr(module, "HAVE_TE", False):
+        return
+    from unittest.mock import NonCallableMock
+
+    for name, value in list(vars(module).items()):
+        # `isinstance(x, TELinear)` is asked even without Transformer Engine; a mock makes that raise.
+        if name.startswith("TE") and isinstance(value, NonCallableMock):
+            patches.set(module, name, _missing_class(name))
+
+    def new(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
+        return build_norm(config, hidden_size, eps)
+
+    # Hybrid models take their last norm from here, whatever the layer specs say.
+    patches.set(module.TENorm, "__new__", staticmethod(new))
+
+
+def _missing_class(name: str) -> type:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise FlexError(f"{name} needs Transformer Engine, which needs a GPU; use a local layer spec")
+
+    return type(name, (torch.nn.Module,), {"__init__": init, "__doc__": f"Stands for the absent {name}."})
+
+
+class _NoFp8:
+    """`FP8GlobalStateManager` of a machine where nothing is 8-bit."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+
+def _no_context(*args: Any, **kwargs: Any) -> Any:
+    return nullcontext()
+
+
+def _share_storage(output: torch.Tensor, source: torch.Tensor) -> None:
+    """Give `output`, whose storage was emptied, the bytes of `source`; no version counter moves."""
+    output.untyped_storage().resize_(source.untyped_storage().size())
+    output.untyped_storage().copy_(source.untyped_storage())
+
+
+def _random(patches: Patches, module: ModuleType) -> None:
+    """Recomputation names 8-bit helpers it imports with Transformer Engine only, and compiles C++."""
+    stand_ins = {
+        "FP8GlobalStateManager": _NoFp8,
+        "activation_recompute_forward": _no_context,
+        "fp8_autocast": _no_context,
+    }
+    for name, value in stand_ins.items():
+        if not hasattr(module, name):
+            patches.set(module, name, value)
+    patches.set_present(module, "_get_share_storage", lambda: _share_storage)
+
+
+def _moe_utils(patches: Patches, module: ModuleType) -> None:
+    """The router asks for a kernel by a name that may not exist; split sizes must become numpy arrays."""
+    if not hasattr(module, "te_general_gemm"):
+        patches.set(module, "te_general_gemm", None)
+    if hasattr(module, "maybe_move_tensor_to_cpu"):
+        patches.set(module, "maybe_move_tensor_to_cpu", _move_tensor_to_cpu)
+
+
+def _move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """The tensor is on the CPU already; Megatron converts to numpy only what it moves."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _dataset_utils(patches: Patches, module: ModuleType) -> None:
+    """A wheel ships the compiled helper without the Makefile that would compile it again."""
+    if find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        patches.set_present(module, "compile_helpers", lambda: None)
+
+
+def _fused_kernels(patches: Patches, module: ModuleType) -> None:
+    """Up to 0.16 the launcher's old kernel loader asks the CUDA compiler for its version."""
+    patches.set_present(module, "load", lambda args: None)
+
+
+_RECIPES: dict[str, Callable[[Patches, ModuleType], None]] = {
+    "megatron.core.transformer.torch_norm": _torch_norm,
+    _TE: _transformer_engine,
+    "megatron.core.tensor_parallel.random": _random,
+    "megatron.core.transformer.moe.moe_utils": _moe_utils,
+    "megatron.core.datasets.utils": _dataset_utils,
+    "megatron.legacy.fused_kernels": _fused_kernels,
+}
+
+
+def install(patches: Patches) -> None:
+    """Patch the modules of Megatron that are imported, and each other one when it is."""
+
+    def after_import(module: ModuleType) -> None:
+        recipe = _RECIPES.get(module.__name__)
+        if recipe is not None:
+            recipe(patches, module)
+
+    loaded = loaded_modules((PACKAGE,))
+    for module in loaded:
+        after_import(module)
+    for module in loaded:
+        patches.rebind(module)
+    finder = AfterImport(PACKAGE, after_import)
+    sys.meta_path.insert(0, finder)
+    patches.on_restore(lambda: sys.meta_path.remove(finder))

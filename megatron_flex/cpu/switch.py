@@ -1,0 +1,79 @@
+"""Turns the CPU runtime on and off, counted, so that nested users do not switch it off for each other."""
+
+from __future__ import annotations
+
+import os
+from threading import get_ident
+
+import torch
+
+from megatron_flex.cpu import compiling, cuda, devices, gloo, megatron, rng
+from megatron_flex.cpu.patching import Patches
+from megatron_flex.errors import FlexError
+
+# In this order; the last sees what the others replaced, and undoing goes backwards.
+_PARTS = (compiling, cuda, rng, devices, gloo, megatron)
+
+
+class _Runtime:
+    """How often it was enabled, by which thread, and what to undo. A process has one torch, so one of it."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.thread = 0
+        self.patches = Patches()
+
+
+_RUNTIME = _Runtime()
+
+
+def enable(force: bool = False) -> None:
+    """Make torch and Megatron believe that the CPU is their GPU. Local: no rank has to wait for another.
+
+    Calls are counted: as many `disable()` undo it.
+
+    Args:
+        force: enable it even on a machine that has a GPU, which then lies idle.
+
+    Raises:
+        FlexError: if a GPU is present and `force` is not set.
+    """
+    if _RUNTIME.depth == 0:
+        if torch.cuda.is_available() and not force:
+            raise FlexError("a GPU is present and the CPU runtime would hide it; use it, or pass force=True")
+        _install(_RUNTIME.patches)
+        _RUNTIME.thread = get_ident()
+    _RUNTIME.depth += 1
+
+
+def disable() -> None:
+    """Undo one `enable()`; the last one puts back every attribute that was set. Call it in the same thread.
+
+    Raises:
+        FlexError: if it is not enabled, or was enabled in another thread.
+    """
+    if _RUNTIME.depth == 0:
+        raise FlexError("the CPU runtime is not enabled; call enable() first")
+    if _RUNTIME.depth == 1:
+        # The device mode is on the stack of the thread that entered it; only that thread can leave it.
+        if get_ident() != _RUNTIME.thread:
+            raise FlexError("the CPU runtime was enabled in another thread; call disable() in that thread")
+        _RUNTIME.patches.restore((megatron.PACKAGE,))
+    _RUNTIME.depth -= 1
+
+
+def is_enabled() -> bool:
+    """Whether the CPU runtime is on."""
+    return _RUNTIME.depth > 0
+
+
+def _install(patches: Patches) -> None:
+    try:
+        # Megatron warns, or refuses, where this is not set; on a CPU it means nothing.
+        if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
+            patches.set_item(os.environ, "CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        for part in _PARTS:
+            part.install(patches)
+    except BaseException:
+        patches.restore((megatron.PACKAGE,))
+        raise

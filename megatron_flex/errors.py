@@ -1,0 +1,28 @@
+"""The errors a person sees. One line each: the value, the rule, the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class FlexError(ValueError):
+    """Something the caller can mend; the message says how."""
+
+
+class LayoutError(FlexError):
+    """A tensor and the layout it is said to have do not fit."""
+
+
+class SiteError(FlexError):
+    """A name that stands for no site, or a site that this configuration hides."""
+
+
+class HookError(FlexError):
+    """A hook that failed, never fired, or differs between ranks."""
+
+
+def nearest(name: str, names: Iterable[str], count: int = 3) -> str:
+    """Return `": nearest are a, b"` for the names closest to `name`, or an empty string."""
+    found = get_close_matches(name, list(names), n=count, cutoff=0.4)
+    return f"; nearest: {', '.join(found)}" if found else ""

@@ -1,0 +1,38 @@
+"""The few settings that are not arguments. Each may be set in the environment before import."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+def _number(name: str, default: float) -> float:
+    text = os.environ.get(name)
+    try:
+        return default if text is None else float(text)
+    except ValueError:
+        raise ValueError(
+            f"environment variable {name}={text!r} must be a number; unset it or write one"
+        ) from None
+
+
+@dataclass
+class Knobs:
+    """Settings of the process.
+
+    Attributes:
+        agree_seconds: how long a rank waits for the others when hooks are compared (FLEX_AGREE_SECONDS).
+        bucket_bytes: shards smaller than this travel together when they are gathered
+            (FLEX_BUCKET_BYTES).
+        pending_bytes: read shards are sent to the leader at a microbatch's end once their wholes are
+            together larger than this, and at the step's end otherwise (FLEX_PENDING_BYTES).
+        seed: where the random streams of editing functions start (FLEX_SEED).
+    """
+
+    agree_seconds: float = _number("FLEX_AGREE_SECONDS", 60.0)
+    bucket_bytes: int = int(_number("FLEX_BUCKET_BYTES", 4 << 20))
+    pending_bytes: int = int(_number("FLEX_PENDING_BYTES", 1 << 30))
+    seed: int = int(_number("FLEX_SEED", 0))
+
+
+knobs = Knobs()

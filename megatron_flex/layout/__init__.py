@@ -1,0 +1,35 @@
+"""Layout: how a rank's local tensor relates to the whole one. Frozen data and pure functions.
+
+Everything that has to know where an element lives (live gathering, edits, parameters) asks this one
+folder, which communicates nothing and knows no framework.
+"""
+
+from megatron_flex.layout.assembly import assemble, extract
+from megatron_flex.layout.spans import (
+    coordinates,
+    padded_shape,
+    part_lengths,
+    parts,
+    spans,
+    whole_shape,
+)
+from megatron_flex.layout.types import Coords, Cut, Dim, Layout, Lengths, Sizes, Span, replicated
+
+__all__ = [
+    "Coords",
+    "Cut",
+    "Dim",
+    "Layout",
+    "Lengths",
+    "Sizes",
+    "Span",
+    "assemble",
+    "coordinates",
+    "extract",
+    "padded_shape",
+    "part_lengths",
+    "parts",
+    "replicated",
+    "spans",
+    "whole_shape",
+]

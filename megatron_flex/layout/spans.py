@@ -1,0 +1,153 @@
+"""Where the entries of a dim live: spans of the whole for each rank, and the shapes that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from megatron_flex.errors import LayoutError
+from megatron_flex.layout.types import Coords, Cut, Dim, Layout, Lengths, Sizes, Span
+
+
+def spans(
+    dim: Dim, length: int, coords: Coords, sizes: Sizes, lengths: Sequence[int] | None = None
+) -> list[Span]:
+    """The intervals of a whole dim that the rank at `coords` holds, in its local order.
+
+    Args:
+        dim: the dim.
+        length: how many entries the whole dim has, padding included.
+        coords: this rank's coordinates.
+        sizes: the mesh.
+        lengths: the lengths of all parts, which an uneven dim needs.
+
+    Raises:
+        LayoutError: the dim does not divide evenly, or is uneven and `lengths` is missing.
+    """
+    if dim.uneven:
+        if lengths is None or len(lengths) != parts(dim, sizes) or sum(lengths) != length:
+            raise LayoutError(
+                f"dim {dim.name!r} of {length} is uneven: its parts cannot have lengths {lengths}"
+            )
+        at = 0
+        for cut in dim.cuts:
+            at = at * sizes.get(cut.axis, 1) + coords.get(cut.axis, 0)
+        return [(sum(lengths[:at]), sum(lengths[: at + 1]))]
+    total = sum(dim.segments)
+    if length % total:
+        raise LayoutError(f"dim {dim.name!r} of {length} does not divide into segments {dim.segments}")
+    out: list[Span] = []
+    start = 0
+    for weight in dim.segments:
+        stop = start + length // total * weight
+        piece: list[Span] = [(start, stop)]
+        for cut in dim.cuts:
+            piece = _cut(piece, cut, coords.get(cut.axis, 0), sizes.get(cut.axis, 1), dim.name)
+        out += piece
+        start = stop
+    return _joined(out)
+
+
+def _cut(piece: list[Span], cut: Cut, coord: int, size: int, name: str) -> list[Span]:
+    """Take coordinate `coord`'s part of a list of spans laid end to end."""
+    if size == 1:
+        return piece
+    count, at = size // cut.copies, coord // cut.copies
+    if count * cut.copies != size:
+        raise LayoutError(f"axis {cut.axis!r} of {size} does not divide into runs of {cut.copies} copies")
+    chunks = count * (2 if cut.order == "zigzag" else 1)
+    length = sum(stop - start for start, stop in piece)
+    if length % chunks:
+        raise LayoutError(f"dim {name!r}: {length} entries do not divide by {chunks} over {cut.axis!r}")
+    step = length // chunks
+    mine = (at, chunks - 1 - at) if cut.order == "zigzag" else (at,)
+    return [span for c in mine for span in _window(piece, c * step, (c + 1) * step)]
+
+
+def _window(piece: list[Span], first: int, last: int) -> Iterator[Span]:
+    """The spans that positions `first` to `last` of the concatenated `piece` cover."""
+    offset = 0
+    for start, stop in piece:
+        low, high = max(first - offset, 0), min(last - offset, stop - start)
+        if low < high:
+            yield start + low, start + high
+        offset += stop - start
+
+
+def _joined(piece: list[Span]) -> list[Span]:
+    out: list[Span] = []
+    for start, stop in piece:
+        if out and out[-1][1] == start:
+            out[-1] = (out[-1][0], stop)
+        else:
+            out.append((start, stop))
+    return out
+
+
+# -- shapes ------------------------------------------------------------------------------------------
+
+
+def parts(dim: Dim, sizes: Sizes) -> int:
+    """Into how many different parts a dim is cut."""
+    out = 1
+    for c in dim.cuts:
+        size = sizes.get(c.axis, 1)
+        out *= size // c.copies if size > 1 else 1
+    return out
+
+
+def padded_shape(
+    layout: Layout, local: Sequence[int], sizes: Sizes, lengths: Lengths | None = None
+) -> tuple[int, ...]:
+    """The whole's shape with its padding, dims in the local order, from one rank's local shape.
+
+    Raises:
+        LayoutError: another number of dims than the layout has, or an uneven dim without `lengths`.
+    """
+    if len(local) != len(layout.dims):
+        raise LayoutError(
+            f"a tensor of shape {tuple(local)} has {len(local)} dims; layout {layout.describe()} wants "
+            f"{len(layout.dims)}: the site's rule does not fit this module"
+        )
+    out = []
+    for index, dim in enumerate(layout.dims):
+        if dim.uneven and parts(dim, sizes) > 1:
+            if lengths is None or index not in lengths:
+                raise LayoutError(f"dim {dim.name!r} is uneven: its length follows from all shards")
+            out.append(sum(lengths[index]))
+        else:
+            out.append(local[index] * parts(dim, sizes))
+    return tuple(out)
+
+
+def whole_shape(
+    layout: Layout, local: Sequence[int], sizes: Sizes, lengths: Lengths | None = None
+) -> tuple[int, ...]:
+    """The shape of the tensor that one device would have held, from one rank's local shape."""
+    full = padded_shape(layout, local, sizes, lengths)
+    kept = [n if d.keep is None else min(n, d.keep) for n, d in zip(full, layout.dims, strict=True)]
+    return tuple(kept) if layout.permute is None else tuple(kept[i] for i in layout.permute)
+
+
+def coordinates(layout: Layout, sizes: Sizes) -> list[dict[str, int]]:
+    """Every combination of coordinates on `layout.axes`, the last axis counting fastest."""
+    axes = layout.axes
+    return [dict(zip(axes, c, strict=True)) for c in product(*(range(sizes.get(a, 1)) for a in axes))]
+
+
+def part_lengths(layout: Layout, shapes: Sequence[Sequence[int]], sizes: Sizes) -> dict[int, list[int]]:
+    """The lengths of the parts of each uneven dim, from the shapes of all shards.
+
+    Args:
+        layout: how the shards relate.
+        shapes: the shards' shapes in the order of `coordinates(layout, sizes)`.
+        sizes: the mesh.
+    """
+    out: dict[int, list[int]] = {}
+    for index, dim in enumerate(layout.dims):
+        if dim.uneven:
+            seen: dict[tuple[int, ...], int] = {}
+            for shape, coords in zip(shapes, coordinates(layout, sizes), strict=True):
+                seen.setdefault(tuple(coords[c.axis] for c in dim.cuts), shape[index])
+            out[index] = [seen[at] for at in sorted(seen)]
+    return out

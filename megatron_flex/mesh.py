@@ -1,0 +1,81 @@
+"""Mesh: the named axes of a run. An adapter reads it once from the framework; nothing here is global."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_flex.errors import FlexError
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of the mesh, as this rank sees it.
+
+    Attributes:
+        name: `tp`, `cp`, `dp`, `pp`, `ep`, `etp` or `edp`.
+        size: number of ranks along the axis.
+        coord: this rank's place, from 0.
+        group: the framework's process group over those ranks; None where the axis has one rank.
+        ranks: their global ranks in the order of their coordinates.
+    """
+
+    name: str
+    size: int = 1
+    coord: int = 0
+    group: Any = field(default=None, compare=False)
+    ranks: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.coord < self.size or len(self.ranks) != self.size:
+            raise FlexError(
+                f"axis {self.name!r}: coordinate {self.coord} and ranks {self.ranks} need size {self.size}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The axes of a run, from the outermost to the innermost."""
+
+    axes: tuple[Axis, ...] = ()
+
+    def __getitem__(self, name: str) -> Axis:
+        """The axis of that name; one of a single rank if the framework has none."""
+        return next((a for a in self.axes if a.name == name), Axis(name))
+
+    def __iter__(self) -> Iterator[Axis]:
+        return iter(self.axes)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Axis name to number of ranks."""
+        return {a.name: a.size for a in self.axes}
+
+    @property
+    def coords(self) -> Mapping[str, int]:
+        """Axis name to this rank's coordinate."""
+        return {a.name: a.coord for a in self.axes}
+
+    def is_first(self, names: Iterable[str]) -> bool:
+        """Whether this rank has coordinate 0 on all of these axes."""
+        return all(self[n].coord == 0 for n in names)
+
+    def describe(self) -> str:
+        """Return the mesh in words, such as `tp=2 x pp=2`."""
+        return " x ".join(f"{a.name}={a.size}" for a in self.axes if a.size > 1) or "one rank"
+
+    def check_sizes(self, said: Mapping[str, int | None]) -> None:
+        """Compare sizes that a person gave with those that were found.
+
+        Raises:
+            FlexError: they differ; the message has all differences.
+        """
+        wrong = [
+            f"{n}={v} (found {self[n].size})" for n, v in said.items() if v is not None and v != self[n].size
+        ]
+        if wrong:
+            raise FlexError(
+                f"sizes given contradict the framework's mesh ({self.describe()}): {', '.join(wrong)}; "
+                "leave them out, they are found"
+            )

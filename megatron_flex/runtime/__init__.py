@@ -1,0 +1,7 @@
+"""Runtime: taps go in and out, hooks run, what is read is kept and sent, the clock says which microbatch."""
+
+from megatron_flex.runtime.captures import Captures, Key, Readings
+from megatron_flex.runtime.hooks import HookFunction
+from megatron_flex.runtime.session import Session
+
+__all__ = ["Captures", "HookFunction", "Key", "Readings", "Session"]

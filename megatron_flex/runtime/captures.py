@@ -1,0 +1,109 @@
+"""What was read, on the leader: for each site the whole tensors by step, microbatch and call."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, overload
+
+from torch import Tensor
+
+from megatron_flex.errors import SiteError, nearest
+from megatron_flex.sites import GRAD
+
+
+class Key(NamedTuple):
+    """What keeps captured tensors apart.
+
+    Attributes:
+        site: the site's name; behind it `.grad` for a gradient.
+        step: run of the schedule since attaching (evaluation runs count, and repeated iterations).
+        iteration: the framework's own number.
+        microbatch: the microbatch within the step.
+        call: the pass through the site within the microbatch.
+    """
+
+    site: str
+    step: int
+    iteration: int
+    microbatch: int
+    call: int
+
+    @property
+    def time(self) -> tuple[int, int, int]:
+        """What tensors of one site are ordered by."""
+        return self.step, self.microbatch, self.call
+
+
+class Readings(Sequence[Tensor]):
+    """The tensors of one site, in the order of step, microbatch and call; `keys` has the key of each."""
+
+    def __init__(self) -> None:
+        self._items: list[tuple[Key, Tensor]] = []
+
+    @property
+    def keys(self) -> list[Key]:
+        """The key of each tensor."""
+        return [k for k, _ in self._items]
+
+    def at(
+        self, *, step: int | None = None, iteration: int | None = None, microbatch: int | None = None
+    ) -> list[Tensor]:
+        """The tensors of that step, iteration or microbatch."""
+        want = {"step": step, "iteration": iteration, "microbatch": microbatch}
+        return [t for k, t in self._items if all(v is None or getattr(k, n) == v for n, v in want.items())]
+
+    def add(self, key: Key, tensor: Tensor) -> None:
+        """Put a tensor in its place."""
+        insort(self._items, (key, tensor), key=lambda item: item[0].time)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
+        return [t for _, t in self._items[index]] if isinstance(index, slice) else self._items[index][1]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __repr__(self) -> str:
+        return f"Readings({len(self)} of {tuple(self[0].shape) if self else '-'})"
+
+
+class Captures(Mapping[str, Readings]):
+    """Site name to readings; empty on every rank but the leader.
+
+    A module's name stands for the only point of it that was read, or for its output.
+    """
+
+    def __init__(self) -> None:
+        self._readings: dict[str, Readings] = {}
+
+    def add(self, key: Key, tensor: Tensor) -> None:
+        """Keep a tensor."""
+        self._readings.setdefault(key.site, Readings()).add(key, tensor)
+
+    def clear(self) -> None:
+        """Forget everything that was read so far."""
+        self._readings.clear()
+
+    def __getitem__(self, name: str) -> Readings:
+        if name in self._readings:
+            return self._readings[name]
+        points = [n for n in self._readings if n.partition(":")[0] == name]
+        chosen = next((n for n in points if n.endswith((":output", f":output{GRAD}"))), None)
+        if len(points) == 1 or chosen:
+            return self._readings[chosen or points[0]]
+        if points:
+            raise SiteError(f"{name!r} was read at several points ({', '.join(points)}); name one of them")
+        raise KeyError(f"nothing was read at {name!r}{nearest(name, self._readings)}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readings)
+
+    def __len__(self) -> int:
+        return len(self._readings)
+
+    def __repr__(self) -> str:
+        return "Captures(" + ", ".join(f"{n}: {len(r)}" for n, r in self._readings.items()) + ")"

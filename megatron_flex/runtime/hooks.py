@@ -1,0 +1,184 @@
+"""HookFunction, and the list of hooks that a session holds."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from megatron_flex.adapters import ParameterSite
+from megatron_flex.errors import HookError
+from megatron_flex.sites import Site, SiteTable
+
+HookType = Literal["forward", "forward_pre", "full_backward", "full_backward_pre", "tensor"]
+EditingFunction = Callable[[nn.Module | None, Tensor, Namespace, nn.ModuleDict], Tensor]
+POINTS = {
+    "forward": "output",
+    "forward_pre": "input",
+    "full_backward": "input",
+    "full_backward_pre": "output",
+    "tensor": "output",
+}
+
+
+class HookFunction:
+    """What is wanted at a place: read the whole tensor, and edit it if an editing function is given.
+
+    Args:
+        module_name: a module's name (`decoder.layers.17.mlp.linear_fc1`), a site's name with its point
+            (`...linear_proj:partial`), or a glob over either.
+        expected_shape: the whole's shape, None for a dim that may have any length. Checked, never needed.
+        editing_function: single-device code `(current_module, inputs, save_ctx, modules) -> Tensor`, which
+            returns a tensor of the shape and dtype it got. Every rank that holds a part of the tensor runs it
+            on the same whole tensor and the same random stream.
+        unpack_idx: which tensor of a tuple output; every site known so far is the first.
+        hook_type: `forward` and `forward_pre` see a module's output and input, `full_backward` and
+            `full_backward_pre` the gradients of its input and output, `tensor` the gradient of a site or of
+            a parameter.
+        save: whether what was seen, before the edit, is kept in `output_dict`.
+    """
+
+    def __init__(
+        self,
+        module_name: str,
+        expected_shape: Sequence[int | None] | None = None,
+        editing_function: EditingFunction | None = None,
+        unpack_idx: int = 0,
+        *,
+        hook_type: HookType = "forward",
+        save: bool = True,
+    ) -> None:
+        if hook_type not in POINTS:
+            raise HookError(f"hook_type {hook_type!r} is none of {', '.join(POINTS)}")
+        if editing_function is not None and not callable(editing_function):
+            raise HookError(f"editing_function {editing_function!r} is not callable; pass a function or None")
+        if unpack_idx != 0:
+            raise HookError(
+                f"unpack_idx={unpack_idx}: only the first tensor of an output has a known layout; use unpack_idx=0"
+            )
+        if not save and editing_function is None:
+            raise HookError(
+                f"hook on {module_name!r} neither saves nor edits; give an editing_function or save=True"
+            )
+        self.module_name = module_name
+        self.expected_shape = None if expected_shape is None else tuple(expected_shape)
+        self.editing_function = editing_function
+        self.hook_type: HookType = hook_type
+        self.save = save
+
+    @property
+    def backward(self) -> bool:
+        """Whether the hook sees gradients."""
+        return self.hook_type in ("full_backward", "full_backward_pre", "tensor")
+
+    def describe(self) -> str:
+        """Return what all ranks must have in common of this hook, in words."""
+        edit = getattr(self.editing_function, "__qualname__", type(self.editing_function).__name__)
+        return f"{self.hook_type} on {self.module_name}" + (
+            f" editing by {edit}" if self.editing_function else ""
+        )
+
+    def check_shape(self, shape: Sequence[int]) -> None:
+        """Compare a whole tensor's shape with the expected one.
+
+        Raises:
+            HookError: they differ.
+        """
+        want = self.expected_shape
+        if want is None:
+            return
+        if len(want) != len(shape) or any(w is not None and w != n for w, n in zip(want, shape, strict=True)):
+            raise HookError(
+                f"the tensor has shape {tuple(shape)}, not the expected {want}; drop expected_shape"
+            )
+
+
+@dataclass(slots=True)
+class Registered:
+    """A hook with the places it stands at, on whichever rank they are."""
+
+    hook: HookFunction
+    sites: list[Site] = field(default_factory=list)
+    parameters: list[ParameterSite] = field(default_factory=list)
+
+
+class Registry:
+    """The hooks of a session in the order of registration; `version` changes whenever they do."""
+
+    def __init__(self, sites: SiteTable, parameters: dict[str, ParameterSite]) -> None:
+        self._sites, self._parameters = sites, parameters
+        self.entries: list[Registered] = []
+        self.version = 0
+
+    def add(self, hook: HookFunction) -> Registered:
+        """Register a hook everywhere its pattern matches.
+
+        Raises:
+            SiteError: nothing matches, or the configuration hides the place.
+            HookError: the hook is registered already.
+        """
+        if any(e.hook is hook for e in self.entries):
+            raise HookError(
+                f"this HookFunction on {hook.module_name!r} is registered already; make another one"
+            )
+        entry = Registered(hook)
+        if hook.hook_type == "tensor" and hook.module_name in self._parameters:
+            entry.parameters = [self._parameters[hook.module_name]]
+        else:
+            entry.sites = self._sites.match(hook.module_name, POINTS[hook.hook_type])
+            for site in entry.sites:
+                if site.hidden:
+                    raise HookError(f"no hook can stand at {site.name}: {site.hidden}")
+        self.entries.append(entry)
+        self.version += 1
+        return entry
+
+    def remove(self, hook: HookFunction) -> None:
+        """Take a hook out again.
+
+        Raises:
+            HookError: it is not registered.
+        """
+        kept = [e for e in self.entries if e.hook is not hook]
+        if len(kept) == len(self.entries):
+            raise HookError(f"this HookFunction on {hook.module_name!r} is not registered; nothing to remove")
+        self.entries = kept
+        self.version += 1
+
+    def at(self, name: str) -> list[HookFunction]:
+        """The hooks at a site or parameter, in the order of registration."""
+        return [e.hook for e in self.entries if any(s.name == name for s in [*e.sites, *e.parameters])]
+
+    def describe(self) -> str:
+        """Return all hooks in words, for comparing ranks."""
+        return ", ".join(e.hook.describe() for e in self.entries)
+
+
+def call_editing(
+    hook: HookFunction, module: Any, whole: Tensor, context: Namespace, modules: nn.ModuleDict
+) -> Tensor:
+    """Run an editing function and check what it returns.
+
+    Raises:
+        HookError: it returns no tensor, or one of another shape, dtype or device.
+    """
+    assert hook.editing_function is not None
+    shape, dtype, device = whole.shape, whole.dtype, whole.device
+    out = hook.editing_function(module, whole, context, modules)
+    if not isinstance(out, Tensor):
+        raise HookError(
+            f"the editing function returned {type(out).__name__}; return a tensor like the one it got"
+        )
+    for what, got, want in (
+        ("shape", tuple(out.shape), tuple(shape)),
+        ("dtype", out.dtype, dtype),
+        ("device", out.device, device),
+    ):
+        if got != want:
+            raise HookError(
+                f"the editing function returned {what} {got} for {want}; return the {what} it got"
+            )
+    return out

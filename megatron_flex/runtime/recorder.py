@@ -1,0 +1,79 @@
+"""Keeps what was read until it can be sent, and sends it: shards to the stage's leader, wholes up the pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+from megatron_flex.collectives import Parcel, is_leader, send_to_leader, send_up_pipeline, takes_part
+from megatron_flex.knobs import knobs
+from megatron_flex.layout import Layout, whole_shape
+from megatron_flex.mesh import Mesh
+from megatron_flex.runtime.captures import Captures, Key
+
+
+@dataclass(slots=True)
+class _Pending:
+    key: Key
+    layout: Layout
+    tensor: Tensor | None  # None on a rank whose part nobody needs
+
+
+class Recorder:
+    """One for a session. All ranks of a stage record the same keys in the same order.
+
+    Recording copies this rank's part and nothing else; nothing is sent before `flush`.
+    """
+
+    def __init__(self, mesh: Mesh, captures: Captures) -> None:
+        self.mesh, self.captures = mesh, captures
+        self._leader = is_leader(mesh)
+        self._pending: list[_Pending] = []
+        self._arrived: list[tuple[Key, Tensor]] = []
+        self._waiting_bytes = 0
+
+    def shard(self, key: Key, local: Tensor, layout: Layout) -> None:
+        """Record a local tensor. It is copied: frameworks overwrite many of them in place."""
+        wanted = takes_part(layout, self.mesh)
+        self._pending.append(_Pending(key, layout, local.detach().clone() if wanted else None))
+        if not any(d.uneven for d in layout.dims):
+            self._waiting_bytes += (
+                prod(whole_shape(layout, local.shape, self.mesh.sizes)) * local.element_size()
+            )
+
+    def whole(self, key: Key, whole: Tensor) -> None:
+        """Record a tensor that every rank has whole; the leader alone keeps it."""
+        if self._leader:
+            self._arrived.append((key, whole.detach().cpu().clone()))
+
+    def drop(self) -> None:
+        """Forget what was not sent."""
+        self._pending.clear()
+        self._arrived.clear()
+        self._waiting_bytes = 0
+
+    def gather_if_large(self) -> None:
+        """Send shards to the stage's leader if they have become many.
+
+        Collective within the stage; all its ranks decide alike, from the wholes' sizes.
+        """
+        if self._waiting_bytes > knobs.pending_bytes:
+            self.gather()
+
+    def gather(self) -> None:
+        """Send all shards to the stage's leader. Collective within the stage (`tp`, `cp`)."""
+        todo, self._pending, self._waiting_bytes = self._pending, [], 0
+        parcels = [Parcel(p.layout, [] if p.tensor is None else [p.tensor]) for p in todo]
+        for pending, whole in zip(todo, send_to_leader(parcels, self.mesh, knobs.bucket_bytes), strict=True):
+            if whole is not None:
+                self._arrived.append((pending.key, whole.cpu()))
+
+    def flush(self) -> None:
+        """Bring everything recorded to the leader's captures. Collective within the model replica."""
+        self.gather()
+        arrived, self._arrived = self._arrived, []
+        if self._leader:
+            for key, tensor in send_up_pipeline(arrived, self.mesh):
+                self.captures.add(key, tensor)

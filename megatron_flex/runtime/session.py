@@ -1,0 +1,255 @@
+"""A session: one model with hooks. It puts taps in and out and runs what stands at each of them."""
+
+from __future__ import annotations
+
+import traceback
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.adapters import Adapter, Undo
+from megatron_flex.collectives import Agreement, all_assemble, any_rank, everyone, gather_whole, scatter_whole
+from megatron_flex.errors import HookError
+from megatron_flex.knobs import knobs
+from megatron_flex.layout import Layout, extract, whole_shape
+from megatron_flex.mesh import Mesh
+from megatron_flex.runtime.captures import Captures, Key
+from megatron_flex.runtime.clock import Clock
+from megatron_flex.runtime.hooks import HookFunction, Registry, call_editing
+from megatron_flex.runtime.recorder import Recorder
+from megatron_flex.runtime.streams import same_stream
+from megatron_flex.sites import GRAD, Site, SiteTable, model_order
+
+
+class Session:
+    """The hooks of one model.
+
+    Making one is collective over the pipeline stages, which tell each other their sites. While no hook is
+    registered nothing inside the model is touched; what stands is an entry in front of the schedule.
+
+    An error in a hook does not stop the rank that has it, whose peers would wait for it: the tensor goes on
+    unedited, and at the end of the step all ranks raise.
+    """
+
+    _count = 0
+
+    def __init__(self, adapter: Adapter) -> None:
+        adapter.check()
+        self.adapter, self.mesh = adapter, adapter.mesh
+        own, parameters = adapter.sites(), adapter.parameters()
+        self._own = {s.name: s for s in own}
+        self._own_parameters = {p.name: p for p in parameters}
+        told = everyone(([s.remote() for s in own], [p.remote() for p in parameters]), self.mesh, ["pp"])
+        self.sites = SiteTable(sorted((s for sites, _ in told for s in sites), key=model_order))
+        self.registry = Registry(self.sites, {p.name: p for _, ps in told for p in ps})
+        self.captures = Captures()
+        self.save_ctx = Namespace()
+        self.modules = nn.ModuleDict()
+        self.clock = Clock()
+        self._recorder = Recorder(self.mesh, self.captures)
+        self._agreement = Agreement(f"session{Session._count}", knobs.agree_seconds)
+        Session._count += 1
+        self._agreed = -1
+        self._taps: dict[str, Undo] = {}
+        self._fired: dict[HookFunction, bool] = {}
+        self._judged: set[HookFunction] = set()
+        self._failure: tuple[str, BaseException] | None = None
+        self._in_schedule = False
+        self._awaits_backward = False
+        self._unwatch: Undo | None = adapter.watch(self)
+
+    # -- registering -----------------------------------------------------------------------------------
+
+    def add(self, hook: HookFunction) -> None:
+        """Register a hook, on every rank alike."""
+        entry = self.registry.add(hook)
+        self._fired[hook] = False
+        for site in entry.sites:
+            own = self._own.get(site.name)
+            if own is not None and own.tap is not None and own.name not in self._taps:
+                self._taps[own.name] = own.tap.install(partial(self._fire, own))
+        for told in entry.parameters:
+            mine = self._own_parameters.get(told.name)
+            if mine is not None and mine.parameter is not None and mine.name not in self._taps:
+                react = partial(self._gradient, mine.name, mine.layout.gradient(), None, None)
+                self._taps[mine.name] = mine.parameter.register_hook(react).remove
+
+    def remove(self, hook: HookFunction) -> None:
+        """Take a hook out, on every rank alike; a tap that no hook needs goes with it."""
+        self.registry.remove(hook)
+        for name in [n for n in self._taps if not self.registry.at(n)]:
+            self._taps.pop(name)()
+
+    def close(self) -> list[HookFunction]:
+        """Take everything out of the model and its schedule.
+
+        Returns:
+            The hooks that fired on no rank in any step that they stood in; the same list on every rank.
+        """
+        silent = [e.hook for e in self.registry.entries if e.hook in self._judged and not self._fired[e.hook]]
+        for undo in self._taps.values():
+            undo()
+        self._taps.clear()
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
+        self._recorder.drop()
+        self.registry.entries.clear()
+        return silent
+
+    # -- what the adapter tells ------------------------------------------------------------------------
+
+    def step_begins(self, iteration: int | None) -> None:
+        """A schedule starts."""
+        self._compare()
+        self.clock.begin(iteration)
+        self._in_schedule = True
+
+    def step_ends(self, failed: bool) -> None:
+        """It is over: bring what was read to the leader, or forget it."""
+        self._in_schedule = False
+        self._finish(failed, self.mesh)
+
+    def forward_begins(self, microbatch: int) -> None:
+        """A microbatch goes forward."""
+        self.clock.forward(microbatch)
+
+    def forward_ends(self, output: Any) -> None:
+        """It did."""
+        self.clock.mark(output)
+        self._recorder.gather_if_large()
+
+    def backward_begins(self, output: Any) -> None:
+        """A microbatch goes backward."""
+        self.clock.backward(output)
+
+    def call_begins(self) -> None:
+        """The model is called outside a schedule; each such call is a step."""
+        self._compare()
+        self.clock.begin(None)
+
+    def call_ends(self, failed: bool) -> None:
+        """That call is over; its backward pass may follow."""
+        self._finish(failed, self._replica())
+
+    def _compare(self) -> None:
+        if self.registry.version != self._agreed or self._agreement.wanted():
+            self._agreement.compare(self.registry.describe())
+            self._agreed = self.registry.version
+
+    def _replica(self) -> Mesh:
+        """The mesh without data parallelism, whose ranks need not call a model equally often."""
+        return Mesh(tuple(a for a in self.mesh if a.name != "dp"))
+
+    def _finish(self, failed: bool, mesh: Mesh) -> None:
+        failure, self._failure = self._failure, None
+        hooks = [e.hook for e in self.registry.entries]
+        if failed or not hooks:
+            self._recorder.drop()
+            return
+        flags = any_rank([int(failure is not None), *(int(self._fired[h]) for h in hooks)], mesh)
+        for hook, fired in zip(hooks, flags[1:], strict=True):
+            self._fired[hook] = bool(fired)
+            self._judged.add(hook)
+        if flags[0]:
+            self._recorder.drop()
+            told = everyone(failure and failure[0], mesh, [a.name for a in mesh])
+            messages = list(dict.fromkeys(m for m in told if m))
+            count = f" (on {sum(m is not None for m in told)} of {len(told)} ranks)" if len(told) > 1 else ""
+            raise HookError("; ".join(messages) + count) from (failure and failure[1])
+        self._recorder.flush()
+
+    # -- what a tap calls ------------------------------------------------------------------------------
+
+    def _fire(self, site: Site, local: Tensor, layout: Layout | None = None) -> Tensor:
+        """Pass a local tensor through the hooks at its site."""
+        layout = layout or site.layout
+        hooks = self.registry.at(site.name)
+        key = self.clock.key(site.name)
+        module = getattr(site.tap, "module", None)
+        out = self._forward(module, [h for h in hooks if not h.backward], key, local, layout)
+        # In the first pass of a checkpointed region nothing is differentiated; its replay gets the hook.
+        if any(h.backward for h in hooks) and out.requires_grad and torch.is_grad_enabled():
+            seen = key._replace(site=site.name + GRAD)
+            out.register_hook(partial(self._gradient, site.name, layout.gradient(), module, seen))
+        return out
+
+    def _forward(
+        self, module: Any, hooks: list[HookFunction], key: Key, local: Tensor, layout: Layout
+    ) -> Tensor:
+        record = any(h.save for h in hooks) and not self.clock.replaying()
+        if not any(h.editing_function for h in hooks):
+            if record:
+                self._read(hooks, key, local, layout)
+            return local
+        whole = gather_whole(local, layout, self.mesh)
+        if record:
+            self._recorder.whole(key, whole)
+        return scatter_whole(self._edit(hooks, key, module, whole), local, layout, self.mesh)
+
+    def _gradient(
+        self, name: str, layout: Layout, module: Any, key: Key | None, grad: Tensor
+    ) -> Tensor | None:
+        """Pass a local gradient, in `layout`, through the hooks that want it."""
+        hooks = [h for h in self.registry.at(name) if h.backward]
+        key = key or self.clock.key(name + GRAD)
+        edited = None
+        if any(h.editing_function for h in hooks):
+            whole, lengths = all_assemble(grad, layout, self.mesh)
+            if any(h.save for h in hooks):
+                self._recorder.whole(key, whole)
+            whole = self._edit(hooks, key, module, whole)
+            edited = extract(layout, whole, self.mesh.coords, self.mesh.sizes, grad, lengths)
+        elif hooks:
+            self._read(hooks, key, grad, layout)
+        self._await_backward()
+        return edited
+
+    def _read(self, hooks: list[HookFunction], key: Key, local: Tensor, layout: Layout) -> None:
+        shape = whole_shape(layout, local.shape, self.mesh.sizes)
+        for hook in hooks:
+            self._fired[hook] = True
+            self._guard(hook, key, partial(hook.check_shape, shape))
+        self._recorder.shard(key, local, layout)
+
+    def _edit(self, hooks: list[HookFunction], key: Key, module: Any, whole: Tensor) -> Tensor:
+        """Run editing functions one after the other; one that fails leaves the tensor as it was."""
+        for hook in hooks:
+            self._fired[hook] = True
+            self._guard(hook, key, partial(hook.check_shape, whole.shape))
+            if hook.editing_function is not None:
+                with same_stream(key, whole):
+                    edit = partial(call_editing, hook, module, whole, self.save_ctx, self.modules)
+                    edited = self._guard(hook, key, edit)
+                whole = whole if edited is None else edited
+        return whole
+
+    def _guard(self, hook: HookFunction, key: Key, call: Callable[[], Tensor | None]) -> Tensor | None:
+        """Run what a person wrote; keep an error for the end of the step, where all ranks raise it."""
+        try:
+            return call()
+        except Exception as error:
+            where = f"hook ({hook.describe()}) at {key.site}, iteration {key.iteration}, microbatch {key.microbatch}"
+            line = "" if isinstance(error, HookError) else f" in {_users_line(error)}"
+            kind = "" if isinstance(error, HookError) else f"{type(error).__name__}: "
+            self._failure = self._failure or (f"{where}: {kind}{error}{line}", error)
+            return None
+
+    def _await_backward(self) -> None:
+        """Outside a schedule, send what this backward pass records when it is through."""
+        if not self._in_schedule and not self._awaits_backward:
+            self._awaits_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        self._awaits_backward = False
+        self._finish(False, self._replica())
+
+
+def _users_line(error: BaseException) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"

@@ -1,0 +1,135 @@
+"""Sites: the named places where a tensor passes, and how names and patterns find them.
+
+A name is `module.path:point`. It is global: layer 17 is layer 17 on whatever stage, chunk or wrapper.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_flex.errors import SiteError, nearest
+from megatron_flex.layout import Layout
+
+GRAD = ".grad"  # what a gradient's name has behind the name of its site
+
+
+class Fire(Protocol):
+    """What a tap calls with the local tensor; it returns the tensor that goes on, mostly the same."""
+
+    def __call__(self, local: Tensor, layout: Layout | None = None) -> Tensor:
+        """Pass `local` through the hooks; `layout` where this call's differs from the site's."""
+        ...
+
+
+class Tap(Protocol):
+    """How to get at a tensor in a framework's forward path."""
+
+    def install(self, fire: Fire) -> Callable[[], None]:
+        """Inject `fire`; the returned function takes it out again, leaving nothing behind."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place in the model.
+
+    Attributes:
+        name: global name, `decoder.layers.17.mlp.linear_fc1:output`.
+        layout: how the local tensor there relates to the whole.
+        shape: the whole's shape; a name (`s`, `b`) where only the data tell.
+        stage: pipeline stage that owns it.
+        hidden: why a hook cannot be put here and which switch would change that; empty if it can.
+        tap: how to get at it; None on ranks that do not own it.
+    """
+
+    name: str
+    layout: Layout
+    shape: tuple[int | str, ...]
+    stage: int = 0
+    hidden: str = ""
+    tap: Tap | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def module(self) -> str:
+        """The module path of the name."""
+        return self.name.partition(":")[0]
+
+    @property
+    def point(self) -> str:
+        """The point within the module: `output`, `input`, `partial`, `mid`, ..."""
+        return self.name.partition(":")[2]
+
+    def remote(self) -> Site:
+        """The site as ranks know it that do not own it."""
+        return replace(self, tap=None)
+
+
+def model_order(site: Site) -> tuple[int, int]:
+    """A key to sort sites of all stages and chunks by: embeddings, layers by number, and what follows."""
+    layer = re.search(r"\.layers\.(\d+)[.:]", site.name)
+    if layer:
+        return 1, int(layer.group(1))
+    return (0, 0) if site.name.startswith("embedding") else (2, 0)
+
+
+class SiteTable:
+    """All sites of a model, over all stages, by name and in model order."""
+
+    def __init__(self, sites: Iterable[Site] = ()) -> None:
+        self._sites: dict[str, Site] = {}
+        for site in sites:
+            if site.name in self._sites:
+                raise SiteError(f"site {site.name!r} was found twice; a name must stand for one place")
+            self._sites[site.name] = site
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self._sites.values())
+
+    def __len__(self) -> int:
+        return len(self._sites)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sites
+
+    def __getitem__(self, name: str) -> Site:
+        if name not in self._sites:
+            raise SiteError(f"no site {name!r}{nearest(name, self._sites)}")
+        return self._sites[name]
+
+    def match(self, pattern: str, point: str | None = None) -> list[Site]:
+        """Find sites.
+
+        Args:
+            pattern: a site's name, a module's name, or a glob over either (`decoder.layers.*.mlp.*`).
+            point: the point meant where the pattern names none; None for every point.
+
+        Returns:
+            The sites in model order.
+
+        Raises:
+            SiteError: nothing matches; the message has the nearest names.
+        """
+        path, colon, named = pattern.partition(":")
+        wanted = named if colon else point
+        found = [
+            s
+            for s in self
+            if (s.module == path or fnmatchcase(s.module, path))
+            and (wanted is None or s.point == wanted or fnmatchcase(s.point, wanted))
+        ]
+        if not found:
+            raise SiteError(self._nothing(pattern, path, wanted))
+        return found
+
+    def _nothing(self, pattern: str, path: str, point: str | None) -> str:
+        points = sorted({s.point for s in self if s.module == path or fnmatchcase(s.module, path)})
+        if points:
+            return f"{pattern!r} has no point {point!r}; it has {', '.join(points)}"
+        names = [s.name for s in self] if ":" in pattern else list(dict.fromkeys(s.module for s in self))
+        return f"pattern {pattern!r} matches no site{nearest(pattern, names)}"

@@ -1,0 +1,311 @@
+"""Small Megatron models for tests: one full set of weights, scattered to whatever layout a case wants."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SEQUENCE, BATCH, VOCABULARY, HIDDEN, FFN, HEADS, GROUPS = 16, 2, 64, 32, 48, 4, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and the way it is spread.
+
+    `microbatches` is for each data parallel rank; `extra` goes to the config.
+    """
+
+    name: str
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    dp: int = 1
+    sp: bool = False
+    microbatches: int = 2
+    hybrid: bool = False
+    gated: bool = True
+    rms: bool = True
+    rope: bool = True
+    bias: bool = False
+    tied: bool = False
+    qk_norm: bool = False
+    groups: int = GROUPS
+    recompute: tuple[str, ...] = ()
+    ddp: bool = False
+    layers: int = 4
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def single(self) -> Case:
+        """The same model and data on one process."""
+        return replace(
+            self,
+            name=f"{self.name}/single",
+            tp=1,
+            pp=1,
+            vpp=None,
+            dp=1,
+            sp=False,
+            microbatches=self.microbatches * self.dp,
+            recompute=(),
+            ddp=False,
+        )
+
+
+def initialize(case: Case) -> None:
+    """Megatron's groups and random states for a case."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    kwargs: dict[str, Any] = {}
+    if "create_gloo_process_groups" in inspect.signature(parallel_state.initialize_model_parallel).parameters:
+        kwargs["create_gloo_process_groups"] = False
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp,
+        **kwargs,
+    )
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1)
+
+
+def config(case: Case) -> Any:
+    """Megatron's TransformerConfig."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    known = {f for f in inspect.signature(TransformerConfig).parameters}
+    wanted: dict[str, Any] = dict(
+        num_layers=case.layers * (2 if case.hybrid else 1),
+        hidden_size=HIDDEN,
+        ffn_hidden_size=FFN,
+        num_attention_heads=HEADS,
+        num_query_groups=case.groups,
+        kv_channels=HIDDEN // HEADS,
+        gated_linear_unit=case.gated,
+        activation_func=torch.nn.functional.silu if case.gated else torch.nn.functional.gelu,
+        normalization="RMSNorm" if case.rms else "LayerNorm",
+        add_bias_linear=case.bias,
+        qk_layernorm=case.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp,
+        sequence_parallel=case.sp,
+        pipeline_dtype=torch.float32,
+        params_dtype=torch.float32,
+        use_cpu_initialization=True,
+        deallocate_pipeline_outputs=True,
+        batch_p2p_comm=not case.vpp,
+        overlap_p2p_comm=bool(case.vpp),
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        attention_softmax_in_fp32=True,
+    )
+    if "full" in case.recompute:
+        wanted.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    elif case.recompute:
+        wanted.update(recompute_granularity="selective", recompute_modules=list(case.recompute))
+    wanted.update(case.extra)
+    return TransformerConfig(**{k: v for k, v in wanted.items() if k in known})
+
+
+def build(case: Case) -> list[nn.Module]:
+    """The chunks of this rank, with weights of Megatron's own initialisation."""
+    from megatron.core import parallel_state
+
+    out = []
+    for stage in range(case.vpp or 1):
+        if case.vpp:
+            parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+        out.append(_chunk(case, stage if case.vpp else None))
+    return out
+
+
+def _ends(stage: int | None) -> tuple[bool, bool]:
+    from megatron.core import parallel_state
+
+    result = []
+    for ask in (parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage):
+        known = inspect.signature(ask).parameters
+        kwargs = {"ignore_virtual": False, "vp_stage": stage}
+        result.append(ask(**{k: v for k, v in kwargs.items() if k in known}))
+    return result[0], result[1]
+
+
+def _chunk(case: Case, stage: int | None) -> nn.Module:
+    first, last = _ends(stage)
+    common: dict[str, Any] = dict(
+        config=config(case),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        pre_process=first,
+        post_process=last,
+        parallel_output=True,
+        share_embeddings_and_output_weights=case.tied,
+        position_embedding_type="rope" if case.rope else "learned_absolute",
+    )
+    if case.hybrid:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        per_stage = ["*-" * (case.layers // case.pp)] * case.pp
+        return HybridModel(hybrid_stack_spec=_hybrid_spec(), hybrid_layer_pattern="|".join(per_stage), **common)
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    known = inspect.signature(get_gpt_layer_local_spec).parameters
+    wanted = {"qk_layernorm": case.qk_norm, "normalization": "RMSNorm" if case.rms else "LayerNorm"}
+    spec = get_gpt_layer_local_spec(**{k: v for k, v in wanted.items() if k in known})
+    if "vp_stage" in inspect.signature(GPTModel).parameters:
+        common["vp_stage"] = stage
+    return GPTModel(transformer_layer_spec=spec, **common)
+
+
+def _hybrid_spec() -> Any:
+    """A stack spec of Megatron's own local classes; the ready-made one names Transformer Engine's."""
+    from functools import partial
+
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
+        ),
+    )
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return ModuleSpec(
+        module=HybridStack,
+        submodules=HybridStackSubmodules(
+            attention_layer=ModuleSpec(
+                module=TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    input_layernorm=WrappedTorchNorm,
+                    self_attention=attention,
+                    self_attn_bda=get_bias_dropout_add,
+                ),
+            ),
+            mlp_layer=ModuleSpec(
+                module=MLPLayer,
+                submodules=TransformerLayerSubmodules(
+                    pre_mlp_layernorm=WrappedTorchNorm,
+                    mlp=partial(MLP.as_mlp_submodule, submodules=linears),
+                    mlp_bda=get_bias_dropout_add,
+                ),
+            ),
+        ),
+    )
+
+
+# -- weights -----------------------------------------------------------------------------------------
+
+
+def global_names(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters with layers numbered over the whole model; written here apart from the adapter's way."""
+    for name, parameter in root.named_parameters():
+        parts = name.split(".")
+        if "layers" in parts:
+            at = parts.index("layers") + 1
+            layer = root.get_submodule(".".join(parts[: at + 1]))
+            parts[at] = str(layer.layer_number - 1)
+        yield ".".join(parts), parameter
+
+
+def randomize(root: nn.Module) -> dict[str, Tensor]:
+    """Give every parameter values that hide nothing (norms and biases too) and return them by global name."""
+    generator = torch.Generator().manual_seed(7)
+    state = {}
+    for name, parameter in sorted(global_names(root)):
+        noise = torch.randn(parameter.shape, generator=generator)
+        scale, offset = (0.2, 1.0) if "norm" in name and name.endswith("weight") else (0.15, 0.0)
+        parameter.data.copy_(offset + scale * noise)
+        state[name] = parameter.detach().clone()
+    return state
+
+
+def load(chunks: list[nn.Module], state: dict[str, Tensor]) -> None:
+    """Scatter a one-process state to this rank's chunks."""
+    from megatron_flex.adapters import detect
+    from megatron_flex.layout import extract
+
+    adapter = detect(chunks)
+    layouts = {p.name: p.layout for p in adapter.parameters()}
+    mesh = adapter.mesh
+    for root in chunks:
+        for name, parameter in global_names(root):
+            shard = extract(layouts[name], state[name], mesh.coords, mesh.sizes)
+            parameter.data.copy_(shard)
+
+
+# -- data and schedule -------------------------------------------------------------------------------
+
+
+def data(count: int) -> list[dict[str, Tensor]]:
+    """`count` microbatches of tokens, the same everywhere."""
+    generator = torch.Generator().manual_seed(3)
+    out = []
+    for _ in range(count):
+        tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
+        out.append({"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()})
+    return out
+
+
+def forward_step(iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
+    """What a pretrain script hands to Megatron's schedule."""
+    batch = next(iterator)
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), diagonal=1)
+    output = model(batch["tokens"], positions, mask, labels=batch["labels"])
+
+    def loss_function(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = output.mean()
+        return loss, {"loss": loss.detach().clone()}
+
+    return output, loss_function
+
+
+def step(case: Case, chunks: list[nn.Module], rank: int, forward_only: bool = False) -> list[float]:
+    """One run of Megatron's own schedule over a case's data; returns the losses on the last stage."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.grad = None
+    mine = data(case.microbatches * case.dp)[rank * case.microbatches : (rank + 1) * case.microbatches]
+    context = torch.no_grad() if forward_only else contextlib.nullcontext()
+    with context:
+        losses = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(mine) for _ in chunks] if case.vpp else iter(mine),
+            model=chunks if case.vpp else chunks[0],
+            num_microbatches=case.microbatches,
+            seq_length=SEQUENCE,
+            micro_batch_size=BATCH,
+            forward_only=forward_only,
+        )
+    return [float(item["loss"]) for item in losses]
