@@ -21,7 +21,8 @@ Model = nn.Module | Sequence[nn.Module]
 class FlexModel(nn.Module):
     """A distributed model whose tensors are read and edited as one device would hold them.
 
-    Every rank makes one, on the same model, and registers the same hooks in the same order.
+    Every rank makes one, on the same model, and registers the same hooks in the same order. The `register_*`
+    methods have the names of torch's and take a HookFunction instead.
 
     Args:
         module: the model or the list of its virtual pipeline chunks, bare or wrapped by the framework.
@@ -59,7 +60,7 @@ class FlexModel(nn.Module):
         """
         if len(self.chunks) != 1:
             raise HookError(
-                f"a model of {len(self.chunks)} virtual chunks cannot be called; run the framework's schedule over them"
+                f"{len(self.chunks)} virtual chunks cannot be called; run the framework's schedule over them"
             )
         return self.chunks[0](*args, **kwargs)
 
@@ -75,7 +76,7 @@ class FlexModel(nn.Module):
     def output_dict(self) -> Captures:
         """On the leader (the first rank of each model replica) what was read, by site; elsewhere empty.
 
-        Filled at the end of each step: of a run of the schedule, of a call of the model, of its backward pass.
+        Filled at the end of each run of the schedule, or call of the model, or backward pass behind it.
         """
         return self.session.captures
 
@@ -84,19 +85,19 @@ class FlexModel(nn.Module):
         """What editing functions of this rank share."""
         return self.session.save_ctx
 
-    def register_forward_hook(self, hook: HookFunction) -> None:
+    def register_forward_hook(self, hook: HookFunction) -> None:  # type: ignore[override]
         """See, and perhaps edit, what a module returns."""
         self._register(hook, "forward")
 
-    def register_forward_pre_hook(self, hook: HookFunction) -> None:
+    def register_forward_pre_hook(self, hook: HookFunction) -> None:  # type: ignore[override]
         """See, and perhaps edit, what a module gets."""
         self._register(hook, "forward_pre")
 
-    def register_full_backward_hook(self, hook: HookFunction) -> None:
+    def register_full_backward_hook(self, hook: HookFunction) -> None:  # type: ignore[override]
         """See, and perhaps edit, the gradient of what a module gets."""
         self._register(hook, "full_backward")
 
-    def register_full_backward_pre_hook(self, hook: HookFunction) -> None:
+    def register_full_backward_pre_hook(self, hook: HookFunction) -> None:  # type: ignore[override]
         """See, and perhaps edit, the gradient of what a module returns."""
         self._register(hook, "full_backward_pre")
 
@@ -119,14 +120,14 @@ class FlexModel(nn.Module):
             The model as it was given, with each function, class and attribute as it was.
 
         Raises:
-            HookError: a hook fired on no rank in any step that it stood in. The model is restored all the same.
+            HookError: a hook fired on no rank in any step that it stood in; the model is restored even so.
         """
         silent = self.session.close()
         if silent:
             names = ", ".join(h.describe() for h in silent)
             raise HookError(
-                f"never fired on any rank: {names}; the path they stand on did not run (no labels, no backward "
-                "pass, a frozen part, a fused kernel): hook another place, or remove them before the end"
+                f"never fired on any rank: {names}; the path did not run (no labels, no backward pass, a "
+                "frozen part, a fused kernel): hook another place, or remove the hook before the end"
             )
         return self._given
 

@@ -94,8 +94,8 @@ class Agreement:
     def _absent(self, world: int) -> str:
         missing = [r for r in range(world) if self._said(r) is None]
         return (
-            f"rank(s) {_some(missing)} did not compare hooks within {self.seconds:g} s: hooks are registered on "
-            "some ranks only, or those ranks died; register the same hooks on every rank"
+            f"rank(s) {_some(missing)} did not compare hooks within {self.seconds:g} s: hooks are registered "
+            "on some ranks only, or those ranks died; register the same hooks on every rank"
         )
 
     def _differing(self, world: int) -> str:

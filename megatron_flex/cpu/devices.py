@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils.data import dataloader
 
 from megatron_flex.cpu.patching import Patches
 
@@ -112,11 +113,25 @@ def _through_backward(run: Callable[..., Any], mode: CpuDevices) -> Callable[...
     return run_backward
 
 
+def _without_pinning(init: Callable[..., None]) -> Callable[..., None]:
+    def start(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        """Begin to iterate as if the loader had not been asked for pinned memory (it would only warn)."""
+        asked, loader.pin_memory = loader.pin_memory, False
+        try:
+            init(self, loader, *args, **kwargs)
+        finally:
+            loader.pin_memory = asked
+
+    return start
+
+
 def install(patches: Patches) -> None:
     """Enter the mode on this thread, for as long as `patches` stand."""
     mode = CpuDevices()
     _push_mode(mode)
     patches.on_restore(lambda: _leave(mode))
+    loading = dataloader._BaseDataLoaderIter
+    patches.set(loading, "__init__", _without_pinning(vars(loading)["__init__"]))
     # Bound in both modules, once by import.
     backward = _through_backward(torch.autograd.graph._engine_run_backward, mode)
     for module in (torch.autograd.graph, torch.autograd):

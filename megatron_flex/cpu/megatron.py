@@ -95,6 +95,19 @@ def _random(patches: Patches, module: ModuleType) -> None:
     patches.set_present(module, "_get_share_storage", lambda: _share_storage)
 
 
+def _fp8_utils(patches: Patches, module: ModuleType) -> None:
+    """0.12 calls this for a distributed optimizer's 8-bit parameters even where there are none."""
+    quantize = getattr(module, "_quantize_param_shard_impl", None)
+    if quantize is None or module.HAVE_TE:
+        return
+
+    def quantize_if_any(model_params: Any, *args: Any, **kwargs: Any) -> None:
+        if len(model_params):
+            quantize(model_params, *args, **kwargs)
+
+    patches.set(module, "_quantize_param_shard_impl", quantize_if_any)
+
+
 def _moe_utils(patches: Patches, module: ModuleType) -> None:
     """The router asks for a kernel by a name that may not exist; split sizes must become numpy arrays."""
     if not hasattr(module, "te_general_gemm"):
@@ -123,6 +136,7 @@ _RECIPES: dict[str, Callable[[Patches, ModuleType], None]] = {
     "megatron.core.transformer.torch_norm": _torch_norm,
     _TE: _transformer_engine,
     "megatron.core.tensor_parallel.random": _random,
+    "megatron.core.fp8_utils": _fp8_utils,
     "megatron.core.transformer.moe.moe_utils": _moe_utils,
     "megatron.core.datasets.utils": _dataset_utils,
     "megatron.legacy.fused_kernels": _fused_kernels,

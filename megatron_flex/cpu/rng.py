@@ -124,9 +124,9 @@ def install(patches: Patches) -> None:
     patches.set(torch.cuda, "default_generators", Generators())
     patches.set(torch.cuda, "_lazy_call", _lazy_call)
     patches.set(torch.cuda.random, "_lazy_call", _lazy_call)
-    base = dataloader._BaseDataLoaderIter
+    loading = dataloader._BaseDataLoaderIter
     for name in ("__init__", "__next__"):
-        patches.set(base, name, host.around(vars(base)[name]))
+        patches.set(loading, name, host.around(vars(loading)[name]))
     # Megatron's tracker warns when the CPU generator moves inside a region that forks the CUDA one.
     logger = logging.getLogger(_TRACKER_LOGGER)
     logger.addFilter(_not_the_tracker_warning)

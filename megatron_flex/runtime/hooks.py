@@ -57,12 +57,10 @@ class HookFunction:
             raise HookError(f"editing_function {editing_function!r} is not callable; pass a function or None")
         if unpack_idx != 0:
             raise HookError(
-                f"unpack_idx={unpack_idx}: only the first tensor of an output has a known layout; use unpack_idx=0"
+                f"unpack_idx={unpack_idx}: only an output's first tensor has a known layout; use unpack_idx=0"
             )
         if not save and editing_function is None:
-            raise HookError(
-                f"hook on {module_name!r} neither saves nor edits; give an editing_function or save=True"
-            )
+            raise HookError(f"hook on {module_name!r} neither saves nor edits; give it an editing_function")
         self.module_name = module_name
         self.expected_shape = None if expected_shape is None else tuple(expected_shape)
         self.editing_function = editing_function
@@ -103,6 +101,11 @@ class Registered:
     hook: HookFunction
     sites: list[Site] = field(default_factory=list)
     parameters: list[ParameterSite] = field(default_factory=list)
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the places."""
+        return {s.name for s in self.sites} | {p.name for p in self.parameters}
 
 
 class Registry:
@@ -150,7 +153,7 @@ class Registry:
 
     def at(self, name: str) -> list[HookFunction]:
         """The hooks at a site or parameter, in the order of registration."""
-        return [e.hook for e in self.entries if any(s.name == name for s in [*e.sites, *e.parameters])]
+        return [e.hook for e in self.entries if name in e.names]
 
     def describe(self) -> str:
         """Return all hooks in words, for comparing ranks."""

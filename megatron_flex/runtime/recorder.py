@@ -1,4 +1,4 @@
-"""Keeps what was read until it can be sent, and sends it: shards to the stage's leader, wholes up the pipeline."""
+"""Keeps what was read until it can be sent: shards to the stage's leader, wholes up the pipeline."""
 
 from __future__ import annotations
 

@@ -175,6 +175,9 @@ class Session:
         # In the first pass of a checkpointed region nothing is differentiated; its replay gets the hook.
         if any(h.backward for h in hooks) and out.requires_grad and torch.is_grad_enabled():
             seen = key._replace(site=site.name + GRAD)
+            # On a tensor of its own: one that is used elsewhere too (the residual beside a norm's input) has
+            # a gradient from there as well, and a view that is masked in place loses its hooks.
+            out = out.clone()
             out.register_hook(partial(self._gradient, site.name, layout.gradient(), module, seen))
         return out
 
@@ -233,7 +236,8 @@ class Session:
         try:
             return call()
         except Exception as error:
-            where = f"hook ({hook.describe()}) at {key.site}, iteration {key.iteration}, microbatch {key.microbatch}"
+            when = f"iteration {key.iteration}, microbatch {key.microbatch}"
+            where = f"hook ({hook.describe()}) at {key.site}, {when}"
             line = "" if isinstance(error, HookError) else f" in {_users_line(error)}"
             kind = "" if isinstance(error, HookError) else f"{type(error).__name__}: "
             self._failure = self._failure or (f"{where}: {kind}{error}{line}", error)

@@ -83,39 +83,39 @@ def config(case: Case) -> Any:
     """Megatron's TransformerConfig."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    known = {f for f in inspect.signature(TransformerConfig).parameters}
-    wanted: dict[str, Any] = dict(
-        num_layers=case.layers * (2 if case.hybrid else 1),
-        hidden_size=HIDDEN,
-        ffn_hidden_size=FFN,
-        num_attention_heads=HEADS,
-        num_query_groups=case.groups,
-        kv_channels=HIDDEN // HEADS,
-        gated_linear_unit=case.gated,
-        activation_func=torch.nn.functional.silu if case.gated else torch.nn.functional.gelu,
-        normalization="RMSNorm" if case.rms else "LayerNorm",
-        add_bias_linear=case.bias,
-        qk_layernorm=case.qk_norm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=case.tp,
-        pipeline_model_parallel_size=case.pp,
-        virtual_pipeline_model_parallel_size=case.vpp,
-        sequence_parallel=case.sp,
-        pipeline_dtype=torch.float32,
-        params_dtype=torch.float32,
-        use_cpu_initialization=True,
-        deallocate_pipeline_outputs=True,
-        batch_p2p_comm=not case.vpp,
-        overlap_p2p_comm=bool(case.vpp),
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        apply_rope_fusion=False,
-        attention_softmax_in_fp32=True,
-    )
+    known = set(inspect.signature(TransformerConfig).parameters)
+    wanted: dict[str, Any] = {
+        "num_layers": case.layers * (2 if case.hybrid else 1),
+        "hidden_size": HIDDEN,
+        "ffn_hidden_size": FFN,
+        "num_attention_heads": HEADS,
+        "num_query_groups": case.groups,
+        "kv_channels": HIDDEN // HEADS,
+        "gated_linear_unit": case.gated,
+        "activation_func": torch.nn.functional.silu if case.gated else torch.nn.functional.gelu,
+        "normalization": "RMSNorm" if case.rms else "LayerNorm",
+        "add_bias_linear": case.bias,
+        "qk_layernorm": case.qk_norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": case.tp,
+        "pipeline_model_parallel_size": case.pp,
+        "virtual_pipeline_model_parallel_size": case.vpp,
+        "sequence_parallel": case.sp,
+        "pipeline_dtype": torch.float32,
+        "params_dtype": torch.float32,
+        "use_cpu_initialization": True,
+        "deallocate_pipeline_outputs": True,
+        "batch_p2p_comm": not case.vpp,
+        "overlap_p2p_comm": bool(case.vpp),
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": False,
+        "attention_softmax_in_fp32": True,
+    }
     if "full" in case.recompute:
         wanted.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     elif case.recompute:
@@ -149,21 +149,23 @@ def _ends(stage: int | None) -> tuple[bool, bool]:
 
 def _chunk(case: Case, stage: int | None) -> nn.Module:
     first, last = _ends(stage)
-    common: dict[str, Any] = dict(
-        config=config(case),
-        vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE,
-        pre_process=first,
-        post_process=last,
-        parallel_output=True,
-        share_embeddings_and_output_weights=case.tied,
-        position_embedding_type="rope" if case.rope else "learned_absolute",
-    )
+    common: dict[str, Any] = {
+        "config": config(case),
+        "vocab_size": VOCABULARY,
+        "max_sequence_length": SEQUENCE,
+        "pre_process": first,
+        "post_process": last,
+        "parallel_output": True,
+        "share_embeddings_and_output_weights": case.tied,
+        "position_embedding_type": "rope" if case.rope else "learned_absolute",
+    }
     if case.hybrid:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
         per_stage = ["*-" * (case.layers // case.pp)] * case.pp
-        return HybridModel(hybrid_stack_spec=_hybrid_spec(), hybrid_layer_pattern="|".join(per_stage), **common)
+        return HybridModel(
+            hybrid_stack_spec=_hybrid_spec(), hybrid_layer_pattern="|".join(per_stage), **common
+        )
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 

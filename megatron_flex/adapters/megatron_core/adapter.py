@@ -31,7 +31,7 @@ class MegatronCore:
             getattr(config, n, False) for n in ("enable_cuda_graph", "external_cuda_graph")
         ):
             raise FlexError(
-                f"CUDA graphs are on (cuda_graph_impl={graphs!r}) and replay kernels without running any hook; "
+                f"CUDA graphs are on (cuda_graph_impl={graphs!r}) and replay kernels without any hook; "
                 "train with --cuda-graph-impl none (older: without --enable-cuda-graph)"
             )
         if getattr(config, "overlap_moe_expert_parallel_comm", False):

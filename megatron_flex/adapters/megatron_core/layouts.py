@@ -43,7 +43,7 @@ class Layouts:
         return Layout((self.sequence(cut), Dim("b"), Dim("h")))
 
     def gathered(self) -> Layout:
-        """`[s, b, h]` as it enters a column-parallel GEMM: whole, while each rank has a part of the gradient."""
+        """`[s, b, h]` as it enters a column-parallel GEMM: whole, its gradient shared out as summands."""
         return Layout((self.sequence(), Dim("b"), Dim("h")), shared=("tp",))
 
     def partial(self) -> Layout:

@@ -5,9 +5,6 @@ Attributes that Megatron puts on parameters are no help: some are missing, some 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 from torch import nn
 
 from megatron_flex.adapters.base import ParameterSite

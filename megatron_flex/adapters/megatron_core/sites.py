@@ -17,7 +17,7 @@ from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Site, Tap
 
 NORMS = ("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "final_norm")
-FUSED_ROPE = "fused_single_qkv_rope=True computes q, k and v inside one kernel; set it to False to have them as tensors"
+FUSED_ROPE = "fused_single_qkv_rope=True keeps q, k and v inside one kernel; set it to False to have them"
 FLASH = (
     "{kind} keeps attention scores and probabilities inside its kernel; build the layers with the local spec "
     "(--transformer-impl local) to have them as tensors"
@@ -30,11 +30,11 @@ def sites_of(root: nn.Module, mesh: Mesh) -> list[Site]:
 
 
 class _Builder:
-    def __init__(self, root: nn.Module, mesh: Mesh) -> None:
+    def __init__(self, root: Any, mesh: Mesh) -> None:
         self.root, self.mesh = root, mesh
         self.config: Any = root.config
         self.of = Layouts(self.config, mesh, _vocabulary(root))
-        self.sizes = {
+        self.sizes: dict[str, Any] = {
             "h": self.config.hidden_size,
             "f": self.config.ffn_hidden_size,
             "n": self.config.num_attention_heads,
@@ -73,13 +73,13 @@ class _Builder:
             shape[-1] = width
         return Site(name, layout, tuple(shape), self.mesh["pp"].coord, hidden, tap)
 
-    def both(self, path: str, module: nn.Module, layout: Layout, keyword: str) -> Iterator[Site]:
+    def both(self, path: str, module: Any, layout: Layout, keyword: str) -> Iterator[Site]:
         yield self.site(f"{path}:input", layout, ModuleInput(module, 0, keyword))
         yield self.site(f"{path}:output", layout, ModuleOutput(module))
 
     # -- the kinds of modules ------------------------------------------------------------------------
 
-    def embedding(self, path: str, module: nn.Module) -> Iterator[Site]:
+    def embedding(self, path: str, module: Any) -> Iterator[Site]:
         words = getattr(module, "word_embeddings", None)
         if words is not None:
             tap = ModuleOutput(words)
@@ -87,13 +87,13 @@ class _Builder:
         scattered = getattr(module, "scatter_to_sequence_parallel", True) and self.of.sequence_parallel
         yield self.site(f"{path}:output", self.of.stream(scattered), ModuleOutput(module))
 
-    def layer(self, path: str, layer: nn.Module) -> Iterator[Site]:
+    def layer(self, path: str, layer: Any) -> Iterator[Site]:
         yield self.site(f"{path}:input", self.of.stream(), ModuleInput(layer, 0, "hidden_states"))
         if not is_identity(layer.self_attn_bda) and not is_identity(layer.mlp):
             yield self.site(f"{path}:mid", self.of.stream(), BiasDropoutAdd(layer, "self_attn_bda"))
         yield self.site(f"{path}:output", self.of.stream(), ModuleOutput(layer))
 
-    def attention(self, path: str, module: nn.Module) -> Iterator[Site]:
+    def attention(self, path: str, module: Any) -> Iterator[Site]:
         of, core, config = self.of, module.core_attention, self.config
         yield from self.both(path, module, of.stream(), "hidden_states")
         per_group = config.num_attention_heads // self.sizes["g"] * (2 if self._gated() else 1) + 2
@@ -117,14 +117,14 @@ class _Builder:
         yield self.site(f"{path}.core_attention:output", of.features("nd"), ModuleOutput(core), width=width)
         yield from self.row(f"{path}.linear_proj", module.linear_proj, "nd", width)
 
-    def scores(self, path: str, core: nn.Module) -> Iterator[Site]:
+    def scores(self, path: str, core: Any) -> Iterator[Site]:
         softmax = getattr(core, "scale_mask_softmax", None)
         hidden = "" if softmax is not None else FLASH.format(kind=type(core).__name__)
         owner = softmax if softmax is not None else core
         yield self.site(f"{path}:scores", self.of.scores(), ModuleInput(owner, 0, "input"), hidden)
         yield self.site(f"{path}:probs", self.of.scores(), ModuleOutput(owner), hidden)
 
-    def mlp(self, path: str, module: nn.Module) -> Iterator[Site]:
+    def mlp(self, path: str, module: Any) -> Iterator[Site]:
         yield from self.both(path, module, self.of.stream(), "hidden_states")
         width = self.config.ffn_hidden_size
         gated = self.config.gated_linear_unit
@@ -132,7 +132,7 @@ class _Builder:
         yield from self.column(f"{path}.linear_fc1", module.linear_fc1, layout, width * (2 if gated else 1))
         yield from self.row(f"{path}.linear_fc2", module.linear_fc2, "f", width)
 
-    def output_layer(self, path: str, module: nn.Module) -> Iterator[Site]:
+    def output_layer(self, path: str, module: Any) -> Iterator[Site]:
         def resolve(kwargs: dict[str, Any]) -> Layout | None:
             return self.of.logits(True) if kwargs.get("runtime_gather_output") else None
 
@@ -141,14 +141,14 @@ class _Builder:
         yield from self.column(path, module, layout, width if isinstance(width, int) else None, resolve)
 
     def column(
-        self, path: str, module: nn.Module, out: Layout, width: int | None, resolve: Any = None
+        self, path: str, module: Any, out: Layout, width: int | None, resolve: Any = None
     ) -> Iterator[Site]:
         cut = bool(getattr(module, "sequence_parallel", False))
         yield self.site(f"{path}:input", self.of.stream(cut), ModuleInput(module, 0, "input_"))
         yield self.site(f"{path}:gemm_input", self.of.gathered(), Gemm(module, before=True))
         yield self.site(f"{path}:output", out, ModuleOutput(module, 0, resolve), width=width)
 
-    def row(self, path: str, module: nn.Module, name: str, width: int) -> Iterator[Site]:
+    def row(self, path: str, module: Any, name: str, width: int) -> Iterator[Site]:
         cut = bool(getattr(module, "sequence_parallel", False))
         yield self.site(
             f"{path}:input", self.of.features(name), ModuleInput(module, 0, "input_"), width=width

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -68,8 +67,8 @@ class Gemm:
 def _with_whole_input(kwargs: dict[str, Any], module: nn.Module) -> dict[str, Any]:
     """Do the collective on the GEMM's input outside of it, so that the tensor exists between the two.
 
-    The GEMM gathers its input, or sums its input's gradient, itself, to overlap them with computing. Upstream's
-    own functions do the same outside; forward and gradients stay what they were.
+    The GEMM gathers its input, or sums its input's gradient, itself, to overlap them with computing.
+    Upstream's own functions do the same outside; forward and gradients stay what they were.
     """
     from megatron.core.tensor_parallel import mappings
 
@@ -94,7 +93,7 @@ def _group_argument(function: Callable[..., Any], group: Any) -> dict[str, Any]:
 class _Impl:
     """Holds a tapped linear's `_forward_impl` as an attribute that `intercept` can stand about."""
 
-    def __init__(self, module: nn.Module, upstream: type) -> None:
+    def __init__(self, module: nn.Module, upstream: Any) -> None:
         self.module, self.upstream = module, upstream
         self.users = 0
 
@@ -103,15 +102,14 @@ class _Impl:
         return (own or self.upstream._forward_impl.__get__(self.module))(*args, **kwargs)
 
 
-@cache
-def _tapped(upstream: type) -> type:
+def _tapped(upstream: Any) -> type:
     """A subclass whose `_forward_impl` is ours, whatever an instance sets.
 
     Setting the attribute on the instance does nothing where each forward sets it again, without a word.
     """
 
     def get(module: nn.Module) -> Callable[..., Any]:
-        return vars(module)["_flex_impl"].call
+        return cast(Callable[..., Any], vars(module)["_flex_impl"].call)
 
     def set_(module: nn.Module, value: Callable[..., Any]) -> None:
         vars(module)[IMPL] = value

@@ -1,0 +1,49 @@
+"""What the package is and needs; the tools are configured in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def read_version() -> str:
+    """The version, read as text: building the package must not need torch."""
+    source = (ROOT / "megatron_flex" / "version.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"$', source, re.MULTILINE)
+    if found is None:
+        raise ValueError('megatron_flex/version.py must hold a line of the form __version__ = "1.2.3"')
+    return found[1]
+
+
+setup(
+    name="megatron-flex",
+    version=read_version(),
+    description="Read, edit, measure and dump the unsharded activations of models trained with Megatron-LM",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["megatron_flex*"]),
+    package_data={"megatron_flex": ["py.typed"]},
+    install_requires=["torch>=2.4"],
+    extras_require={
+        # megatron-core, and what its training code imports but its package does not ask for:
+        # psutil for checkpoints, einops for Mamba and process grids, the others for its tokenizers,
+        # arguments and configs (which of them depends on the version).
+        "megatron": ["megatron-core>=0.12.3", "einops", "psutil", "pydantic", "pyyaml", "regex", "six"],
+        "fairscale": ["fairscale==0.4.13"],
+        "dev": ["hypothesis", "mypy", "pytest>=8", "pytest-timeout", "rich", "ruff"],
+    },
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)

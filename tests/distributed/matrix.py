@@ -1,0 +1,156 @@
+"""One cell after the other: each configuration x site x check, against the single-process run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support import gpt, oracle
+from tests.support.pool import run
+
+BOUND = 1e-5  # of the greatest entry of the true tensor: fp32, summed in another order
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One comparison: the greatest difference relative to the greatest true entry."""
+
+    case: str
+    site: str
+    check: str
+    error: float
+    bound: float = BOUND
+
+    @property
+    def good(self) -> bool:
+        return self.error <= self.bound
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """Greatest difference over greatest true entry; infinite for another shape or dtype, or a NaN."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return float("inf")
+    scale = want.abs().max().item()
+    error = (got - want).abs().max().item()
+    result = error / scale if scale else error
+    return result if result == result else float("inf")
+
+
+def compare(case: gpt.Case, sites: list[str] | None = None, edits: list[str] | None = None) -> list[Cell]:
+    """All cells of a configuration."""
+    sites = oracle.sites_of(case) if sites is None else sites
+    edits = oracle.edits_of(case) if edits is None else edits
+    (truth,) = run(1, oracle.run, case.single(), sites, edits)
+    answers = run(case.world, sharded, case, truth["state"], sites, edits, timeout=300)
+    return [*_readings(case, sites, truth, answers), *_effects(case, edits, truth, answers)]
+
+
+def sharded(case: gpt.Case, state: dict[str, Tensor], sites: list[str], edits: list[str]) -> dict[str, Any]:
+    """What one rank of the sharded run gives back: leaders their readings, every rank its gradients."""
+    import megatron_flex as mf
+    from megatron_flex import cpu
+
+    cpu.enable()
+    gpt.initialize(case)
+    chunks = gpt.build(case)
+    gpt.load(chunks, state)
+    flex = mf.FlexModel(chunks)
+    mesh = flex.session.mesh
+    rank = mesh["dp"].coord
+    answer: dict[str, Any] = {"coords": dict(mesh.coords), "sizes": dict(mesh.sizes), "dp": rank}
+    answer["sites"] = [s.name for s in flex.sites()]
+    answer["plain"] = gpt.step(case, chunks, rank), _gradients(flex, chunks)
+    for site in sites:
+        flex.session.add(mf.HookFunction(site))
+        flex.session.add(mf.HookFunction(site, hook_type="tensor"))
+    answer["losses"] = gpt.step(case, chunks, rank)
+    answer["read"] = {n: (list(r), [k.microbatch for k in r.keys]) for n, r in flex.output_dict.items()}
+    flex.restore()
+    answer["edited"] = {}
+    for site in edits:
+        hook = mf.HookFunction(site, editing_function=_edit, save=False)
+        with mf.attach(chunks, hooks=[hook]) as flex:
+            answer["edited"][site] = gpt.step(case, chunks, rank), _gradients(flex, chunks)
+    return answer
+
+
+def _edit(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    return oracle.edit(inputs)
+
+
+def _gradients(flex: Any, chunks: list[Any]) -> dict[str, tuple[Any, Tensor]]:
+    layouts = {p.name: p.layout.gradient() for p in flex.session.adapter.parameters()}
+    return {
+        name: (layouts[name], parameter.grad.clone())
+        for root in chunks
+        for name, parameter in gpt.global_names(root)
+        if parameter.grad is not None
+    }
+
+
+def whole_gradients(answers: list[dict[str, Any]], pick: Any) -> dict[str, Tensor]:
+    """Parameter gradients of the whole model, from all ranks' shards; data parallel ranks are averaged."""
+    from megatron_flex.layout import assemble, coordinates
+
+    replicas: dict[str, dict[int, Tensor]] = {}
+    for dp in {a["dp"] for a in answers}:
+        mine = [a for a in answers if a["dp"] == dp]
+        for name in {n for a in mine for n in pick(a)}:
+            holders = [a for a in mine if name in pick(a)]
+            layout = pick(holders[0])[name][0]
+            sizes = holders[0]["sizes"]
+            shards = [
+                next(pick(a)[name][1] for a in holders if all(a["coords"][x] == c for x, c in place.items()))
+                for place in coordinates(layout, sizes)
+            ]
+            replicas.setdefault(name, {})[dp] = assemble(layout, shards, sizes)
+    return {name: torch.stack(list(found.values())).mean(0) for name, found in replicas.items()}
+
+
+def _readings(case: gpt.Case, sites: list[str], truth: Any, answers: list[dict[str, Any]]) -> list[Cell]:
+    cells = []
+    leaders = sorted((a for a in answers if a["read"]), key=lambda a: a["dp"])
+    assert len(leaders) == case.dp, "one leader for each data parallel replica"
+    for site in sites:
+        for check, name, wanted in (
+            ("value", site, truth["values"].get(site)),
+            ("gradient", f"{site}.grad", truth["gradients"].get(site)),
+        ):
+            if wanted is None:
+                continue
+            got = [t for a in leaders for t in a["read"].get(name, ([], []))[0]]
+            # the one process sees dp * microbatches of them, so its loss is divided by more
+            factor = case.dp if check == "gradient" else 1
+            errors = [relative(g, w * factor) for g, w in zip(got, wanted, strict=False)]
+            complete = len(got) == len(wanted)
+            cells.append(Cell(case.name, site, check, max(errors) if complete and errors else float("inf")))
+    return cells
+
+
+def _effects(case: gpt.Case, edits: list[str], truth: Any, answers: list[dict[str, Any]]) -> list[Cell]:
+    def cells(site: str, check: str, pick: Any, want: tuple[list[float], dict[str, Tensor]]) -> list[Cell]:
+        losses = [x for a in _last_stage(answers) for x in pick(a)[0]]
+        found = whole_gradients(answers, lambda a: pick(a)[1])
+        far = [abs(g - w) / abs(w) for g, w in zip(losses, want[0], strict=False)]
+        loss = max(far) if len(losses) == len(want[0]) else float("inf")
+        out = [Cell(case.name, site, f"{check} loss", loss)]
+        missing = set(want[1]) ^ set(found)
+        error = max(relative(found[n], want[1][n]) for n in want[1]) if not missing else float("inf")
+        return [*out, Cell(case.name, site, f"{check} parameter gradients", error)]
+
+    out = cells("(none)", "unedited", lambda a: a["plain"], (truth["losses"], truth["parameters"]))
+    for site in edits:
+        out += cells(site, "edited", lambda a, s=site: a["edited"][s], truth["edited"][site])
+    return out
+
+
+def _last_stage(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The ranks that have losses, one for each data parallel replica, in order."""
+    found: dict[int, dict[str, Any]] = {}
+    for answer in answers:
+        if answer["plain"][0]:
+            found.setdefault(answer["dp"], answer)
+    return [found[dp] for dp in sorted(found)]

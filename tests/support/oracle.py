@@ -1,0 +1,178 @@
+"""The single-process truth: values, gradients and edits of a plain Megatron run, taken by plain PyTorch.
+
+Nothing here goes through the library. On one process every local tensor is the whole, so a hook on the
+module, or a wrapped function, has the tensor that the library must give back.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.support import gpt
+
+Visit = Callable[[Tensor], Tensor]
+ARGUMENTS = {"q": (0, "query"), "k": (1, "key"), "v": (2, "value"), "scores": (0, "input")}
+
+
+def edit(tensor: Tensor) -> Tensor:
+    """An edit that mixes neighbours and treats every place differently: no shard can do it alone."""
+    places = torch.arange(tensor.numel(), dtype=torch.float32).reshape(tensor.shape)
+    return tensor * (1 + 0.1 * torch.cos(places)).to(tensor.dtype) + 0.05 * tensor.roll(1, -1).roll(1, 0)
+
+
+def install(root: nn.Module, site: str, visit: Visit) -> None:
+    """Put `visit` at a site of a one-process model, by whatever plain means; it is never taken out."""
+    path, _, point = site.partition(":")
+    if path == "loss":
+        return _wrap(root, "compute_language_model_loss", visit, None)
+    module = root.get_submodule(path)
+    if point in ("output", "partial", "probs"):
+        target = module.scale_mask_softmax if point == "probs" else module
+        _after(target, visit)
+    elif point in ("input", "gemm_input"):
+        _before(module, 0, None, visit)
+    elif point == "mid":
+        _mid(module, visit)
+    elif path.endswith("core_attention"):
+        target = module.scale_mask_softmax if point == "scores" else module
+        _before(target, *ARGUMENTS[point], visit)
+    else:
+        _wrap(module, "get_query_key_value_tensors", visit, "qkv".index(point))
+    return None
+
+
+def _after(module: nn.Module, visit: Visit) -> None:
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (visit(output[0]), *output[1:])
+        return visit(output)
+
+    module.register_forward_hook(hook)
+
+
+def _before(module: nn.Module, index: int, keyword: str | None, visit: Visit) -> None:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) > index:
+            return (*args[:index], visit(args[index]), *args[index + 1 :]), kwargs
+        name = keyword or next(iter(kwargs))
+        return args, {**kwargs, name: visit(kwargs[name])}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _wrap(owner: Any, name: str, visit: Visit, index: int | None) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        if index is None:
+            return visit(output)
+        return tuple(visit(item) if i == index else item for i, item in enumerate(output))
+
+    setattr(owner, name, wrapped)
+
+
+def _mid(layer: Any, visit: Visit) -> None:
+    original = layer.self_attn_bda
+
+    def make(*args: Any) -> Callable[..., Tensor]:
+        add = original(*args)
+        return lambda *a, **k: visit(add(*a, **k))
+
+    layer.self_attn_bda = make
+
+
+Truth = dict[str, Any]
+
+
+def run(case: gpt.Case, sites: list[str], edits: list[str]) -> Truth:
+    """Everything that a sharded run is compared with, from one process.
+
+    Returns:
+        `state`, the weights; `losses` of each microbatch; `values` and `gradients` of each site by
+        microbatch; `parameters`, their gradients; and `edited`, losses and parameter gradients for each edited site.
+    """
+    from megatron_flex import cpu
+
+    cpu.enable()
+    gpt.initialize(case)
+    chunks = gpt.build(case)
+    state = gpt.randomize(chunks[0])
+    losses, parameters = _step(case, chunks)
+    truth: Truth = {"state": state, "losses": losses, "parameters": parameters, "edited": {}}
+
+    watched = gpt.build(case)
+    gpt.load(watched, state)
+    values: dict[str, list[Tensor]] = defaultdict(list)
+    gradients: dict[str, list[Tensor]] = defaultdict(list)
+
+    def watch(site: str) -> Visit:
+        def visit(tensor: Tensor) -> Tensor:
+            values[site].append(tensor.detach().clone())
+            if tensor.requires_grad:
+                tensor = tensor.clone()  # masking in place would take the hook away from a view
+                tensor.register_hook(lambda grad: gradients[site].append(grad.detach().clone()))
+            return tensor
+
+        return visit
+
+    for site in sites:
+        install(watched[0], site, watch(site))
+    _step(case, watched)
+    truth.update(values=dict(values), gradients=dict(gradients))
+
+    for site in edits:
+        fresh = gpt.build(case)
+        gpt.load(fresh, state)
+        install(fresh[0], site, edit)
+        truth["edited"][site] = _step(case, fresh)
+    return truth
+
+
+def _step(case: gpt.Case, chunks: list[nn.Module]) -> tuple[list[float], dict[str, Tensor]]:
+    losses = gpt.step(case, chunks, 0)
+    return losses, {n: p.grad.clone() for n, p in gpt.global_names(chunks[0]) if p.grad is not None}
+
+
+def sites_of(case: gpt.Case) -> list[str]:
+    """The names of all sites of a case's model, written down here by hand and not asked of the library."""
+    norm, final = ("input_layernorm", "pre_mlp_layernorm"), "final_norm" if case.hybrid else "final_layernorm"
+    attention = [
+        *(f"self_attention:{p}" for p in ("input", "output", "q", "k", "v")),
+        *(f"self_attention.linear_qkv:{p}" for p in ("input", "gemm_input", "output")),
+        *(f"self_attention.core_attention:{p}" for p in ("q", "k", "v", "scores", "probs", "output")),
+        *(f"self_attention.linear_proj:{p}" for p in ("input", "partial", "output")),
+        *(f"{norm[0]}:{p}" for p in ("input", "output")),
+    ]
+    if case.qk_norm:
+        attention += [f"self_attention.{n}_layernorm:{p}" for n in "qk" for p in ("input", "output")]
+    mlp = [
+        *(f"mlp:{p}" for p in ("input", "output")),
+        *(f"mlp.linear_fc1:{p}" for p in ("input", "gemm_input", "output")),
+        *(f"mlp.linear_fc2:{p}" for p in ("input", "partial", "output")),
+        *(f"{norm[1]}:{p}" for p in ("input", "output")),
+    ]
+    out = ["embedding.word_embeddings:output", "embedding:output"]
+    for layer in range(case.layers * (2 if case.hybrid else 1)):
+        own = attention + mlp if not case.hybrid else (attention if layer % 2 == 0 else mlp)
+        out += [f"decoder.layers.{layer}:{p}" for p in ("input", "output")]
+        out += [f"decoder.layers.{layer}:mid"] if not case.hybrid else []
+        out += [f"decoder.layers.{layer}.{name}" for name in own]
+    out += ["decoder:output", f"decoder.{final}:input", f"decoder.{final}:output"]
+    return [*out, *(f"output_layer:{p}" for p in ("input", "gemm_input", "output")), "loss:output"]
+
+
+def edits_of(case: gpt.Case) -> list[str]:
+    """One site of each kind: those of one layer, on the last pipeline stage, and those outside the layers."""
+    chosen = {case.layers - 1} if not case.hybrid else {2 * case.layers - 2, 2 * case.layers - 1}
+    keep = [f"decoder.layers.{n}" for n in chosen]
+    return [
+        s
+        for s in sites_of(case)
+        if ".layers." not in s or any(s.startswith((f"{k}:", f"{k}.")) for k in keep)
+    ]

@@ -1,0 +1,433 @@
+"""Holds the layer diagram: imports point down, upstream packages stay behind their doors, rooms stay small.
+
+The checks are functions over (path, source): the second half of this file shows that each of them can fail.
+"""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import indent
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "megatron_flex"
+UPSTREAM = ("megatron", "fairscale", "apex", "transformer_engine")
+
+# Top to bottom. A room is a file or a folder of megatron_flex.
+ROWS = (
+    ("cli", "launch", "view"),
+    ("model", "edits", "compare", "compat"),
+    ("runtime",),
+    ("adapters", "dump"),
+    ("collectives",),
+    ("sites",),
+    ("layout", "mesh", "cpu"),
+    ("errors", "knobs", "version"),
+)
+ROW_OF = {room: number for number, row in enumerate(ROWS) for room in row}
+NOT_DRAWN = {"compat", "cpu", "version"}  # the diagram of the README may leave these out
+MAY_IMPORT_ANYTHING = {"__init__", "__main__"}  # files directly in megatron_flex
+MAY_IMPORT_UPSTREAM = {"adapters", "launch", "cpu"}  # and the folder patches/
+
+MAX_FILE_LINES = 350
+MAX_FUNCTION_LINES = 60
+
+
+class Import(NamedTuple):
+    module: str  # absolute; `from a import b` gives a.b
+    line: int
+    deferred: bool  # inside a function or under TYPE_CHECKING: not run when the file is imported
+
+
+# --- the checks
+
+
+def room_of(path: str) -> str:
+    """`megatron_flex/runtime/taps.py` and `megatron_flex/runtime/__init__.py` are in the room `runtime`."""
+    return Path(path).parts[1].removesuffix(".py")
+
+
+def imports_of(path: str, source: str) -> list[Import]:
+    """Every import of a file, also those inside functions and those written `import_module("x")`."""
+    folder = Path(path).parent.parts
+    return list(_walk(ast.parse(source, path), folder, deferred=False))
+
+
+def _walk(node: ast.AST, folder: tuple[str, ...], deferred: bool) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            yield Import(alias.name, node.lineno, deferred)
+    elif isinstance(node, ast.ImportFrom):
+        above = list(folder[: len(folder) + 1 - node.level]) if node.level else []
+        for alias in node.names:
+            yield Import(".".join([*above, *filter(None, [node.module]), alias.name]), node.lineno, deferred)
+    elif isinstance(node, ast.Call):
+        called = getattr(node.func, "attr", getattr(node.func, "id", None))
+        first = node.args[0] if node.args else None
+        if called in ("import_module", "__import__") and isinstance(first, ast.Constant):
+            yield Import(str(first.value), node.lineno, deferred)
+
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        for child in node.body:
+            yield from _walk(child, folder, deferred=True)
+        for child in node.orelse:
+            yield from _walk(child, folder, deferred)
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        for child in (*node.decorator_list, node.args):  # these run when the file is imported
+            yield from _walk(child, folder, deferred)
+        for child in node.body:
+            yield from _walk(child, folder, deferred=True)
+    else:
+        inside = deferred or isinstance(node, ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from _walk(child, folder, inside)
+
+
+def check_rows(path: str, source: str) -> list[str]:
+    """Imports inside the package that do not point down."""
+    room = room_of(path)
+    if len(Path(path).parts) == 2 and room in MAY_IMPORT_ANYTHING:
+        return []
+    if room not in ROW_OF:
+        return [
+            f"{path}: the room {room!r} is on no row: give it one in ROWS here and in the README's diagram"
+        ]
+    wrong = []
+    for found in imports_of(path, source):
+        package, _, rest = found.module.partition(".")
+        if package != PACKAGE:
+            continue
+        where = f"{path}:{found.line}: {found.module}"
+        other = rest.partition(".")[0]
+        if other == room:
+            continue
+        if other not in ROW_OF:
+            wrong.append(f"{where}: import from the room that holds it, not from {PACKAGE} itself")
+        elif room == "cpu" and ROW_OF[other] != len(ROWS) - 1:
+            wrong.append(f"{where}: cpu imports from the lowest row only")
+        elif ROW_OF[other] == ROW_OF[room]:
+            wrong.append(f"{where}: {room} and {other} are on one row and must not know each other")
+        elif ROW_OF[other] < ROW_OF[room]:
+            wrong.append(f"{where}: {other} is above {room}, and imports point down only")
+    return wrong
+
+
+def check_upstream(path: str, source: str) -> list[str]:
+    """Imports of upstream packages in the wrong room, or at the top of a file."""
+    at_home = Path(path).parts[0] == "patches" or room_of(path) in MAY_IMPORT_UPSTREAM
+    wrong = []
+    for found in imports_of(path, source):
+        if found.module.partition(".")[0] not in UPSTREAM:
+            continue
+        where = f"{path}:{found.line}: {found.module}"
+        if not at_home:
+            wrong.append(
+                f"{where}: upstream is imported only in {', '.join(sorted(MAY_IMPORT_UPSTREAM))}, patches"
+            )
+        elif not found.deferred:
+            wrong.append(f"{where}: upstream is imported only inside functions or under TYPE_CHECKING")
+    return wrong
+
+
+def check_sizes(path: str, source: str) -> list[str]:
+    """Files and functions that have grown out of a tired person's head."""
+    wrong = []
+    lines = len(source.splitlines())
+    if lines > MAX_FILE_LINES:
+        wrong.append(f"{path}: {lines} lines, at most {MAX_FILE_LINES}: there is a second room in it")
+    for node in ast.walk(ast.parse(source, path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = node.end_lineno - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                wrong.append(
+                    f"{path}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}"
+                )
+    return wrong
+
+
+def check_diagram(readme: str) -> list[str]:
+    """Differences between ROWS and the layer diagram of the README (which may leave out NOT_DRAWN)."""
+    first = re.search(r"^```[^\n]*\n(cli · launch/ · view/.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    if first is None:
+        return ["README.md has no layer diagram: a fenced block that starts with `cli · launch/ · view/`"]
+    drawn = []
+    for line in first[1].splitlines():
+        rooms = re.split(r"\s{2,}", line.strip())[0]
+        drawn.append([room.strip().rstrip("/") for room in rooms.split("·") if room.strip()])
+    expected = [
+        [room for room in row if room not in NOT_DRAWN or room in drawn_row]
+        for row, drawn_row in zip(ROWS, [*drawn, *([[]] * len(ROWS))], strict=False)
+    ]
+    drawn = [row for row in drawn if row]
+    if drawn != expected:
+        return [f"README.md draws the rows {drawn}, this test holds {expected}: make them agree"]
+    return []
+
+
+# --- what imports leave behind
+
+IMPORT_PROBE = """
+import importlib, json, sys
+import torch, torch.distributed
+import torch.nn.modules.module as modules
+
+WATCHED = {
+    "torch.nn.Module": torch.nn.Module,
+    "torch.Tensor": torch.Tensor,
+    "torch.autograd.Function": torch.autograd.Function,
+    "torch.distributed": torch.distributed,
+    "torch.distributed.distributed_c10d": torch.distributed.distributed_c10d,
+    "torch.cuda": torch.cuda,
+}
+
+def snapshot():
+    seen = {"sys.excepthook": sys.excepthook}
+    for owner, holder in WATCHED.items():
+        seen |= {f"{owner}.{name}": value for name, value in list(vars(holder).items()) if callable(value)}
+    return seen
+
+def global_hooks():
+    return {f"torch.nn.modules.module.{name}": dict(value) for name, value in vars(modules).items()
+            if name.startswith("_global") and isinstance(value, dict)}
+
+report = {}
+for name in sys.argv[1:]:
+    before, hooks, loaded = snapshot(), global_hooks(), set(sys.modules)
+    importlib.import_module(name)
+    after, hooks_after = snapshot(), global_hooks()
+    changed = [key for key, value in before.items() if after.get(key) is not value]
+    changed += [key for key, value in hooks.items() if hooks_after.get(key) != value]
+    report[name] = {"changed": changed, "loaded": sorted(set(sys.modules) - loaded)}
+print(json.dumps(report))
+"""
+
+
+def import_report(*names: str, path: Path = ROOT) -> dict[str, dict[str, list[str]]]:
+    """Import each name in one fresh interpreter; what each changed in torch and which modules it loaded."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_PROBE, *names], cwd=path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def upstream_among(modules: list[str]) -> list[str]:
+    return [name for name in modules if name.partition(".")[0] in UPSTREAM]
+
+
+# --- on this repository
+
+
+def python_files(folder: str) -> list[str]:
+    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py"))
+
+
+def problems(check, paths: list[str]) -> str:
+    return "\n".join(
+        line for path in paths for line in check(path, (ROOT / path).read_text(encoding="utf-8"))
+    )
+
+
+def test_there_is_something_to_check():
+    assert f"{PACKAGE}/__init__.py" in python_files(PACKAGE)
+    assert len(python_files(PACKAGE)) > len(ROWS)
+
+
+def test_imports_point_down():
+    assert problems(check_rows, python_files(PACKAGE)) == ""
+
+
+def test_upstream_stays_behind_its_doors():
+    assert problems(check_upstream, python_files(PACKAGE) + python_files("patches")) == ""
+
+
+def test_rooms_are_small():
+    assert problems(check_sizes, python_files(PACKAGE)) == ""
+
+
+def test_readme_draws_the_same_rows():
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8") if readme.exists() else ""
+    assert "\n".join(check_diagram(text)) == ""
+
+
+@pytest.mark.versions
+def test_import_loads_no_upstream_and_patches_nothing():
+    report = import_report(PACKAGE)[PACKAGE]
+    assert PACKAGE in report["loaded"]
+    assert upstream_among(report["loaded"]) == []
+    assert report["changed"] == []
+
+
+# --- on code that is wrong
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "said"),
+    [
+        ("megatron_flex/layout/types.py", "from megatron_flex.mesh import Mesh", "on one row"),
+        ("megatron_flex/layout/types.py", "from megatron_flex import mesh", "on one row"),
+        ("megatron_flex/layout/types.py", "from ..mesh import Mesh", "on one row"),
+        ("megatron_flex/layout/types.py", "def f():\n    import megatron_flex.runtime.taps", "above"),
+        ("megatron_flex/errors.py", "from . import collectives", "above"),
+        ("megatron_flex/dump/reader.py", "from megatron_flex.adapters.base import Adapter", "on one row"),
+        ("megatron_flex/runtime/__init__.py", "from megatron_flex.model import FlexModel", "above"),
+        (
+            "megatron_flex/runtime/taps.py",
+            "import importlib\nimportlib.import_module('megatron_flex.cli')",
+            "above",
+        ),
+        (
+            "megatron_flex/runtime/taps.py",
+            "from megatron_flex import FlexModel",
+            "from the room that holds it",
+        ),
+        ("megatron_flex/runtime/taps.py", "import megatron_flex", "from the room that holds it"),
+        (
+            "megatron_flex/cpu/devices.py",
+            "from megatron_flex.cpu import x\nfrom megatron_flex.mesh import y",
+            "lowest",
+        ),
+        ("megatron_flex/attic.py", "", "on no row"),
+        ("megatron_flex/attic/__init__.py", "", "on no row"),
+    ],
+)
+def test_rows_check_can_fail(path: str, source: str, said: str):
+    (message,) = check_rows(path, source)
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("megatron_flex/__init__.py", "from megatron_flex.model import FlexModel"),
+        ("megatron_flex/runtime/taps.py", "from megatron_flex.runtime.clock import Clock"),
+        ("megatron_flex/runtime/taps.py", "from .clock import Clock"),
+        ("megatron_flex/runtime/taps.py", "from ..layout import Layout"),
+        ("megatron_flex/runtime/taps.py", "from megatron_flex import layout"),
+        ("megatron_flex/cpu/devices.py", "from megatron_flex.errors import FlexError"),
+        (
+            "megatron_flex/cli.py",
+            "import torch\nimport megatron_flexible\nfrom megatron_flex.model import FlexModel",
+        ),
+    ],
+)
+def test_rows_check_can_pass(path: str, source: str):
+    assert check_rows(path, source) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "said"),
+    [
+        (
+            "megatron_flex/model.py",
+            "def f():\n    from megatron.core import parallel_state",
+            "only in adapters",
+        ),
+        ("megatron_flex/model.py", "import megatron", "only in adapters"),
+        ("megatron_flex/adapters/fairscale.py", "import fairscale.nn", "only inside functions"),
+        ("megatron_flex/adapters/megatron.py", "class A:\n    import apex", "only inside functions"),
+        (
+            "megatron_flex/adapters/megatron.py",
+            "try:\n    import apex\nexcept ImportError:\n    pass",
+            "only inside",
+        ),
+        (
+            "megatron_flex/launch/run.py",
+            "import importlib as i\ni.import_module('megatron.core')",
+            "only inside",
+        ),
+        ("megatron_flex/launch/run.py", "def f(x=__import__('megatron')): ...", "only inside"),
+        ("patches/fc1.py", "import transformer_engine.pytorch as te", "only inside functions"),
+    ],
+)
+def test_upstream_check_can_fail(path: str, source: str, said: str):
+    (message,) = check_upstream(path, source)
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("megatron_flex/adapters/megatron.py", "def f():\n    from megatron.core import parallel_state"),
+        (
+            "megatron_flex/launch/run.py",
+            "if TYPE_CHECKING:\n    from megatron.core import ModelParallelConfig",
+        ),
+        ("megatron_flex/model.py", "from megatron_flex.runtime import taps"),
+        ("megatron_flex/adapters/megatron.py", "from megatron_flex.adapters.megatron import mesh"),
+        ("patches/fc1.py", "async def f():\n    import fairscale"),
+    ],
+)
+def test_upstream_check_can_pass(path: str, source: str):
+    assert check_upstream(path, source) == []
+
+
+def test_sizes_check_can_fail():
+    longest = "def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1)
+    assert check_sizes("megatron_flex/a.py", longest) == []
+    (message,) = check_sizes("megatron_flex/a.py", "class A:\n" + indent(longest + "    x = 1\n", "    "))
+    assert f"f has {MAX_FUNCTION_LINES + 1} lines" in message
+
+    assert check_sizes("megatron_flex/a.py", "x = 1\n" * MAX_FILE_LINES) == []
+    (message,) = check_sizes("megatron_flex/a.py", "x = 1\n" * (MAX_FILE_LINES + 1))
+    assert f"{MAX_FILE_LINES + 1} lines" in message
+
+
+DIAGRAM = """
+```
+cli · launch/ · view/          the doors
+model · edits · compare        FlexModel and HookFunction
+runtime/                       taps · hooks
+adapters/ · dump/              one file per framework │ manifest
+collectives                    gather and scatter
+layout · mesh · sites          pure
+errors · knobs
+```
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "agrees"),
+    [
+        ("", "", True),
+        ("errors · knobs", "errors · knobs · version", True),
+        ("mesh · sites ", "mesh · sites · cpu ", True),
+        ("collectives  ", "collectives · cpu  ", False),
+        ("layout · mesh", "mesh · layout", False),
+        ("runtime/", "running/", False),
+        ("errors · knobs\n", "", False),
+        ("errors · knobs\n", "errors · knobs\nattic\n", False),
+        ("cli · launch/", "cli", False),
+    ],
+)
+def test_diagram_check(old: str, new: str, agrees: bool):
+    assert (check_diagram("# Title\n" + DIAGRAM.replace(old, new, 1) + "text\n") == []) is agrees
+
+
+def test_import_probe_can_fail(tmp_path: Path):
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__init__.py").write_text("")
+    sources = {
+        "patches_call": "import torch; torch.nn.Module.__call__ = lambda self: None",
+        "patches_collective": "import torch.distributed as d; d.all_reduce = lambda t: None",
+        "patches_excepthook": "import sys; sys.excepthook = print",
+        "adds_global_hook": "from torch.nn.modules.module import *; register_module_forward_hook(print)",
+        "loads_upstream": "import megatron",
+    }
+    for name, source in sources.items():
+        (tmp_path / f"{name}.py").write_text(source)
+
+    report = import_report(*sources, path=tmp_path)
+
+    assert report["patches_call"]["changed"] == ["torch.nn.Module.__call__"]
+    assert report["patches_collective"]["changed"] == ["torch.distributed.all_reduce"]
+    assert report["patches_excepthook"]["changed"] == ["sys.excepthook"]
+    assert report["adds_global_hook"]["changed"] == ["torch.nn.modules.module._global_forward_hooks"]
+    assert upstream_among(report["loads_upstream"]["loaded"]) == ["megatron"]
