@@ -114,7 +114,7 @@ class FlexModel(nn.Module):
         self.session.add(hook)
 
     def restore(self) -> Model:
-        """Take everything out again.
+        """Take everything out again. Every rank calls it.
 
         Returns:
             The model as it was given, with each function, class and attribute as it was.
@@ -122,7 +122,8 @@ class FlexModel(nn.Module):
         Raises:
             HookError: a hook fired on no rank in any step that it stood in; the model is restored even so.
         """
-        silent = self.session.close()
+        silent = self.session.silent()
+        self.session.close()
         if silent:
             names = ", ".join(h.describe() for h in silent)
             raise HookError(

@@ -72,6 +72,11 @@ class HookFunction:
         """Whether the hook sees gradients."""
         return self.hook_type in ("full_backward", "full_backward_pre", "tensor")
 
+    @property
+    def can_fail(self) -> bool:
+        """Whether the hook does something that may go wrong on some rank: all ranks then ask each other."""
+        return self.editing_function is not None or self.expected_shape is not None
+
     def describe(self) -> str:
         """Return what all ranks must have in common of this hook, in words."""
         edit = getattr(self.editing_function, "__qualname__", type(self.editing_function).__name__)
@@ -115,6 +120,7 @@ class Registry:
         self._sites, self._parameters = sites, parameters
         self.entries: list[Registered] = []
         self.version = 0
+        self._at: dict[str, list[HookFunction]] = {}
 
     def add(self, hook: HookFunction) -> Registered:
         """Register a hook everywhere its pattern matches.
@@ -135,8 +141,7 @@ class Registry:
             for site in entry.sites:
                 if site.hidden:
                     raise HookError(f"no hook can stand at {site.name}: {site.hidden}")
-        self.entries.append(entry)
-        self.version += 1
+        self._set([*self.entries, entry])
         return entry
 
     def remove(self, hook: HookFunction) -> None:
@@ -148,12 +153,23 @@ class Registry:
         kept = [e for e in self.entries if e.hook is not hook]
         if len(kept) == len(self.entries):
             raise HookError(f"this HookFunction on {hook.module_name!r} is not registered; nothing to remove")
-        self.entries = kept
+        self._set(kept)
+
+    def clear(self) -> None:
+        """Take all hooks out."""
+        self._set([])
+
+    def _set(self, entries: list[Registered]) -> None:
+        self.entries = entries
         self.version += 1
+        self._at = {}
+        for entry in entries:
+            for name in entry.names:
+                self._at.setdefault(name, []).append(entry.hook)
 
     def at(self, name: str) -> list[HookFunction]:
         """The hooks at a site or parameter, in the order of registration."""
-        return [e.hook for e in self.entries if name in e.names]
+        return self._at.get(name, [])
 
     def describe(self) -> str:
         """Return all hooks in words, for comparing ranks."""

@@ -6,7 +6,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ class Session:
         Session._count += 1
         self._agreed = -1
         self._taps: dict[str, Undo] = {}
-        self._fired: dict[HookFunction, bool] = {}
+        self._fired: set[HookFunction] = set()
         self._judged: set[HookFunction] = set()
         self._failure: tuple[str, BaseException] | None = None
         self._in_schedule = False
@@ -67,7 +67,6 @@ class Session:
     def add(self, hook: HookFunction) -> None:
         """Register a hook, on every rank alike."""
         entry = self.registry.add(hook)
-        self._fired[hook] = False
         for site in entry.sites:
             own = self._own.get(site.name)
             if own is not None and own.tap is not None and own.name not in self._taps:
@@ -84,13 +83,8 @@ class Session:
         for name in [n for n in self._taps if not self.registry.at(n)]:
             self._taps.pop(name)()
 
-    def close(self) -> list[HookFunction]:
-        """Take everything out of the model and its schedule.
-
-        Returns:
-            The hooks that fired on no rank in any step that they stood in; the same list on every rank.
-        """
-        silent = [e.hook for e in self.registry.entries if e.hook in self._judged and not self._fired[e.hook]]
+    def close(self) -> None:
+        """Take everything out of the model and its schedule."""
         for undo in self._taps.values():
             undo()
         self._taps.clear()
@@ -98,8 +92,18 @@ class Session:
             self._unwatch()
             self._unwatch = None
         self._recorder.drop()
-        self.registry.entries.clear()
-        return silent
+        self.registry.clear()
+
+    def silent(self) -> list[HookFunction]:
+        """The hooks that have stood through a whole step and fired on no rank, the same list on every rank.
+
+        Collective over the mesh, if there are such hooks at all.
+        """
+        judged = [e.hook for e in self.registry.entries if e.hook in self._judged]
+        if not judged:
+            return []
+        fired = any_rank([int(h in self._fired) for h in judged], self.mesh)
+        return [h for h, f in zip(judged, fired, strict=True) if not f]
 
     # -- what the adapter tells ------------------------------------------------------------------------
 
@@ -151,17 +155,17 @@ class Session:
         if failed or not hooks:
             self._recorder.drop()
             return
-        flags = any_rank([int(failure is not None), *(int(self._fired[h]) for h in hooks)], mesh)
-        for hook, fired in zip(hooks, flags[1:], strict=True):
-            self._fired[hook] = bool(fired)
-            self._judged.add(hook)
-        if flags[0]:
+        self._judged.update(hooks)
+        if any(h.can_fail for h in hooks) and any_rank([int(failure is not None)], mesh)[0]:
             self._recorder.drop()
-            told = everyone(failure and failure[0], mesh, [a.name for a in mesh])
-            messages = list(dict.fromkeys(m for m in told if m))
-            count = f" (on {sum(m is not None for m in told)} of {len(told)} ranks)" if len(told) > 1 else ""
-            raise HookError("; ".join(messages) + count) from (failure and failure[1])
+            self._raise_everywhere(failure, mesh)
         self._recorder.flush()
+
+    def _raise_everywhere(self, failure: tuple[str, BaseException] | None, mesh: Mesh) -> NoReturn:
+        told = everyone(failure and failure[0], mesh, [a.name for a in mesh])
+        messages = list(dict.fromkeys(m for m in told if m))
+        count = f" (on {sum(m is not None for m in told)} of {len(told)} ranks)" if len(told) > 1 else ""
+        raise HookError("; ".join(messages) + count) from (failure and failure[1])
 
     # -- what a tap calls ------------------------------------------------------------------------------
 
@@ -215,14 +219,14 @@ class Session:
     def _read(self, hooks: list[HookFunction], key: Key, local: Tensor, layout: Layout) -> None:
         shape = whole_shape(layout, local.shape, self.mesh.sizes)
         for hook in hooks:
-            self._fired[hook] = True
+            self._fired.add(hook)
             self._guard(hook, key, partial(hook.check_shape, shape))
         self._recorder.shard(key, local, layout)
 
     def _edit(self, hooks: list[HookFunction], key: Key, module: Any, whole: Tensor) -> Tensor:
         """Run editing functions one after the other; one that fails leaves the tensor as it was."""
         for hook in hooks:
-            self._fired[hook] = True
+            self._fired.add(hook)
             self._guard(hook, key, partial(hook.check_shape, whole.shape))
             if hook.editing_function is not None:
                 with same_stream(key, whole):

@@ -95,7 +95,7 @@ def run(case: gpt.Case, sites: list[str], edits: list[str]) -> Truth:
 
     Returns:
         `state`, the weights; `losses` of each microbatch; `values` and `gradients` of each site by
-        microbatch; `parameters`, their gradients; and `edited`, losses and parameter gradients for each edited site.
+        microbatch; `parameters`, their gradients; `edited`, losses and parameter gradients of each edit.
     """
     from megatron_flex import cpu
 

@@ -6,6 +6,7 @@ tear Megatron's groups down between tests.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import io
 import multiprocessing as mp
@@ -114,5 +115,5 @@ def _work(
         pipe.send_bytes(pickle.dumps(answer))
     except Exception:
         pipe.send_bytes(pickle.dumps((False, f"answer cannot be sent: {traceback.format_exc()}")))
-    pipe.close()
-    os._exit(0)  # peers may be in a collective that this rank will never enter; do not wait for them
+    with contextlib.suppress(EOFError):
+        pipe.recv()  # stay until killed: a rank that leaves early closes connections that others still make

@@ -22,8 +22,11 @@ def is_identity(module: Any) -> bool:
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The model inside DistributedDataParallel, Float16Module and the like."""
-    while not is_a(module, *ROOTS) and isinstance(getattr(module, "module", None), nn.Module):
-        module = module.module
+    while not is_a(module, *ROOTS):
+        inner = getattr(module, "module", None)
+        if not isinstance(inner, nn.Module):
+            break
+        module = inner
     return module
 
 
@@ -39,6 +42,7 @@ def global_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _named(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     yield path, module
     for name, child in module.named_children():
-        if isinstance(module, nn.ModuleList) and hasattr(child, "layer_number"):
-            name = str(child.layer_number - 1)
+        number = getattr(child, "layer_number", None)
+        if isinstance(module, nn.ModuleList) and isinstance(number, int):
+            name = str(number - 1)
         yield from _named(child, f"{path}.{name}" if path else name)

@@ -1,0 +1,182 @@
+"""What one rank of scripts/bench does: build the model once, then time steps under each variant in turn."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_variants import Standing, Subject, Variant, in_order, variants
+from torch import Tensor, nn
+
+from megatron_flex import cpu
+from tests.support import gpt
+
+HEAD = 64  # size of an attention head
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The model, and how long it is measured: `steps` timed steps of each variant after `warmup` rounds."""
+
+    tp: int
+    layers: int
+    hidden: int
+    ffn: int
+    seq: int
+    batch: int
+    steps: int
+    warmup: int
+
+
+Step = Callable[[Callable[..., Tensor]], None]
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Run all rounds. Collective over the world.
+
+    Returns:
+        `wall` and `cpu`: this rank's milliseconds of each step by variant; `notes`; `mib`: what is read.
+    """
+    cpu.enable()
+    subject, step = build(settings)
+    ways = variants(subject)
+    notes = check(ways, step, settings.tp)
+    wall: dict[str, list[float]] = {letter: [] for letter in ways}
+    spent: dict[str, list[float]] = {letter: [] for letter in ways}
+    gc.collect()
+    gc.freeze()
+    for number, order in enumerate(orders(list(ways), settings.warmup + settings.steps), -settings.warmup):
+        for letter in order:
+            seconds, busy = visit(ways[letter], step, subject.model)
+            if number >= 0:
+                wall[letter].append(seconds * 1e3)
+                spent[letter].append(busy * 1e3)
+        tell(number, settings.steps, wall)
+    tokens = settings.seq * settings.batch * 4 / 2**20  # MiB of one fp32 feature
+    mib = {"fc1": tokens * 2 * settings.ffn, "fc2": tokens * settings.hidden}
+    return {"wall": wall, "cpu": spent, "notes": notes, "mib": mib}
+
+
+def orders(letters: list[str], rounds: int) -> Iterator[list[str]]:
+    """The order of the variants in each round: rotated by one each time, every other one backwards."""
+    for number in range(rounds):
+        at = number % len(letters)
+        order = letters[at:] + letters[:at]
+        yield order[::-1] if number % 2 else order
+
+
+def visit(variant: Variant, step: Step, model: nn.Module) -> tuple[float, float]:
+    """Put a variant in place, run a step that settles it, time the next one, take it out.
+
+    Returns:
+        Seconds by the clock and of this process's threads, from a barrier to the end of the step.
+    """
+    with variant() as standing:
+        step(standing.call)
+        _forget(standing, model)
+        gc.collect()
+        dist.barrier()
+        clock, busy = perf_counter(), process_time()
+        step(standing.call)
+        clock, busy = perf_counter() - clock, process_time() - busy
+        _forget(standing, model)
+    return clock, busy
+
+
+def _forget(standing: Standing, model: nn.Module) -> None:
+    standing.forget()
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def tell(number: int, steps: int, wall: dict[str, list[float]]) -> None:
+    """A line for whoever watches."""
+    if dist.get_rank() == 0 and sys.stderr.isatty():
+        last = "  ".join(f"{letter} {times[-1]:.0f}" for letter, times in wall.items() if times)
+        which = f"round {number + 1} of {steps}" if number >= 0 else "warm-up round"
+        print(f"{which}{': ms ' if last else ''}{last}", file=sys.stderr, flush=True)
+
+
+def check(ways: dict[str, Variant], step: Step, tp: int) -> list[str]:
+    """See that the variants read the same tensors, so that the same work is compared."""
+    read: dict[str, dict[str, Tensor]] = {}
+    for letter in [w for w in "cef" if w in ways]:
+        with ways[letter]() as standing:
+            step(standing.call)
+            read[letter] = dict(standing.read()) if dist.get_rank() == 0 else {}
+            standing.forget()
+    if dist.get_rank():
+        return []
+    _compare("c", read["c"], read["f"])
+    notes = ["(c) and (f) read the same tensors, bit for bit"]
+    if "e" in read:
+        ordered = {n: in_order(t, tp) if "fc1" in n else t for n, t in read["e"].items()}
+        _compare("e", ordered, read["f"])
+        notes.append("(e) too, once its fc1 is put in order: it leaves [gate|up] in the order of the ranks")
+    else:
+        notes.append("(e) is not measured: flex-model 0.1.0 from the package index is not installed")
+    return notes
+
+
+def _compare(letter: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    wrong = [n for n in want if n not in got or not torch.equal(got[n], want[n])]
+    if wrong or len(got) != len(want):
+        raise AssertionError(f"({letter}) does not read what (f) reads: {', '.join(wrong) or 'more tensors'}")
+
+
+def build(settings: Settings) -> tuple[Subject, Step]:
+    """Megatron's model of this rank, and one run of its schedule: one microbatch forward and backward."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    heads = settings.hidden // HEAD
+    extra = {
+        "hidden_size": settings.hidden,
+        "ffn_hidden_size": settings.ffn,
+        "kv_channels": HEAD,
+        "num_attention_heads": heads,
+        "num_query_groups": heads,
+    }
+    case = gpt.Case("bench", tp=settings.tp, layers=settings.layers, extra=extra)
+    gpt.initialize(case)
+    (model,) = gpt.build(case)
+    group = parallel_state.get_tensor_model_parallel_group()
+    batch = _data(settings)
+
+    def step(call: Callable[..., Tensor]) -> None:
+        get_forward_backward_func()(
+            forward_step_func=lambda _, __: (call(**batch), _loss),
+            data_iterator=itertools.repeat(None),
+            model=model,
+            num_microbatches=1,
+            seq_length=settings.seq,
+            micro_batch_size=settings.batch,
+            forward_only=False,
+        )
+
+    return Subject(model, settings.layers, settings.ffn, group), step
+
+
+def _data(settings: Settings) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shape = (settings.batch, settings.seq + 1)
+    tokens = torch.randint(0, gpt.VOCABULARY, shape, generator=generator)
+    mask = torch.ones(1, 1, settings.seq, settings.seq, dtype=torch.bool)
+    return {
+        "input_ids": tokens[:, :-1].contiguous(),
+        "position_ids": torch.arange(settings.seq).expand(settings.batch, -1),
+        "attention_mask": torch.triu(mask, diagonal=1),
+        "labels": tokens[:, 1:].contiguous(),
+    }
+
+
+def _loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = output.mean()
+    return loss, {"loss": loss.detach()}

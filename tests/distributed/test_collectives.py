@@ -1,0 +1,229 @@
+"""Every pair of forward and backward collectives against one process; groups without rank 0; uneven parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_flex.collectives import (
+    Parcel,
+    any_rank,
+    everyone,
+    gather_whole,
+    is_leader,
+    plan_read,
+    scatter_whole,
+    send_to_leader,
+    send_up_pipeline,
+    takes_part,
+)
+from megatron_flex.layout import Cut, Dim, Layout, assemble, coordinates, extract, replicated
+from megatron_flex.mesh import Axis, Mesh
+from tests.support.pool import run
+
+SEGMENTED = Layout((Dim("s"), Dim("f", (Cut("tp"),), (1, 1))))
+LAYOUTS = {
+    "replicated": replicated("s", "h"),
+    "contiguous": Layout((Dim("s", (Cut("tp"),)), Dim("h"))),
+    "segments": SEGMENTED,
+    "within context parallel": Layout((Dim("s", (Cut("cp", "zigzag"), Cut("tp"))), Dim("h"))),
+    "zigzag": Layout((Dim("s", (Cut("cp", "zigzag"),)), Dim("h", (Cut("tp"),)))),
+    "padded": Layout((Dim("s"), Dim("v", (Cut("tp"),), keep=13))),
+    "partial": Layout((Dim("s"), Dim("h")), partial=("tp",)),
+    "partial within context parallel": Layout((Dim("s", (Cut("cp", "zigzag"),)), Dim("h")), partial=("tp",)),
+    "shared": Layout((Dim("s"), Dim("h")), shared=("tp",)),
+    "copies": Layout((Dim("s"), Dim("g", (Cut("tp", copies=2),)))),
+    "transposed": Layout((Dim("s", (Cut("tp"),)), Dim("b")), permute=(1, 0)),
+}
+SHAPE = (16, 16)
+
+
+def make_mesh(cp: int, offset: int = 0) -> Mesh:
+    """Groups over all ranks, but that `offset` ranks at the start have a mesh of their own, without these."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    inside = world - offset
+    tp = inside // cp
+    axes = []
+    for name, groups in (
+        ("cp", [[offset + t + tp * c for c in range(cp)] for t in range(tp)]),
+        ("tp", [[offset + t + tp * c for t in range(tp)] for c in range(cp)]),
+    ):
+        for ranks in groups:
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                axes.append(Axis(name, len(ranks), ranks.index(rank), group, tuple(ranks)))
+    return Mesh(tuple(axes))
+
+
+def edit(whole: Tensor, weight: Tensor) -> Tensor:
+    return torch.tanh(whole @ weight) + whole.roll(1, 0)
+
+
+def truth(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = [SHAPE[i] if d.keep is None else d.keep for i, d in enumerate(layout.dims)]
+    if layout.permute:
+        shape = [shape[i] for i in layout.permute]
+    whole = torch.randn(shape, dtype=torch.float64, generator=generator)
+    weight = torch.randn(shape[-1], shape[-1], dtype=torch.float64, generator=generator)
+    out = torch.randn(shape, dtype=torch.float64, generator=generator)
+    return whole, weight, out
+
+
+def edits(cp: int, offset: int) -> Any:
+    """For each layout: gather, edit with a weight, scatter, and all gradients."""
+    mesh = make_mesh(cp, offset)
+    if not mesh.axes:
+        return None
+    return dict(mesh.coords), dict(mesh.sizes), {n: one_edit(LAYOUTS[n], mesh) for n in fitting(mesh.sizes)}
+
+
+def fitting(sizes: Any) -> list[str]:
+    return [n for n in LAYOUTS if n != "copies" or sizes["tp"] % 2 == 0]
+
+
+def one_edit(layout: Layout, mesh: Mesh) -> dict[str, Tensor]:
+    whole, weight, out = truth(layout)
+    weight.requires_grad_()
+    padded = [n if d.keep is None else n // mesh["tp"].size for n, d in zip(SHAPE, layout.dims, strict=True)]
+    shape = padded if any(d.keep for d in layout.dims) else None
+    local = extract(layout, whole, mesh.coords, mesh.sizes, shape).requires_grad_()
+    gathered = gather_whole(local, layout, mesh)
+    back = scatter_whole(edit(gathered, weight), local, layout, mesh)
+    back.backward(extract(layout.gradient(), out, mesh.coords, mesh.sizes, shape))
+    assert local.grad is not None
+    assert weight.grad is not None
+    return {
+        "gathered": gathered.detach(),
+        "back": back.detach(),
+        "local gradient": local.grad,
+        "weight gradient": weight.grad,
+    }
+
+
+@pytest.mark.parametrize(("cp", "world", "offset"), [(1, 2, 0), (2, 4, 0), (1, 3, 1), (1, 4, 0)])
+def test_gather_edit_scatter(cp: int, world: int, offset: int) -> None:
+    answers = [a for a in run(world, edits, cp, offset) if a is not None]
+    sizes = answers[0][1]
+    for name in fitting(sizes):
+        layout = LAYOUTS[name]
+        whole, weight, out = truth(layout)
+        whole.requires_grad_()
+        weight.requires_grad_()
+        wanted = edit(whole, weight)
+        wanted.backward(out)
+
+        def collect(what: str, of: Layout, name: str = name) -> Tensor:
+            shards = [
+                next(a[2][name][what] for a in answers if all(a[0].get(x, 0) == c for x, c in place.items()))
+                for place in coordinates(of, sizes)
+            ]
+            return assemble(of, shards, sizes)
+
+        assert all(torch.equal(a[2][name]["gathered"], whole) for a in answers), name
+        assert torch.allclose(collect("back", layout), wanted), name
+        assert torch.allclose(collect("local gradient", layout.gradient()), whole.grad), name
+        assert all(torch.allclose(a[2][name]["weight gradient"], weight.grad) for a in answers), name
+
+
+def uneven() -> Any:
+    mesh = make_mesh(1)
+    rank = mesh["tp"].coord
+    layout = Layout((Dim("t", (Cut("tp"),), uneven=True), Dim("h")))
+    local = (
+        torch.arange(rank * 2 * 3, dtype=torch.float64).reshape(rank * 2, 3) + 100 * rank
+    ).requires_grad_()
+    whole = gather_whole(local, layout, mesh)
+    back = scatter_whole(whole * torch.arange(len(whole)).unsqueeze(1), local, layout, mesh)
+    back.backward(torch.ones_like(back))
+    read = send_to_leader([Parcel(layout, [local.detach()])], mesh, 1 << 20)
+    return whole.detach(), back.detach(), local.grad, read[0], local.detach()
+
+
+def test_uneven_parts_one_of_them_empty() -> None:
+    answers = run(3, uneven)
+    whole = torch.cat([a[4] for a in answers])
+    assert len(whole) == 6
+    factor = torch.arange(6.0, dtype=torch.float64).unsqueeze(1)
+    assert all(torch.equal(a[0], whole) for a in answers)
+    assert torch.equal(torch.cat([a[1] for a in answers]), whole * factor)
+    assert torch.equal(torch.cat([a[2] for a in answers]), factor.expand(6, 3))
+    assert torch.equal(answers[0][3], whole)
+    assert answers[1][3] is None
+
+
+def reads(cp: int, offset: int, bucket: int) -> Any:
+    mesh = make_mesh(cp, offset)
+    if not mesh.axes:
+        return None
+    counts: dict[str, int] = {}
+    for name in ("gather", "reduce", "all_reduce", "all_gather_into_tensor", "all_gather"):
+        setattr(dist, name, _counted(getattr(dist, name), name, counts))
+    parcels, wholes = [], []
+    for layout in LAYOUTS.values():
+        if mesh["tp"].size % 2 and any(c.copies > 1 for d in layout.dims for c in d.cuts):
+            continue
+        whole = truth(layout)[0].to(torch.float32)
+        padded = [16 // mesh["tp"].size if d.keep else n for n, d in zip(SHAPE, layout.dims, strict=True)]
+        local = extract(
+            layout, whole, mesh.coords, mesh.sizes, padded if layout is LAYOUTS["padded"] else None
+        )
+        parcels.append(Parcel(layout, [local] if takes_part(layout, mesh) else []))
+        wholes.append(whole)
+    got = send_to_leader(parcels, mesh, bucket)
+    return (
+        is_leader(mesh),
+        counts,
+        [g is not None and torch.equal(g, w) for g, w in zip(got, wholes, strict=True)],
+    )
+
+
+def _counted(function: Any, name: str, counts: dict[str, int]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        counts[name] = counts.get(name, 0) + 1
+        return function(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize(("cp", "world", "offset"), [(1, 2, 0), (2, 4, 0), (1, 3, 1)])
+@pytest.mark.parametrize("bucket", [1 << 20, 0])
+def test_reads_reach_the_leader_alone(cp: int, world: int, offset: int, bucket: int) -> None:
+    answers = [a for a in run(world, reads, cp, offset, bucket) if a is not None]
+    leaders = [a for a in answers if a[0]]
+    assert len(leaders) == 1
+    assert all(leaders[0][2])
+    assert not any(any(a[2]) for a in answers if not a[0])
+    assert leaders[0][1].get("all_gather_into_tensor", 0) == 0
+    if bucket and cp == 1:  # everything that is cut travels together; a sum is a reduction of its own
+        assert leaders[0][1] == {"gather": 1, "reduce": 2}
+
+
+def up_the_pipeline() -> Any:
+    rank = dist.get_rank()
+    mesh = Mesh((Axis("pp", 3, rank, dist.group.WORLD, (0, 1, 2)),))
+    items = [((rank, i), torch.full((rank, i + 1), rank, dtype=torch.bfloat16)) for i in range(rank + 1)]
+    flags = any_rank([rank == 2, 0], mesh)
+    return send_up_pipeline(items, mesh), flags, everyone(rank, mesh, ["pp"])
+
+
+def test_up_the_pipeline() -> None:
+    answers = run(3, up_the_pipeline)
+    got = answers[0][0]
+    assert [tag for tag, _ in got] == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
+    assert all(t.shape == (r, i + 1) and bool((t == r).all()) for (r, i), t in got)
+    assert answers[1][0] == []
+    assert all(a[1] == [1, 0] and a[2] == [0, 1, 2] for a in answers)
+
+
+def test_the_plan_is_known_without_a_process() -> None:
+    mesh = Mesh((Axis("cp", 2, ranks=(0, 1)), Axis("tp", 4, ranks=(0, 1, 2, 3))))
+    plans = {n: [f"{s.op} {s.axis}" for s in plan_read(of, mesh)] for n, of in LAYOUTS.items()}
+    assert plans["replicated"] == []
+    assert plans["contiguous"] == ["gather tp"]
+    assert plans["within context parallel"] == ["gather tp", "gather cp"]
+    assert plans["partial within context parallel"] == ["sum tp", "gather cp"]
