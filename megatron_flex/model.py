@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_flex.adapters import detect
 from megatron_flex.errors import HookError
@@ -71,6 +71,13 @@ class FlexModel(nn.Module):
             pattern: a name or glob of modules, or with `:` of points in them.
         """
         return self.session.sites.match(pattern)
+
+    def named_whole_parameters(self) -> list[tuple[str, Tensor]]:
+        """The parameters as one device would hold them: on the leader, by global name; elsewhere empty.
+
+        Every rank calls it. Parameters of modules without a known layout are left out.
+        """
+        return self.session.whole_parameters()
 
     @property
     def output_dict(self) -> Captures:

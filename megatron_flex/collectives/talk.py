@@ -101,8 +101,8 @@ class Agreement:
     def _differing(self, world: int) -> str:
         groups: dict[str, list[int]] = {}
         for rank in range(world):
-            groups.setdefault(self._said(rank) or "nothing", []).append(rank)
-        told = "; ".join(f"rank(s) {_some(ranks)}: {what or 'none'}" for what, ranks in groups.items())
+            groups.setdefault(self._said(rank) or "no hook", []).append(rank)
+        told = "; ".join(f"rank(s) {_some(ranks)}: {what}" for what, ranks in groups.items())
         return (
             f"hooks differ between ranks ({told}); register the same hooks, in the same order, on every rank"
         )

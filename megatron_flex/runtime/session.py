@@ -12,7 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters import Adapter, Undo
-from megatron_flex.collectives import Agreement, all_assemble, any_rank, everyone, gather_whole, scatter_whole
+from megatron_flex.collectives import (
+    Agreement,
+    Parcel,
+    all_assemble,
+    any_rank,
+    everyone,
+    gather_whole,
+    is_leader,
+    scatter_whole,
+    send_to_leader,
+    send_up_pipeline,
+)
 from megatron_flex.errors import HookError
 from megatron_flex.knobs import knobs
 from megatron_flex.layout import Layout, extract, whole_shape
@@ -104,6 +115,20 @@ class Session:
             return []
         fired = any_rank([int(h in self._fired) for h in judged], self.mesh)
         return [h for h, f in zip(judged, fired, strict=True) if not f]
+
+    def whole_parameters(self) -> list[tuple[str, Tensor]]:
+        """The parameters as one device would hold them, on the leader; elsewhere an empty list.
+
+        Collective within the model replica.
+        """
+        mine = list(self._own_parameters.values())
+        held = [p.parameter.detach() for p in mine if p.parameter is not None]
+        parcels = [Parcel(p.layout, [t]) for p, t in zip(mine, held, strict=True)]
+        wholes = send_to_leader(parcels, self.mesh, knobs.bucket_bytes)
+        if not is_leader(self.mesh):
+            return []
+        kept = [(p.name, w.cpu().clone()) for p, w in zip(mine, wholes, strict=True) if w is not None]
+        return send_up_pipeline(kept, self.mesh)
 
     # -- what the adapter tells ------------------------------------------------------------------------
 
@@ -259,5 +284,9 @@ class Session:
 
 
 def _users_line(error: BaseException) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    """Where in the file of the editing function the error came up."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [i for i, f in enumerate(frames) if f.name == call_editing.__name__]
+    theirs = frames[inside[-1] + 1 :] if inside else frames
+    frame = [f for f in theirs if f.filename == theirs[0].filename][-1]
     return f"{frame.filename}:{frame.lineno}"

@@ -78,6 +78,6 @@ def test_hybrid(case: Case, cells: list[Any]) -> None:
 
 @pytest.mark.parametrize("case", EIGHT, ids=lambda c: c.name)
 def test_eight_ranks(case: Case, cells: list[Any]) -> None:
-    """On two cores eight ranks are slow: all values and gradients, and edits where stages and replicas meet."""
+    """On two cores eight ranks are slow: all values and gradients, and a few edits on the last stage."""
     edits = ["decoder.layers.3.mlp.linear_fc1:output", "decoder.layers.3:mid", "output_layer:output"]
     check(case, cells, oracle.sites_of(case), edits)

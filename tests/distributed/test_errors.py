@@ -1,0 +1,240 @@
+"""Bad input: one line with the value, the rule and the fix, on all ranks, and no hang."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support import gpt, ranks
+from tests.support.gpt import Case
+from tests.support.pool import run
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.versions
+
+TP2 = Case("tp2 sp", tp=2, sp=True)
+GRID = Case("tp2 pp2", tp=2, pp=2)
+LAYER = "decoder.layers.3.mlp.linear_fc1"  # on the last stage of two
+
+
+def told(act: Any) -> str:
+    """What `act` raises, in words; it must be an error of ours and fit on one line."""
+    from megatron_flex import FlexError
+
+    try:
+        act()
+    except FlexError as error:
+        text = str(error)
+        assert "\n" not in text, text
+        return text
+    return ""
+
+
+def at_registration(case: Case) -> dict[str, str]:
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    flex = mf.FlexModel(chunks)
+    hook = mf.HookFunction(LAYER)
+    flex.register_forward_hook(hook)
+    out = {
+        "no site": told(
+            lambda: flex.register_forward_hook(mf.HookFunction("decoder.layer.3.mlp.linear_fc1"))
+        ),
+        "no match": told(lambda: flex.sites("encoder.*")),
+        "no point": told(
+            lambda: flex.register_forward_hook(mf.HookFunction("decoder.layers.3.mlp.linear_fc1:partial"))
+        ),
+        "beyond the last": told(lambda: mf.attach(chunks, [mf.HookFunction("decoder.layers.9")])),
+        "twice": told(lambda: flex.register_forward_hook(hook)),
+        "not there": told(lambda: flex.remove_hook(mf.HookFunction(LAYER))),
+        "sizes": told(lambda: mf.FlexModel(chunks, tensor_parallel_size=4, data_parallel_size=1)),
+        "framework": told(lambda: mf.FlexModel(nn.Linear(2, 2))),
+        "kind": told(lambda: mf.HookFunction(LAYER, hook_type="sideways")),
+        "callable": told(lambda: mf.HookFunction(LAYER, editing_function=3)),
+        "leaf": told(lambda: mf.HookFunction(LAYER, unpack_idx=1)),
+        "idle": told(lambda: mf.HookFunction(LAYER, save=False)),
+    }
+    chunks[0].config.cuda_graph_impl = "local"
+    out["graphs"] = told(lambda: mf.FlexModel(chunks))
+    chunks[0].config.cuda_graph_impl = "none"
+    chunks[0].config.fused_single_qkv_rope = True
+    other = mf.FlexModel(chunks)
+    out["fused"] = told(
+        lambda: other.register_forward_hook(mf.HookFunction("decoder.layers.0.self_attention:q"))
+    )
+    return out
+
+
+def test_bad_input_is_told_at_once_on_all_ranks() -> None:
+    answers = run(4, at_registration, GRID)
+    assert all(a == answers[0] for a in answers), "the same on every rank"
+    words = {
+        "no site": ["decoder.layer.3.mlp.linear_fc1", "matches no site", "decoder.layers.3.mlp.linear_fc1"],
+        "no match": ["encoder.*", "matches no site"],
+        "no point": ["partial", "gemm_input, input, output"],
+        "beyond the last": ["decoder.layers.9", "decoder.layers.3"],
+        "twice": ["registered already"],
+        "not there": ["not registered"],
+        "sizes": ["tp=4", "found 2", "tp=2 x pp=2".replace("tp=2 x pp=2", "pp=2 x tp=2")],
+        "framework": ["Linear", "no known framework"],
+        "kind": ["sideways", "forward_pre"],
+        "callable": ["3", "callable"],
+        "leaf": ["unpack_idx=1"],
+        "idle": ["neither saves nor edits"],
+        "graphs": ["CUDA graphs", "local", "none"],
+        "fused": ["fused_single_qkv_rope"],
+    }
+    for name, expected in words.items():
+        for word in expected:
+            assert word in answers[0][name], (name, answers[0][name])
+
+
+# -- at the end of a step ------------------------------------------------------------------------------
+
+
+def wrong_shape(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    return inputs[..., :-1]
+
+
+def wrong_dtype(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    return inputs.double()
+
+
+def nothing(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> None:
+    return None
+
+
+def raises(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    return inputs / torch.zeros(5)
+
+
+def raises_on_one(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    if torch.distributed.get_rank() == 3:
+        raise RuntimeError("only here")
+    return inputs * 2
+
+
+def in_a_step(case: Case) -> dict[str, Any]:
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    rank = ranks.mine(chunks)
+    gpt.step(case, chunks, rank)
+    out: dict[str, Any] = {}
+    for edit in (wrong_shape, wrong_dtype, nothing, raises, raises_on_one):
+        flex = mf.attach(chunks, [mf.HookFunction(LAYER, editing_function=edit)])
+        out[edit.__name__] = told(lambda: gpt.step(case, chunks, rank))
+        flex.session.close()
+    for kind in ("full_backward", "full_backward_pre"):
+        flex = mf.attach(chunks, [mf.HookFunction(LAYER, editing_function=raises_on_one, hook_type=kind)])
+        out[kind] = told(lambda: gpt.step(case, chunks, rank))
+        flex.session.close()
+    flex = mf.attach(chunks, [mf.HookFunction(LAYER, expected_shape=(None, 7, None))])
+    out["expected"] = told(lambda: gpt.step(case, chunks, rank))
+    flex.session.close()
+    flex = mf.attach(chunks, [mf.HookFunction(LAYER, hook_type="full_backward")])
+    gpt.step(case, chunks, rank, forward_only=True)
+    out["silent"] = told(flex.restore)
+    out["after"] = len(gpt.step(case, chunks, rank)) == (2 if rank == 0 and out and _last(chunks) else 0)
+    return out
+
+
+def _last(chunks: list[Any]) -> bool:
+    return bool(chunks[-1].post_process)
+
+
+def test_what_goes_wrong_in_a_step_is_raised_by_all_ranks_at_its_end() -> None:
+    answers = run(4, in_a_step, GRID)
+    words = {
+        "wrong_shape": [LAYER, "shape (16, 2, 95) for (16, 2, 96)", "iteration 0", "microbatch 0"],
+        "wrong_dtype": ["dtype torch.float64 for torch.float32"],
+        "nothing": ["returned NoneType"],
+        "raises": ["RuntimeError", "test_errors.py:"],
+        "raises_on_one": ["RuntimeError: only here", "on 1 of 4 ranks"],
+        "full_backward": ["only here", "on 1 of 4 ranks", ".grad"],
+        "full_backward_pre": ["only here", "on 1 of 4 ranks", ".grad"],
+        "expected": ["(16, 2, 96)", "(None, 7, None)"],
+        "silent": ["never fired", "full_backward", LAYER],
+    }
+    for name, expected in words.items():
+        assert len({a[name] for a in answers}) == 1, name
+        for word in expected:
+            assert word in answers[0][name], (name, answers[0][name])
+    assert all(a["after"] for a in answers), "the model runs on afterwards"
+
+
+# -- hooks on some ranks only --------------------------------------------------------------------------
+
+
+def on_some(case: Case, when: str) -> tuple[str, float]:
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    rank = torch.distributed.get_rank()
+    if when == "attach":
+        flex = mf.attach(chunks, [mf.HookFunction(LAYER)] if rank == 0 else [])
+    else:
+        flex = mf.FlexModel(chunks)
+        if when == "later":
+            gpt.step(case, chunks, 0)
+            torch.distributed.barrier()
+        if rank == 0:
+            flex.register_forward_hook(mf.HookFunction(LAYER))
+        if when == "later":
+            time.sleep(1 + rank)  # rank 0 comes first and says what it has
+    started = time.monotonic()
+    return told(lambda: gpt.step(case, chunks, 0)), time.monotonic() - started
+
+
+@pytest.mark.parametrize("when", ["attach", "before", "later"])
+def test_a_hook_on_some_ranks_only(when: str) -> None:
+    for text, seconds in run(2, on_some, TP2, when):
+        assert "hooks differ between ranks" in text
+        assert f"rank(s) 0: forward on {LAYER}" in text
+        assert "rank(s) 1: no hook" in text
+        assert seconds < 20
+
+
+def too_late() -> str:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import megatron_flex as mf
+
+    chunks = ranks.start(Case("one"))
+    fetched = get_forward_backward_func()
+    mf.FlexModel(chunks).register_forward_hook(mf.HookFunction(LAYER))
+    return told(
+        lambda: fetched(
+            forward_step_func=gpt.forward_step,
+            data_iterator=iter(gpt.data(1)),
+            model=chunks[0],
+            num_microbatches=1,
+            seq_length=gpt.SEQUENCE,
+            micro_batch_size=gpt.BATCH,
+        )
+    )
+
+
+def test_a_schedule_fetched_before_attaching_is_refused() -> None:
+    (text,) = run(1, too_late)
+    assert "call get_forward_backward_func() after attaching" in text
+
+
+def alone() -> str:
+    """A rank waits for one that never comes, and says which."""
+    from megatron_flex.collectives import Agreement
+
+    if torch.distributed.get_rank() == 1:
+        time.sleep(4)
+        return ""
+    return told(lambda: Agreement("test", 1.0).compare("forward on x"))
+
+
+def test_a_rank_that_never_compares_is_named() -> None:
+    text, _ = run(2, alone)
+    assert "rank(s) 1 did not compare hooks within 1 s" in text
