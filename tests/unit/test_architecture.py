@@ -387,7 +387,8 @@ model · edits · compare        FlexModel and HookFunction
 runtime/                       taps · hooks
 adapters/ · dump/              one file per framework │ manifest
 collectives                    gather and scatter
-layout · mesh · sites          pure
+sites                          names
+layout · mesh                  pure
 errors · knobs
 ```
 """
@@ -398,7 +399,7 @@ errors · knobs
     [
         ("", "", True),
         ("errors · knobs", "errors · knobs · version", True),
-        ("mesh · sites ", "mesh · sites · cpu ", True),
+        ("layout · mesh ", "layout · mesh · cpu ", True),
         ("collectives  ", "collectives · cpu  ", False),
         ("layout · mesh", "mesh · layout", False),
         ("runtime/", "running/", False),

@@ -1,0 +1,45 @@
+"""The examples in the documents run as they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import gpt, ranks
+from tests.support.gpt import Case
+from tests.support.pool import run
+
+ROOT = Path(__file__).parents[2]
+
+
+def blocks(path: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def execute(code: str) -> list[str]:
+    chunks = ranks.start(Case("tp2 sp pp2", tp=2, sp=True, pp=2))
+    printed: list[str] = []
+
+    def collect(*words: Any) -> None:
+        printed.append(" ".join(str(w) for w in words))
+
+    names = {"chunks": chunks, "print": collect, "train_step": lambda c: gpt.step(CASE, c, 0)}
+    exec(code, names)
+    return printed
+
+
+CASE = Case("tp2 sp pp2", tp=2, sp=True, pp=2)
+
+
+def test_the_readme_runs() -> None:
+    pytest.importorskip("megatron.core")
+    (code,) = blocks(ROOT / "README.md")
+    answers = run(4, execute, code)
+    wide = f"({gpt.SEQUENCE}, {gpt.BATCH}, {2 * gpt.FFN})"
+    stream = f"({gpt.SEQUENCE}, {gpt.BATCH}, {gpt.HIDDEN})"
+    wanted = [f"decoder.layers.{n}.mlp.linear_fc1:output {wide}" for n in range(4)]
+    assert sorted(answers[0]) == sorted([*wanted, f"decoder.layers.2:output {stream}"])
+    assert answers[1:] == [[], [], []]
