@@ -64,11 +64,12 @@ class FlexModel(nn.Module):
             )
         return self.chunks[0](*args, **kwargs)
 
-    def sites(self, pattern: str = "*") -> list[Site]:
+    def sites(self, pattern: str = "**") -> list[Site]:
         """The places of the whole model, all pipeline stages, where hooks can stand.
 
         Args:
-            pattern: a name or glob of modules, or with `:` of points in them.
+            pattern: a name or glob of modules, or with `:` of points in them; `*` stays within one step of
+                the path, `**` does not.
         """
         return self.session.sites.match(pattern)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from functools import cache
 from typing import Protocol
 
 from torch import Tensor
@@ -78,6 +78,21 @@ def model_order(site: Site) -> tuple[int, int]:
     return (0, 0) if site.name.startswith("embedding") else (2, 0)
 
 
+GLOBS = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
+
+
+@cache
+def _glob(pattern: str) -> re.Pattern[str]:
+    tokens = re.findall(r"\*\*|\[!?[^\]]+\]|.", pattern)
+    return re.compile("".join(_token(t) for t in tokens))
+
+
+def _token(token: str) -> str:
+    if token in GLOBS:
+        return GLOBS[token]
+    return token.replace("[!", "[^") if len(token) > 1 else re.escape(token)
+
+
 class SiteTable:
     """All sites of a model, over all stages, by name and in model order."""
 
@@ -106,7 +121,9 @@ class SiteTable:
         """Find sites.
 
         Args:
-            pattern: a site's name, a module's name, or a glob over either (`decoder.layers.*.mlp.*`).
+            pattern: a site's name, a module's name, or a glob over either. `*` and `?` stay within one step of
+                the path (`decoder.layers.*` are the layers, `decoder.layers.*.mlp.*` what is in their MLPs),
+                `**` crosses steps, `[0-3]` is one of some characters.
             point: the point meant where the pattern names none; None for every point.
 
         Returns:
@@ -120,15 +137,14 @@ class SiteTable:
         found = [
             s
             for s in self
-            if (s.module == path or fnmatchcase(s.module, path))
-            and (wanted is None or s.point == wanted or fnmatchcase(s.point, wanted))
+            if _glob(path).fullmatch(s.module) and (wanted is None or _glob(wanted).fullmatch(s.point))
         ]
         if not found:
             raise SiteError(self._nothing(pattern, path, wanted))
         return found
 
     def _nothing(self, pattern: str, path: str, point: str | None) -> str:
-        points = sorted({s.point for s in self if s.module == path or fnmatchcase(s.module, path)})
+        points = sorted({s.point for s in self if _glob(path).fullmatch(s.module)})
         if points:
             return f"{pattern!r} has no point {point!r}; it has {', '.join(points)}"
         names = [s.name for s in self] if ":" in pattern else list(dict.fromkeys(s.module for s in self))

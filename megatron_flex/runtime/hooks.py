@@ -29,7 +29,7 @@ class HookFunction:
 
     Args:
         module_name: a module's name (`decoder.layers.17.mlp.linear_fc1`), a site's name with its point
-            (`...linear_proj:partial`), or a glob over either.
+            (`...linear_proj:partial`), or a glob over either: `*` within one step of the path, `**` across.
         expected_shape: the whole's shape, None for a dim that may have any length. Checked, never needed.
         editing_function: single-device code `(current_module, inputs, save_ctx, modules) -> Tensor`, which
             returns a tensor of the shape and dtype it got. Every rank that holds a part of the tensor runs it

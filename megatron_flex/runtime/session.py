@@ -159,6 +159,7 @@ class Session:
     def call_begins(self) -> None:
         """The model is called outside a schedule; each such call is a step."""
         self._compare()
+        self._awaits_backward = False  # of a backward pass that raised
         self.clock.begin(None)
 
     def call_ends(self, failed: bool) -> None:

@@ -87,8 +87,8 @@ def restored(case: Case) -> Any:
     gpt.step(case, chunks, rank)
     before, wanted = ranks.fingerprint(chunks), gpt.step(case, chunks, rank)
     flex = mf.FlexModel(chunks)
-    hooks = [mf.HookFunction("*:*"), mf.HookFunction("*:*", editing_function=double, save=False)]
-    hooks += [mf.HookFunction("*:*", hook_type="tensor")]
+    hooks = [mf.HookFunction("**:*"), mf.HookFunction("**:*", editing_function=double, save=False)]
+    hooks += [mf.HookFunction("**:*", hook_type="tensor")]
     parameter = "decoder.layers.0.mlp.linear_fc1.weight"
     hooks += [mf.HookFunction(parameter, hook_type="tensor")]
     for hook in hooks:

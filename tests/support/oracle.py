@@ -168,11 +168,12 @@ def sites_of(case: gpt.Case) -> list[str]:
 
 
 def edits_of(case: gpt.Case) -> list[str]:
-    """One site of each kind: those of one layer, on the last pipeline stage, and those outside the layers."""
-    chosen = {case.layers - 1} if not case.hybrid else {2 * case.layers - 2, 2 * case.layers - 1}
-    keep = [f"decoder.layers.{n}" for n in chosen]
+    """One site of each kind (of one layer, on the last stage), and what one stage hands to the next."""
+    count = case.layers * (2 if case.hybrid else 1)
+    keep = [f"decoder.layers.{n}" for n in range(count - (2 if case.hybrid else 1), count)]
+    border = [f"decoder.layers.{count // 2 - 1}:output", f"decoder.layers.{count // 2}:input"]
     return [
         s
         for s in sites_of(case)
-        if ".layers." not in s or any(s.startswith((f"{k}:", f"{k}.")) for k in keep)
+        if ".layers." not in s or s in border or any(s.startswith((f"{k}:", f"{k}.")) for k in keep)
     ]
