@@ -121,9 +121,9 @@ class SiteTable:
         """Find sites.
 
         Args:
-            pattern: a site's name, a module's name, or a glob over either. `*` and `?` stay within one step of
-                the path (`decoder.layers.*` are the layers, `decoder.layers.*.mlp.*` what is in their MLPs),
-                `**` crosses steps, `[0-3]` is one of some characters.
+            pattern: a site's name, a module's name, or a glob over either. `*` and `?` stay within one step
+                of the path (`decoder.layers.*` are the layers, `decoder.layers.*.mlp.*` what is in their
+                MLPs), `**` crosses steps, `[0-3]` is one of some characters.
             point: the point meant where the pattern names none; None for every point.
 
         Returns:

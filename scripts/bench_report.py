@@ -73,8 +73,15 @@ def _head(result: dict[str, Any]) -> str:
             f"read in each layer: fc1, {mib['fc1']:g} MiB, and fc2, {mib['fc2']:g} MiB, unsharded",
             f"{s['steps']} rounds after {s['warmup']} to warm up; a step is forward and backward, "
             "as long as on its slowest rank",
+            f"other processes took {_percent(result, 50)} of the machine in the median step, "
+            f"{_percent(result, 90)} or more in one of ten",
         ]
     )
+
+
+def _percent(result: dict[str, Any], rank: int) -> str:
+    shares = sorted(share for shares in result["others"].values() for share in shares)
+    return f"{shares[(len(shares) - 1) * rank // 100]:.0%}"
 
 
 def _table(rows: dict[str, Any]) -> str:

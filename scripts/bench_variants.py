@@ -127,8 +127,8 @@ def predecessor(subject: Subject) -> Iterator[Standing]:
 
     It would make an "nccl" group; it is handed the gloo world instead, and the groups that it makes besides
     have torch's default backend, gloo. It is made anew each time, since its hooks cannot be put in twice, and
-    the groups that each wrap leaks are destroyed here. Megatron's schedule gets the bare model, whose attributes
-    the wrapper does not pass on, and the wrapper is called inside the forward step.
+    the groups that each wrap leaks are destroyed here. Megatron's schedule gets the bare model, whose
+    attributes the wrapper does not pass on, and the wrapper is called inside the forward step.
 
     It reads to every rank. A gated fc1 comes in the order of the ranks: it does not know the two halves.
     """

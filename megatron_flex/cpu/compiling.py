@@ -8,6 +8,7 @@ import sys
 from megatron_flex.cpu.patching import Patches
 
 _CONFIG = "torch._dynamo.config"
+_SWITCH = "TORCH_COMPILE_DISABLE"
 
 
 def install(patches: Patches) -> None:
@@ -16,9 +17,9 @@ def install(patches: Patches) -> None:
     What dynamo read from the environment when it was imported is set in its configuration; if it is
     imported later, it reads the environment, and the configuration is set right on the way out.
     """
-    patches.set_item(os.environ, "TORCH_COMPILE_DISABLE", "1")
     config = sys.modules.get(_CONFIG)
-    before = getattr(config, "disable", False)
+    before = os.environ.get(_SWITCH, "0") == "1" if config is None else bool(config.disable)
+    patches.set_item(os.environ, _SWITCH, "1")
     _set_disable(True)
     patches.on_restore(lambda: _set_disable(before))
 
