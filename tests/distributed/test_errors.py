@@ -62,6 +62,13 @@ def at_registration(case: Case) -> dict[str, str]:
     chunks[0].config.cuda_graph_impl = "local"
     out["graphs"] = told(lambda: mf.FlexModel(chunks))
     chunks[0].config.cuda_graph_impl = "none"
+    chunks[0].config.context_parallel_size = 2
+    out["context"] = told(lambda: mf.FlexModel(chunks))
+    chunks[0].config.context_parallel_size = 1
+    kept = chunks[0].decoder.layers[0].mlp.linear_fc1
+    chunks[0].decoder.layers[0].mlp.linear_fc1 = nn.Linear(2, 2)
+    out["rule"] = told(lambda: mf.attach(chunks, [mf.HookFunction("decoder.layers.*.mlp.linear_fc1")]))
+    chunks[0].decoder.layers[0].mlp.linear_fc1 = kept
     chunks[0].config.fused_single_qkv_rope = True
     other = mf.FlexModel(chunks)
     out["fused"] = told(
@@ -87,6 +94,8 @@ def test_bad_input_is_told_at_once_on_all_ranks() -> None:
         "leaf": ["unpack_idx=1"],
         "idle": ["neither saves nor edits"],
         "graphs": ["CUDA graphs", "local", "none"],
+        "context": ["context_parallel_size=2"],
+        "rule": ["Linear", "ColumnParallelLinear", "--transformer-impl local"],
         "fused": ["fused_single_qkv_rope"],
     }
     for name, expected in words.items():

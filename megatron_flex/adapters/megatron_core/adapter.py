@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from megatron_flex.adapters.base import Listener, ParameterSite, Undo
@@ -25,7 +27,7 @@ class MegatronCore:
 
     def check(self) -> None:
         """Refuse what cannot be hooked: graphs replay kernels, and merged passes skip the modules."""
-        config = self.roots[0].config
+        config: Any = self.roots[0].config
         graphs = getattr(config, "cuda_graph_impl", "none") or "none"
         if graphs != "none" or any(
             getattr(config, n, False) for n in ("enable_cuda_graph", "external_cuda_graph")
@@ -33,6 +35,11 @@ class MegatronCore:
             raise FlexError(
                 f"CUDA graphs are on (cuda_graph_impl={graphs!r}) and replay kernels without any hook; "
                 "train with --cuda-graph-impl none (older: without --enable-cuda-graph)"
+            )
+        if config.context_parallel_size > 1:
+            raise FlexError(
+                f"context_parallel_size={config.context_parallel_size} is not verified against one device "
+                "yet; run with a context parallel size of 1"
             )
         if getattr(config, "overlap_moe_expert_parallel_comm", False):
             raise FlexError(

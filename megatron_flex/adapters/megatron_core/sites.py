@@ -18,6 +18,10 @@ from megatron_flex.sites import Site, Tap
 
 NORMS = ("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "final_norm")
 FUSED_ROPE = "fused_single_qkv_rope=True keeps q, k and v inside one kernel; set it to False to have them"
+NO_RULE = (
+    "{kind} is none of Megatron's {known} and its layout is not known; build the layers with the local spec "
+    "(--transformer-impl local)"
+)
 FLASH = (
     "{kind} keeps attention scores and probabilities inside its kernel; build the layers with the local spec "
     "(--transformer-impl local) to have them as tensors"
@@ -144,17 +148,21 @@ class _Builder:
         self, path: str, module: Any, out: Layout, width: int | None, resolve: Any = None
     ) -> Iterator[Site]:
         cut = bool(getattr(module, "sequence_parallel", False))
-        yield self.site(f"{path}:input", self.of.stream(cut), ModuleInput(module, 0, "input_"))
-        yield self.site(f"{path}:gemm_input", self.of.gathered(), Gemm(module, before=True))
-        yield self.site(f"{path}:output", out, ModuleOutput(module, 0, resolve), width=width)
+        no = self.no_rule(module, "ColumnParallelLinear")
+        yield self.site(f"{path}:input", self.of.stream(cut), ModuleInput(module, 0, "input_"), no)
+        yield self.site(f"{path}:gemm_input", self.of.gathered(), Gemm(module, before=True), no)
+        yield self.site(f"{path}:output", out, ModuleOutput(module, 0, resolve), no, width)
 
     def row(self, path: str, module: Any, name: str, width: int) -> Iterator[Site]:
         cut = bool(getattr(module, "sequence_parallel", False))
-        yield self.site(
-            f"{path}:input", self.of.features(name), ModuleInput(module, 0, "input_"), width=width
-        )
-        yield self.site(f"{path}:partial", self.of.partial(), Gemm(module, before=False))
-        yield self.site(f"{path}:output", self.of.stream(cut), ModuleOutput(module))
+        no = self.no_rule(module, "RowParallelLinear")
+        yield self.site(f"{path}:input", self.of.features(name), ModuleInput(module, 0, "input_"), no, width)
+        yield self.site(f"{path}:partial", self.of.partial(), Gemm(module, before=False), no)
+        yield self.site(f"{path}:output", self.of.stream(cut), ModuleOutput(module), no)
+
+    def no_rule(self, module: Any, known: str) -> str:
+        """Why a linear of another class is hidden: how it cuts its tensors is not known here."""
+        return "" if is_a(module, known) else NO_RULE.format(kind=type(module).__name__, known=known)
 
     def _gated(self) -> bool:
         return bool(getattr(self.config, "attention_output_gate", False))
