@@ -16,6 +16,7 @@ from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Site, Tap
 
+VERIFIED = ("embedding", "decoder", "output_layer")  # not the layers of multi-token prediction
 NORMS = ("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "final_norm")
 FUSED_ROPE = "fused_single_qkv_rope=True keeps q, k and v inside one kernel; set it to False to have them"
 NO_RULE = (
@@ -50,7 +51,9 @@ class _Builder:
     def all(self) -> Iterator[Site]:
         for path, module in global_modules(self.root):
             role = path.rpartition(".")[2]
-            if role == "embedding":
+            if not path.startswith(VERIFIED):
+                continue
+            if path == "embedding":
                 yield from self.embedding(path, module)
             elif is_a(module, "TransformerBlock", "HybridStack", "MambaStack") and self.root.post_process:
                 yield self.site(f"{path}:output", self.of.stream(), ModuleOutput(module))
@@ -58,9 +61,9 @@ class _Builder:
                 yield from self.layer(path, module)
             elif role in NORMS and not is_identity(module):
                 yield from self.both(path, module, self.of.stream(), "x")
-            elif is_a(module, "SelfAttention"):
+            elif role == "self_attention" and is_a(module, "SelfAttention"):
                 yield from self.attention(path, module)
-            elif is_a(module, "MLP") and not getattr(module.linear_fc1, "is_expert", False):
+            elif role == "mlp" and is_a(module, "MLP"):
                 yield from self.mlp(path, module)
             elif path == "output_layer":
                 yield from self.output_layer(path, module)
