@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -60,6 +61,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     Returns:
         `wall`, `cpu` and `others` of this rank's steps by variant; `notes`; `mib`: what is read.
     """
+    logging.disable(logging.WARNING)  # what Megatron advises is not about this
     cpu.enable()
     subject, step = build(settings)
     ways = variants(subject)

@@ -119,7 +119,8 @@ def _share(value: float | None) -> str:
 def _targets(rows: dict[str, Any]) -> list[str]:
     idle, read = rows["b"]["ratio"], rows["c"]["less_than_f_ms"]
     return [
-        "In brackets: the 95% interval of the median. Ratios and differences are taken within a round.",
+        "Ratios and differences are taken within a round: their median, in brackets its 95% interval (with",
+        "fewer than six rounds: all that was seen). of (f), of (e): added ms over what that one adds.",
         f"target: (b) over (a) at most {IDLE_TARGET}: {_interval(idle, 3)}, {_verdict(idle, IDLE_TARGET)}",
         f"target: (c) adds no more than (f): (c) minus (f) is {_interval(read, 1)} ms, {_verdict(read, 0.0)}",
     ]

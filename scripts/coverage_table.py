@@ -27,8 +27,9 @@ def table(cells: list[dict[str, object]]) -> str:
         if row != "(none)":
             rows[row][str(cell["check"])].append(float(str(cell["error"])))
             cases[row].add(cell["case"])
+    good = sum(float(str(c["error"])) <= float(str(c["bound"])) for c in cells)
     lines = [
-        f"{len(cells)} cells, {sum(float(str(c['error'])) <= float(str(c['bound'])) for c in cells)} in agreement.",
+        f"{len(cells)} cells, {good} in agreement.",
         "",
         "| site | configurations | value | gradient | edit: loss | edit: parameter gradients |",
         "|---|---|---|---|---|---|",

@@ -25,11 +25,15 @@ MODEL = dedent("""
     from megatron_flex import cpu
 
     def start():
-        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core import parallel_state
         store = "file://" + tempfile.mktemp()
         dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
-        tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+    def seed(number):
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+        torch.manual_seed(number)
+        model_parallel_cuda_manual_seed(number)
 
     def model(**wanted):
         from megatron.core.models.gpt import GPTModel
@@ -42,14 +46,12 @@ MODEL = dedent("""
             masked_softmax_fusion=False, apply_rope_fusion=False, gradient_accumulation_fusion=False,
             bias_activation_fusion=False, **wanted)
         spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-        torch.manual_seed(1)
+        seed(1)
         return GPTModel(config, spec, vocab_size=64, max_sequence_length=16, position_embedding_type="rope")
 
     def step(gpt):
         gpt.cuda()
-        torch.manual_seed(2)
-        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-        model_parallel_cuda_manual_seed(2)
+        seed(2)
         tokens = torch.randint(0, 64, (2, 16), device="cuda")
         positions = torch.arange(16, device="cuda").expand(2, 16)
         loss = gpt(tokens, positions, None, labels=tokens).mean()

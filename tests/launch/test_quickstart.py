@@ -1,0 +1,146 @@
+"""The quick start runs from end to end with few iterations, and its comparison fails on a wrong tensor."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+SITES = [
+    *(f"decoder.layers.{n}:output" for n in range(4)),
+    *(f"decoder.layers.{n}.mlp.linear_fc1:output" for n in range(4)),
+    "output_layer:output",
+    "loss:output",
+]
+LOSSES = ["unedited", "MLP of layer 1 zeroed", "steered after layer 2"]
+
+
+def has_pretrain() -> bool:
+    """Whether this environment has the training code of megatron-core 0.19 or newer."""
+    try:
+        version = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    recent = tuple(int(p) for p in version.split(".")[:2]) >= (0, 19)
+    return recent and importlib.util.find_spec("megatron.training") is not None
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """One run of three iterations: what it printed, and the folder with its files."""
+    if not has_pretrain():
+        pytest.skip("needs megatron.training of megatron-core 0.19 or newer")
+    folder = tmp_path_factory.mktemp("quickstart")
+    command = [sys.executable, str(SCRIPTS / "quickstart.py"), "--iterations", "3", "--keep", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not done.stderr
+    return done.stdout, folder
+
+
+@pytest.fixture
+def comparison(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The comparison's module, imported as the scripts import each other."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("quickstart_compare")
+
+
+@pytest.mark.timeout(600)
+def test_every_site_and_loss_agrees(run: tuple[str, Path]) -> None:
+    output, _ = run
+    table = [line.split()[0] for line in output.splitlines() if " × " in line]
+    assert sorted(table) == sorted(SITES)
+    for label in LOSSES:
+        assert any(line.startswith(label) for line in output.splitlines()), label
+    assert "all 10 sites and 3 losses agree to 1e-05 relative" in output
+
+
+@pytest.mark.timeout(600)
+def test_loss_falls_and_edits_change_it(run: tuple[str, Path], comparison: ModuleType) -> None:
+    output, folder = run
+    losses = [float(line.split()[1]) for line in output.splitlines() if line.split()[:1] in (["1"], ["3"])]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+    results = comparison.load(folder / "parallel")
+    assert len({results[label].item() for label in LOSSES}) == 3
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["decoder.layers.2.mlp.linear_fc1:output", "steered after layer 2"])
+def test_a_wrong_tensor_fails_the_comparison(run: tuple[str, Path], tmp_path: Path, name: str) -> None:
+    _, kept = run
+    code = f"""
+import shutil, sys
+from pathlib import Path
+import quickstart_compare, quickstart_data
+here = Path({str(tmp_path)!r})
+shutil.copy({str(kept / "single")!r}, here)
+tensors = quickstart_data.load(Path({str(kept / "parallel")!r}))
+tensors[{name!r}].view(-1)[-1] += 1e-3 * tensors[{name!r}].abs().max()
+quickstart_data.save(here / "parallel", tensors)
+sys.exit(quickstart_compare.main(here))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=SCRIPTS, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.rstrip().endswith(f"1 of 13 differ by more than 1e-05 relative: {name}")
+
+
+def tensors(loss: float = 2.0, entry: float = 1.0) -> dict[str, Tensor]:
+    """A run's results in small."""
+    return {"a:output": torch.tensor([[0.5, entry]]), "unedited": torch.tensor(loss)}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [tensors(entry=1.0001), tensors(entry=float("nan")), tensors(loss=2.001), tensors(loss=float("inf"))],
+    ids=["tensor off", "not a number", "loss off", "infinite loss"],
+)
+@pytest.mark.parametrize("swap", [False, True])
+def test_report_refuses(comparison: ModuleType, wrong: dict[str, Tensor], swap: bool) -> None:
+    pair = (tensors(), wrong) if swap else (wrong, tensors())
+    assert not comparison.report(comparison.compare(*pair))
+
+
+def test_nothing_is_like_a_number_where_zero_is_right(comparison: ModuleType) -> None:
+    zero, wrong = {"a": torch.zeros(2)}, {"a": torch.tensor([0.0, float("nan")])}
+    assert not comparison.report(comparison.compare(wrong, zero))
+
+
+def test_report_accepts_what_rounding_leaves(comparison: ModuleType) -> None:
+    assert comparison.report(comparison.compare(tensors(entry=1 + 1e-6), tensors()))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"unedited": torch.tensor(2.0)},
+        tensors() | {"a:output": torch.zeros(2, 1)},
+        tensors() | {"b": torch.ones(1)},
+    ],
+)
+def test_compare_refuses_different_names_and_shapes(comparison: ModuleType, other: dict[str, Tensor]) -> None:
+    with pytest.raises(ValueError, match=r"only one run has|here"):
+        comparison.compare(tensors(), other)
+
+
+def test_a_failure_shows_the_rank_that_raised_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    complaint = importlib.import_module("quickstart").complaint
+    summary = ["E1 torch/distributed/elastic/multiprocessing/api.py:1] failed", "Root Cause: rank 0"]
+    mine, theirs = (
+        ["[rank3]: Traceback", "[rank3]: ValueError"],
+        ["[rank0]: Traceback", "[rank0]: closed by peer"],
+    )
+    assert complaint(["chatter", mine[0], theirs[0], mine[1], theirs[1], *summary]) == mine
+    assert complaint(["usage: ...", "error: no such flag", *summary]) == ["usage: ...", "error: no such flag"]
