@@ -81,6 +81,11 @@ class FlexModel(nn.Module):
         return self.session.whole_parameters()
 
     @property
+    def is_leader(self) -> bool:
+        """Whether what is read arrives on this rank: the first one of each model replica."""
+        return self.session.is_leader
+
+    @property
     def output_dict(self) -> Captures:
         """On the leader (the first rank of each model replica) what was read, by site; elsewhere empty.
 

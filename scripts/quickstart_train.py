@@ -27,6 +27,7 @@ from quickstart_data import EDITS, Source, add_folder, held_out_batch, save  # n
 from torch import Tensor, nn  # noqa: E402
 
 LOSS = "loss:output"
+PLACES = ("decoder.layers.*", "decoder.layers.*.mlp.linear_fc1", LOSS)  # every layer, fc1 in each, the loss
 
 
 class Watch:
@@ -38,9 +39,7 @@ class Watch:
     def attach(self, chunks: list[nn.Module]) -> list[nn.Module]:
         """Megatron calls this with the finished model: on each rank its own part of it."""
         self.chunks = chunks
-        layers = [f"decoder.layers.{n}" for n in range(get_args().num_layers)]
-        places = [*layers, "decoder.layers.*.mlp.linear_fc1", LOSS]  # a name, or a pattern for many
-        self.flex = attach(chunks, [HookFunction(place) for place in places])
+        self.flex = attach(chunks, [HookFunction(place) for place in PLACES])
         say("iteration   loss    RMS of the residual stream after    RMS of fc1's output in")
         say("                    layer 0      1      2      3        layer 0      1      2      3")
         return chunks

@@ -73,6 +73,11 @@ class Session:
         self._awaits_backward = False
         self._unwatch: Undo | None = adapter.watch(self)
 
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank is the leader of its model replica: of its stage, and that the first."""
+        return is_leader(self.mesh) and self.mesh["pp"].coord == 0
+
     # -- registering -----------------------------------------------------------------------------------
 
     def add(self, hook: HookFunction) -> None:

@@ -111,7 +111,12 @@ def test_a_tiny_model_trains_and_recomputation_replays_dropout():
 
 
 def test_enabling_late_gives_the_same_and_leaves_megatron_as_it_was():
-    said = run("""
+    early = run("""
+        cpu.enable()
+        start()
+        print([float(t.norm()) for t in step(model())[1]])
+    """)
+    late = run("""
         import megatron.core.models.gpt.gpt_layer_specs, megatron.core.transformer.moe.moe_utils
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
         import torch._dynamo
@@ -121,6 +126,8 @@ def test_enabling_late_gives_the_same_and_leaves_megatron_as_it_was():
         assert ours(everything()) != []
         start()
         late = step(model())
+        config = model(sequence_parallel=True, tensor_model_parallel_size=2).config
+        assert WrappedTorchNorm(config=config, hidden_size=8).weight.sequence_parallel
         cpu.disable()
         after = everything()
         assert ours(after) == [], ours(after)
@@ -129,9 +136,9 @@ def test_enabling_late_gives_the_same_and_leaves_megatron_as_it_was():
         assert moved == [], moved
         with cpu.runtime():
             assert same(late, step(model()))
-        print("restored")
+        print([float(t.norm()) for t in late[1]])
     """)
-    assert said == "restored"
+    assert early == late
 
 
 def test_what_is_imported_meanwhile_is_put_right():

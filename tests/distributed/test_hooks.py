@@ -140,14 +140,14 @@ def keyed(case: Case, pending: int) -> Any:
     }
     by = len(flex.output_dict[FC1].at(step=1)) if out else None, len(flex.output_dict[FC1]) if out else None
     flex.restore()
-    return out, by
+    return out, by, flex.is_leader
 
 
 @pytest.mark.parametrize("pending", [1 << 30, 0])
 def test_every_microbatch_is_kept_apart(pending: int) -> None:
     case = Case("tp2 pp2 vpp2, recomputed", tp=2, pp=2, vpp=2, microbatches=4, recompute=("full",))
     answers = run(4, keyed, case, pending)
-    assert [bool(a[0]) for a in answers] == [True, False, False, False]
+    assert [bool(a[0]) for a in answers] == [a[2] for a in answers] == [True, False, False, False]
     found = answers[0][0]
     assert len(found) == case.layers + 1
     steps = [(s, s, m, 0) for s in range(3) for m in range(4)]

@@ -438,6 +438,7 @@ def test_after_import_leaves_the_loader_alone(tmp_path: Path, monkeypatch: pytes
         sys.modules.pop("flexpack.inner")
     assert loaded == ["flexpack", "flexpack.inner"]
     assert package.seen == (package.__loader__, package.__spec__.loader)
+    assert package.__spec__.loader is package.__loader__
     assert type(package.__loader__).__module__ != AfterImport.__module__
 
 
