@@ -175,7 +175,7 @@ def send_up_pipeline(items: Sequence[tuple[Any, Tensor]], mesh: Mesh) -> list[tu
     Collective over `pp` among the stages' leaders; the tensors themselves go point to point.
 
     Args:
-        items: picklable tags with their tensors, in any number.
+        items: picklable tags with their tensors, in any number, on the CPU.
         mesh: the run's axes.
 
     Returns:
@@ -184,23 +184,25 @@ def send_up_pipeline(items: Sequence[tuple[Any, Tensor]], mesh: Mesh) -> list[tu
     axis = mesh["pp"]
     if axis.size == 1:
         return list(items)
-    note = [(tag, tuple(t.shape), t.dtype, t.device.type) for tag, t in items]
+    device = "cuda" if dist.get_backend(axis.group) == "nccl" else "cpu"
+    note = [(tag, tuple(t.shape), t.dtype) for tag, t in items]
     notes: list[Any] | None = [None] * axis.size if axis.coord == 0 else None
     dist.gather_object(note, notes, dst=axis.ranks[0], group=axis.group)
     if notes is None:
-        for work in [dist.isend(_as_bytes(t), axis.ranks[0], group=axis.group) for _, t in items if t.nbytes]:
+        sent = [_as_bytes(t.to(device)) for _, t in items if t.nbytes]
+        for work in [dist.isend(t, axis.ranks[0], group=axis.group) for t in sent]:
             _wait(work)
         return []
-    out, works = list(items), []
+    came, works = [], []
     for source, theirs in zip(axis.ranks[1:], notes[1:], strict=True):
-        for tag, shape, dtype, device in theirs:
+        for tag, shape, dtype in theirs:
             tensor = torch.empty(shape, dtype=dtype, device=device)
-            out.append((tag, tensor))
+            came.append((tag, tensor))
             if tensor.nbytes:
                 works.append(dist.irecv(_as_bytes(tensor), source, group=axis.group))
     for work in works:
         _wait(work)
-    return out
+    return [*items, *((tag, t.cpu()) for tag, t in came)]
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -46,7 +46,7 @@ class Recorder:
     def whole(self, key: Key, whole: Tensor) -> None:
         """Record a tensor that every rank has whole; the leader alone keeps it."""
         if self._leader:
-            self._arrived.append((key, whole.detach().cpu().clone()))
+            self._arrived.append((key, whole.detach().to("cpu", copy=True)))
 
     def drop(self) -> None:
         """Forget what was not sent."""

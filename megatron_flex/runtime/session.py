@@ -132,7 +132,7 @@ class Session:
         wholes = send_to_leader(parcels, self.mesh, knobs.bucket_bytes)
         if not is_leader(self.mesh):
             return []
-        kept = [(p.name, w.cpu().clone()) for p, w in zip(mine, wholes, strict=True) if w is not None]
+        kept = [(p.name, w.to("cpu", copy=True)) for p, w in zip(mine, wholes, strict=True) if w is not None]
         return send_up_pipeline(kept, self.mesh)
 
     # -- what the adapter tells ------------------------------------------------------------------------

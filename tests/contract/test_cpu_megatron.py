@@ -117,7 +117,8 @@ def test_enabling_late_gives_the_same_and_leaves_megatron_as_it_was():
         print([float(t.norm()) for t in step(model())[1]])
     """)
     late = run("""
-        import megatron.core.models.gpt.gpt_layer_specs, megatron.core.transformer.moe.moe_utils
+        import megatron.core.models.gpt.gpt_layer_specs, numpy
+        from megatron.core.transformer.moe import token_dispatcher
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
         import torch._dynamo
         before = everything()
@@ -128,6 +129,8 @@ def test_enabling_late_gives_the_same_and_leaves_megatron_as_it_was():
         late = step(model())
         config = model(sequence_parallel=True, tensor_model_parallel_size=2).config
         assert WrappedTorchNorm(config=config, hidden_size=8).weight.sequence_parallel
+        moved = token_dispatcher.maybe_move_tensor_to_cpu(torch.ones(2), as_numpy=True)
+        assert isinstance(moved, numpy.ndarray), "a name bound by import before"
         cpu.disable()
         after = everything()
         assert ours(after) == [], ours(after)
@@ -182,6 +185,28 @@ def test_norms_run_under_sequence_parallel():
             print("refused again")
     """)
     assert said == "refused again"
+
+
+def test_transformer_engine_is_absent_and_says_so():
+    said = run("""
+        cpu.enable()
+        try:
+            from megatron.core.extensions import transformer_engine as te
+        except ImportError:
+            print("this megatron-core does not pretend")
+            sys.exit()
+        if te.HAVE_TE:
+            print("Transformer Engine is installed")
+            sys.exit()
+        assert not isinstance(torch.nn.Linear(1, 1), (te.TELinear, te.TEColumnParallelLinear))
+        try:
+            te.TELinear(1, 1)
+        except ValueError as error:
+            print(error)
+    """)
+    if "TELinear" not in said:
+        pytest.skip(said)
+    assert said.startswith("TELinear needs Transformer Engine")
 
 
 def test_hybrid_models_build_their_last_norm():
