@@ -22,14 +22,15 @@ from tests.support import gpt
 
 HEAD = 64  # size of an attention head
 QUIET = 0.05  # of the machine's CPU time; a step during which others take more is disturbed
-PAUSE = 2  # seconds before such a step is repeated
+PAUSE = 2.0  # seconds before such a step is timed again
+MOST = 8  # times that it is timed
 
 
 @dataclass(frozen=True)
 class Settings:
     """The model, and how long it is measured: `steps` timed steps of each variant after `warmup` rounds.
 
-    `patience` is how often a step that others disturbed is timed again.
+    `patience` is how many seconds may go, in all, into timing steps again that other processes disturbed.
     """
 
     tp: int
@@ -40,16 +41,20 @@ class Settings:
     batch: int
     steps: int
     warmup: int
-    patience: int
+    patience: float
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A step: milliseconds by the clock and of this rank's CPU; the machine's share that others took."""
+    """A step: milliseconds by the clock and of this rank's CPU.
+
+    Also, the same on all ranks: the machine's share that other processes took, and the mean of all clocks.
+    """
 
     wall: float
     cpu: float
     others: float
+    mean: float
 
 
 Step = Callable[[Callable[..., Tensor]], None]
@@ -69,11 +74,13 @@ def measure(settings: Settings) -> dict[str, Any]:
     times: dict[str, list[Timed]] = {letter: [] for letter in ways}
     gc.collect()
     gc.freeze()
+    patience = settings.patience
     for number, order in enumerate(orders(list(ways), settings.warmup + settings.steps), -settings.warmup):
         for letter in order:
-            timed = visit(ways[letter], step, subject.model, settings.patience if number >= 0 else 0)
+            tries = visit(ways[letter], step, subject.model, patience if number >= 0 else 0.0)
+            patience -= sum(PAUSE + t.mean / 1e3 for t in tries[1:])
             if number >= 0:
-                times[letter].append(timed)
+                times[letter].append(min(tries, key=lambda t: t.others))
         tell(number, settings.steps, times)
     kinds = ("wall", "cpu", "others")
     out: dict[str, Any] = {k: {x: [getattr(t, k) for t in times[x]] for x in ways} for k in kinds}
@@ -90,23 +97,25 @@ def orders(letters: list[str], rounds: int) -> Iterator[list[str]]:
         yield order[::-1] if number % 2 else order
 
 
-def visit(variant: Variant, step: Step, model: nn.Module, patience: int) -> Timed:
+def visit(variant: Variant, step: Step, model: nn.Module, patience: float) -> list[Timed]:
     """Put a variant in place, run a step that settles it, time the next one, take it out.
 
-    A step that other processes disturbed is timed again, up to `patience` times; the least disturbed counts.
+    Returns:
+        The timed step, and more of them while others disturb it and `patience` (seconds) is left.
     """
     with variant() as standing:
         step(standing.call)
         _forget(standing, model)
         tries = [_timed(standing, step, model)]
-        while tries[-1].others > QUIET and len(tries) <= patience:
+        while tries[-1].others > QUIET and patience > 0 and len(tries) < MOST:
             sleep(PAUSE)
             tries.append(_timed(standing, step, model))
-    return min(tries, key=lambda t: t.others)
+            patience -= PAUSE + tries[-1].mean / 1e3
+    return tries
 
 
 def _timed(standing: Standing, step: Step, model: nn.Module) -> Timed:
-    """From a barrier to the end of a step. Collective; `others` is the same on all ranks."""
+    """From a barrier to the end of a step. Collective."""
     gc.collect()
     dist.barrier()
     clock, spent, busy = perf_counter(), process_time(), machine_seconds()
@@ -118,7 +127,7 @@ def _timed(standing: Standing, step: Step, model: nn.Module) -> Timed:
     ours, *of_ranks = sums.tolist()
     all_of_it, length = (x / dist.get_world_size() for x in of_ranks)
     others = max(0.0, all_of_it - ours) / (length * (os.cpu_count() or 1))
-    return Timed(clock * 1e3, spent * 1e3, others)
+    return Timed(clock * 1e3, spent * 1e3, others, length * 1e3)
 
 
 def machine_seconds() -> float:

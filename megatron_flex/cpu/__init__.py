@@ -2,7 +2,7 @@
 
 Importing this changes nothing. Enabling sets attributes of torch and, as they are imported, of Megatron;
 disabling puts every one of them back. It is for machines without a GPU, and refuses one that has one.
-Enable before Megatron is imported where you can; the device mode holds for the enabling thread only.
+It may come before or after Megatron is imported. Other threads have to enter `devices.CpuDevices()`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ _SWITCH = "TORCH_COMPILE_DISABLE"
 
 
 def install(patches: Patches) -> None:
-    """Switch dynamo off, for functions that are compiled already (by name) and those to come.
+    """Switch dynamo off, for functions that are decorated already and for those to come.
 
     What dynamo read from the environment when it was imported is set in its configuration; if it is
     imported later, it reads the environment, and the configuration is set right on the way out.
