@@ -40,12 +40,7 @@ def flags(words: list[str] | None = None) -> argparse.Namespace:
     add("--ffn", type=int, help="the gated MLP's width (default 4 times --hidden)")
     add("--seq", type=int, default=256, help="tokens of a sequence (default %(default)s)")
     add("--batch", type=int, default=2, help="sequences of a step (default %(default)s)")
-    add(
-        "--patience",
-        type=float,
-        default=300,
-        help="seconds for repeating disturbed steps (default %(default)s)",
-    )
+    add("--patience", type=float, default=300, help="seconds for repeats of disturbed steps (%(default)s)")
     add("--timeout", type=float, default=1800, help="seconds for all steps (default %(default)s)")
     add("--json", metavar="FILE", help="write everything there too, each step's times included")
     args = parser.parse_args(words)

@@ -5,9 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor
 
-from megatron_flex.collectives import Parcel, is_leader, send_to_leader, send_up_pipeline, takes_part
+from megatron_flex.collectives import (
+    Parcel,
+    is_leader,
+    plan_read,
+    send_to_leader,
+    send_up_pipeline,
+    takes_part,
+)
 from megatron_flex.knobs import knobs
 from megatron_flex.layout import Layout, whole_shape
 from megatron_flex.mesh import Mesh
@@ -19,6 +27,27 @@ class _Pending:
     key: Key
     layout: Layout
     tensor: Tensor | None  # None on a rank whose part nobody needs
+
+
+class _Buffers:
+    """Memory for copies of shards, used again at each step: fresh pages cost more than the copying."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy, in memory that was given back if there is some of that shape."""
+        free = self._free.get((tensor.shape, tensor.dtype, tensor.device))
+        buffer = free.pop() if free else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return buffer.copy_(tensor)
+
+    def give_back(self, tensor: Tensor) -> None:
+        """Let the next copy overwrite a tensor."""
+        self._free.setdefault((tensor.shape, tensor.dtype, tensor.device), []).append(tensor)
+
+    def clear(self) -> None:
+        """Let go of all memory."""
+        self._free.clear()
 
 
 class Recorder:
@@ -33,11 +62,12 @@ class Recorder:
         self._pending: list[_Pending] = []
         self._arrived: list[tuple[Key, Tensor]] = []
         self._waiting_bytes = 0
+        self._buffers = _Buffers()
 
     def shard(self, key: Key, local: Tensor, layout: Layout) -> None:
         """Record a local tensor. It is copied: frameworks overwrite many of them in place."""
-        wanted = takes_part(layout, self.mesh)
-        self._pending.append(_Pending(key, layout, local.detach().clone() if wanted else None))
+        kept = self._buffers.copy(local.detach()) if takes_part(layout, self.mesh) else None
+        self._pending.append(_Pending(key, layout, kept))
         if not any(d.uneven for d in layout.dims):
             self._waiting_bytes += (
                 prod(whole_shape(layout, local.shape, self.mesh.sizes)) * local.element_size()
@@ -52,6 +82,7 @@ class Recorder:
         """Forget what was not sent."""
         self._pending.clear()
         self._arrived.clear()
+        self._buffers.clear()
         self._waiting_bytes = 0
 
     def gather_if_large(self) -> None:
@@ -69,6 +100,8 @@ class Recorder:
         for pending, whole in zip(todo, send_to_leader(parcels, self.mesh, knobs.bucket_bytes), strict=True):
             if whole is not None:
                 self._arrived.append((pending.key, whole.cpu()))
+            if pending.tensor is not None and plan_read(pending.layout, self.mesh):
+                self._buffers.give_back(pending.tensor)  # what needs no collective is the whole itself
 
     def flush(self) -> None:
         """Bring everything recorded to the leader's captures. Collective within the model replica."""

@@ -177,11 +177,18 @@ def direct() -> Any:
     forward = {n: tuple(r[0].shape) for n, r in flex.output_dict.items()}
     loss.mean().backward()
     all_ = {n: tuple(r[0].shape) for n, r in flex.output_dict.items()}
-    weight = chunks[0].decoder.layers[0].mlp.linear_fc1.weight.grad
+    weight = chunks[0].decoder.layers[0].mlp.linear_fc1.weight.grad.clone()
     whole = flex.output_dict[parameter + ".grad"][0] if all_ else None
     names = dict(flex.named_whole_parameters())
+    kept = {n: r[0].clone() for n, r in flex.output_dict.items()}
+    with torch.no_grad():
+        chunks[0].decoder.layers[0].mlp.linear_fc1.weight.mul_(2)
+    ranks.call(chunks, model=flex).mean().backward()
+    still = all(torch.equal(flex.output_dict[n][0], t) for n, t in kept.items())
+    new = all(not torch.equal(flex.output_dict[n][1], t) for n, t in kept.items())
     restored = flex.restore()
-    return forward, all_, weight, whole, restored is chunks[0], {n: tuple(t.shape) for n, t in names.items()}
+    shapes = {n: tuple(t.shape) for n, t in names.items()}
+    return forward, all_, weight, whole, restored is chunks[0], shapes, (still, new)
 
 
 def test_a_model_called_without_a_schedule() -> None:
@@ -198,6 +205,7 @@ def test_a_model_called_without_a_schedule() -> None:
     assert first[4]
     assert first[5]["embedding.word_embeddings.weight"] == (gpt.VOCABULARY, gpt.HIDDEN)
     assert second[5] == {}
+    assert first[6] == (True, True), "a later step does not overwrite what was read"
 
 
 # -- reading is bitwise ------------------------------------------------------------------------------
