@@ -43,3 +43,12 @@ def test_the_readme_runs() -> None:
     wanted = [f"decoder.layers.{n}.mlp.linear_fc1:output {wide}" for n in range(4)]
     assert sorted(answers[0]) == sorted([*wanted, f"decoder.layers.2:output {stream}"])
     assert answers[1:] == [[], [], []]
+
+
+def test_the_page_on_cpus_runs() -> None:
+    (code,) = blocks(ROOT / "docs" / "cpu.md")
+    run(1, _run_plainly, code)
+
+
+def _run_plainly(code: str) -> None:
+    exec(code, {})
