@@ -36,13 +36,19 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The axes of a run, from the outermost to the innermost."""
+    """The axes of a run, from the outermost to the innermost.
+
+    Attributes:
+        axes: a rank's coordinates on these tell it from every other; iterating goes over them.
+        experts: the same ranks of a stage once more, as layers of experts divide them (`edp`, `ep`, `etp`).
+    """
 
     axes: tuple[Axis, ...] = ()
+    experts: tuple[Axis, ...] = ()
 
     def __getitem__(self, name: str) -> Axis:
         """The axis of that name; one of a single rank if the framework has none."""
-        return next((a for a in self.axes if a.name == name), Axis(name))
+        return next((a for a in (*self.axes, *self.experts) if a.name == name), Axis(name))
 
     def __iter__(self) -> Iterator[Axis]:
         return iter(self.axes)
@@ -50,12 +56,12 @@ class Mesh:
     @property
     def sizes(self) -> Mapping[str, int]:
         """Axis name to number of ranks."""
-        return {a.name: a.size for a in self.axes}
+        return {a.name: a.size for a in (*self.axes, *self.experts)}
 
     @property
     def coords(self) -> Mapping[str, int]:
         """Axis name to this rank's coordinate."""
-        return {a.name: a.coord for a in self.axes}
+        return {a.name: a.coord for a in (*self.axes, *self.experts)}
 
     def is_first(self, names: Iterable[str]) -> bool:
         """Whether this rank has coordinate 0 on all of these axes."""
@@ -63,7 +69,9 @@ class Mesh:
 
     def describe(self) -> str:
         """Return the mesh in words, such as `tp=2 x pp=2`."""
-        return " x ".join(f"{a.name}={a.size}" for a in self.axes if a.size > 1) or "one rank"
+        return (
+            " x ".join(f"{a.name}={a.size}" for a in (*self.axes, *self.experts) if a.size > 1) or "one rank"
+        )
 
     def check_sizes(self, said: Mapping[str, int | None]) -> None:
         """Compare sizes that a person gave with those that were found.

@@ -18,11 +18,7 @@ from megatron_flex.layout import Layout, assemble
 from megatron_flex.mesh import Axis, Mesh
 
 ALIGN = 16  # bytes; every dtype may start at a multiple of it
-REPLICAS = (
-    "dp",
-    "edp",
-    "pp",
-)  # axes along which ranks hold other data or other sites, each with its own leader
+REPLICAS = ("dp", "pp")  # axes along which ranks hold other data or other sites, each with its own leader
 
 
 @dataclass(slots=True)

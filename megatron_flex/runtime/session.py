@@ -178,7 +178,7 @@ class Session:
 
     def _replica(self) -> Mesh:
         """The mesh without data parallelism, whose ranks need not call a model equally often."""
-        return Mesh(tuple(a for a in self.mesh if a.name != "dp"))
+        return Mesh(tuple(a for a in self.mesh if a.name != "dp"), self.mesh.experts)
 
     def _finish(self, failed: bool, mesh: Mesh) -> None:
         failure, self._failure = self._failure, None

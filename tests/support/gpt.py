@@ -26,6 +26,9 @@ class Case:
     pp: int = 1
     vpp: int | None = None
     dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
     sp: bool = False
     microbatches: int = 2
     hybrid: bool = False
@@ -43,7 +46,7 @@ class Case:
 
     @property
     def world(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
 
     def single(self) -> Case:
         """The same model and data on one process."""
@@ -54,6 +57,9 @@ class Case:
             pp=1,
             vpp=None,
             dp=1,
+            cp=1,
+            ep=1,
+            etp=1,
             sp=False,
             microbatches=self.microbatches * self.dp,
             recompute=(),
@@ -73,6 +79,9 @@ def initialize(case: Case) -> None:
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vpp,
+        context_parallel_size=case.cp,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp,
         **kwargs,
     )
     torch.manual_seed(1)
@@ -101,6 +110,9 @@ def config(case: Case) -> Any:
         "tensor_model_parallel_size": case.tp,
         "pipeline_model_parallel_size": case.pp,
         "virtual_pipeline_model_parallel_size": case.vpp,
+        "context_parallel_size": case.cp,
+        "expert_model_parallel_size": case.ep,
+        "expert_tensor_parallel_size": case.etp,
         "sequence_parallel": case.sp,
         "pipeline_dtype": torch.float32,
         "params_dtype": torch.float32,

@@ -11,12 +11,20 @@ from megatron_flex.adapters.megatron_core.kinds import is_a
 from megatron_flex.mesh import Axis, Mesh
 
 # From the outermost to the innermost, as ranks are mostly laid out; only for showing and for counting.
-GETTERS = {
+DENSE = {
     "pp": "get_pipeline_model_parallel_group",
     "dp": "get_data_parallel_group",
     "cp": "get_context_parallel_group",
     "tp": "get_tensor_model_parallel_group",
 }
+# The same ranks once more, as layers of experts divide them. The names that collections of groups use differ.
+EXPERT = {
+    "edp": "get_expert_data_parallel_group",
+    "ep": "get_expert_model_parallel_group",
+    "etp": "get_expert_tensor_parallel_group",
+}
+IN_COLLECTION = {"edp": "expt_dp", "etp": "expt_tp"}
+GETTERS = {**DENSE, **EXPERT}
 
 
 def mesh_of(root: nn.Module) -> Mesh:
@@ -26,8 +34,9 @@ def mesh_of(root: nn.Module) -> Mesh:
     collection of process groups, and last in `parallel_state`.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        return Mesh(tuple(Axis(name) for name in GETTERS))
-    return Mesh(tuple(_axis(name, _group(root, name)) for name in GETTERS))
+        return Mesh(tuple(map(Axis, DENSE)), tuple(map(Axis, EXPERT)))
+    dense = tuple(_axis(name, _group(root, name)) for name in DENSE)
+    return Mesh(dense, tuple(_axis(name, _group(root, name)) for name in EXPERT))
 
 
 def _group(root: nn.Module, name: str) -> Any:
@@ -41,7 +50,7 @@ def _group(root: nn.Module, name: str) -> Any:
                     return group
     for holder in (root, getattr(root, "decoder", None)):
         for collection in ("pg_collection", "model_comm_pgs"):
-            group = getattr(getattr(holder, collection, None), name, None)
+            group = getattr(getattr(holder, collection, None), IN_COLLECTION.get(name, name), None)
             if group is not None:
                 return group
     from megatron.core import parallel_state

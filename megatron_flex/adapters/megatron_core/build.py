@@ -1,0 +1,135 @@
+"""What the sites of every kind of module are built with: the walk's state, and the parallel linears."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from megatron_flex.adapters.megatron_core.kinds import is_a
+from megatron_flex.adapters.megatron_core.layouts import Layouts
+from megatron_flex.adapters.megatron_core.taps import Gemm
+from megatron_flex.adapters.taps import ModuleInput, ModuleOutput
+from megatron_flex.layout import Layout
+from megatron_flex.mesh import Mesh
+from megatron_flex.sites import Site, Tap
+
+NO_RULE = (
+    "{kind} is none of Megatron's {known} and its layout is not known; build the layers with the local spec "
+    "(--transformer-impl local)"
+)
+
+
+class Fitting:
+    """Knows modules by their class and their role in the parent."""
+
+    classes: tuple[str, ...]
+    roles: tuple[str, ...]
+
+    def fits(self, role: str, module: nn.Module) -> bool:
+        """Whether a module in that role is meant."""
+        return (not self.roles or role in self.roles) and (not self.classes or is_a(module, *self.classes))
+
+
+@dataclass(frozen=True)
+class Kind(Fitting):
+    """A kind of module and its sites.
+
+    Attributes:
+        sites: called with the builder, the module's global path and the module.
+        classes: names of Megatron's classes, of which the module's must be or derive from one; empty for any.
+        roles: the last step of the path must be one of these; empty for any.
+    """
+
+    sites: Callable[[Builder, str, Any], Iterator[Site]]
+    classes: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ParameterKind(Fitting):
+    """A kind of module and the layouts of the parameters that it owns itself.
+
+    Attributes:
+        layout: called with the model's layouts, the module's role in its parent, the parameter's name in the
+            module and the parameter.
+        classes: as for `Kind`.
+        roles: as for `Kind`.
+    """
+
+    layout: Callable[[Layouts, str, str, nn.Parameter], Layout]
+    classes: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ()
+
+
+class Builder:
+    """One chunk's configuration, and how a site of it is put together."""
+
+    def __init__(self, root: Any, mesh: Mesh) -> None:
+        self.root, self.mesh = root, mesh
+        self.config: Any = root.config
+        self.of = Layouts(self.config, mesh, _vocabulary(root))
+        self.sizes: dict[str, Any] = {
+            "h": self.config.hidden_size,
+            "f": self.config.ffn_hidden_size,
+            "n": self.config.num_attention_heads,
+            "g": self.config.num_query_groups or self.config.num_attention_heads,
+            "d": self.config.kv_channels,
+            "v": self.of.vocabulary or getattr(root, "vocab_size", "v"),
+        }
+
+    def site(self, name: str, layout: Layout, tap: Tap, hidden: str = "", width: int | None = None) -> Site:
+        """A site on this stage; `width` is the whole's last dim where its name does not tell."""
+        names = [d.name for d in layout.dims]
+        if layout.permute is not None:
+            names = [names[i] for i in layout.permute]
+        shape: list[int | str] = [self.sizes.get(n, n) for n in names]
+        if width is not None:
+            shape[-1] = width
+        return Site(name, layout, tuple(shape), self.mesh["pp"].coord, hidden, tap)
+
+    def both(self, path: str, module: Any, layout: Layout, keyword: str) -> Iterator[Site]:
+        """A module's input and output, alike in layout."""
+        yield self.site(f"{path}:input", layout, ModuleInput(module, 0, keyword))
+        yield self.site(f"{path}:output", layout, ModuleOutput(module))
+
+    def column(
+        self, path: str, module: Any, out: Layout, width: int | None, resolve: Any = None
+    ) -> Iterator[Site]:
+        """The sites of a column-parallel linear, whose output has layout `out`."""
+        cut = bool(getattr(module, "sequence_parallel", False))
+        no = self.no_rule(module, "ColumnParallelLinear")
+        yield self.site(f"{path}:input", self.of.stream(cut), ModuleInput(module, 0, "input_"), no)
+        yield self.site(f"{path}:gemm_input", self.of.gathered(), Gemm(module, before=True), no)
+        yield self.site(f"{path}:output", out, ModuleOutput(module, 0, resolve), no, width)
+
+    def row(self, path: str, module: Any, name: str, width: int) -> Iterator[Site]:
+        """The sites of a row-parallel linear, whose input has the features called `name`."""
+        cut = bool(getattr(module, "sequence_parallel", False))
+        no = self.no_rule(module, "RowParallelLinear")
+        yield self.site(f"{path}:input", self.of.features(name), ModuleInput(module, 0, "input_"), no, width)
+        yield self.site(f"{path}:partial", self.of.partial(), Gemm(module, before=False), no)
+        yield self.site(f"{path}:output", self.of.stream(cut), ModuleOutput(module), no)
+
+    def no_rule(self, module: Any, known: str) -> str:
+        """Why a linear of another class is hidden: how it cuts its tensors is not known here."""
+        return "" if is_a(module, known) else NO_RULE.format(kind=type(module).__name__, known=known)
+
+
+def _vocabulary(root: nn.Module) -> int | None:
+    """The vocabulary without padding, as `megatron.training` knows it; None if nothing says it.
+
+    A model knows only the padded number.
+    """
+    state = sys.modules.get("megatron.training.global_vars")
+    tokenizer = getattr(state, "_GLOBAL_TOKENIZER", None)
+    if tokenizer is None:
+        args = getattr(state, "_GLOBAL_ARGS", None)
+        found = getattr(args, "vocab_size", None)
+    else:
+        found = getattr(tokenizer, "vocab_size", None)
+    padded = getattr(root, "vocab_size", None)
+    return int(found) if isinstance(found, int) and isinstance(padded, int) and found <= padded else None

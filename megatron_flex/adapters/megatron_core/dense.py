@@ -1,0 +1,109 @@
+"""The dense parts: embeddings, the residual stream, norms, the MLP, logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from megatron_flex.adapters.megatron_core.build import Builder, Kind, ParameterKind
+from megatron_flex.adapters.megatron_core.kinds import is_identity
+from megatron_flex.adapters.megatron_core.layouts import Layouts
+from megatron_flex.adapters.megatron_core.taps import BiasDropoutAdd
+from megatron_flex.adapters.taps import ModuleInput, ModuleOutput
+from megatron_flex.layout import Layout
+from megatron_flex.sites import Site
+
+NORMS = ("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "final_norm")
+
+
+def embedding(b: Builder, path: str, module: Any) -> Iterator[Site]:
+    """The embeddings, and those of the words alone."""
+    words = getattr(module, "word_embeddings", None)
+    if words is not None:
+        tap = ModuleOutput(words)
+        yield b.site(f"{path}.word_embeddings:output", b.of.word_embeddings(words), tap)
+    scattered = getattr(module, "scatter_to_sequence_parallel", True) and b.of.sequence_parallel
+    yield b.site(f"{path}:output", b.of.stream(scattered), ModuleOutput(module))
+
+
+def stack(b: Builder, path: str, module: Any) -> Iterator[Site]:
+    """The layers as a whole; what leaves them is of interest where the model ends."""
+    if b.root.post_process:
+        yield b.site(f"{path}:output", b.of.stream(), ModuleOutput(module))
+
+
+def layer(b: Builder, path: str, layer: Any) -> Iterator[Site]:
+    """A transformer layer: the residual stream before, between and behind its sublayers."""
+    yield b.site(f"{path}:input", b.of.stream(), ModuleInput(layer, 0, "hidden_states"))
+    if not is_identity(layer.self_attn_bda) and not is_identity(layer.mlp):
+        yield b.site(f"{path}:mid", b.of.stream(), BiasDropoutAdd(layer, "self_attn_bda"))
+    yield b.site(f"{path}:output", b.of.stream(), ModuleOutput(layer))
+
+
+def norm(b: Builder, path: str, module: Any) -> Iterator[Site]:
+    """A norm on the residual stream."""
+    if not is_identity(module):
+        yield from b.both(path, module, b.of.stream(), "x")
+
+
+def mlp(b: Builder, path: str, module: Any) -> Iterator[Site]:
+    """A dense MLP."""
+    yield from b.both(path, module, b.of.stream(), "hidden_states")
+    width = b.config.ffn_hidden_size
+    gated = b.config.gated_linear_unit
+    layout = b.of.features("gate|up" if gated else "f", (1, 1) if gated else (1,))
+    yield from b.column(f"{path}.linear_fc1", module.linear_fc1, layout, width * (2 if gated else 1))
+    yield from b.row(f"{path}.linear_fc2", module.linear_fc2, "f", width)
+
+
+def output_layer(b: Builder, path: str, module: Any) -> Iterator[Site]:
+    """The logits."""
+
+    def resolve(kwargs: dict[str, Any]) -> Layout | None:
+        return b.of.logits(True) if kwargs.get("runtime_gather_output") else None
+
+    layout = b.of.logits(bool(getattr(module, "gather_output", False)))
+    width = b.sizes["v"]
+    yield from b.column(path, module, layout, width if isinstance(width, int) else None, resolve)
+
+
+KINDS = (
+    Kind(embedding, roles=("embedding",)),
+    Kind(stack, ("TransformerBlock", "HybridStack", "MambaStack"), ("decoder",)),
+    Kind(layer, ("TransformerLayer",)),
+    Kind(norm, roles=NORMS),
+    Kind(mlp, ("MLP",), ("mlp",)),
+    Kind(output_layer, roles=("output_layer",)),
+)
+
+
+def _column(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    gated = role == "linear_fc1" and of.config.gated_linear_unit
+    return of.rows_cut(parameter.ndim, (1, 1) if gated else (1,))
+
+
+def _row(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    return of.columns_cut() if name == "weight" else of.uncut(1, shared=of.sequence_parallel)
+
+
+def _vocabulary(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    return of.rows_cut(2)
+
+
+def _positions(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    return of.uncut(parameter.ndim, shared=False)
+
+
+def _norm(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    return of.uncut(parameter.ndim, shared=of.sequence_parallel)
+
+
+PARAMETERS = (
+    ParameterKind(_column, ("ColumnParallelLinear",)),
+    ParameterKind(_row, ("RowParallelLinear",)),
+    ParameterKind(_vocabulary, ("VocabParallelEmbedding",)),
+    ParameterKind(_positions, roles=("position_embeddings",)),
+    ParameterKind(_norm, roles=NORMS),
+)
