@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -22,8 +22,14 @@ GRAD = ".grad"  # what a gradient's name has behind the name of its site
 class Fire(Protocol):
     """What a tap calls with the local tensor; it returns the tensor that goes on, mostly the same."""
 
-    def __call__(self, local: Tensor, layout: Layout | None = None) -> Tensor:
-        """Pass `local` through the hooks; `layout` where this call's differs from the site's."""
+    def __call__(self, local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
+        """Pass `local` through the hooks.
+
+        Args:
+            local: the local tensor.
+            layout: where this call's differs from the site's.
+            route: of experts' rows, the `Route` to the tokens that the site's layout speaks of.
+        """
         ...
 
 
@@ -45,6 +51,7 @@ class Site:
         shape: the whole's shape; a name (`s`, `b`) where only the data tell.
         stage: pipeline stage that owns it.
         hidden: why a hook cannot be put here and which switch would change that; empty if it can.
+        fixed: why a hook here can read and not edit, and where to edit instead; empty if it can.
         tap: how to get at it; None on ranks that do not own it.
     """
 
@@ -53,6 +60,7 @@ class Site:
     shape: tuple[int | str, ...]
     stage: int = 0
     hidden: str = ""
+    fixed: str = ""
     tap: Tap | None = field(default=None, compare=False, repr=False)
 
     @property

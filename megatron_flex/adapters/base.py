@@ -50,6 +50,8 @@ class ParameterSite:
         shape: the whole's shape.
         parameter: the local parameter; None on ranks that do not own it.
         stage: pipeline stage that owns it.
+        owner: coordinates that the owning ranks have beside their stage, such as `(("ep", 2),)`; all ranks of
+            a stage know of the parameter.
     """
 
     name: str
@@ -57,6 +59,7 @@ class ParameterSite:
     shape: tuple[int, ...]
     parameter: nn.Parameter | None = field(compare=False, repr=False)
     stage: int = 0
+    owner: tuple[tuple[str, int], ...] = ()
 
     def remote(self) -> ParameterSite:
         """The parameter as ranks know it that do not own it."""

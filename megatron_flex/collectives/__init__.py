@@ -1,10 +1,12 @@
 """Collectives: gather and scatter of a Layout over a Mesh. The one caller of data collectives.
 
-`gather_whole` and `scatter_whole` are differentiable and conjugate to each other; `send_to_leader` and
-`send_up_pipeline` bring what was read to one rank; `Agreement` keeps the ranks' hooks equal.
+`gather_whole` and `scatter_whole` are differentiable and conjugate to each other, and so are `gather_rows`
+and `scatter_rows` for experts' rows along a `Route`; `send_to_leader` and `send_up_pipeline` bring what was
+read to one rank; `Agreement` keeps the ranks' hooks equal.
 """
 
 from megatron_flex.collectives.edit import all_assemble, gather_whole, scatter_whole
+from megatron_flex.collectives.routes import Dispatch, Route, gather_rows, scatter_rows
 from megatron_flex.collectives.send import (
     Parcel,
     Step,
@@ -18,14 +20,18 @@ from megatron_flex.collectives.talk import Agreement, any_rank, everyone
 
 __all__ = [
     "Agreement",
+    "Dispatch",
     "Parcel",
+    "Route",
     "Step",
     "all_assemble",
     "any_rank",
     "everyone",
+    "gather_rows",
     "gather_whole",
     "is_leader",
     "plan_read",
+    "scatter_rows",
     "scatter_whole",
     "send_to_leader",
     "send_up_pipeline",

@@ -105,13 +105,13 @@ def all_assemble(local: Tensor, layout: Layout, mesh: Mesh) -> tuple[Tensor, Len
         shards = _all_gather_uneven(tensor, rest, axes, lengths, mesh)
     else:
         for axis in reversed(axes):
-            tensor = _all_gather(tensor, axis)
+            tensor = stack_along(tensor, axis)
         shards = list(tensor.reshape(-1, *local.shape)) if axes else [tensor]
     whole = assemble(rest, shards, sizes).contiguous()
     return (whole.clone() if whole.data_ptr() == local.data_ptr() else whole), lengths
 
 
-def _all_gather(tensor: Tensor, axis: Axis) -> Tensor:
+def stack_along(tensor: Tensor, axis: Axis) -> Tensor:
     """Stack the equally shaped tensors of an axis along a new first dim."""
     out = torch.empty((axis.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
     # As bytes, since not every backend moves every dtype.
@@ -129,7 +129,7 @@ def _all_gather_uneven(
     padded = tensor.new_zeros(most)
     padded[tuple(slice(0, n) for n in tensor.shape)] = tensor
     for axis in reversed(axes):
-        padded = _all_gather(padded, axis)
+        padded = stack_along(padded, axis)
     stacked = padded.reshape(-1, *most)
     return [s[tuple(slice(0, n) for n in shape)] for s, shape in zip(stacked, shapes, strict=True)]
 
@@ -149,5 +149,5 @@ def _all_shapes(
     tensor = torch.tensor(shape, dtype=torch.int64, device=device)
     for name in reversed(layout.axes):
         if mesh[name].size > 1 and name not in layout.partial:
-            tensor = _all_gather(tensor, mesh[name])
+            tensor = stack_along(tensor, mesh[name])
     return [tuple(int(n) for n in row) for row in tensor.reshape(-1, len(shape)).tolist()]

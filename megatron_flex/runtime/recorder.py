@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_flex.collectives import (
     Parcel,
+    Route,
     is_leader,
     plan_read,
     send_to_leader,
@@ -27,6 +28,7 @@ class _Pending:
     key: Key
     layout: Layout
     tensor: Tensor | None  # None on a rank whose part nobody needs
+    route: Route | None = None
 
 
 class _Buffers:
@@ -73,6 +75,10 @@ class Recorder:
                 prod(whole_shape(layout, local.shape, self.mesh.sizes)) * local.element_size()
             )
 
+    def rows(self, key: Key, local: Tensor, route: Route) -> None:
+        """Record rows of experts. Every rank's are needed: they go home to their tokens first."""
+        self._pending.append(_Pending(key, route.home_layout, self._buffers.copy(local.detach()), route))
+
     def whole(self, key: Key, whole: Tensor) -> None:
         """Record a tensor that every rank has whole; the leader alone keeps it."""
         if self._leader:
@@ -94,13 +100,21 @@ class Recorder:
             self.gather()
 
     def gather(self) -> None:
-        """Send all shards to the stage's leader. Collective within the stage (`tp`, `cp`)."""
+        """Send all shards to the stage's leader.
+
+        Collective within the stage: `tp` and `cp`, and for what experts hold `ep` and `etp`.
+        """
         todo, self._pending, self._waiting_bytes = self._pending, [], 0
+        for pending in todo:
+            if pending.route is not None and pending.tensor is not None:
+                local, pending.tensor = pending.tensor, pending.route.home(pending.tensor)
+                self._buffers.give_back(local)
         parcels = [Parcel(p.layout, [] if p.tensor is None else [p.tensor]) for p in todo]
         for pending, whole in zip(todo, send_to_leader(parcels, self.mesh, knobs.bucket_bytes), strict=True):
+            order = pending.route.order if pending.route else None
             if whole is not None:
-                self._arrived.append((pending.key, whole.cpu()))
-            if pending.tensor is not None and plan_read(pending.layout, self.mesh):
+                self._arrived.append((pending.key, (whole if order is None else whole[order]).cpu()))
+            if pending.tensor is not None and not pending.route and plan_read(pending.layout, self.mesh):
                 self._buffers.give_back(pending.tensor)  # what needs no collective is the whole itself
 
     def flush(self) -> None:

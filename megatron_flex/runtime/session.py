@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -15,18 +15,20 @@ from megatron_flex.adapters import Adapter, Undo
 from megatron_flex.collectives import (
     Agreement,
     Parcel,
-    all_assemble,
+    Route,
     any_rank,
     everyone,
+    gather_rows,
     gather_whole,
     is_leader,
+    scatter_rows,
     scatter_whole,
     send_to_leader,
     send_up_pipeline,
 )
 from megatron_flex.errors import HookError
 from megatron_flex.knobs import knobs
-from megatron_flex.layout import Layout, extract, whole_shape
+from megatron_flex.layout import Layout, whole_shape
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Captures, Key
 from megatron_flex.runtime.clock import Clock
@@ -200,59 +202,90 @@ class Session:
 
     # -- what a tap calls ------------------------------------------------------------------------------
 
-    def _fire(self, site: Site, local: Tensor, layout: Layout | None = None) -> Tensor:
+    def _fire(
+        self, site: Site, local: Tensor, layout: Layout | None = None, route: Route | None = None
+    ) -> Tensor:
         """Pass a local tensor through the hooks at its site."""
         layout = layout or site.layout
         hooks = self.registry.at(site.name)
         key = self.clock.key(site.name)
         module = getattr(site.tap, "module", None)
-        out = self._forward(module, [h for h in hooks if not h.backward], key, local, layout)
+        out = self._forward(module, [h for h in hooks if not h.backward], key, local, layout, route)
         # In the first pass of a checkpointed region nothing is differentiated; its replay gets the hook.
         if any(h.backward for h in hooks) and out.requires_grad and torch.is_grad_enabled():
             seen = key._replace(site=site.name + GRAD)
             # On a tensor of its own: one that is used elsewhere too (the residual beside a norm's input) has
             # a gradient from there as well, and a view that is masked in place loses its hooks.
             out = out.clone()
-            out.register_hook(partial(self._gradient, site.name, layout.gradient(), module, seen))
+            back = route and route.gradient()
+            out.register_hook(partial(self._gradient, site.name, layout.gradient(), module, seen, route=back))
         return out
 
     def _forward(
-        self, module: Any, hooks: list[HookFunction], key: Key, local: Tensor, layout: Layout
+        self,
+        module: Any,
+        hooks: list[HookFunction],
+        key: Key,
+        local: Tensor,
+        layout: Layout,
+        route: Route | None,
     ) -> Tensor:
         record = any(h.save for h in hooks) and not self.clock.replaying()
         if not any(h.editing_function for h in hooks):
             if record:
-                self._read(hooks, key, local, layout)
+                self._read(hooks, key, local, layout, route)
             return local
-        whole = gather_whole(local, layout, self.mesh)
+        whole = self._gather(local, layout, route)
         if record:
             self._recorder.whole(key, whole)
-        return scatter_whole(self._edit(hooks, key, module, whole), local, layout, self.mesh)
+        return self._scatter(self._edit(hooks, key, module, whole), local, layout, route)
 
     def _gradient(
-        self, name: str, layout: Layout, module: Any, key: Key | None, grad: Tensor
+        self,
+        name: str,
+        layout: Layout,
+        module: Any,
+        key: Key | None,
+        grad: Tensor,
+        route: Route | None = None,
     ) -> Tensor | None:
         """Pass a local gradient, in `layout`, through the hooks that want it."""
         hooks = [h for h in self.registry.at(name) if h.backward]
         key = key or self.clock.key(name + GRAD)
         edited = None
         if any(h.editing_function for h in hooks):
-            whole, lengths = all_assemble(grad, layout, self.mesh)
+            whole = self._gather(grad, layout, route)
             if any(h.save for h in hooks):
                 self._recorder.whole(key, whole)
-            whole = self._edit(hooks, key, module, whole)
-            edited = extract(layout, whole, self.mesh.coords, self.mesh.sizes, grad, lengths)
+            edited = self._scatter(self._edit(hooks, key, module, whole), grad, layout, route)
         elif hooks:
-            self._read(hooks, key, grad, layout)
+            self._read(hooks, key, grad, layout, route)
         self._await_backward()
         return edited
 
-    def _read(self, hooks: list[HookFunction], key: Key, local: Tensor, layout: Layout) -> None:
-        shape = whole_shape(layout, local.shape, self.mesh.sizes)
+    def _gather(self, local: Tensor, layout: Layout, route: Route | None) -> Tensor:
+        return gather_rows(local, route) if route else gather_whole(local, layout, self.mesh)
+
+    def _scatter(self, whole: Tensor, local: Tensor, layout: Layout, route: Route | None) -> Tensor:
+        return scatter_rows(whole, local, route) if route else scatter_whole(whole, local, layout, self.mesh)
+
+    def _read(
+        self, hooks: list[HookFunction], key: Key, local: Tensor, layout: Layout, route: Route | None
+    ) -> None:
+        self._fired.update(hooks)
+        if route is None:
+            self._check_shapes(hooks, key, whole_shape(layout, local.shape, self.mesh.sizes))
+            self._recorder.shard(key, local, layout)
+        elif any(h.expected_shape for h in hooks):  # only the router knows it, so look at the tensor
+            whole = self._gather(local, layout, route)
+            self._check_shapes(hooks, key, whole.shape)
+            self._recorder.whole(key, whole)
+        else:
+            self._recorder.rows(key, local, route)
+
+    def _check_shapes(self, hooks: list[HookFunction], key: Key, shape: Sequence[int]) -> None:
         for hook in hooks:
-            self._fired.add(hook)
             self._guard(hook, key, partial(hook.check_shape, shape))
-        self._recorder.shard(key, local, layout)
 
     def _edit(self, hooks: list[HookFunction], key: Key, module: Any, whole: Tensor) -> Tensor:
         """Run editing functions one after the other; one that fails leaves the tensor as it was."""

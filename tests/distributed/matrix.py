@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support import gpt, oracle
+from tests.support import gpt, moe, oracle
 from tests.support.pool import run
 
 BOUND = 1e-5  # of the greatest entry of the true tensor: fp32, summed in another order
@@ -33,6 +33,10 @@ def relative(got: Tensor, want: Tensor) -> float:
     """Greatest difference over greatest true entry; infinite for another shape or dtype, or a NaN."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return float("inf")
+    if not want.numel():
+        return 0.0
+    if not want.is_floating_point():
+        got, want = got.long(), want.long()
     scale = want.abs().max().item()
     error = (got - want).abs().max().item()
     result = error / scale if scale else error
@@ -66,7 +70,8 @@ def sharded(case: gpt.Case, state: dict[str, Tensor], sites: list[str], edits: l
     flex.restore()
     answer["read"] = {}
     for kind in ("forward", "tensor"):  # apart: with a gradient hook the model works on a copy of the tensor
-        with mf.attach(chunks, [mf.HookFunction(site, hook_type=kind) for site in sites]) as flex:
+        here = [s for s in sites if kind == "forward" or not moe.read_only(s)]
+        with mf.attach(chunks, [mf.HookFunction(site, hook_type=kind) for site in here]) as flex:
             assert gpt.step(case, chunks, rank) == answer["plain"][0], "reading changes nothing"
             answer["read"].update({n: list(r) for n, r in flex.output_dict.items()})
     answer["edited"] = {}
@@ -95,10 +100,11 @@ def whole_gradients(answers: list[dict[str, Any]], pick: Any) -> dict[str, Tenso
     """Parameter gradients of the whole model, from all ranks' shards; data parallel ranks are averaged."""
     from megatron_flex.layout import assemble, coordinates
 
+    experts = _experts_gradients(answers, pick)
     replicas: dict[str, dict[int, Tensor]] = {}
     for dp in {a["dp"] for a in answers}:
         mine = [a for a in answers if a["dp"] == dp]
-        for name in {n for a in mine for n in pick(a)}:
+        for name in {n for a in mine for n in pick(a)} - experts.keys():
             holders = [a for a in mine if name in pick(a)]
             layout = pick(holders[0])[name][0]
             sizes = holders[0]["sizes"]
@@ -107,7 +113,22 @@ def whole_gradients(answers: list[dict[str, Any]], pick: Any) -> dict[str, Tenso
                 for place in coordinates(layout, sizes)
             ]
             replicas.setdefault(name, {})[dp] = assemble(layout, shards, sizes)
-    return {name: torch.stack(list(found.values())).mean(0) for name, found in replicas.items()}
+    return {name: torch.stack(list(found.values())).mean(0) for name, found in replicas.items()} | experts
+
+
+def _experts_gradients(answers: list[dict[str, Any]], pick: Any) -> dict[str, Tensor]:
+    """Of each expert, the sum over its copies, which see the tokens of different ranks."""
+    from megatron_flex.layout import assemble
+
+    copies: dict[str, dict[int, dict[int, tuple[Any, Tensor]]]] = {}
+    for a in answers:
+        for name in (n for n in pick(a) if ".local_experts." in n):
+            copies.setdefault(name, {}).setdefault(a["coords"]["edp"], {})[a["coords"]["etp"]] = pick(a)[name]
+    sizes, dp = answers[0]["sizes"], len({a["dp"] for a in answers})
+    return {
+        name: sum(assemble(c[0][0], [c[t][1] for t in sorted(c)], sizes) for c in found.values()) / dp
+        for name, found in copies.items()
+    }
 
 
 def _readings(case: gpt.Case, sites: list[str], truth: Any, answers: list[dict[str, Any]]) -> list[Cell]:
@@ -123,8 +144,8 @@ def _readings(case: gpt.Case, sites: list[str], truth: Any, answers: list[dict[s
                 continue
             got = [t for a in leaders for t in a["read"].get(name, [])]
             # the one process sees dp * microbatches of them, so its loss is divided by more
-            factor = case.dp if check == "gradient" else 1
-            errors = [relative(g, w * factor) for g, w in zip(got, wanted, strict=False)]
+            truths = [w * case.dp for w in wanted] if check == "gradient" else wanted
+            errors = [relative(g, w) for g, w in zip(got, truths, strict=False)]
             complete = len(got) == len(wanted)
             cells.append(Cell(case.name, site, check, max(errors) if complete and errors else float("inf")))
     return cells

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.support import moe
+
 SEQUENCE, BATCH, VOCABULARY, HIDDEN, FFN, HEADS, GROUPS = 16, 2, 64, 32, 48, 4, 2
 
 
@@ -42,6 +44,9 @@ class Case:
     recompute: tuple[str, ...] = ()
     ddp: bool = False
     layers: int = 4
+    experts: int = 0
+    dispatcher: str = "alltoall"
+    shared_experts: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -128,6 +133,7 @@ def config(case: Case) -> Any:
         "apply_rope_fusion": False,
         "attention_softmax_in_fp32": True,
     }
+    wanted.update(moe.settings(case) if case.experts else {})
     if "full" in case.recompute:
         wanted.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     elif case.recompute:
@@ -182,7 +188,12 @@ def _chunk(case: Case, stage: int | None) -> nn.Module:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     known = inspect.signature(get_gpt_layer_local_spec).parameters
-    wanted = {"qk_layernorm": case.qk_norm, "normalization": "RMSNorm" if case.rms else "LayerNorm"}
+    wanted: dict[str, Any] = {
+        "qk_layernorm": case.qk_norm,
+        "normalization": "RMSNorm" if case.rms else "LayerNorm",
+    }
+    if case.experts:
+        wanted["num_experts"] = case.experts
     spec = get_gpt_layer_local_spec(**{k: v for k, v in wanted.items() if k in known})
     if "vp_stage" in inspect.signature(GPTModel).parameters:
         common["vp_stage"] = stage
@@ -247,6 +258,9 @@ def global_names(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             at = parts.index("layers") + 1
             layer = root.get_submodule(".".join(parts[: at + 1]))
             parts[at] = str(layer.layer_number - 1)
+            if "local_experts" in parts:
+                at = parts.index("local_experts") + 1
+                parts[at] = str(layer.mlp.local_expert_indices[int(parts[at])])
         yield ".".join(parts), parameter
 
 

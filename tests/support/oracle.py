@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import gpt
+from tests.support import gpt, moe
 
 Visit = Callable[[Tensor], Tensor]
 ARGUMENTS = {"q": (0, "query"), "k": (1, "key"), "v": (2, "value"), "scores": (0, "input")}
@@ -30,6 +30,8 @@ def install(root: nn.Module, site: str, visit: Visit) -> None:
     path, _, point = site.partition(":")
     if path == "loss":
         return _wrap(root, "compute_language_model_loss", visit, None)
+    if moe.knows(site):
+        return moe.install(root, site, visit)
     module = root.get_submodule(path)
     if point in ("output", "partial", "probs"):
         target = module.scale_mask_softmax if point == "probs" else module
@@ -159,6 +161,8 @@ def sites_of(case: gpt.Case) -> list[str]:
     ]
     out = ["embedding.word_embeddings:output", "embedding:output"]
     for layer in range(case.layers * (2 if case.hybrid else 1)):
+        if case.experts:
+            mlp = [f"{norm[1]}:{p}" for p in ("input", "output")] + moe.sites_of(case)
         own = attention + mlp if not case.hybrid else (attention if layer % 2 == 0 else mlp)
         out += [f"decoder.layers.{layer}:{p}" for p in ("input", "output")]
         out += [f"decoder.layers.{layer}:mid"] if not case.hybrid else []
@@ -175,5 +179,6 @@ def edits_of(case: gpt.Case) -> list[str]:
     return [
         s
         for s in sites_of(case)
-        if ".layers." not in s or s in border or any(s.startswith((f"{k}:", f"{k}.")) for k in keep)
+        if (".layers." not in s or s in border or any(s.startswith((f"{k}:", f"{k}.")) for k in keep))
+        and not moe.read_only(s)
     ]

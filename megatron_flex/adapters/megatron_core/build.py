@@ -78,10 +78,20 @@ class Builder:
             "n": self.config.num_attention_heads,
             "g": self.config.num_query_groups or self.config.num_attention_heads,
             "d": self.config.kv_channels,
+            "e": getattr(self.config, "num_moe_experts", None),
+            "k": getattr(self.config, "moe_router_topk", None),
             "v": self.of.vocabulary or getattr(root, "vocab_size", "v"),
         }
 
-    def site(self, name: str, layout: Layout, tap: Tap, hidden: str = "", width: int | None = None) -> Site:
+    def site(
+        self,
+        name: str,
+        layout: Layout,
+        tap: Tap,
+        hidden: str = "",
+        width: int | None = None,
+        fixed: str = "",
+    ) -> Site:
         """A site on this stage; `width` is the whole's last dim where its name does not tell."""
         names = [d.name for d in layout.dims]
         if layout.permute is not None:
@@ -89,27 +99,27 @@ class Builder:
         shape: list[int | str] = [self.sizes.get(n, n) for n in names]
         if width is not None:
             shape[-1] = width
-        return Site(name, layout, tuple(shape), self.mesh["pp"].coord, hidden, tap)
+        return Site(name, layout, tuple(shape), self.mesh["pp"].coord, hidden, fixed, tap)
 
-    def both(self, path: str, module: Any, layout: Layout, keyword: str) -> Iterator[Site]:
+    def both(self, path: str, module: Any, layout: Layout, keyword: str, hidden: str = "") -> Iterator[Site]:
         """A module's input and output, alike in layout."""
-        yield self.site(f"{path}:input", layout, ModuleInput(module, 0, keyword))
-        yield self.site(f"{path}:output", layout, ModuleOutput(module))
+        yield self.site(f"{path}:input", layout, ModuleInput(module, 0, keyword), hidden)
+        yield self.site(f"{path}:output", layout, ModuleOutput(module), hidden)
 
     def column(
-        self, path: str, module: Any, out: Layout, width: int | None, resolve: Any = None
+        self, path: str, module: Any, out: Layout, width: int | None, resolve: Any = None, no: str = ""
     ) -> Iterator[Site]:
         """The sites of a column-parallel linear, whose output has layout `out`."""
         cut = bool(getattr(module, "sequence_parallel", False))
-        no = self.no_rule(module, "ColumnParallelLinear")
+        no = no or self.no_rule(module, "ColumnParallelLinear")
         yield self.site(f"{path}:input", self.of.stream(cut), ModuleInput(module, 0, "input_"), no)
         yield self.site(f"{path}:gemm_input", self.of.gathered(), Gemm(module, before=True), no)
         yield self.site(f"{path}:output", out, ModuleOutput(module, 0, resolve), no, width)
 
-    def row(self, path: str, module: Any, name: str, width: int) -> Iterator[Site]:
+    def row(self, path: str, module: Any, name: str, width: int, no: str = "") -> Iterator[Site]:
         """The sites of a row-parallel linear, whose input has the features called `name`."""
         cut = bool(getattr(module, "sequence_parallel", False))
-        no = self.no_rule(module, "RowParallelLinear")
+        no = no or self.no_rule(module, "RowParallelLinear")
         yield self.site(f"{path}:input", self.of.features(name), ModuleInput(module, 0, "input_"), no, width)
         yield self.site(f"{path}:partial", self.of.partial(), Gemm(module, before=False), no)
         yield self.site(f"{path}:output", self.of.stream(cut), ModuleOutput(module), no)

@@ -48,14 +48,14 @@ def norm(b: Builder, path: str, module: Any) -> Iterator[Site]:
         yield from b.both(path, module, b.of.stream(), "x")
 
 
-def mlp(b: Builder, path: str, module: Any) -> Iterator[Site]:
-    """A dense MLP."""
-    yield from b.both(path, module, b.of.stream(), "hidden_states")
-    width = b.config.ffn_hidden_size
+def mlp(b: Builder, path: str, module: Any, width: int | None = None, no: str = "") -> Iterator[Site]:
+    """A dense MLP, of the model's width unless another is given."""
+    width = width or b.config.ffn_hidden_size
+    yield from b.both(path, module, b.of.stream(), "hidden_states", no)
     gated = b.config.gated_linear_unit
     layout = b.of.features("gate|up" if gated else "f", (1, 1) if gated else (1,))
-    yield from b.column(f"{path}.linear_fc1", module.linear_fc1, layout, width * (2 if gated else 1))
-    yield from b.row(f"{path}.linear_fc2", module.linear_fc2, "f", width)
+    yield from b.column(f"{path}.linear_fc1", module.linear_fc1, layout, width * (2 if gated else 1), no=no)
+    yield from b.row(f"{path}.linear_fc2", module.linear_fc2, "f", width, no)
 
 
 def output_layer(b: Builder, path: str, module: Any) -> Iterator[Site]:

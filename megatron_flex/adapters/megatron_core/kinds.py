@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 from torch import nn
 
@@ -34,15 +34,19 @@ def global_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All modules of a chunk with their global names, parents first.
 
     A layer's place in its list is local to the stage and chunk; its `layer_number`, which Megatron counts
-    from 1 over the whole model, is not.
+    from 1 over the whole model, is not. Likewise for experts, which the layer that has them numbers.
     """
-    yield from _named(root, "")
+    yield from _named(root, "", ())
 
 
-def _named(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def _named(module: nn.Module, path: str, experts: Sequence[int]) -> Iterator[tuple[str, nn.Module]]:
     yield path, module
+    if is_a(module, "BaseMoELayer"):
+        experts = cast(Any, module).local_expert_indices
     for name, child in module.named_children():
         number = getattr(child, "layer_number", None)
-        if isinstance(module, nn.ModuleList) and isinstance(number, int):
+        if isinstance(module, nn.ModuleList) and path.endswith(".local_experts"):
+            name = str(experts[int(name)])
+        elif isinstance(module, nn.ModuleList) and isinstance(number, int):
             name = str(number - 1)
-        yield from _named(child, f"{path}.{name}" if path else name)
+        yield from _named(child, f"{path}.{name}" if path else name, experts)

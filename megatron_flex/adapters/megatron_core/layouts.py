@@ -42,6 +42,15 @@ class Layouts:
         cut = self.sequence_parallel if sequence_parallel is None else sequence_parallel and self.tp > 1
         return Layout((self.sequence(cut), Dim("b"), Dim("h")))
 
+    def per_token(self, *names: str) -> Layout:
+        """`[s, b, ...]` with other dims behind, cut like the residual stream."""
+        return Layout((self.sequence(self.sequence_parallel), Dim("b"), *map(Dim, names)))
+
+    def rows_of_one(self, *names: str) -> Layout:
+        """`[t, ...]`: of the tokens that an expert gets each rank has some, more or less of them."""
+        cuts = tuple(Cut(c.axis) for c in self.stream().dims[0].cuts if self.mesh[c.axis].size > 1)
+        return Layout((Dim("t", cuts, uneven=bool(cuts)), *map(Dim, names)))
+
     def gathered(self) -> Layout:
         """`[s, b, h]` as it enters a column-parallel GEMM: whole, its gradient shared out as summands."""
         return Layout((self.sequence(), Dim("b"), Dim("h")), shared=("tp",))

@@ -5,29 +5,62 @@ Attributes that Megatron puts on parameters are no help: some are missing, some 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
 from torch import nn
 
 from megatron_flex.adapters.base import ParameterSite
-from megatron_flex.adapters.megatron_core import attention, dense
+from megatron_flex.adapters.megatron_core import attention, dense, moe
 from megatron_flex.adapters.megatron_core.kinds import global_modules
 from megatron_flex.adapters.megatron_core.layouts import Layouts
-from megatron_flex.layout import whole_shape
+from megatron_flex.layout import Layout, whole_shape
 from megatron_flex.mesh import Mesh
 
-KINDS = (*attention.PARAMETERS, *dense.PARAMETERS)
+KINDS = (*moe.PARAMETERS, *attention.PARAMETERS, *dense.PARAMETERS)
+EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 
 
 def parameters_of(root: nn.Module, mesh: Mesh) -> list[ParameterSite]:
-    """The parameters of one chunk, in model order, as far as a kind gives their layout."""
+    """The parameters of one chunk, in model order, as far as a kind gives their layout.
+
+    Those of experts are listed on every rank of the stage, whether it has the expert or not.
+    """
     of = Layouts(root.config, mesh)
-    out = []
+    out: list[ParameterSite] = []
     for path, module in global_modules(root):
         role = path.rpartition(".")[2]
+        inside = EXPERT.fullmatch(path + ".")
         kind = next((k for k in KINDS if k.fits(role, module)), None)
-        if kind is None or getattr(module, "is_expert", False) or ".experts." in path:
+        if kind is None or (".experts." in path and not inside):
             continue
         for name, parameter in module.named_parameters(recurse=False):
             layout = kind.layout(of, role, name, parameter)
+            layout = of_expert(layout) if inside else layout
             shape = whole_shape(layout, parameter.shape, mesh.sizes)
-            out.append(ParameterSite(f"{path}.{name}", layout, shape, parameter, mesh["pp"].coord))
+            site = ParameterSite(f"{path}.{name}", layout, shape, parameter, mesh["pp"].coord)
+            out += _of_all_ranks(site, inside, mesh, root.config) if inside else [site]
     return out
+
+
+def of_expert(layout: Layout) -> Layout:
+    """What cuts a dense linear over `tp` cuts an expert's over `etp`; there is no sequence parallelism."""
+    dims = (
+        replace(d, cuts=tuple(replace(c, axis="etp") if c.axis == "tp" else c for c in d.cuts))
+        for d in layout.dims
+    )
+    return Layout(tuple(dims))
+
+
+def _of_all_ranks(
+    mine: ParameterSite, inside: re.Match[str], mesh: Mesh, config: Any
+) -> Iterator[ParameterSite]:
+    """The parameter of this rank's expert, and those in the same place on the other ranks."""
+    each = config.num_moe_experts // mesh["ep"].size
+    for rank in range(mesh["ep"].size):
+        number = rank * each + int(inside[2]) % each
+        name = inside[1] + str(number) + mine.name.removeprefix(inside[1] + inside[2])
+        site = replace(mine, name=name, owner=(("ep", rank),))
+        yield site if rank == mesh["ep"].coord else site.remote()

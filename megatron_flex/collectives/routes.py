@@ -1,0 +1,271 @@
+"""Bring the rows of experts' tensors home to the tokens that they are made of, and away again.
+
+A router decides at each call which rank holds which row. At home every rank has the rows of its own tokens,
+cut like the residual stream, so that from there on an ordinary Layout says the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_flex.collectives.edit import all_assemble, gather_whole, scatter_whole, stack_along
+from megatron_flex.layout import Dim, Layout, extract, padded_shape
+from megatron_flex.mesh import Mesh
+
+
+def gather_rows(local: Tensor, route: Route) -> Tensor:
+    """Give every rank the whole of a tensor of experts, of its own replica's tokens.
+
+    Collective over `ep` and `etp`, then over the axes that cut the tokens. Differentiable.
+
+    Args:
+        local: the rows of this rank's experts.
+        route: their way.
+
+    Returns:
+        `[s, b, slots, ...]`, or `[rows, ...]` of one expert by token.
+    """
+    home = cast(Tensor, _Home.apply(local, route))  # type: ignore[no-untyped-call]
+    whole = gather_whole(home, route.home_layout, route.mesh)
+    return whole if route.order is None else whole[route.order]
+
+
+def scatter_rows(whole: Tensor, local: Tensor, route: Route) -> Tensor:
+    """Give every rank the rows of its experts out of wholes, the inverse of `gather_rows`.
+
+    Args:
+        whole: of this rank's replica; another replica has another.
+        local: the rows as they were.
+        route: their way.
+    """
+    unsorted = whole if route.order is None else whole[route.order.argsort()]
+    home = scatter_whole(unsorted, route.home_like(local), route.home_layout, route.mesh)
+    return cast(Tensor, _Away.apply(home, route))  # type: ignore[no-untyped-call]
+
+
+class _Home(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        return route.home(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.route.gradient().away(grad), None
+
+
+class _Away(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, home: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        return route.away(home)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.route.gradient().home(grad), None
+
+
+@dataclass(eq=False)
+class Dispatch:
+    """Which experts each token goes to, in one call of one layer.
+
+    Attributes:
+        chosen: `[tokens, experts]`, true where this rank's token goes to the expert.
+        shape: `(sequence, batch)` of this rank's tokens; `tokens` is their product.
+        slots: experts for each token, at most.
+        stream: the layout `[s, b, ...]` that the tokens have.
+        mesh: the run's axes; the experts are cut over `ep`, each one's rows come from all of `ep` and `etp`.
+        etp_outer: whether a rank's rows are ordered by source (etp, ep) and not (ep, etp).
+    """
+
+    chosen: Tensor
+    shape: tuple[int, int]
+    slots: int
+    stream: Layout
+    mesh: Mesh
+    etp_outer: bool
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """`[ep, etp, experts]`: how many rows come from each rank. Collective over `ep` and `etp`, once."""
+        own = self.chosen.sum(0)
+        for axis in (self.mesh["etp"], self.mesh["ep"]):
+            own = stack_along(own, axis) if axis.size > 1 else own[None]
+        return own.cpu()
+
+    @cached_property
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """Expert and token of each of this rank's rows at home, by expert and then by token."""
+        experts, tokens = self.chosen.T.nonzero(as_tuple=True)
+        return experts, tokens
+
+    @cached_property
+    def slot(self) -> Tensor:
+        """`[tokens, experts]`: the place of an expert among those that the token goes to, by number."""
+        return self.chosen.cumsum(1) - 1
+
+    @cached_property
+    def indices(self) -> Tensor:
+        """`[sequence, batch, slots]`: the experts of each token in ascending order; -1 for none."""
+        experts, tokens = self.pairs
+        out = experts.new_full((self.chosen.shape[0], self.slots), -1)
+        out[tokens, self.slot[tokens, experts]] = experts
+        return out.view(*self.shape, self.slots)
+
+    def positions(self, expert: int) -> Tensor:
+        """Where in the whole's tokens, counted by sequence and then batch, this rank's for an expert are."""
+        mesh, stream = self.mesh, Layout(self.stream.dims[:2])
+        full = padded_shape(stream, self.shape, mesh.sizes)
+        whole = torch.arange(full[0] * full[1], device=self.chosen.device).view(full)
+        return extract(stream, whole, mesh.coords, mesh.sizes).reshape(-1)[self.chosen[:, expert]]
+
+
+@dataclass(eq=False)
+class Route:
+    """The way of one tensor whose dim 0 has the rows of this rank's experts.
+
+    Attributes:
+        dispatch: where the rows come from.
+        layout: of the tensor over `etp`; its rows, dim 0, are the same on all of `etp`.
+        home_layout: how the tensors at home make the whole: `[s, b, slots, ...]`, or `[rows, ...]` of one
+            expert, uneven where the tokens are cut.
+        expert: if given, the rows are those of this expert alone; ranks that do not have it hold none.
+    """
+
+    dispatch: Dispatch
+    layout: Layout
+    home_layout: Layout
+    expert: int | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The run's axes."""
+        return self.dispatch.mesh
+
+    def gradient(self) -> Route:
+        """The way of the tensor's gradient."""
+        return Route(self.dispatch, self.layout.gradient(), self.home_layout, self.expert)
+
+    @cached_property
+    def order(self) -> Tensor | None:
+        """For one expert, how to sort the assembled rows by token; None where they need no sorting.
+
+        Collective over the axes that cut the tokens, once.
+        """
+        if self.expert is None:
+            return None
+        rows = Layout(self.home_layout.dims[:1])
+        positions, _ = all_assemble(self.dispatch.positions(self.expert), rows, self.mesh)
+        return positions.argsort()
+
+    def home_like(self, local: Tensor) -> Tensor:
+        """An empty tensor of the shape that `local` has at home."""
+        one = Layout((Dim("t"), *self.layout.dims[1:]))
+        features = padded_shape(one, local.shape, self.mesh.sizes)[1:]
+        if self.expert is None:
+            return local.new_empty((*self.dispatch.shape, self.dispatch.slots, *features))
+        return local.new_empty((int(self.dispatch.chosen[:, self.expert].sum()), *features))
+
+    def home(self, local: Tensor) -> Tensor:
+        """The rows of this rank's own tokens. Collective over `ep` and `etp`.
+
+        Args:
+            local: the rows of this rank's experts, in `layout`.
+
+        Returns:
+            The tensor that `home_layout` is the layout of; zeros in slots that no expert has.
+        """
+        rows, _ = all_assemble(local, self.layout, self.mesh)
+        mine = self._where[self.mesh["etp"].coord]
+        rows = self._exchange(rows[mine.to(rows.device)], self._from_ranks(), self._to_ranks())
+        if self.expert is not None:
+            return rows
+        experts, tokens = self.dispatch.pairs
+        dense = rows.new_zeros((self.dispatch.chosen.shape[0], self.dispatch.slots, *rows.shape[1:]))
+        dense[tokens, self.dispatch.slot[tokens, experts]] = rows
+        return dense.view(*self.dispatch.shape, self.dispatch.slots, *rows.shape[1:])
+
+    def away(self, home: Tensor) -> Tensor:
+        """The rows of this rank's experts, the inverse of `home`. Collective over `ep` and `etp`."""
+        rows = home
+        if self.expert is None:
+            experts, tokens = self.dispatch.pairs
+            flat = home.reshape(-1, self.dispatch.slots, *home.shape[3:])
+            rows = flat[tokens, self.dispatch.slot[tokens, experts]]
+        rows = self._exchange(rows, self._to_ranks(), self._from_ranks())
+        axis, where = self.mesh["etp"], self._where
+        if axis.size > 1:
+            most = max(len(w) for w in where)
+            padded = rows.new_zeros((most, *rows.shape[1:]))
+            padded[: len(rows)] = rows
+            pieces = list(stack_along(padded, axis))
+        else:
+            pieces = [rows]
+        full = rows.new_empty((sum(len(w) for w in where), *rows.shape[1:]))
+        for piece, w in zip(pieces, where, strict=True):
+            full[w.to(full.device)] = piece[: len(w)]
+        return extract(self.layout, full, self.mesh.coords, self.mesh.sizes)
+
+    # -- where rows lie --------------------------------------------------------------------------------
+
+    @property
+    def _mine(self) -> slice:
+        """The experts of this rank whose rows the tensor has."""
+        each = self.dispatch.chosen.shape[1] // self.mesh["ep"].size
+        first = self.mesh["ep"].coord * each
+        if self.expert is None:
+            return slice(first, first + each)
+        inside = first <= self.expert < first + each
+        return slice(self.expert, self.expert + int(inside))
+
+    @cached_property
+    def _where(self) -> list[Tensor]:
+        """For each coordinate of `etp`, the rows here that come from its ranks: by source, then by expert."""
+        counts = self.dispatch.counts[:, :, self._mine]  # [ep, etp, experts]
+        outer = counts.permute(2, 1, 0) if self.dispatch.etp_outer else counts.permute(2, 0, 1)
+        ends = outer.reshape(-1).cumsum(0).view(outer.shape)
+        starts = ends - outer
+        starts = starts.permute(2, 1, 0) if self.dispatch.etp_outer else starts.permute(1, 2, 0)
+        out = []
+        for t in range(self.mesh["etp"].size):
+            pieces = [
+                torch.arange(int(s), int(s + n))
+                for s, n in zip(starts[:, t].reshape(-1), counts[:, t].reshape(-1), strict=True)
+            ]
+            out.append(torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64))
+        return out
+
+    def _from_ranks(self) -> list[int]:
+        """How many of the rows here come from each rank of this rank's `ep` group."""
+        counts = self.dispatch.counts[:, self.mesh["etp"].coord, self._mine]
+        return [int(n) for n in counts.sum(1)]
+
+    def _to_ranks(self) -> list[int]:
+        """How many of this rank's own rows are with each rank of its `ep` group."""
+        ep = self.mesh["ep"]
+        own = self.dispatch.counts[ep.coord, self.mesh["etp"].coord].clone()
+        if self.expert is not None:
+            own[: self.expert] = 0
+            own[self.expert + 1 :] = 0
+        return [int(n) for n in own.view(ep.size, -1).sum(1)]
+
+    def _exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """All-to-all over `ep`: `send[r]` rows go to its rank r, `receive[r]` come from there."""
+        axis = self.mesh["ep"]
+        if axis.size == 1:
+            return rows
+        out = rows.new_empty((sum(receive), *rows.shape[1:]))
+        width = rows[:1].nbytes if len(rows) else out[:1].nbytes
+        mine = rows.contiguous().reshape(-1).view(torch.uint8)
+        flat = out.reshape(-1).view(torch.uint8)
+        dist.all_to_all_single(
+            flat, mine, [n * width for n in receive], [n * width for n in send], group=axis.group
+        )
+        return out

@@ -1,0 +1,118 @@
+"""Layers of experts in tests: their settings, the names of their sites, and the single-process truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TOPK, WIDTH, SHARED = 2, 24, 40
+Visit = Callable[[Tensor], Tensor]
+
+
+def settings(case: Any) -> dict[str, Any]:
+    """What the configuration says of experts."""
+    return {
+        "num_moe_experts": case.experts,
+        "moe_router_topk": TOPK,
+        "moe_ffn_hidden_size": WIDTH,
+        "moe_token_dispatcher_type": case.dispatcher,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": False,
+        "moe_router_dtype": "fp32",
+        "moe_shared_expert_intermediate_size": SHARED if case.shared_experts else None,
+    }
+
+
+def sites_of(case: Any) -> list[str]:
+    """The names of the sites of one layer, written down by hand."""
+    out = [
+        *(f"mlp:{p}" for p in ("input", "output")),
+        *(f"mlp.router:{p}" for p in ("input", "logits", "probs", "map")),
+        *(f"mlp.experts:{p}" for p in ("indices", "weights", "dispatched", "output")),
+    ]
+    for expert in range(case.experts):
+        at = f"mlp.experts.local_experts.{expert}"
+        out += [f"{at}:{p}" for p in ("input", "output")]
+        out += [f"{at}.linear_fc{n}:{p}" for n in (1, 2) for p in ("input", "output")]
+    if case.shared_experts:
+        at = "mlp.shared_experts"
+        out += [f"{at}:{p}" for p in ("input", "output")]
+        out += [f"{at}.linear_fc1:{p}" for p in ("input", "gemm_input", "output")]
+        out += [f"{at}.linear_fc2:{p}" for p in ("input", "partial", "output")]
+    return out
+
+
+def knows(site: str) -> bool:
+    """Whether a site is one that plain hooks on a module do not give as it is."""
+    path, _, point = site.partition(":")
+    role = path.rpartition(".")[2]
+    return (role == "router" and point != "input") or role == "experts"
+
+
+def read_only(site: str) -> bool:
+    """Whether a site cannot be edited."""
+    return site.endswith((".router:map", ".experts:indices"))
+
+
+def install(root: nn.Module, site: str, visit: Visit) -> None:
+    """Put `visit` at such a site of a one-process model."""
+    path, _, point = site.partition(":")
+    layer: Any = root.get_submodule(path.rpartition(".")[0])
+    if path.endswith(".router"):
+        _router(layer.router, point, visit)
+    else:
+        _experts(layer, point, visit)
+
+
+def _router(router: Any, point: str, visit: Visit) -> None:
+    if point == "logits":
+        gating = router.gating
+        router.gating = lambda *a, **k: visit(gating(*a, **k))
+        return
+    index = ("probs", "map").index(point)
+
+    def hook(_: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> Any:
+        sequence, batch = args[0].shape[:2]
+        flat = output[index]
+        new = visit(flat.view(sequence, batch, -1)).reshape(flat.shape)
+        return tuple(new if i == index else item for i, item in enumerate(output))
+
+    router.register_forward_hook(hook)
+
+
+def _experts(layer: Any, point: str, visit: Visit) -> None:
+    """One process sorts its rows by expert and then by token; here they go by token and then by expert."""
+    seen: dict[str, Any] = {}
+
+    def route(_: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        seen["shape"] = args[0].shape[:2]
+        seen["map"] = output[1]
+        if point == "indices":
+            visit(output[1].nonzero()[:, 1].view(*seen["shape"], TOPK))
+
+    layer.router.register_forward_hook(route)
+
+    def through(rows: Tensor) -> Tensor:
+        tokens, experts = seen["map"].nonzero(as_tuple=True)
+        sorting = torch.argsort(
+            experts * len(seen["map"]) + tokens
+        )  # rows of the layer, out of by-token ones
+        back = torch.argsort(sorting)
+        whole = rows[back].view(*seen["shape"], TOPK, *rows.shape[1:])
+        return visit(whole).reshape(rows.shape)[sorting]
+
+    def before(_: nn.Module, args: tuple[Any, ...]) -> Any:
+        place = {"dispatched": 0, "weights": 2}[point]
+        return tuple(through(item) if i == place else item for i, item in enumerate(args))
+
+    def after(_: nn.Module, __: Any, output: tuple[Any, ...]) -> Any:
+        return through(output[0]), *output[1:]
+
+    if point in ("dispatched", "weights"):
+        layer.experts.register_forward_pre_hook(before)
+    elif point == "output":
+        layer.experts.register_forward_hook(after)
