@@ -6,6 +6,7 @@ all of them, and going back means to take one's own part of it, not to sum.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -106,7 +107,7 @@ def all_assemble(local: Tensor, layout: Layout, mesh: Mesh) -> tuple[Tensor, Len
     else:
         for axis in reversed(axes):
             tensor = stack_along(tensor, axis)
-        shards = list(tensor.reshape(-1, *local.shape)) if axes else [tensor]
+        shards = list(tensor.reshape(prod(a.size for a in axes), *local.shape))
     whole = assemble(rest, shards, sizes).contiguous()
     return (whole.clone() if whole.data_ptr() == local.data_ptr() else whole), lengths
 
@@ -130,7 +131,7 @@ def _all_gather_uneven(
     padded[tuple(slice(0, n) for n in tensor.shape)] = tensor
     for axis in reversed(axes):
         padded = stack_along(padded, axis)
-    stacked = padded.reshape(-1, *most)
+    stacked = padded.reshape(len(shapes), *most)
     return [s[tuple(slice(0, n) for n in shape)] for s, shape in zip(stacked, shapes, strict=True)]
 
 

@@ -85,25 +85,36 @@ def _router(router: Any, point: str, visit: Visit) -> None:
 
 
 def _experts(layer: Any, point: str, visit: Visit) -> None:
-    """One process sorts its rows by expert and then by token; here they go by token and then by expert."""
+    """One process sorts its rows by expert and then by token; here they go by token and then by expert.
+
+    A token has TOPK slots, of which dropping may leave some empty: zeros, or -1 for a number.
+    """
     seen: dict[str, Any] = {}
+
+    def slots() -> tuple[Tensor, Tensor, Tensor]:
+        """Token, slot and expert of each row, by token; written apart from the library's way."""
+        tokens, experts = seen["map"].nonzero(as_tuple=True)
+        first = torch.searchsorted(tokens, tokens)
+        return tokens, torch.arange(len(tokens)) - first, experts
 
     def route(_: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         seen["shape"] = args[0].shape[:2]
         seen["map"] = output[1]
         if point == "indices":
-            visit(output[1].nonzero()[:, 1].view(*seen["shape"], TOPK))
+            tokens, slot, experts = slots()
+            dense = torch.full((len(output[1]), TOPK), -1)
+            dense[tokens, slot] = experts
+            visit(dense.view(*seen["shape"], TOPK))
 
     layer.router.register_forward_hook(route)
 
     def through(rows: Tensor) -> Tensor:
-        tokens, experts = seen["map"].nonzero(as_tuple=True)
-        sorting = torch.argsort(
-            experts * len(seen["map"]) + tokens
-        )  # rows of the layer, out of by-token ones
-        back = torch.argsort(sorting)
-        whole = rows[back].view(*seen["shape"], TOPK, *rows.shape[1:])
-        return visit(whole).reshape(rows.shape)[sorting]
+        tokens, slot, experts = slots()
+        sorting = torch.argsort(experts * len(seen["map"]) + tokens)  # the layer's order, out of by-token
+        dense = rows.new_zeros(len(seen["map"]), TOPK, *rows.shape[1:])
+        dense = dense.index_put((tokens, slot), rows[torch.argsort(sorting)])
+        whole = visit(dense.view(*seen["shape"], TOPK, *rows.shape[1:]))
+        return whole.reshape(dense.shape)[tokens, slot][sorting]
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> Any:
         place = {"dispatched": 0, "weights": 2}[point]
