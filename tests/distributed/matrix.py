@@ -122,7 +122,7 @@ def _experts_gradients(answers: list[dict[str, Any]], pick: Any) -> dict[str, Te
 
     copies: dict[str, dict[int, dict[int, tuple[Any, Tensor]]]] = {}
     for a in answers:
-        for name in (n for n in pick(a) if ".local_experts." in n):
+        for name in (n for n in pick(a) if ".experts." in n):
             copies.setdefault(name, {}).setdefault(a["coords"]["edp"], {})[a["coords"]["etp"]] = pick(a)[name]
     sizes, dp = answers[0]["sizes"], len({a["dp"] for a in answers})
     return {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_matrix import check
+from tests.distributed.test_matrix import VERSION, check
 from tests.support import oracle
 from tests.support.gpt import Case
 
@@ -27,6 +27,18 @@ CASES = [
     of("moe tp2 sp ep2, experts recomputed", tp=2, sp=True, ep=2, recompute=("moe",)),
     of("moe dp2 ep2, tokens dropped", dp=2, ep=2, extra={"moe_expert_capacity_factor": 0.75}),
 ]
+GROUPED = [
+    of("moe dp2 ep2, grouped experts (TE stand-ins)", dp=2, ep=2, grouped=True),
+    of(
+        "moe tp2 sp dp2 ep2 etp2, grouped experts (TE stand-ins)",
+        tp=2,
+        sp=True,
+        ep=2,
+        etp=2,
+        grouped=True,
+        dp=2,
+    ),
+]
 FOUR = [
     of("moe tp2 sp dp2 ep2 etp2", tp=2, sp=True, dp=2, ep=2, etp=2, shared_experts=True),
     of("moe tp2 sp dp2 ep2 etp2, allgather", tp=2, sp=True, dp=2, ep=2, etp=2, dispatcher="allgather"),
@@ -43,6 +55,12 @@ def test_experts_on_every_version(case: Case, cells: list[Any]) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_experts(case: Case, cells: list[Any]) -> None:
     check(case, cells)
+
+
+@pytest.mark.skipif(VERSION < (0, 19), reason="a spec puts TEGroupedMLP together in another way before")
+@pytest.mark.parametrize("case", GROUPED, ids=lambda c: c.name)
+def test_grouped_experts(case: Case, cells: list[Any]) -> None:
+    check(case, cells, None, [s for s in oracle.edits_of(case) if ".layers.1.mlp.experts" in s])
 
 
 @pytest.mark.parametrize("case", FOUR, ids=lambda c: c.name)

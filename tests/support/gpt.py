@@ -47,6 +47,7 @@ class Case:
     experts: int = 0
     dispatcher: str = "alltoall"
     shared_experts: bool = False
+    grouped: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -195,6 +196,10 @@ def _chunk(case: Case, stage: int | None) -> nn.Module:
     if case.experts:
         wanted["num_experts"] = case.experts
     spec = get_gpt_layer_local_spec(**{k: v for k, v in wanted.items() if k in known})
+    if case.grouped:
+        from tests.support import grouped
+
+        spec = grouped.spec(spec)
     if "vp_stage" in inspect.signature(GPTModel).parameters:
         common["vp_stage"] = stage
     return GPTModel(transformer_layer_spec=spec, **common)
@@ -261,6 +266,9 @@ def global_names(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             if "local_experts" in parts:
                 at = parts.index("local_experts") + 1
                 parts[at] = str(layer.mlp.local_expert_indices[int(parts[at])])
+            elif "experts" in parts:
+                kind, number = parts[-1].rstrip("0123456789"), parts[-1].lstrip("abcdefghijklmnopqrstuvwxyz")
+                parts[-1] = f"{kind}{layer.mlp.local_expert_indices[int(number)]}"
         yield ".".join(parts), parameter
 
 

@@ -34,7 +34,9 @@ def sites_of(case: Any) -> list[str]:
         *(f"mlp.router:{p}" for p in ("input", "logits", "probs", "map")),
         *(f"mlp.experts:{p}" for p in ("indices", "weights", "dispatched", "output")),
     ]
-    for expert in range(case.experts):
+    if case.grouped:
+        out += [f"mlp.experts.linear_fc{n}:{p}" for n in (1, 2) for p in ("input", "output")]
+    for expert in range(0 if case.grouped else case.experts):
         at = f"mlp.experts.local_experts.{expert}"
         out += [f"{at}:{p}" for p in ("input", "output")]
         out += [f"{at}.linear_fc{n}:{p}" for n in (1, 2) for p in ("input", "output")]
@@ -50,7 +52,7 @@ def knows(site: str) -> bool:
     """Whether a site is one that plain hooks on a module do not give as it is."""
     path, _, point = site.partition(":")
     role = path.rpartition(".")[2]
-    return (role == "router" and point != "input") or role == "experts"
+    return (role == "router" and point != "input") or role == "experts" or ".experts.linear_fc" in path
 
 
 def read_only(site: str) -> bool:
@@ -61,11 +63,11 @@ def read_only(site: str) -> bool:
 def install(root: nn.Module, site: str, visit: Visit) -> None:
     """Put `visit` at such a site of a one-process model."""
     path, _, point = site.partition(":")
-    layer: Any = root.get_submodule(path.rpartition(".")[0])
+    layer: Any = root.get_submodule(path.partition(".mlp")[0] + ".mlp")
     if path.endswith(".router"):
         _router(layer.router, point, visit)
     else:
-        _experts(layer, point, visit)
+        _experts(layer, path.rpartition(".mlp.")[2], point, visit)
 
 
 def _router(router: Any, point: str, visit: Visit) -> None:
@@ -84,7 +86,7 @@ def _router(router: Any, point: str, visit: Visit) -> None:
     router.register_forward_hook(hook)
 
 
-def _experts(layer: Any, point: str, visit: Visit) -> None:
+def _experts(layer: Any, path: str, point: str, visit: Visit) -> None:
     """One process sorts its rows by expert and then by token; here they go by token and then by expert.
 
     A token has TOPK slots, of which dropping may leave some empty: zeros, or -1 for a number.
@@ -117,13 +119,14 @@ def _experts(layer: Any, point: str, visit: Visit) -> None:
         return whole.reshape(dense.shape)[tokens, slot][sorting]
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> Any:
-        place = {"dispatched": 0, "weights": 2}[point]
+        place = 2 if point == "weights" else 0
         return tuple(through(item) if i == place else item for i, item in enumerate(args))
 
     def after(_: nn.Module, __: Any, output: tuple[Any, ...]) -> Any:
         return through(output[0]), *output[1:]
 
-    if point in ("dispatched", "weights"):
-        layer.experts.register_forward_pre_hook(before)
+    module = layer.get_submodule(path)
+    if point in ("dispatched", "weights", "input"):
+        module.register_forward_pre_hook(before)
     elif point == "output":
-        layer.experts.register_forward_hook(after)
+        module.register_forward_hook(after)

@@ -10,6 +10,7 @@ from torch import nn
 from megatron_flex.adapters.megatron_core import dense
 from megatron_flex.adapters.megatron_core.build import Builder, Kind, ParameterKind
 from megatron_flex.adapters.megatron_core.dispatch import Chosen, Rows, Tokens
+from megatron_flex.adapters.megatron_core.kinds import is_a
 from megatron_flex.adapters.megatron_core.layouts import Layouts
 from megatron_flex.adapters.taps import MethodOutput, ModuleInput, ModuleOutput
 from megatron_flex.layout import Cut, Dim, Layout
@@ -27,8 +28,11 @@ OVERLAPPED = (
     "(drop --moe-shared-expert-overlap)"
 )
 FUSED = (
-    "{kind} runs its experts in one kernel each; build it with SequentialMLP (--no-moe-grouped-gemm) to have "
-    "single experts, or hook {path}:dispatched and {path}:output"
+    "{kind} runs all experts in one kernel; leave out --moe-grouped-gemm to have single experts, or hook "
+    "all of them together at {path}:dispatched, {path}:output and between"
+)
+OP_FUSER = (
+    "use_transformer_engine_op_fuser=True keeps it inside one kernel; set it to False to have it as a tensor"
 )
 
 # Over `etp`: rows that are the same on all of it (each rank has a share of the gradient), cut, and summands.
@@ -70,8 +74,28 @@ def _experts(b: Builder, path: str, module: Any) -> Iterator[Site]:
     ):
         home = b.of.per_token("k", *(d.name for d in layout.dims[1:]))
         yield b.site(f"{path}:{point}", home, Rows(tap, module, layout, home, stream, b.mesh), no)
+    if is_a(experts, "TEGroupedMLP"):
+        yield from _grouped(b, path, module, no)
     for expert in range(b.config.num_moe_experts):
         yield from _expert(b, f"{path}.local_experts.{expert}", module, expert, no)
+
+
+def _grouped(b: Builder, path: str, module: Any, no: str) -> Iterator[Site]:
+    """The two grouped linears of all experts, by token and slot."""
+    fc1, fc2, stream = module.experts.linear_fc1, module.experts.linear_fc2, b.of.stream()
+    if getattr(module.experts, "_with_fused_impl", False):
+        no = no or OP_FUSER
+    elif getattr(b.config, "fp8", None) or getattr(b.config, "fp4", None):
+        no = no or PADDED.format(name="fp8 or fp4", value="on")
+    width, wide = _width(b), _wide(b)
+    for point, tap, layout, last in (
+        ("linear_fc1:input", ModuleInput(fc1, 0, "x"), WHOLE, None),
+        ("linear_fc1:output", ModuleOutput(fc1), wide, width * (1 + bool(b.config.gated_linear_unit))),
+        ("linear_fc2:input", ModuleInput(fc2, 0, "x"), SPLIT, width),
+        ("linear_fc2:output", ModuleOutput(fc2), SUMMED, None),
+    ):
+        home = b.of.per_token("k", layout.dims[-1].name)
+        yield b.site(f"{path}.{point}", home, Rows(tap, module, layout, home, stream, b.mesh), no, last)
 
 
 def _expert(b: Builder, path: str, module: Any, expert: int, no: str) -> Iterator[Site]:
@@ -83,13 +107,11 @@ def _expert(b: Builder, path: str, module: Any, expert: int, no: str) -> Iterato
     owned = expert // len(module.local_expert_indices) == b.mesh["ep"].coord
     mlp = local[expert % len(local)]
     fc1, fc2 = getattr(mlp, "linear_fc1", mlp), getattr(mlp, "linear_fc2", mlp)
-    width, gated = _width(b), bool(b.config.gated_linear_unit)
-    wide = Layout((ROW, Dim("gate|up" if gated else "f", (Cut("etp"),), (1, 1) if gated else (1,))))
-    stream = b.of.stream()
+    width, wide, stream = _width(b), _wide(b), b.of.stream()
     for point, tap, layout, last in (
         (":input", ModuleInput(mlp, 0, "hidden_states"), WHOLE, None),
         (".linear_fc1:input", ModuleInput(fc1, 0, "input_"), WHOLE, None),
-        (".linear_fc1:output", ModuleOutput(fc1), wide, width * (1 + gated)),
+        (".linear_fc1:output", ModuleOutput(fc1), wide, width * (1 + bool(b.config.gated_linear_unit))),
         (".linear_fc2:input", ModuleInput(fc2, 0, "input_"), SPLIT, width),
         (".linear_fc2:output", ModuleOutput(fc2), SUMMED, None),
         (":output", ModuleOutput(mlp), SUMMED, None),
@@ -101,6 +123,11 @@ def _expert(b: Builder, path: str, module: Any, expert: int, no: str) -> Iterato
 
 def _width(b: Builder) -> int:
     return int(b.config.moe_ffn_hidden_size or b.config.ffn_hidden_size)
+
+
+def _wide(b: Builder) -> Layout:
+    gated = bool(b.config.gated_linear_unit)
+    return Layout((ROW, Dim("gate|up" if gated else "f", (Cut("etp"),), (1, 1) if gated else (1,))))
 
 
 def _why_hidden(b: Builder) -> str:
@@ -125,7 +152,17 @@ def _router_parameter(of: Layouts, role: str, name: str, parameter: nn.Parameter
 
 
 KINDS = (Kind(layer, ("MoELayer",), ("mlp",)),)
+
+
+def _grouped_parameter(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    """`weight0`, `bias0`, ... of the experts of a grouped linear."""
+    if role == "linear_fc1":
+        return of.rows_cut(parameter.ndim, (1, 1) if of.config.gated_linear_unit else (1,))
+    return of.columns_cut() if parameter.ndim == 2 else of.uncut(1, shared=False)
+
+
 PARAMETERS = (
+    ParameterKind(_grouped_parameter, ("TEGroupedLinear",), ("linear_fc1", "linear_fc2")),
     ParameterKind(_router_parameter, ("Router",)),
     ParameterKind(_router_parameter, ("SharedExpertMLP",)),
 )

@@ -20,7 +20,7 @@ from megatron_flex.layout import Layout, whole_shape
 from megatron_flex.mesh import Mesh
 
 KINDS = (*moe.PARAMETERS, *attention.PARAMETERS, *dense.PARAMETERS)
-EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
+EXPERT = re.compile(r"(.*\.experts\.local_experts\.|.*\.experts\.linear_fc[12]\.\D+)(\d+)(.*)")
 
 
 def parameters_of(root: nn.Module, mesh: Mesh) -> list[ParameterSite]:
@@ -32,11 +32,11 @@ def parameters_of(root: nn.Module, mesh: Mesh) -> list[ParameterSite]:
     out: list[ParameterSite] = []
     for path, module in global_modules(root):
         role = path.rpartition(".")[2]
-        inside = EXPERT.fullmatch(path + ".")
         kind = next((k for k in KINDS if k.fits(role, module)), None)
-        if kind is None or (".experts." in path and not inside):
+        if kind is None:
             continue
         for name, parameter in module.named_parameters(recurse=False):
+            inside = EXPERT.fullmatch(f"{path}.{name}")
             layout = kind.layout(of, role, name, parameter)
             layout = of_expert(layout) if inside else layout
             shape = whole_shape(layout, parameter.shape, mesh.sizes)
@@ -57,10 +57,13 @@ def of_expert(layout: Layout) -> Layout:
 def _of_all_ranks(
     mine: ParameterSite, inside: re.Match[str], mesh: Mesh, config: Any
 ) -> Iterator[ParameterSite]:
-    """The parameter of this rank's expert, and those in the same place on the other ranks."""
+    """The parameter of this rank's expert, and those in the same place on the other ranks.
+
+    A module of one expert has the expert's global number in its name already; a grouped linear numbers its
+    weights from 0 on each rank.
+    """
     each = config.num_moe_experts // mesh["ep"].size
     for rank in range(mesh["ep"].size):
         number = rank * each + int(inside[2]) % each
-        name = inside[1] + str(number) + mine.name.removeprefix(inside[1] + inside[2])
-        site = replace(mine, name=name, owner=(("ep", rank),))
+        site = replace(mine, name=f"{inside[1]}{number}{inside[3]}", owner=(("ep", rank),))
         yield site if rank == mesh["ep"].coord else site.remote()
