@@ -135,7 +135,13 @@ class Registry:
             )
         entry = Registered(hook)
         if hook.hook_type == "tensor" and hook.module_name in self._parameters:
-            entry.parameters = [self._parameters[hook.module_name]]
+            found = self._parameters[hook.module_name]
+            if found.owner:
+                raise HookError(
+                    f"no hook can stand on the gradient of {found.name}: it comes to be on the ranks of that "
+                    f"expert only; after the step, get_module_parameter({found.name!r}, gradient=True) has it"
+                )
+            entry.parameters = [found]
         else:
             entry.sites = self._sites.match(hook.module_name, POINTS[hook.hook_type])
             for site in entry.sites:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from tests.distributed.test_matrix import VERSION, check
-from tests.support import oracle
+from tests.support import gpt, oracle, ranks
 from tests.support.gpt import Case
+from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
 
@@ -70,3 +72,83 @@ def test_experts_on_four_ranks(case: Case, cells: list[Any]) -> None:
     edits = [s for s in oracle.edits_of(case) if ".layers.1.mlp" in s]
     keep = (":logits", ":probs", ":weights", ":dispatched", "experts:output", "experts.2.linear_fc1:output")
     check(case, cells, sites, [s for s in edits if s.endswith((*keep, "experts.1.linear_fc2:output"))])
+
+
+# -- what it costs, and what is refused ------------------------------------------------------------------
+
+
+def halved(module: Any, inputs: Any, save_ctx: Any, modules: Any) -> Any:
+    return inputs * 0.5
+
+
+def counted(case: Case, site: str, edit: bool) -> tuple[Counter[str], Counter[str]]:
+    """All calls of one step, without hooks and with one."""
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    with ranks.counting() as plain:
+        gpt.step(case, chunks, ranks.mine(chunks))
+    with mf.attach(chunks, [mf.HookFunction(site, editing_function=halved if edit else None, save=not edit)]):
+        gpt.step(case, chunks, ranks.mine(chunks))  # the first one compares hooks
+        with ranks.counting() as hooked:
+            gpt.step(case, chunks, ranks.mine(chunks))
+    return plain, hooked
+
+
+@pytest.mark.parametrize(("edit", "exchanges"), [(False, 1), (True, 4)])
+def test_collectives_of_a_hook(edit: bool, exchanges: int) -> None:
+    """Reading sends each row home once; editing sends it home and away, and so its gradient."""
+    case = of("moe dp2 ep2", dp=2, ep=2)
+    for plain, hooked in run(2, counted, case, "decoder.layers.1.mlp.experts:dispatched", edit):
+        more = hooked["all_to_all_single"] - plain["all_to_all_single"]
+        assert more == exchanges * case.microbatches
+        rows = hooked["all_gather_into_tensor"] - plain["all_gather_into_tensor"]
+        assert rows == case.microbatches, "how many rows go where, once for each call of the layer"
+
+
+def refused(case: Case, settings: dict[str, Any], hook: dict[str, Any]) -> str:
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    for name, value in settings.items():
+        setattr(chunks[0].config, name, value)
+    try:
+        mf.attach(chunks, [mf.HookFunction(**hook)]).restore()
+    except mf.HookError as error:
+        return str(error)
+    return ""
+
+
+LAYER = "decoder.layers.0.mlp"
+
+
+@pytest.mark.parametrize(
+    ("settings", "hook", "words"),
+    [
+        (
+            {"moe_token_dispatcher_type": "flex"},
+            {"module_name": f"{LAYER}.experts:dispatched"},
+            "'alltoall' or 'allgather'",
+        ),
+        (
+            {"moe_pad_expert_input_to_capacity": True},
+            {"module_name": f"{LAYER}.experts.local_experts.1:input"},
+            "moe_pad_expert_input_to_capacity=True",
+        ),
+        (
+            {"moe_shared_expert_overlap": True},
+            {"module_name": f"{LAYER}.shared_experts:output"},
+            "drop --moe-shared-expert-overlap",
+        ),
+        ({}, {"module_name": f"{LAYER}.router:map", "editing_function": halved}, "edit router:logits"),
+        ({}, {"module_name": f"{LAYER}.experts:indices", "hook_type": "tensor"}, "has no gradient"),
+        (
+            {},
+            {"module_name": f"{LAYER}.experts.local_experts.1.linear_fc1.weight", "hook_type": "tensor"},
+            "get_module_parameter",
+        ),
+    ],
+)
+def test_what_cannot_be_had_says_why(settings: dict[str, Any], hook: dict[str, Any], words: str) -> None:
+    case = of("moe", shared_experts=True)
+    assert words in run(1, refused, case, settings, hook)[0]

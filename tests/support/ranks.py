@@ -20,6 +20,7 @@ MOVING = (
     "all_gather_object",
     "all_reduce",
     "all_to_all",
+    "all_to_all_single",
     "broadcast",
     "gather",
     "gather_object",
