@@ -14,15 +14,12 @@ from torch import Tensor, nn
 from megatron_flex.adapters import Adapter, Undo
 from megatron_flex.collectives import (
     Agreement,
-    Parcel,
     all_assemble,
     any_rank,
     everyone,
     gather_whole,
     is_leader,
     scatter_whole,
-    send_to_leader,
-    send_up_pipeline,
 )
 from megatron_flex.errors import HookError
 from megatron_flex.knobs import knobs
@@ -33,6 +30,7 @@ from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.hooks import HookFunction, Registry, call_editing
 from megatron_flex.runtime.recorder import Recorder
 from megatron_flex.runtime.streams import same_stream
+from megatron_flex.runtime.survey import Survey
 from megatron_flex.sites import GRAD, Site, SiteTable, model_order
 
 
@@ -54,9 +52,13 @@ class Session:
         own, parameters = adapter.sites(), adapter.parameters()
         self._own = {s.name: s for s in own}
         self._own_parameters = {p.name: p for p in parameters}
-        told = everyone(([s.remote() for s in own], [p.remote() for p in parameters]), self.mesh, ["pp"])
-        self.sites = SiteTable(sorted((s for sites, _ in told for s in sites), key=model_order))
-        self.registry = Registry(self.sites, {p.name: p for _, ps in told for p in ps})
+        mine = [s.remote() for s in own], [p.remote() for p in parameters], adapter.without_layout()
+        told = everyone(mine, self.mesh, ["pp"])
+        self.sites = SiteTable(sorted((s for sites, _, _ in told for s in sites), key=model_order))
+        everywhere = [p for _, ps, _ in told for p in ps]
+        self.registry = Registry(self.sites, {p.name: p for p in everywhere})
+        unknown = {name: kind for _, _, names in told for name, kind in names.items()}
+        self.survey = Survey(adapter, parameters, everywhere, unknown)
         self.captures = Captures()
         self.save_ctx = Namespace()
         self.modules = nn.ModuleDict()
@@ -121,25 +123,12 @@ class Session:
         fired = any_rank([int(h in self._fired) for h in judged], self.mesh)
         return [h for h, f in zip(judged, fired, strict=True) if not f]
 
-    def whole_parameters(self) -> list[tuple[str, Tensor]]:
-        """The parameters as one device would hold them, on the leader; elsewhere an empty list.
-
-        Collective within the model replica.
-        """
-        mine = list(self._own_parameters.values())
-        held = [p.parameter.detach() for p in mine if p.parameter is not None]
-        parcels = [Parcel(p.layout, [t]) for p, t in zip(mine, held, strict=True)]
-        wholes = send_to_leader(parcels, self.mesh, knobs.bucket_bytes)
-        if not is_leader(self.mesh):
-            return []
-        kept = [(p.name, w.to("cpu", copy=True)) for p, w in zip(mine, wholes, strict=True) if w is not None]
-        return send_up_pipeline(kept, self.mesh)
-
     # -- what the adapter tells ------------------------------------------------------------------------
 
     def step_begins(self, iteration: int | None) -> None:
         """A schedule starts."""
         self._compare()
+        self.survey.called = False
         self.clock.begin(iteration)
         self._in_schedule = True
 
@@ -165,6 +154,7 @@ class Session:
         """The model is called outside a schedule; each such call is a step."""
         self._compare()
         self._awaits_backward = False  # of a backward pass that raised
+        self.survey.called = torch.is_grad_enabled() or self.survey.called
         self.clock.begin(None)
 
     def call_ends(self, failed: bool) -> None:
