@@ -31,6 +31,7 @@ class FlexModel(nn.Module):
         tensor_parallel_size: if given, compared with what was found; likewise the two others.
         pipeline_parallel_size: likewise.
         data_parallel_size: likewise.
+        verify: check the first step, as `verify()` does.
 
     Raises:
         FlexError: no known framework built the model, sizes contradict, or hooks cannot work at all here.
@@ -43,6 +44,7 @@ class FlexModel(nn.Module):
         tensor_parallel_size: int | None = None,
         pipeline_parallel_size: int | None = None,
         data_parallel_size: int | None = None,
+        verify: bool = False,
     ) -> None:
         super().__init__()
         self._given = module
@@ -52,6 +54,8 @@ class FlexModel(nn.Module):
             {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "dp": data_parallel_size}
         )
         self.session = Session(adapter)
+        if verify:
+            self.verify()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, as it is called without hooks.
@@ -167,6 +171,23 @@ class FlexModel(nn.Module):
         """The parameters that cannot be put together, on all stages, and the classes of their modules."""
         return dict(self.session.survey.unknown)
 
+    def verify(self, steps: int = 1) -> None:
+        """Check this run against its layouts in the next steps. Every rank calls it.
+
+        Each rank notes what passes through every site that is not hidden; when the step is over they compare:
+        replicated tensors and duplicated heads have the same bits on all ranks that hold them, shards make
+        the shapes that their sites promise, each site is passed on all ranks alike and by no tensor twice;
+        parameters that layouts call replicated are equal, over data parallel ranks too. It costs a checksum
+        of every such tensor. Values and parameters are checked; the gradients of sites are not.
+
+        Args:
+            steps: how many runs of the schedule, or calls of the model, from the next one on.
+
+        Raises:
+            VerifyError: at the end of such a step, on all ranks, with the findings of all ranks.
+        """
+        self.session.verify(steps)
+
     @property
     def is_leader(self) -> bool:
         """Whether what is read arrives on this rank: the first one of each model replica."""
@@ -220,9 +241,10 @@ class FlexModel(nn.Module):
             The model as it was given, with each function, class and attribute as it was.
 
         Raises:
-            HookError: a hook fired on no rank in any step that it stood in; the model is restored even so.
+            HookError: a hook fired on no rank in any step that it stood in, or no step ran that `verify()`
+                was to check; the model is restored even so.
         """
-        silent = self.session.silent()
+        silent, unverified = self.session.silent(), self.session.unverified
         self.session.close()
         if silent:
             names = ", ".join(h.describe() for h in silent)
@@ -230,6 +252,8 @@ class FlexModel(nn.Module):
                 f"never fired on any rank: {names}; the path did not run (no labels, no backward pass, a "
                 "frozen part, a fused kernel): hook another place, or remove the hook before the end"
             )
+        if unverified:
+            raise HookError("verify() was asked for and no step ran after it; call it before a step")
         return self._given
 
     def __enter__(self) -> FlexModel:
@@ -244,7 +268,7 @@ class FlexModel(nn.Module):
             self.session.close()  # what went wrong first is what matters
 
 
-def attach(model: Model, hooks: Sequence[HookFunction] = ()) -> FlexModel:
+def attach(model: Model, hooks: Sequence[HookFunction] = (), *, verify: bool = False) -> FlexModel:
     """Put hooks on a model without wrapping it.
 
     Every rank calls it alike. Use it as a context manager, or call `restore()` at the end.
@@ -252,8 +276,9 @@ def attach(model: Model, hooks: Sequence[HookFunction] = ()) -> FlexModel:
     Args:
         model: the model or its chunks.
         hooks: each with its `hook_type`.
+        verify: check the first step, as `FlexModel.verify` does.
     """
-    flex = FlexModel(model)
+    flex = FlexModel(model, verify=verify)
     try:
         for hook in hooks:
             flex.session.add(hook)

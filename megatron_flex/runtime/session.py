@@ -31,6 +31,7 @@ from megatron_flex.runtime.hooks import HookFunction, Registry, call_editing
 from megatron_flex.runtime.recorder import Recorder
 from megatron_flex.runtime.streams import same_stream
 from megatron_flex.runtime.survey import Survey
+from megatron_flex.runtime.verify import Verifier, error_of
 from megatron_flex.sites import GRAD, Site, SiteTable, model_order
 
 
@@ -73,6 +74,7 @@ class Session:
         self._failure: tuple[str, BaseException] | None = None
         self._in_schedule = False
         self._awaits_backward = False
+        self._verifier: Verifier | None = None
         self._unwatch: Undo | None = adapter.watch(self)
 
     @property
@@ -101,8 +103,23 @@ class Session:
         for name in [n for n in self._taps if not self.registry.at(n)]:
             self._taps.pop(name)()
 
+    def verify(self, steps: int) -> None:
+        """Watch all sites for the next steps, on every rank alike."""
+        if self._verifier is not None:
+            self._verifier.stop()
+        self._verifier = Verifier(self._own.values(), self.survey, self.clock, steps)
+        self._agreed = -1
+
+    @property
+    def unverified(self) -> bool:
+        """Whether checking was asked for and no step has been checked."""
+        return self._verifier is not None and not self._verifier.checked
+
     def close(self) -> None:
         """Take everything out of the model and its schedule."""
+        if self._verifier is not None:
+            self._verifier.stop()
+            self._verifier = None
         for undo in self._taps.values():
             undo()
         self._taps.clear()
@@ -135,7 +152,7 @@ class Session:
     def step_ends(self, failed: bool) -> None:
         """It is over: bring what was read to the leader, or forget it."""
         self._in_schedule = False
-        self._finish(failed, self.mesh)
+        self._end(failed, self.mesh)
 
     def forward_begins(self, microbatch: int) -> None:
         """A microbatch goes forward."""
@@ -159,16 +176,24 @@ class Session:
 
     def call_ends(self, failed: bool) -> None:
         """That call is over; its backward pass may follow."""
-        self._finish(failed, self._replica())
+        self._end(failed, self._replica())
 
     def _compare(self) -> None:
         if self.registry.version != self._agreed or self._agreement.wanted():
-            self._agreement.compare(self.registry.describe())
+            watched = self._verifier is not None and self._verifier.left > 0
+            self._agreement.compare(self.registry.describe() + (", verify()" if watched else ""))
             self._agreed = self.registry.version
 
     def _replica(self) -> Mesh:
         """The mesh without data parallelism, whose ranks need not call a model equally often."""
         return Mesh(tuple(a for a in self.mesh if a.name != "dp"), self.mesh.experts)
+
+    def _end(self, failed: bool, mesh: Mesh) -> None:
+        watched = self._verifier is not None and self._verifier.left > 0
+        found = self._verifier.step_ends(failed, mesh) if self._verifier is not None and watched else []
+        self._finish(failed, mesh)
+        if found:
+            raise error_of(found, self.clock.step)
 
     def _finish(self, failed: bool, mesh: Mesh) -> None:
         failure, self._failure = self._failure, None
