@@ -181,3 +181,166 @@ def test_every_gradient(
         assert any(torch.equal(answer["everywhere"], a["listed"][WORDS]) for a in leaders)
         for name, got in answer["again"].items():
             assert got is None or torch.equal(got, changed(truth["state"][name])), name
+
+
+# -- what cannot be had ------------------------------------------------------------------------------
+
+
+def said(do: Any) -> str:
+    import megatron_flex as mf
+
+    try:
+        do()
+    except mf.FlexError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refused(case: Case) -> dict[str, str]:
+    """What each wrong request says, on this rank."""
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    if torch.distributed.get_rank() < 2:  # a module of somebody's own, on the first stage only
+        chunks[0].decoder.layers[0].probe = torch.nn.Linear(4, 4)
+    flex = mf.FlexModel(chunks)
+    rank = torch.distributed.get_rank()
+    one = torch.zeros(gpt.HIDDEN)
+    get, put = flex.get_module_parameter, flex.set_module_parameter
+    out = {
+        "unknown": said(lambda: get("decoder.layers.1.mlp.linear_fc3.weight")),
+        "shape": said(lambda: get(FC1, (2 * gpt.FFN, gpt.HIDDEN + 1))),
+        "no layout": said(lambda: get("decoder.layers.0.probe.weight")),
+        "no gradient": said(lambda: get(FC1, gradient=True)),
+        "set unknown": said(lambda: put("decoder.layers.1.norm", one)),
+        "set shape": said(lambda: put(NORM, torch.zeros(gpt.HIDDEN + 1))),
+        "set dtype": said(lambda: put(NORM, one.double())),
+        "set differing": said(lambda: put(NORM, one + rank)),
+        "set nothing": said(lambda: put(NORM, None)),
+        "set by one": said(lambda: put(NORM, one if rank == 1 else None)),
+        "optimizer": said(lambda: put(NORM, one, optimizer=torch.optim.SGD([torch.zeros(1)]))),
+        "without layout": str(flex.parameters_without_layout()),
+    }
+    with pytest.warns(UserWarning, match=r"left out: decoder.layers.0.probe.weight \(Linear\)"):
+        out["listed"] = str("decoder.layers.0.probe.weight" in dict(flex.named_whole_parameters()))
+    flex.restore()
+    return out
+
+
+def test_what_is_refused_is_refused_on_all_ranks() -> None:
+    for told in run(4, refused, SP_PP):
+        assert "no parameter 'decoder.layers.1.mlp.linear_fc3.weight'; nearest: decoder." in told["unknown"]
+        assert (
+            f"({2 * gpt.FFN}, {gpt.HIDDEN}), not the expected ({2 * gpt.FFN}, {gpt.HIDDEN + 1})"
+            in told["shape"]
+        )
+        assert "decoder.layers.0.probe.weight belongs to a Linear" in told["no layout"]
+        assert "has no gradient" in told["no gradient"]
+        assert told["set unknown"].startswith("SiteError")
+        assert f"has shape ({gpt.HIDDEN},)" in told["set shape"]
+        assert "torch.float64" in told["set dtype"]
+        assert "differ between ranks" in told["set differing"]
+        assert "no value" in told["set nothing"]
+        assert "no value" in told["set by one"]
+        assert "a SGD has no reload_model_params()" in told["optimizer"]
+        assert "probe.bias': 'Linear'" in told["without layout"]
+        assert told["listed"] == "False"
+
+
+def lies(case: Case, settings: dict[str, Any], finalize: bool) -> dict[str, str]:
+    """What is said when somebody says the wrong thing of gradients."""
+    import megatron_flex as mf
+
+    bare = ranks.start(case)
+    chunks = wrapped.ddp(bare, finalize, **settings)
+    flex = mf.FlexModel(chunks)
+    gpt.step(case, chunks, flex.session.mesh["dp"].coord)
+
+    def ask(reduced: bool | None, model: Any = flex) -> str:
+        return said(lambda: list(model.named_whole_parameters(gradients=True, reduced=reduced)))
+
+    out = {"nothing": ask(None), "reduced": ask(True), "unreduced": ask(False)}
+    flex.restore()
+    with mf.FlexModel(bare) as unwrapped:
+        out["bare"] = ask(True, unwrapped)
+    with mf.FlexModel(chunks) as called:
+        ranks.call(chunks).mean().backward()
+        out["called"] = ask(None, called)
+    return out
+
+
+def test_a_gradient_is_never_given_for_what_it_is_not() -> None:
+    for told in run(4, lies, SP_DP, {}, False):
+        assert "not known: no finalize_model_grads_func is set" in told["nothing"]
+        assert "said to be reduced differ between ranks" in told["reduced"]
+        assert "over tp, dp" in told["reduced"]
+        assert told["unreduced"] == ""
+        assert "make the FlexModel of the wrapped chunks" in told["bare"]
+    for told in run(4, lies, SP_DP, {"overlap_grad_reduce": True}, True):
+        assert told["nothing"] == told["reduced"] == ""
+        assert "has reduced these gradients already" in told["unreduced"]
+        assert "not known: the model ran outside the schedule" in told["called"]
+    for told in run(4, lies, SP_DP, {"overlap_grad_reduce": True}, False):
+        assert "overlap_grad_reduce=True reduces gradients during the backward pass" in told["unreduced"]
+
+
+# -- the optimizer's own copies ----------------------------------------------------------------------
+
+
+def trained(case: Case, low: bool, settings: dict[str, Any], tell: bool) -> list[float]:
+    """How far a weight is from what it was set to, before and after a step with a learning rate of 0."""
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    if low:
+        chunks = [c.bfloat16() for c in chunks]
+    chunks = wrapped.ddp(chunks, **settings)
+    distributed = bool(settings.get("use_distributed_optimizer"))
+    overlap = bool(settings.get("overlap_param_gather"))
+    kind = {"bf16": low, "use_distributed_optimizer": distributed, "overlap_param_gather": overlap}
+    kind["params_dtype"] = torch.bfloat16 if low else torch.float32
+    optimizer = wrapped.optimizer(chunks, lr=0.0, **kind)
+
+    def step() -> None:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        gpt.step(case, chunks, flex.session.mesh["dp"].coord)
+        assert optimizer.step()[0]
+
+    with mf.FlexModel(chunks) as flex:
+        step()
+        value = flex.get_module_parameter(FC1, everywhere=True) * 2
+        flex.set_module_parameter(FC1, value, optimizer=optimizer if tell else None)
+        out = []
+        for _ in range(3):
+            got = flex.get_module_parameter(FC1, everywhere=True)
+            out.append(float((got - value).abs().max() / value.abs().max()))
+            step()
+    return out
+
+
+OPTIMIZERS = [
+    pytest.param(True, {}, id="bf16"),
+    pytest.param(True, DISTRIBUTED, id="bf16, distributed"),
+    pytest.param(
+        True,
+        DISTRIBUTED | {"overlap_grad_reduce": True, "overlap_param_gather": True},
+        id="bf16, distributed, overlapped",
+    ),
+]
+
+
+@pytest.mark.parametrize(("low", "settings"), OPTIMIZERS)
+def test_a_weight_that_was_set_survives_the_next_step(low: bool, settings: dict[str, Any]) -> None:
+    case = Case("tp2 dp2", tp=2, dp=2, layers=2, extra={"bf16": low, "params_dtype": torch.bfloat16})
+    for answer in run(4, trained, case, low, settings, True):
+        assert answer == [0.0, 0.0, 0.0]
+    for answer in run(4, trained, case, low, settings, False):
+        assert answer == [0.0, 0.5, 0.5], "the optimizer wrote its own copy back"
+
+
+def test_a_distributed_optimizer_of_full_precision_has_no_copies() -> None:
+    case = Case("tp2 dp2", tp=2, dp=2, layers=2)
+    for tell in (True, False):
+        for answer in run(4, trained, case, False, DISTRIBUTED, tell):
+            assert answer == [0.0, 0.0, 0.0]

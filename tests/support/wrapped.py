@@ -39,4 +39,6 @@ def optimizer(chunks: list[nn.Module], lr: float, **settings: Any) -> Any:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     config = OptimizerConfig(optimizer="adam", lr=lr, min_lr=lr, weight_decay=0.0, **settings)
-    return get_megatron_optimizer(config, chunks)
+    known = inspect.signature(get_megatron_optimizer).parameters
+    groups = {"use_gloo_process_groups": False} if "use_gloo_process_groups" in known else {}
+    return get_megatron_optimizer(config, chunks, **groups)
