@@ -1,6 +1,6 @@
 """megatron_flex: read and edit the tensors of a distributed model as one device would hold them."""
 
-from megatron_flex.errors import FlexError, HookError, LayoutError, SiteError
+from megatron_flex.errors import FlexError, HookError, LayoutError, SiteError, VerifyError
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.model import FlexModel, attach
@@ -24,6 +24,7 @@ __all__ = [
     "Readings",
     "Site",
     "SiteError",
+    "VerifyError",
     "__version__",
     "attach",
 ]

@@ -22,6 +22,10 @@ class HookError(FlexError):
     """A hook that failed, never fired, or differs between ranks."""
 
 
+class VerifyError(FlexError):
+    """What ranks hold contradicts what the layouts say: the model is out of step, or a layout is wrong."""
+
+
 def nearest(name: str, names: Iterable[str], count: int = 3) -> str:
     """Return `": nearest are a, b"` for the names closest to `name`, or an empty string."""
     found = get_close_matches(name, list(names), n=count, cutoff=0.4)

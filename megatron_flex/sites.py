@@ -78,7 +78,16 @@ class Site:
         return replace(self, tap=None)
 
 
-def model_order(site: Site) -> tuple[int, int]:
+class Named(Protocol):
+    """A site, a parameter."""
+
+    @property
+    def name(self) -> str:
+        """Its global name."""
+        ...
+
+
+def model_order(site: Named) -> tuple[int, int]:
     """A key to sort sites of all stages and chunks by: embeddings, layers by number, and what follows."""
     layer = re.search(r"\.layers\.(\d+)[.:]", site.name)
     if layer:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import nn
 
 from megatron_flex.adapters import megatron_core
-from megatron_flex.adapters.base import Adapter, Listener, ParameterSite, Undo
+from megatron_flex.adapters.base import Adapter, Listener, LocalGradient, ParameterSite, Undo
 from megatron_flex.errors import FlexError
 
-__all__ = ["Adapter", "Listener", "ParameterSite", "Undo", "detect"]
+__all__ = ["Adapter", "Listener", "LocalGradient", "ParameterSite", "Undo", "detect"]
 
 ADAPTERS = (megatron_core.detect,)
 

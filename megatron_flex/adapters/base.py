@@ -50,8 +50,10 @@ class ParameterSite:
         shape: the whole's shape.
         parameter: the local parameter; None on ranks that do not own it.
         stage: pipeline stage that owns it.
-        owner: coordinates that the owning ranks have beside their stage, such as `(("ep", 2),)`; all ranks of
-            a stage know of the parameter.
+        owner: coordinates, such as `(("ep", 2),)`, that its owning ranks have beside their stage. All ranks
+            of the stage list the parameter.
+        copy_of: the name of the parameter that this one is a copy of on another stage (a tied output
+            layer); empty if it is none. The gradients of copies are summands.
     """
 
     name: str
@@ -60,10 +62,26 @@ class ParameterSite:
     parameter: nn.Parameter | None = field(compare=False, repr=False)
     stage: int = 0
     owner: tuple[tuple[str, int], ...] = ()
+    copy_of: str = ""
 
     def remote(self) -> ParameterSite:
         """The parameter as ranks know it that do not own it."""
         return replace(self, parameter=None)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGradient:
+    """A parameter's gradient as this rank holds it.
+
+    Attributes:
+        tensor: of the local parameter's shape, in the memory that the optimizer reads; None if there is none.
+        part: the entries, counted flat, that are reduced on this rank; None for all.
+        group: over whose ranks the parts make up the whole `tensor`; None where `part` is.
+    """
+
+    tensor: Tensor | None
+    part: tuple[int, int] | None = None
+    group: Any = None
 
 
 class Adapter(Protocol):
@@ -80,6 +98,25 @@ class Adapter(Protocol):
 
     def parameters(self) -> list[ParameterSite]:
         """The parameters that this rank owns and a layout is known for, in model order."""
+
+    def without_layout(self) -> dict[str, str]:
+        """The names of this rank's other parameters, and the classes of the modules that own them."""
+
+    def settle(self) -> None:
+        """Wait for whatever the framework is still doing to the parameters. Every rank calls it."""
+
+    def gradients_reduced(self) -> bool | None:
+        """Whether gradients are reduced over data (and so over tensor) parallel ranks when a step is over.
+
+        None if only the person who wrote the loop knows.
+        """
+
+    def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
+        """A parameter's gradient, reduced or not yet.
+
+        Raises:
+            FlexError: what is asked for does not exist at this moment.
+        """
 
     def watch(self, listener: Listener) -> Undo:
         """Tell `listener` what the schedule does, until the returned function is called."""

@@ -16,6 +16,14 @@ from megatron_flex.collectives.send import (
     send_up_pipeline,
     takes_part,
 )
+from megatron_flex.collectives.single import (
+    checksum,
+    differing,
+    joined,
+    spread,
+    whole_from_stage,
+    whole_on_stage,
+)
 from megatron_flex.collectives.talk import Agreement, any_rank, everyone
 
 __all__ = [
@@ -26,14 +34,20 @@ __all__ = [
     "Step",
     "all_assemble",
     "any_rank",
+    "checksum",
+    "differing",
     "everyone",
     "gather_rows",
     "gather_whole",
     "is_leader",
+    "joined",
     "plan_read",
     "scatter_rows",
     "scatter_whole",
     "send_to_leader",
     "send_up_pipeline",
+    "spread",
     "takes_part",
+    "whole_from_stage",
+    "whole_on_stage",
 ]

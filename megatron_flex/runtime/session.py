@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from megatron_flex.adapters import Adapter, Undo
 from megatron_flex.collectives import (
     Agreement,
-    Parcel,
     Route,
     any_rank,
     everyone,
@@ -23,8 +22,6 @@ from megatron_flex.collectives import (
     is_leader,
     scatter_rows,
     scatter_whole,
-    send_to_leader,
-    send_up_pipeline,
 )
 from megatron_flex.errors import HookError
 from megatron_flex.knobs import knobs
@@ -35,6 +32,8 @@ from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.hooks import HookFunction, Registry, call_editing
 from megatron_flex.runtime.recorder import Recorder
 from megatron_flex.runtime.streams import same_stream
+from megatron_flex.runtime.survey import Survey
+from megatron_flex.runtime.verify import Verifier, error_of
 from megatron_flex.sites import GRAD, Site, SiteTable, model_order
 
 
@@ -56,9 +55,13 @@ class Session:
         own, parameters = adapter.sites(), adapter.parameters()
         self._own = {s.name: s for s in own}
         self._own_parameters = {p.name: p for p in parameters}
-        told = everyone(([s.remote() for s in own], [p.remote() for p in parameters]), self.mesh, ["pp"])
-        self.sites = SiteTable(sorted((s for sites, _ in told for s in sites), key=model_order))
-        self.registry = Registry(self.sites, {p.name: p for _, ps in told for p in ps})
+        mine = [s.remote() for s in own], [p.remote() for p in parameters], adapter.without_layout()
+        told = everyone(mine, self.mesh, ["pp"])
+        self.sites = SiteTable(sorted((s for sites, _, _ in told for s in sites), key=model_order))
+        everywhere = [p for _, ps, _ in told for p in ps]
+        self.registry = Registry(self.sites, {p.name: p for p in everywhere})
+        unknown = {name: kind for _, _, names in told for name, kind in names.items()}
+        self.survey = Survey(adapter, parameters, everywhere, unknown)
         self.captures = Captures()
         self.save_ctx = Namespace()
         self.modules = nn.ModuleDict()
@@ -73,6 +76,7 @@ class Session:
         self._failure: tuple[str, BaseException] | None = None
         self._in_schedule = False
         self._awaits_backward = False
+        self._verifier: Verifier | None = None
         self._unwatch: Undo | None = adapter.watch(self)
 
     @property
@@ -101,8 +105,23 @@ class Session:
         for name in [n for n in self._taps if not self.registry.at(n)]:
             self._taps.pop(name)()
 
+    def verify(self, steps: int) -> None:
+        """Watch all sites for the next steps, on every rank alike."""
+        if self._verifier is not None:
+            self._verifier.stop()
+        self._verifier = Verifier(self._own.values(), self.survey, self.clock, steps)
+        self._agreed = -1
+
+    @property
+    def unverified(self) -> bool:
+        """Whether checking was asked for and no step has been checked."""
+        return self._verifier is not None and not self._verifier.checked
+
     def close(self) -> None:
         """Take everything out of the model and its schedule."""
+        if self._verifier is not None:
+            self._verifier.stop()
+            self._verifier = None
         for undo in self._taps.values():
             undo()
         self._taps.clear()
@@ -123,32 +142,19 @@ class Session:
         fired = any_rank([int(h in self._fired) for h in judged], self.mesh)
         return [h for h, f in zip(judged, fired, strict=True) if not f]
 
-    def whole_parameters(self) -> list[tuple[str, Tensor]]:
-        """The parameters as one device would hold them, on the leader; elsewhere an empty list.
-
-        Collective within the model replica.
-        """
-        mine = list(self._own_parameters.values())
-        held = [p.parameter.detach() for p in mine if p.parameter is not None]
-        parcels = [Parcel(p.layout, [t]) for p, t in zip(mine, held, strict=True)]
-        wholes = send_to_leader(parcels, self.mesh, knobs.bucket_bytes)
-        if not is_leader(self.mesh):
-            return []
-        kept = [(p.name, w.to("cpu", copy=True)) for p, w in zip(mine, wholes, strict=True) if w is not None]
-        return send_up_pipeline(kept, self.mesh)
-
     # -- what the adapter tells ------------------------------------------------------------------------
 
     def step_begins(self, iteration: int | None) -> None:
         """A schedule starts."""
         self._compare()
+        self.survey.called = False
         self.clock.begin(iteration)
         self._in_schedule = True
 
     def step_ends(self, failed: bool) -> None:
         """It is over: bring what was read to the leader, or forget it."""
         self._in_schedule = False
-        self._finish(failed, self.mesh)
+        self._end(failed, self.mesh)
 
     def forward_begins(self, microbatch: int) -> None:
         """A microbatch goes forward."""
@@ -167,20 +173,29 @@ class Session:
         """The model is called outside a schedule; each such call is a step."""
         self._compare()
         self._awaits_backward = False  # of a backward pass that raised
+        self.survey.called = torch.is_grad_enabled() or self.survey.called
         self.clock.begin(None)
 
     def call_ends(self, failed: bool) -> None:
         """That call is over; its backward pass may follow."""
-        self._finish(failed, self._replica())
+        self._end(failed, self._replica())
 
     def _compare(self) -> None:
         if self.registry.version != self._agreed or self._agreement.wanted():
-            self._agreement.compare(self.registry.describe())
+            watched = self._verifier is not None and self._verifier.left > 0
+            self._agreement.compare(self.registry.describe() + (", verify()" if watched else ""))
             self._agreed = self.registry.version
 
     def _replica(self) -> Mesh:
         """The mesh without data parallelism, whose ranks need not call a model equally often."""
         return Mesh(tuple(a for a in self.mesh if a.name != "dp"), self.mesh.experts)
+
+    def _end(self, failed: bool, mesh: Mesh) -> None:
+        watched = self._verifier is not None and self._verifier.left > 0
+        found = self._verifier.step_ends(failed, mesh) if self._verifier is not None and watched else []
+        self._finish(failed, mesh)
+        if found:
+            raise error_of(found, self.clock.step)
 
     def _finish(self, failed: bool, mesh: Mesh) -> None:
         failure, self._failure = self._failure, None

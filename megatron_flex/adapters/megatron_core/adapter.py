@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from megatron_flex.adapters.base import Listener, ParameterSite, Undo
+from megatron_flex.adapters.base import Listener, LocalGradient, ParameterSite, Undo
+from megatron_flex.adapters.megatron_core.gradients import Gradients
 from megatron_flex.adapters.megatron_core.groups import mesh_of
 from megatron_flex.adapters.megatron_core.kinds import ROOTS, is_a, unwrap
-from megatron_flex.adapters.megatron_core.parameters import parameters_of
+from megatron_flex.adapters.megatron_core.parameters import parameters_of, unknown_of
 from megatron_flex.adapters.megatron_core.schedule import watch
 from megatron_flex.adapters.megatron_core.sites import sites_of
 from megatron_flex.errors import FlexError
@@ -17,13 +18,14 @@ from megatron_flex.sites import Site
 
 
 class MegatronCore:
-    """megatron-core's view of a model, given as its unwrapped chunks."""
+    """megatron-core's view of a model, given as its chunks, wrapped or not."""
 
     name = "megatron-core"
 
-    def __init__(self, roots: list[nn.Module]) -> None:
-        self.roots = roots
-        self.mesh = mesh_of(roots[0])
+    def __init__(self, chunks: list[nn.Module]) -> None:
+        self.roots = [unwrap(c) for c in chunks]
+        self.mesh = mesh_of(self.roots[0])
+        self._gradients = Gradients(chunks, self.roots)
 
     def check(self) -> None:
         """Refuse what cannot be hooked: graphs replay kernels, and merged passes skip the modules."""
@@ -55,6 +57,22 @@ class MegatronCore:
         """The parameters of all chunks on this rank that belong to modules with a known layout."""
         return [p for root in self.roots for p in parameters_of(root, self.mesh)]
 
+    def without_layout(self) -> dict[str, str]:
+        """The other parameters of all chunks on this rank."""
+        return {name: kind for root in self.roots for name, kind in unknown_of(root).items()}
+
+    def settle(self) -> None:
+        """Wait for the parameters that the distributed optimizer gathers while the model runs."""
+        self._gradients.gather_parameters()
+
+    def gradients_reduced(self) -> bool | None:
+        """Whether the schedule finalizes gradients at its end."""
+        return self._gradients.reduced()
+
+    def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
+        """`main_grad` where Megatron keeps it, `grad` otherwise."""
+        return self._gradients.of(parameter, reduced)
+
     def watch(self, listener: Listener) -> Undo:
         """Follow Megatron's schedules, and calls of the model outside them."""
         return watch(self.roots, listener)
@@ -62,5 +80,5 @@ class MegatronCore:
 
 def detect(chunks: list[nn.Module]) -> MegatronCore | None:
     """An adapter, if every chunk is a model of Megatron's."""
-    roots = [unwrap(c) for c in chunks]
-    return MegatronCore(roots) if roots and all(is_a(r, *ROOTS) for r in roots) else None
+    known = bool(chunks) and all(is_a(unwrap(c), *ROOTS) for c in chunks)
+    return MegatronCore(chunks) if known else None

@@ -71,7 +71,7 @@ class Builder:
     def __init__(self, root: Any, mesh: Mesh) -> None:
         self.root, self.mesh = root, mesh
         self.config: Any = root.config
-        self.of = Layouts(self.config, mesh, _vocabulary(root))
+        self.of = Layouts(self.config, mesh, vocabulary(root))
         self.sizes: dict[str, Any] = {
             "h": self.config.hidden_size,
             "f": self.config.ffn_hidden_size,
@@ -129,7 +129,7 @@ class Builder:
         return "" if is_a(module, known) else NO_RULE.format(kind=type(module).__name__, known=known)
 
 
-def _vocabulary(root: nn.Module) -> int | None:
+def vocabulary(root: nn.Module) -> int | None:
     """The vocabulary without padding, as `megatron.training` knows it; None if nothing says it.
 
     A model knows only the padded number.

@@ -80,6 +80,8 @@ KINDS = (
 
 
 def _column(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    if role == "output_layer":
+        return of.vocabulary_cut(parameter.ndim)
     gated = role == "linear_fc1" and of.config.gated_linear_unit
     return of.rows_cut(parameter.ndim, (1, 1) if gated else (1,))
 
@@ -89,7 +91,7 @@ def _row(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
 
 
 def _vocabulary(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
-    return of.rows_cut(2)
+    return of.vocabulary_cut(2)
 
 
 def _positions(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:

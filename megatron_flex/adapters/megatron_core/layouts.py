@@ -96,9 +96,14 @@ class Layouts:
     # -- parameters ----------------------------------------------------------------------------------
 
     def rows_cut(self, dims: int, segments: tuple[int, ...] = (1,)) -> Layout:
-        """A weight or bias cut along its first dim: column-parallel linears, vocabularies."""
+        """A weight or bias cut along its first dim: column-parallel linears."""
         rest = (Dim("in"),) if dims == 2 else ()
         return Layout((Dim("out", (Cut("tp"),), segments), *rest))
+
+    def vocabulary_cut(self, dims: int) -> Layout:
+        """A weight or bias with a row for each token, the vocabulary without its padding."""
+        rest = (Dim("h"),) if dims == 2 else ()
+        return Layout((Dim("v", (Cut("tp"),), keep=self.vocabulary), *rest))
 
     def columns_cut(self) -> Layout:
         """A row-parallel weight, cut along its second dim."""

@@ -14,35 +14,49 @@ from torch import nn
 
 from megatron_flex.adapters.base import ParameterSite
 from megatron_flex.adapters.megatron_core import attention, dense, moe
+from megatron_flex.adapters.megatron_core.build import ParameterKind, vocabulary
 from megatron_flex.adapters.megatron_core.kinds import global_modules
 from megatron_flex.adapters.megatron_core.layouts import Layouts
 from megatron_flex.layout import Layout, whole_shape
 from megatron_flex.mesh import Mesh
 
 KINDS = (*moe.PARAMETERS, *attention.PARAMETERS, *dense.PARAMETERS)
+WORDS, LOGITS = "embedding.word_embeddings.weight", "output_layer.weight"
 EXPERT = re.compile(r"(.*\.experts\.local_experts\.|.*\.experts\.linear_fc[12]\.\D+)(\d+)(.*)")
 
 
-def parameters_of(root: nn.Module, mesh: Mesh) -> list[ParameterSite]:
+def parameters_of(root: Any, mesh: Mesh) -> list[ParameterSite]:
     """The parameters of one chunk, in model order, as far as a kind gives their layout.
 
     Those of experts are listed on every rank of the stage, whether it has the expert or not.
     """
-    of = Layouts(root.config, mesh)
+    of = Layouts(root.config, mesh, vocabulary(root))
+    # Where both ends of the model are on one rank, the output layer has no weight of its own.
+    tied = bool(getattr(root, "share_embeddings_and_output_weights", False))
     out: list[ParameterSite] = []
-    for path, module in global_modules(root):
-        role = path.rpartition(".")[2]
-        kind = next((k for k in KINDS if k.fits(role, module)), None)
+    for path, module, kind in _kinds(root):
         if kind is None:
             continue
         for name, parameter in module.named_parameters(recurse=False):
             inside = EXPERT.fullmatch(f"{path}.{name}")
-            layout = kind.layout(of, role, name, parameter)
+            layout = kind.layout(of, path.rpartition(".")[2], name, parameter)
             layout = of_expert(layout) if inside else layout
             shape = whole_shape(layout, parameter.shape, mesh.sizes)
-            site = ParameterSite(f"{path}.{name}", layout, shape, parameter, mesh["pp"].coord)
+            copy = WORDS if tied and f"{path}.{name}" == LOGITS else ""
+            place = mesh["pp"].coord
+            site = ParameterSite(f"{path}.{name}", layout, shape, parameter, place, copy_of=copy)
             out += _of_all_ranks(site, inside, mesh, root.config) if inside else [site]
     return out
+
+
+def unknown_of(root: nn.Module) -> dict[str, str]:
+    """The other parameters of the chunk, with the class of the module that owns each."""
+    return {
+        f"{path}.{name}": type(module).__name__
+        for path, module, kind in _kinds(root)
+        if kind is None
+        for name, _ in module.named_parameters(recurse=False)
+    }
 
 
 def of_expert(layout: Layout) -> Layout:
@@ -52,6 +66,12 @@ def of_expert(layout: Layout) -> Layout:
         for d in layout.dims
     )
     return Layout(tuple(dims))
+
+
+def _kinds(root: nn.Module) -> Iterator[tuple[str, nn.Module, ParameterKind | None]]:
+    for path, module in global_modules(root):
+        role = path.rpartition(".")[2]
+        yield path, module, next((k for k in KINDS if k.fits(role, module)), None)
 
 
 def _of_all_ranks(

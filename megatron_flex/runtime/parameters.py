@@ -1,0 +1,141 @@
+"""Whole parameters and their gradients: read on the leader or everywhere, and set on all ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.adapters import ParameterSite
+from megatron_flex.collectives import checksum, everyone, joined, spread, whole_from_stage, whole_on_stage
+from megatron_flex.errors import FlexError
+from megatron_flex.layout import extract
+from megatron_flex.runtime.survey import Note, Survey, Want
+
+
+def get(survey: Survey, name: str, want: Want, expected: Sequence[int | None] | None) -> Tensor | None:
+    """One whole, on the CPU of the leader or of every rank; None elsewhere. Collective over the mesh."""
+    name = survey.resolve(name)
+    want = survey.prepare(want)
+    note = survey.notes([name], want).get(name)
+    if note is None:
+        raise FlexError(f"{name} has no gradient: it is frozen, or no backward pass has run")
+    if expected is not None and (
+        len(expected) != len(note.shape)
+        or any(e is not None and e != n for e, n in zip(expected, note.shape, strict=True))
+    ):
+        raise FlexError(
+            f"{name} has shape {note.shape}, not the expected {tuple(expected)}; drop expected_shape"
+        )
+    return _whole(survey, name, want, note)
+
+
+def every(survey: Survey, want: Want) -> Iterator[tuple[str, Tensor]]:
+    """One whole after the other; collective over the mesh, so every rank goes on to the end."""
+    if survey.unknown:
+        some = ", ".join(f"{n} ({kind})" for n, kind in list(survey.unknown.items())[:3])
+        more = ", ..." if len(survey.unknown) > 3 else ""
+        warnings.warn(
+            f"{len(survey.unknown)} parameters of modules without a known layout are left out: {some}{more}; "
+            "parameters_without_layout() has all",
+            stacklevel=2,
+        )
+    want = survey.prepare(want)
+    for name, note in survey.notes(list(survey.sites), want).items():
+        whole = _whole(survey, name, want, note)
+        if whole is not None:
+            yield name, whole
+
+
+def set_whole(survey: Survey, name: str, value: Tensor | None, want: Want, optimizer: Any) -> None:
+    """Put a whole into all its shards and copies. Collective over the mesh."""
+    name = survey.resolve(name)
+    if optimizer is not None and not hasattr(optimizer, "reload_model_params"):
+        kind = type(optimizer).__name__
+        raise FlexError(f"a {kind} has no reload_model_params(); give Megatron's optimizer, or none")
+    want = survey.prepare(want)
+    value = _agreed(survey, name, value, want)
+    for number, (site, parameter) in enumerate(survey.held(name)):
+        first = number == 0 and site.stage == survey.stages(name)[0]
+        # Of summands one gets the value and the others zeros, here as in a layout.
+        mine = value if first or not want.summands else torch.zeros_like(value)
+        _put(survey, site, parameter, mine, want)
+    if optimizer is not None:
+        optimizer.reload_model_params()
+
+
+def _whole(survey: Survey, name: str, want: Want, note: Note) -> Tensor | None:
+    """Bring one whole where it is wanted; of copies that are summands the sum."""
+    mesh = survey.mesh
+    like = torch.empty(note.shape, dtype=note.dtype, device="meta")
+    total: Tensor | None = None
+    for stage in survey.stages(name) if want.summands else survey.stages(name)[:1]:
+        whole = None
+        if stage == mesh["pp"].coord:
+            site = survey.own[name][0]
+            local = _local(survey, name, want, note)
+            whole = whole_on_stage(local, want.layout(site), site.owner, like, mesh, want.everywhere)
+        whole = whole_from_stage(whole, stage, like, mesh, want.everywhere)
+        if whole is not None:
+            total = whole.to("cpu", copy=True) if total is None else total + whole.cpu()
+    return total
+
+
+def _local(survey: Survey, name: str, want: Want, note: Note) -> Tensor | None:
+    held = [parameter for _, parameter in survey.held(name)]
+    if not held or not want.gradient:
+        return held[0].detach() if held else None
+    # A rank without a gradient where others have one: nothing came through here.
+    nothing = torch.zeros(held[0].shape, dtype=note.dtype, device=held[0].device)
+    if want.reduced:
+        local = survey.adapter.gradient(held[0], True)
+        return joined(nothing if local.tensor is None else local.tensor.detach(), local.part, local.group)
+    found = [survey.adapter.gradient(p, False).tensor for p in held]
+    return sum((t.detach() for t in found if t is not None), nothing)
+
+
+def _agreed(survey: Survey, name: str, value: Tensor | None, want: Want) -> Tensor:
+    """The value on every rank, after all have found it to be of the right kind."""
+    mesh = survey.mesh
+    given = None if value is None else (tuple(value.shape), value.dtype, checksum(value))
+    told = everyone((survey.note(name, want), given), mesh, [a.name for a in mesh])
+    notes = [note for note, _ in told if note is not None]
+    if problem := next((n.problem for n in notes if n.problem), ""):
+        raise FlexError(f"{name}: {problem}")
+    givers = [g for _, g in told if g is not None]
+    if told[0][1] is None:
+        raise FlexError(f"no value for {name}; pass the whole tensor on every rank, or on the leader")
+    if any(g != givers[0] for g in givers):
+        raise FlexError(f"the values for {name} differ between ranks; pass the same, or the leader's only")
+    shape, dtype, _ = givers[0]
+    known = next((n.dtype for n in notes if n.dtype is not None), notes[0].held)
+    if shape != notes[0].shape or dtype != known:
+        raise FlexError(
+            f"{name} has shape {notes[0].shape} and dtype {known}; the value has {shape} and {dtype}: "
+            "convert it"
+        )
+    if value is not None and len(givers) == len(told):
+        return value.detach()
+    device = next(p.device for n in survey.own for _, p in survey.held(n))
+    buffer = torch.empty(shape, dtype=dtype, device=device)
+    if value is not None:
+        buffer.copy_(value)
+    return spread(buffer, mesh)
+
+
+def _put(survey: Survey, site: ParameterSite, parameter: nn.Parameter, value: Tensor, want: Want) -> None:
+    old = parameter.data
+    if want.gradient:
+        found = survey.adapter.gradient(parameter, not want.summands).tensor
+        if found is None:
+            parameter.grad = torch.zeros_like(parameter)
+            found = parameter.grad
+        old = found
+    mesh = survey.mesh
+    # A local tensor keeps the padding that the whole comes without.
+    shard = extract(want.layout(site), value.to(old.device), mesh.coords, mesh.sizes, old)
+    with torch.no_grad():
+        old.copy_(shard)

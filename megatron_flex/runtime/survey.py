@@ -1,0 +1,222 @@
+"""What all ranks must know of parameters before one is sent: dtype, shape, how far gradients are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.adapters import Adapter, ParameterSite
+from megatron_flex.collectives import checksum, differing, everyone
+from megatron_flex.errors import FlexError, SiteError, nearest
+from megatron_flex.layout import Layout, whole_shape
+from megatron_flex.sites import model_order
+
+EXPERT = {"ep", "etp", "edp"}
+SHOWN = 8  # names in one error
+SAY_WHICH = (
+    "whether these gradients are reduced is not known: {why}; say reduced=True behind "
+    "finalize_model_grads(), reduced=False before it"
+)
+
+
+class Want(NamedTuple):
+    """What is asked for of a parameter.
+
+    Attributes:
+        gradient: its gradient and not itself.
+        reduced: the gradient after the framework's reduction, or each data parallel replica's own; None for
+            what the framework is known to leave.
+        padded: with the rows that pad a vocabulary.
+        everywhere: on every rank and not on the leader alone.
+    """
+
+    gradient: bool = False
+    reduced: bool | None = None
+    padded: bool = False
+    everywhere: bool = False
+
+    @property
+    def summands(self) -> bool:
+        """Whether what ranks hold are summands, as gradients are before they are reduced."""
+        return self.gradient and not self.reduced
+
+    def layout(self, site: ParameterSite) -> Layout:
+        """How the local tensors of what is wanted relate."""
+        layout = site.layout.gradient() if self.summands else site.layout
+        if self.padded:
+            layout = replace(layout, dims=tuple(replace(d, keep=None) for d in layout.dims))
+        return layout
+
+
+class Note(NamedTuple):
+    """What a rank says about its part of a parameter, or of its gradient.
+
+    Attributes:
+        dtype: of what is wanted; None if it has no gradient here.
+        held: dtype of the parameter.
+        shape: of the whole.
+        problem: why it cannot be had.
+    """
+
+    dtype: torch.dtype | None
+    held: torch.dtype
+    shape: tuple[int, ...]
+    problem: str = ""
+
+
+class Survey:
+    """All parameters of a model by global name, over all stages, and what this rank holds of each.
+
+    Attributes:
+        sites: for each name the parameter, and its copies on other stages.
+        unknown: names of those without a layout, and the classes of their modules.
+        called: whether the model ran outside a schedule last, which then finalized nothing.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        own: Sequence[ParameterSite],
+        told: Sequence[ParameterSite],
+        unknown: Mapping[str, str],
+    ) -> None:
+        self.adapter, self.mesh, self.unknown, self.called = adapter, adapter.mesh, dict(unknown), False
+        self.sites: dict[str, list[ParameterSite]] = {}
+        for site in sorted(told, key=model_order):
+            self.sites.setdefault(site.copy_of or site.name, []).append(site)
+        self.own: dict[str, list[ParameterSite]] = {}
+        for site in own:
+            self.own.setdefault(site.copy_of or site.name, []).append(site)
+
+    def held(self, name: str) -> list[tuple[ParameterSite, nn.Parameter]]:
+        """This rank's copies of a parameter, mostly one or none."""
+        return [(s, s.parameter) for s in self.own.get(name, []) if s.parameter is not None]
+
+    def stages(self, name: str) -> list[int]:
+        """The stages that hold it, the one that it is read from first."""
+        return sorted({s.stage for s in self.sites[name]})
+
+    def resolve(self, name: str) -> str:
+        """The name of a parameter, or of the one that it is a copy of.
+
+        Raises:
+            SiteError: it is none, or its layout is not known.
+        """
+        if name in self.sites:
+            return name
+        for original, sites in self.sites.items():
+            if any(s.name == name for s in sites):
+                return original
+        if name in self.unknown:
+            raise SiteError(
+                f"{name} belongs to a {self.unknown[name]}, whose layout is not known; build the layers with "
+                "the local spec (--transformer-impl local), or read the shards yourself"
+            )
+        raise SiteError(f"no parameter {name!r}{nearest(name, self.sites)}")
+
+    def prepare(self, want: Want) -> Want:
+        """Say what `reduced` is, and wait for what the framework still does to parameters.
+
+        Raises:
+            FlexError: only the person who wrote the loop knows whether gradients are reduced, or errs.
+        """
+        if not want.gradient:
+            self.adapter.settle()
+            return want
+        known = self.adapter.gradients_reduced()
+        by_hand = bool(known) and self.called
+        known = None if by_hand else known
+        if known is None and want.reduced is None:
+            why = "the model ran outside the schedule" if by_hand else "no finalize_model_grads_func is set"
+            raise FlexError(SAY_WHICH.format(why=why))
+        if known and want.reduced is False:
+            raise FlexError("the schedule has reduced these gradients already; drop reduced=False")
+        return want._replace(reduced=known if want.reduced is None else want.reduced)
+
+    def note(self, name: str, want: Want) -> Note | None:
+        """What this rank has to say about a parameter; None if it holds nothing of it."""
+        for site, parameter in self.held(name):
+            shape = whole_shape(want.layout(site), parameter.shape, self.mesh.sizes)
+            note = Note(parameter.dtype, parameter.dtype, shape)
+            kind = type(parameter.data)
+            if kind is not Tensor:
+                problem = f"it is kept as a {kind.__name__}, whose parts are not known; read those yourself"
+                return note._replace(problem=problem)
+            if not want.gradient:
+                return note
+            try:
+                tensor = self.adapter.gradient(parameter, not want.summands).tensor
+            except FlexError as error:
+                return note._replace(problem=str(error))
+            dtype = None if tensor is None else tensor.dtype
+            return note._replace(dtype=dtype, problem=self._no_sum(site) if want.summands else "")
+        return None
+
+    def notes(self, names: Sequence[str], want: Want) -> dict[str, Note]:
+        """Those of the parameters that exist (have a gradient). Collective over the mesh.
+
+        Raises:
+            FlexError: on all ranks, if one of them has a problem, or gradients are not what is said.
+        """
+        mine = {n: note for n in names if (note := self.note(n, want)) is not None}
+        found: dict[str, Note] = {}
+        for told in everyone(mine, self.mesh, [a.name for a in self.mesh]):
+            for name, note in told.items():
+                if note.problem:
+                    raise FlexError(f"{name}: {note.problem}")
+                if note.dtype is not None:
+                    found.setdefault(name, note)
+        if want.gradient and want.reduced:
+            self._check_reduced([n for n in names if n in found])
+        return {n: found[n] for n in names if n in found}
+
+    def _no_sum(self, site: ParameterSite) -> str:
+        """Why a gradient that is not reduced cannot be put together, if it cannot."""
+        axes = {*site.layout.axes, *site.layout.shared}
+        if site.owner or axes & EXPERT:
+            return "an expert's gradient comes from several data parallel ranks; reduced=True reads the sum"
+        if self.mesh["cp"].size > 1 and "cp" not in axes:
+            return "with context parallelism each rank has a share of it; reduced=True reads the sum"
+        return ""
+
+    def _check_reduced(self, names: Sequence[str]) -> None:
+        """Hold a promise that gradients are reduced against the gradients: copies must be equal."""
+        axes = ("tp", "cp", "dp", "pp", "etp", "edp")
+        found = differing([self._reduced_copy(name) for name in names], self.mesh, axes)
+        wrong = [f"{n} over {', '.join(axes)}" for n, axes in zip(names, found, strict=True) if axes]
+        if wrong:
+            more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+            raise FlexError(
+                f"gradients said to be reduced differ between ranks that should have equal ones "
+                f"({'; '.join(wrong[:SHOWN])}{more}); run finalize_model_grads() first, or ask for "
+                "reduced=False"
+            )
+
+    def _reduced_copy(self, name: str) -> dict[str, int]:
+        """A checksum of this rank's gradient, for each axis over which it must be the same."""
+        for site, parameter in self.held(name):
+            local = self.adapter.gradient(parameter, True)
+            if local.tensor is None:
+                continue
+            tensor, axes = local.tensor, copies_over(site, len(self.stages(name)) > 1)
+            if local.part is not None:
+                tensor = tensor.reshape(-1)[slice(*local.part)]
+                axes -= {"dp", "cp", "edp"}  # each of those ranks has another part
+            return dict.fromkeys(axes, checksum(tensor))
+        return {}
+
+
+def copies_over(site: ParameterSite, copied: bool) -> set[str]:
+    """The axes along which ranks must hold the same of a parameter.
+
+    Args:
+        site: the parameter.
+        copied: whether several stages hold it.
+    """
+    expert = bool(site.owner) or bool({*site.layout.axes, *site.layout.shared} & EXPERT)
+    axes = {"etp", "edp"} if expert else {"tp", "cp", "dp"}
+    return (axes | ({"pp"} if copied else set())) - set(site.layout.axes)

@@ -1,0 +1,346 @@
+"""Whole parameters and gradients, read and set, against single-process Megatron."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.matrix import BOUND, relative
+from tests.support import gpt, ranks, wrapped
+from tests.support.gpt import Case
+from tests.support.pool import run
+
+pytest.importorskip("megatron.core")
+
+FC1 = "decoder.layers.1.mlp.linear_fc1.weight"
+WORDS = "embedding.word_embeddings.weight"
+NORM = "decoder.layers.1.pre_mlp_layernorm.weight"
+SP_PP = Case("tp2 sp pp2", tp=2, sp=True, pp=2, layers=2)
+TIED = Case("tp2 sp pp2 tied", tp=2, sp=True, pp=2, layers=2, tied=True)
+TIED_DP = Case("pp2 dp2 tied", pp=2, dp=2, layers=2, tied=True)
+SP_DP = Case("tp2 sp dp2", tp=2, sp=True, dp=2, layers=2)
+CHUNKS = Case("tp2 pp2 vpp2", tp=2, pp=2, vpp=2, layers=4)
+PLAIN = Case("bias", tp=2, sp=True, gated=False, rms=False, rope=False, bias=True, layers=2)
+NORMS = Case("tp4 q/k norm", tp=4, qk_norm=True, groups=4, layers=2)
+CASES = [SP_PP, TIED, SP_DP, CHUNKS, PLAIN, NORMS]
+
+
+def changed(value: Tensor) -> Tensor:
+    """Another weight, in which every entry moves differently."""
+    return value * 1.25 + 0.05 * torch.cos(torch.arange(value.numel()).reshape(value.shape))
+
+
+def single(case: Case) -> dict[str, Any]:
+    """Weights, losses and gradients; and the losses with one parameter changed after the other."""
+    chunks = ranks.start(case)
+    state = gpt.randomize(chunks[0])
+    losses = gpt.step(case, chunks, 0)
+    held = dict(gpt.global_names(chunks[0]))
+    gradients = {n: p.grad.clone() for n, p in held.items()}
+    after = {}
+    for name, parameter in held.items():
+        parameter.data.copy_(changed(state[name]))
+        after[name] = gpt.step(case, chunks, 0, forward_only=True)
+        parameter.data.copy_(state[name])
+    return {"state": state, "losses": losses, "gradients": gradients, "after": after}
+
+
+# -- weights -----------------------------------------------------------------------------------------
+
+
+def weights(case: Case, state: dict[str, Tensor]) -> dict[str, Any]:
+    """Every parameter is set, read, and set to another value; the leader alone has the values."""
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    flex = mf.FlexModel(chunks)
+    first = all(c == 0 for c in flex.session.mesh.coords.values())
+    for name, value in state.items():
+        flex.set_module_parameter(name, value if first else None)
+    dp = flex.session.mesh["dp"].coord
+    answer: dict[str, Any] = {"leader": flex.is_leader, "dp": dp, "losses": gpt.step(case, chunks, dp)}
+    answer["read"] = {n: flex.get_module_parameter(n, tuple(t.shape)) for n, t in state.items()}
+    answer["listed"] = dict(flex.named_whole_parameters())
+    answer["everywhere"] = dict(flex.named_whole_parameters(everywhere=True))
+    answer["after"] = {}
+    for name, value in state.items():
+        flex.set_module_parameter(name, changed(value))
+        answer["after"][name] = gpt.step(case, chunks, dp, forward_only=True)
+        flex.set_module_parameter(name, value)
+    answer["unknown"] = flex.parameters_without_layout()
+    flex.restore()
+    return answer
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_every_weight(case: Case) -> None:
+    (truth,) = run(1, single, case.single())
+    answers = run(case.world, weights, case, truth["state"], timeout=300)
+    state = truth["state"]
+    for answer in answers:
+        assert answer["unknown"] == {}
+        assert answer["everywhere"].keys() == state.keys()
+        assert all(torch.equal(t, state[n]) for n, t in answer["everywhere"].items())
+        if answer["leader"]:
+            assert answer["listed"].keys() == state.keys()
+            assert all(torch.equal(t, state[n]) for n, t in answer["listed"].items())
+            assert all(torch.equal(t, state[n]) for n, t in answer["read"].items())
+        else:
+            assert answer["listed"] == {}
+            assert all(t is None for t in answer["read"].values())
+    assert sum(a["leader"] for a in answers) == case.dp
+    last = [next(a for a in answers if a["dp"] == dp and a["losses"]) for dp in range(case.dp)]
+    assert [x for a in last for x in a["losses"]] == pytest.approx(truth["losses"], rel=BOUND)
+    for name, losses in truth["after"].items():
+        assert [x for a in last for x in a["after"][name]] == pytest.approx(losses, rel=BOUND), name
+        assert losses != truth["losses"], name
+
+
+# -- gradients ---------------------------------------------------------------------------------------
+
+
+def gradients(
+    case: Case, state: dict[str, Tensor], settings: dict[str, Any] | None, finalize: bool, said: bool | None
+) -> dict[str, Any]:
+    """Gradients of all parameters, and one that was set and read again.
+
+    Args:
+        case: the model.
+        state: its weights.
+        settings: for Megatron's DDP; None for a model without it.
+        finalize: whether the schedule finalizes them.
+        said: what is said of them.
+    """
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    if settings is not None:
+        chunks = wrapped.ddp(chunks, finalize, **settings)
+    flex = mf.FlexModel(chunks)
+    for name, value in state.items():
+        flex.set_module_parameter(name, value)
+    dp = flex.session.mesh["dp"].coord
+    for _ in range(2):  # what overlaps does so from the second step on
+        for chunk in chunks if settings is not None else []:
+            chunk.zero_grad_buffer()
+        gpt.step(case, chunks, dp)
+    answer: dict[str, Any] = {"leader": flex.is_leader, "reduced": flex.session.adapter.gradients_reduced()}
+    answer["listed"] = dict(flex.named_whole_parameters(gradients=True, reduced=said))
+    one = {n: flex.get_module_parameter(n, gradient=True, reduced=said) for n in (WORDS, NORM)}
+    answer["one"] = one
+    answer["everywhere"] = flex.get_module_parameter(WORDS, gradient=True, reduced=said, everywhere=True)
+    answer["again"] = {}
+    for name in (WORDS, FC1, NORM):
+        flex.set_module_parameter(name, changed(state[name]), gradient=True, reduced=said)
+        answer["again"][name] = flex.get_module_parameter(name, gradient=True, reduced=said)
+    flex.restore()
+    return answer
+
+
+DISTRIBUTED = {"use_distributed_optimizer": True}
+SMALL = {"bucket_size": 1500, "overlap_grad_reduce": True}
+GRADIENTS = [
+    pytest.param(SP_PP, None, False, None, id="no DDP"),
+    pytest.param(TIED, None, False, None, id="no DDP, tied"),
+    pytest.param(NORMS, None, False, None, id="no DDP, q/k norm"),
+    pytest.param(SP_DP, None, False, False, id="no DDP, each replica's own"),
+    pytest.param(SP_DP, {}, False, False, id="DDP, not finalized"),
+    pytest.param(SP_DP, {}, True, None, id="DDP, finalized"),
+    pytest.param(NORMS, {}, True, None, id="DDP, finalized, q/k norm"),
+    pytest.param(TIED_DP, {}, True, None, id="DDP, finalized, tied"),
+    pytest.param(TIED_DP, {}, False, False, id="DDP, not finalized, tied"),
+    pytest.param(SP_DP, {"overlap_grad_reduce": True}, True, None, id="DDP, finalized, overlapped"),
+    pytest.param(SP_DP, DISTRIBUTED, True, None, id="distributed optimizer, finalized"),
+    pytest.param(SP_DP, DISTRIBUTED, False, False, id="distributed optimizer, not finalized"),
+    pytest.param(TIED_DP, DISTRIBUTED, True, None, id="distributed optimizer, finalized, tied"),
+    pytest.param(SP_DP, DISTRIBUTED | SMALL, True, True, id="distributed optimizer, buckets, overlapped"),
+]
+
+
+@pytest.mark.parametrize(("case", "settings", "finalize", "said"), GRADIENTS)
+def test_every_gradient(
+    case: Case, settings: dict[str, Any] | None, finalize: bool, said: bool | None
+) -> None:
+    (truth,) = run(1, single, case.single())
+    answers = run(case.world, gradients, case, truth["state"], settings, finalize, said)
+    leaders = [a for a in answers if a["leader"]]
+    want = truth["gradients"]
+    assert all(a["listed"].keys() == (want.keys() if a["leader"] else set()) for a in answers)
+    for name, true in want.items():
+        found = [a["listed"][name] for a in leaders]
+        # reduced, every replica has the average; not reduced, each has its own
+        for got in found if finalize else [torch.stack(found).mean(0)]:
+            assert relative(got, true) < BOUND, name
+    for answer in answers:
+        for name, got in answer["one"].items():
+            assert (got is not None) == answer["leader"]
+            assert got is None or torch.equal(got, answer["listed"][name])
+        assert any(torch.equal(answer["everywhere"], a["listed"][WORDS]) for a in leaders)
+        for name, got in answer["again"].items():
+            assert got is None or torch.equal(got, changed(truth["state"][name])), name
+
+
+# -- what cannot be had ------------------------------------------------------------------------------
+
+
+def said(do: Any) -> str:
+    import megatron_flex as mf
+
+    try:
+        do()
+    except mf.FlexError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refused(case: Case) -> dict[str, str]:
+    """What each wrong request says, on this rank."""
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    if torch.distributed.get_rank() < 2:  # a module of somebody's own, on the first stage only
+        chunks[0].decoder.layers[0].probe = torch.nn.Linear(4, 4)
+    flex = mf.FlexModel(chunks)
+    rank = torch.distributed.get_rank()
+    one = torch.zeros(gpt.HIDDEN)
+    get, put = flex.get_module_parameter, flex.set_module_parameter
+    out = {
+        "unknown": said(lambda: get("decoder.layers.1.mlp.linear_fc3.weight")),
+        "shape": said(lambda: get(FC1, (2 * gpt.FFN, gpt.HIDDEN + 1))),
+        "no layout": said(lambda: get("decoder.layers.0.probe.weight")),
+        "no gradient": said(lambda: get(FC1, gradient=True)),
+        "set unknown": said(lambda: put("decoder.layers.1.norm", one)),
+        "set shape": said(lambda: put(NORM, torch.zeros(gpt.HIDDEN + 1))),
+        "set dtype": said(lambda: put(NORM, one.double())),
+        "set differing": said(lambda: put(NORM, one + rank)),
+        "set nothing": said(lambda: put(NORM, None)),
+        "set by one": said(lambda: put(NORM, one if rank == 1 else None)),
+        "optimizer": said(lambda: put(NORM, one, optimizer=torch.optim.SGD([torch.zeros(1)]))),
+        "without layout": str(flex.parameters_without_layout()),
+    }
+    with pytest.warns(UserWarning, match=r"left out: decoder.layers.0.probe.weight \(Linear\)"):
+        out["listed"] = str("decoder.layers.0.probe.weight" in dict(flex.named_whole_parameters()))
+    flex.restore()
+    return out
+
+
+def test_what_is_refused_is_refused_on_all_ranks() -> None:
+    for told in run(4, refused, SP_PP):
+        assert "no parameter 'decoder.layers.1.mlp.linear_fc3.weight'; nearest: decoder." in told["unknown"]
+        assert (
+            f"({2 * gpt.FFN}, {gpt.HIDDEN}), not the expected ({2 * gpt.FFN}, {gpt.HIDDEN + 1})"
+            in told["shape"]
+        )
+        assert "decoder.layers.0.probe.weight belongs to a Linear" in told["no layout"]
+        assert "has no gradient" in told["no gradient"]
+        assert told["set unknown"].startswith("SiteError")
+        assert f"has shape ({gpt.HIDDEN},)" in told["set shape"]
+        assert "torch.float64" in told["set dtype"]
+        assert "differ between ranks" in told["set differing"]
+        assert "no value" in told["set nothing"]
+        assert "no value" in told["set by one"]
+        assert "a SGD has no reload_model_params()" in told["optimizer"]
+        assert "probe.bias': 'Linear'" in told["without layout"]
+        assert told["listed"] == "False"
+
+
+def lies(case: Case, settings: dict[str, Any], finalize: bool) -> dict[str, str]:
+    """What is said when somebody says the wrong thing of gradients."""
+    import megatron_flex as mf
+
+    bare = ranks.start(case)
+    chunks = wrapped.ddp(bare, finalize, **settings)
+    flex = mf.FlexModel(chunks)
+    gpt.step(case, chunks, flex.session.mesh["dp"].coord)
+
+    def ask(reduced: bool | None, model: Any = flex) -> str:
+        return said(lambda: list(model.named_whole_parameters(gradients=True, reduced=reduced)))
+
+    out = {"nothing": ask(None), "reduced": ask(True), "unreduced": ask(False)}
+    flex.restore()
+    with mf.FlexModel(bare) as unwrapped:
+        out["bare"] = ask(True, unwrapped)
+    with mf.FlexModel(chunks) as called:
+        ranks.call(chunks).mean().backward()
+        out["called"] = ask(None, called)
+    return out
+
+
+def test_a_gradient_is_never_given_for_what_it_is_not() -> None:
+    for told in run(4, lies, SP_DP, {}, False):
+        assert "not known: no finalize_model_grads_func is set" in told["nothing"]
+        assert "said to be reduced differ between ranks" in told["reduced"]
+        assert "over tp, dp" in told["reduced"]
+        assert told["unreduced"] == ""
+        assert "make the FlexModel of the wrapped chunks" in told["bare"]
+    for told in run(4, lies, SP_DP, {"overlap_grad_reduce": True}, True):
+        assert told["nothing"] == told["reduced"] == ""
+        assert "has reduced these gradients already" in told["unreduced"]
+        assert "not known: the model ran outside the schedule" in told["called"]
+    for told in run(4, lies, SP_DP, {"overlap_grad_reduce": True}, False):
+        assert "overlap_grad_reduce=True reduces gradients during the backward pass" in told["unreduced"]
+
+
+# -- the optimizer's own copies ----------------------------------------------------------------------
+
+
+def trained(case: Case, low: bool, settings: dict[str, Any], tell: bool) -> list[float]:
+    """How far a weight is from what it was set to, before and after a step with a learning rate of 0."""
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    if low:
+        chunks = [c.bfloat16() for c in chunks]
+    chunks = wrapped.ddp(chunks, **settings)
+    distributed = bool(settings.get("use_distributed_optimizer"))
+    overlap = bool(settings.get("overlap_param_gather"))
+    kind = {"bf16": low, "use_distributed_optimizer": distributed, "overlap_param_gather": overlap}
+    kind["params_dtype"] = torch.bfloat16 if low else torch.float32
+    optimizer = wrapped.optimizer(chunks, lr=0.0, **kind)
+
+    def step() -> None:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        gpt.step(case, chunks, flex.session.mesh["dp"].coord)
+        assert optimizer.step()[0]
+
+    with mf.FlexModel(chunks) as flex:
+        step()
+        value = flex.get_module_parameter(FC1, everywhere=True) * 2
+        flex.set_module_parameter(FC1, value, optimizer=optimizer if tell else None)
+        out = []
+        for _ in range(3):
+            got = flex.get_module_parameter(FC1, everywhere=True)
+            out.append(float((got - value).abs().max() / value.abs().max()))
+            step()
+    return out
+
+
+OPTIMIZERS = [
+    pytest.param(True, {}, id="bf16"),
+    pytest.param(True, DISTRIBUTED, id="bf16, distributed"),
+    pytest.param(
+        True,
+        DISTRIBUTED | {"overlap_grad_reduce": True, "overlap_param_gather": True},
+        id="bf16, distributed, overlapped",
+    ),
+]
+
+
+@pytest.mark.parametrize(("low", "settings"), OPTIMIZERS)
+def test_a_weight_that_was_set_survives_the_next_step(low: bool, settings: dict[str, Any]) -> None:
+    case = Case("tp2 dp2", tp=2, dp=2, layers=2, extra={"bf16": low, "params_dtype": torch.bfloat16})
+    for answer in run(4, trained, case, low, settings, True):
+        assert answer == [0.0, 0.0, 0.0]
+    for answer in run(4, trained, case, low, settings, False):
+        assert answer == [0.0, 0.5, 0.5], "the optimizer wrote its own copy back"
+
+
+def test_a_distributed_optimizer_of_full_precision_has_no_copies() -> None:
+    case = Case("tp2 dp2", tp=2, dp=2, layers=2)
+    for tell in (True, False):
+        for answer in run(4, trained, case, False, DISTRIBUTED, tell):
+            assert answer == [0.0, 0.0, 0.0]

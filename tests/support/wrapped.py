@@ -1,0 +1,44 @@
+"""Megatron's DistributedDataParallel around a case's model, its finalizing of gradients, its optimizers."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+
+def ddp(chunks: list[nn.Module], finalize: bool = True, **settings: Any) -> list[nn.Module]:
+    """Wrap the chunks.
+
+    Args:
+        chunks: the model.
+        finalize: whether the schedule finalizes gradients at its end.
+        settings: for DistributedDataParallelConfig.
+    """
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    known = inspect.signature(DistributedDataParallelConfig).parameters
+    config = DistributedDataParallelConfig(**{k: v for k, v in settings.items() if k in known})
+    if finalize:
+        for chunk in chunks:
+            chunk.config.finalize_model_grads_func = finalize_model_grads
+    wrapped = [DistributedDataParallel(c.config, config, c) for c in chunks]
+    for chunk in wrapped:
+        chunk.broadcast_params()
+        chunk.zero_grad_buffer()
+    return wrapped
+
+
+def optimizer(chunks: list[nn.Module], lr: float, **settings: Any) -> Any:
+    """Megatron's own optimizer for wrapped chunks."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = OptimizerConfig(optimizer="adam", lr=lr, min_lr=lr, weight_decay=0.0, **settings)
+    known = inspect.signature(get_megatron_optimizer).parameters
+    groups = {"use_gloo_process_groups": False} if "use_gloo_process_groups" in known else {}
+    return get_megatron_optimizer(config, chunks, **groups)
