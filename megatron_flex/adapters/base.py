@@ -50,6 +50,7 @@ class ParameterSite:
         shape: the whole's shape.
         parameter: the local parameter; None on ranks that do not own it.
         stage: pipeline stage that owns it.
+        hidden: why its gradient cannot be hooked; empty if it can.
     """
 
     name: str
@@ -57,6 +58,7 @@ class ParameterSite:
     shape: tuple[int, ...]
     parameter: nn.Parameter | None = field(compare=False, repr=False)
     stage: int = 0
+    hidden: str = ""
 
     def remote(self) -> ParameterSite:
         """The parameter as ranks know it that do not own it."""

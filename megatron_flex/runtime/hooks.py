@@ -135,7 +135,10 @@ class Registry:
             )
         entry = Registered(hook)
         if hook.hook_type == "tensor" and hook.module_name in self._parameters:
-            entry.parameters = [self._parameters[hook.module_name]]
+            told = self._parameters[hook.module_name]
+            if told.hidden:
+                raise HookError(f"no hook can stand at the gradient of {told.name}: {told.hidden}")
+            entry.parameters = [told]
         else:
             entry.sites = self._sites.match(hook.module_name, POINTS[hook.hook_type])
             for site in entry.sites:

@@ -133,7 +133,7 @@ class Session:
         if not is_leader(self.mesh):
             return []
         kept = [(p.name, w.to("cpu", copy=True)) for p, w in zip(mine, wholes, strict=True) if w is not None]
-        return send_up_pipeline(kept, self.mesh)
+        return list(dict(send_up_pipeline(kept, self.mesh)).items())  # some are held by two stages
 
     # -- what the adapter tells ------------------------------------------------------------------------
 

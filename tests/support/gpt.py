@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.support import mtp
+
 SEQUENCE, BATCH, VOCABULARY, HIDDEN, FFN, HEADS, GROUPS = 16, 2, 64, 32, 48, 4, 2
 
 
@@ -186,6 +188,7 @@ def _chunk(case: Case, stage: int | None) -> nn.Module:
     spec = get_gpt_layer_local_spec(**{k: v for k, v in wanted.items() if k in known})
     if "vp_stage" in inspect.signature(GPTModel).parameters:
         common["vp_stage"] = stage
+    common.update(mtp.arguments(common["config"], spec, stage))
     return GPTModel(transformer_layer_spec=spec, **common)
 
 
@@ -322,4 +325,5 @@ def step(case: Case, chunks: list[nn.Module], rank: int, forward_only: bool = Fa
             micro_batch_size=BATCH,
             forward_only=forward_only,
         )
+    mtp.sum_embedding_gradients(chunks)
     return [float(item["loss"]) for item in losses]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import gpt
+from tests.support import gpt, mtp
 
 Visit = Callable[[Tensor], Tensor]
 ARGUMENTS = {"q": (0, "query"), "k": (1, "key"), "v": (2, "value"), "scores": (0, "input")}
@@ -31,6 +31,10 @@ def install(root: nn.Module, site: str, visit: Visit) -> None:
     if path == "loss":
         return _wrap(root, "compute_language_model_loss", visit, None)
     module = root.get_submodule(path)
+    if path.startswith("embedding"):
+        visit = mtp.first_call(root, visit)
+    if type(module).__name__ == "MultiTokenPredictionLayer" and point == "input":
+        return _before(module, 2, "hidden_states", visit)
     if point in ("output", "partial", "probs"):
         target = module.scale_mask_softmax if point == "probs" else module
         _after(target, visit)
@@ -109,14 +113,15 @@ def run(case: gpt.Case, sites: list[str], edits: list[str]) -> Truth:
     watched = gpt.build(case)
     gpt.load(watched, state)
     values: dict[str, list[Tensor]] = defaultdict(list)
-    gradients: dict[str, list[Tensor]] = defaultdict(list)
+    gradients: dict[str, dict[int, Tensor]] = defaultdict(dict)  # by forward call: backward ones are reversed
 
     def watch(site: str) -> Visit:
         def visit(tensor: Tensor) -> Tensor:
+            call = len(values[site])
             values[site].append(tensor.detach().clone())
             if tensor.requires_grad:
                 tensor = tensor.clone()  # masking in place would take the hook away from a view
-                tensor.register_hook(lambda grad: gradients[site].append(grad.detach().clone()))
+                tensor.register_hook(lambda grad: gradients[site].update({call: grad.detach().clone()}))
             return tensor
 
         return visit
@@ -124,7 +129,8 @@ def run(case: gpt.Case, sites: list[str], edits: list[str]) -> Truth:
     for site in sites:
         install(watched[0], site, watch(site))
     _step(case, watched)
-    truth.update(values=dict(values), gradients=dict(gradients))
+    ordered = {site: [found[call] for call in sorted(found)] for site, found in gradients.items()}
+    truth.update(values=dict(values), gradients=ordered)
 
     for site in edits:
         fresh = gpt.build(case)
@@ -164,6 +170,7 @@ def sites_of(case: gpt.Case) -> list[str]:
         out += [f"decoder.layers.{layer}:mid"] if not case.hybrid else []
         out += [f"decoder.layers.{layer}.{name}" for name in own]
     out += ["decoder:output", f"decoder.{final}:input", f"decoder.{final}:output"]
+    out += mtp.sites_of(case.extra.get("mtp_num_layers"), attention + mlp)
     return [*out, *(f"output_layer:{p}" for p in ("input", "gemm_input", "output")), "loss:output"]
 
 
@@ -171,6 +178,7 @@ def edits_of(case: gpt.Case) -> list[str]:
     """One site of each kind (of one layer, on the last stage), and what one stage hands to the next."""
     count = case.layers * (2 if case.hybrid else 1)
     keep = [f"decoder.layers.{n}" for n in range(count - (2 if case.hybrid else 1), count)]
+    keep.append("mtp.layers.0")
     border = [f"decoder.layers.{count // 2 - 1}:output", f"decoder.layers.{count // 2}:input"]
     return [
         s

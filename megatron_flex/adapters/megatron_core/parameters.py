@@ -5,16 +5,23 @@ Attributes that Megatron puts on parameters are no help: some are missing, some 
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from megatron_flex.adapters.base import ParameterSite
-from megatron_flex.adapters.megatron_core import attention, dense
+from megatron_flex.adapters.megatron_core import attention, dense, mtp
 from megatron_flex.adapters.megatron_core.kinds import global_modules
 from megatron_flex.adapters.megatron_core.layouts import Layouts
 from megatron_flex.layout import whole_shape
 from megatron_flex.mesh import Mesh
 
-KINDS = (*attention.PARAMETERS, *dense.PARAMETERS)
+KINDS = (*attention.PARAMETERS, *mtp.PARAMETERS, *dense.PARAMETERS)
+
+SUMMED_LATER = (
+    "two pipeline stages hold this weight, each with its share of the gradient, and add them up only after "
+    "the backward pass; hook the embedding's or the output layer's output instead"
+)
 
 
 def parameters_of(root: nn.Module, mesh: Mesh) -> list[ParameterSite]:
@@ -29,5 +36,15 @@ def parameters_of(root: nn.Module, mesh: Mesh) -> list[ParameterSite]:
         for name, parameter in module.named_parameters(recurse=False):
             layout = kind.layout(of, role, name, parameter)
             shape = whole_shape(layout, parameter.shape, mesh.sizes)
-            out.append(ParameterSite(f"{path}.{name}", layout, shape, parameter, mesh["pp"].coord))
+            hidden = SUMMED_LATER if _on_two_stages(root, path, mesh) else ""
+            out.append(ParameterSite(f"{path}.{name}", layout, shape, parameter, mesh["pp"].coord, hidden))
     return out
+
+
+def _on_two_stages(root: Any, path: str, mesh: Mesh) -> bool:
+    """Whether the first and a later stage hold copies, as both use the embedding."""
+    if mesh["pp"].size == 1:
+        return False
+    tied = bool(getattr(root, "share_embeddings_and_output_weights", False))
+    predicts = bool(getattr(root.config, "mtp_num_layers", None))
+    return (path.startswith("embedding.") and (tied or predicts)) or (path == "output_layer" and tied)
