@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.test_matrix import check
-from tests.support import oracle, ranks
+from tests.support import oracle, ranks, ssm
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -43,6 +43,22 @@ def test_one_layer_for_two_depths(cells: list[Any]) -> None:
     check(case, cells, names, [s for s in oracle.edits_of(case) if s in names and s.startswith("mtp")])
 
 
+HYBRID = [
+    Case("M*- tp2 sp", tp=2, sp=True, pattern="M*-", extra=ssm.MAMBA),
+    Case("M|*-M tp2 pp2", tp=2, pp=2, pattern="M|*-M", extra=ssm.MAMBA),
+    Case("M tp2 dp2", tp=2, dp=2, pattern="M", extra=ssm.MAMBA),
+    Case("G- tp2 sp", tp=2, sp=True, pattern="G-", extra=ssm.DELTA),
+    Case("G|M tp2 pp2", tp=2, pp=2, pattern="G|M", extra=ssm.MAMBA | ssm.DELTA),
+    Case("M*- tp2 sp, all recomputed", tp=2, sp=True, pattern="M*-", recompute=("full",), extra=ssm.MAMBA),
+]
+
+
+@pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel came with megatron-core 0.19")
+@pytest.mark.parametrize("case", HYBRID, ids=lambda c: c.name)
+def test_layers_without_attention(case: Case, cells: list[Any]) -> None:
+    check(case, cells)
+
+
 def names_of(case: Case) -> list[str]:
     import megatron_flex as mf
 
@@ -50,10 +66,9 @@ def names_of(case: Case) -> list[str]:
     return [s.name for s in flex.sites() if not s.hidden]
 
 
-@pytest.mark.versions
-@pytest.mark.skipif(VERSION < (0, 16), reason="checked from megatron-core 0.16 on")
-def test_every_site_of_the_prediction_is_compared() -> None:
-    case = PREDICTING[1]
+@pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel came with megatron-core 0.19")
+@pytest.mark.parametrize("case", [PREDICTING[1], HYBRID[1], HYBRID[4]], ids=lambda c: c.name)
+def test_every_site_is_compared(case: Case) -> None:
     assert sorted(run(case.world, names_of, case)[0]) == sorted(oracle.sites_of(case))
 
 

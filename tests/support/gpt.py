@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import mtp
+from tests.support import mtp, ssm
 
 SEQUENCE, BATCH, VOCABULARY, HIDDEN, FFN, HEADS, GROUPS = 16, 2, 64, 32, 48, 4, 2
 
@@ -44,6 +44,7 @@ class Case:
     recompute: tuple[str, ...] = ()
     ddp: bool = False
     layers: int = 4
+    pattern: str = ""  # of a HybridModel's layers, `|` where the pipeline cuts
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -66,6 +67,7 @@ class Case:
             microbatches=self.microbatches * self.dp,
             recompute=(),
             ddp=False,
+            pattern=ssm.layers_of(self.pattern),
         )
 
 
@@ -96,7 +98,7 @@ def config(case: Case) -> Any:
 
     known = set(inspect.signature(TransformerConfig).parameters)
     wanted: dict[str, Any] = {
-        "num_layers": case.layers * (2 if case.hybrid else 1),
+        "num_layers": len(ssm.layers_of(case.pattern)) or case.layers * (2 if case.hybrid else 1),
         "hidden_size": HIDDEN,
         "ffn_hidden_size": FFN,
         "num_attention_heads": HEADS,
@@ -173,6 +175,8 @@ def _chunk(case: Case, stage: int | None) -> nn.Module:
         "share_embeddings_and_output_weights": case.tied,
         "position_embedding_type": "rope" if case.rope else "learned_absolute",
     }
+    if case.pattern:
+        return ssm.model(case, common, stage, _hybrid_spec())
     if case.hybrid:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 

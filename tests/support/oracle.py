@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import gpt, mtp
+from tests.support import gpt, mtp, ssm
 
 Visit = Callable[[Tensor], Tensor]
 ARGUMENTS = {"q": (0, "query"), "k": (1, "key"), "v": (2, "value"), "scores": (0, "input")}
@@ -35,6 +35,13 @@ def install(root: nn.Module, site: str, visit: Visit) -> None:
         visit = mtp.first_call(root, visit)
     if type(module).__name__ == "MultiTokenPredictionLayer" and point == "input":
         return _before(module, 2, "hidden_states", visit)
+    place = ssm.part_of(path, point)
+    if place is not None:
+        return _after(module, lambda t: _with_part(t, place, visit))
+    if type(module).__name__ == "GatedDeltaNet" and point not in ("input", "output"):
+        if point == "conv":
+            return _wrap_input(module, ssm.PREPARE, visit)
+        return _wrap(module, ssm.METHODS[point][0], visit, ssm.METHODS[point][1])
     if point in ("output", "partial", "probs"):
         target = module.scale_mask_softmax if point == "probs" else module
         _after(target, visit)
@@ -79,6 +86,16 @@ def _wrap(owner: Any, name: str, visit: Visit, index: int | None) -> None:
         return tuple(visit(item) if i == index else item for i, item in enumerate(output))
 
     setattr(owner, name, wrapped)
+
+
+def _wrap_input(owner: Any, name: str, visit: Visit) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, lambda first, *args: original(visit(first), *args))
+
+
+def _with_part(packed: Tensor, place: slice, visit: Visit) -> Tensor:
+    before, part, behind = packed[..., : place.start], packed[..., place], packed[..., place.stop :]
+    return torch.cat([before, visit(part), behind], -1)
 
 
 def _mid(layer: Any, visit: Visit) -> None:
@@ -147,7 +164,9 @@ def _step(case: gpt.Case, chunks: list[nn.Module]) -> tuple[list[float], dict[st
 
 def sites_of(case: gpt.Case) -> list[str]:
     """The names of all sites of a case's model, written down here by hand and not asked of the library."""
-    norm, final = ("input_layernorm", "pre_mlp_layernorm"), "final_norm" if case.hybrid else "final_layernorm"
+    norm, final = ("input_layernorm", "pre_mlp_layernorm"), "final_layernorm"
+    if case.hybrid or case.pattern:
+        final = "final_norm"
     attention = [
         *(f"self_attention:{p}" for p in ("input", "output", "q", "k", "v")),
         *(f"self_attention.linear_qkv:{p}" for p in ("input", "gemm_input", "output")),
@@ -164,7 +183,8 @@ def sites_of(case: gpt.Case) -> list[str]:
         *(f"{norm[1]}:{p}" for p in ("input", "output")),
     ]
     out = ["embedding.word_embeddings:output", "embedding:output"]
-    for layer in range(case.layers * (2 if case.hybrid else 1)):
+    out += ssm.sites_of(case.pattern, attention, mlp)
+    for layer in range(0 if case.pattern else case.layers * (2 if case.hybrid else 1)):
         own = attention + mlp if not case.hybrid else (attention if layer % 2 == 0 else mlp)
         out += [f"decoder.layers.{layer}:{p}" for p in ("input", "output")]
         out += [f"decoder.layers.{layer}:mid"] if not case.hybrid else []
@@ -178,7 +198,8 @@ def edits_of(case: gpt.Case) -> list[str]:
     """One site of each kind (of one layer, on the last stage), and what one stage hands to the next."""
     count = case.layers * (2 if case.hybrid else 1)
     keep = [f"decoder.layers.{n}" for n in range(count - (2 if case.hybrid else 1), count)]
-    keep.append("mtp.layers.0")
+    keep = ["mtp.layers.0", *(ssm.kept(case.pattern) if case.pattern else keep)]
+    count = len(ssm.layers_of(case.pattern)) or count
     border = [f"decoder.layers.{count // 2 - 1}:output", f"decoder.layers.{count // 2}:input"]
     return [
         s

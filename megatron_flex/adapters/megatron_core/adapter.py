@@ -12,6 +12,7 @@ from megatron_flex.adapters.megatron_core.kinds import ROOTS, is_a, unwrap
 from megatron_flex.adapters.megatron_core.parameters import parameters_of
 from megatron_flex.adapters.megatron_core.schedule import watch
 from megatron_flex.adapters.megatron_core.sites import sites_of
+from megatron_flex.adapters.megatron_core.ssm import refuse
 from megatron_flex.errors import FlexError
 from megatron_flex.sites import Site
 
@@ -36,6 +37,8 @@ class MegatronCore:
                 f"CUDA graphs are on (cuda_graph_impl={graphs!r}) and replay kernels without any hook; "
                 "train with --cuda-graph-impl none (older: without --enable-cuda-graph)"
             )
+        for root in self.roots:
+            refuse(root, config.context_parallel_size)
         if config.context_parallel_size > 1:
             raise FlexError(
                 f"context_parallel_size={config.context_parallel_size} is not verified against one device "

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from megatron_flex.adapters.base import ParameterSite
-from megatron_flex.adapters.megatron_core import attention, dense, mtp
+from megatron_flex.adapters.megatron_core import attention, dense, mtp, ssm
 from megatron_flex.adapters.megatron_core.kinds import global_modules
 from megatron_flex.adapters.megatron_core.layouts import Layouts
 from megatron_flex.layout import whole_shape
@@ -27,14 +27,19 @@ SUMMED_LATER = (
 def parameters_of(root: nn.Module, mesh: Mesh) -> list[ParameterSite]:
     """The parameters of one chunk, in model order, as far as a kind gives their layout."""
     of = Layouts(root.config, mesh)
+    owned = ssm.owned(of, root)
     out = []
     for path, module in global_modules(root):
         role = path.rpartition(".")[2]
         kind = next((k for k in KINDS if k.fits(role, module)), None)
-        if kind is None or getattr(module, "is_expert", False) or ".experts." in path:
+        if getattr(module, "is_expert", False) or ".experts." in path:
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            layout = kind.layout(of, role, name, parameter)
+            layout = owned.get(parameter)
+            if layout is None and kind is not None:
+                layout = kind.layout(of, role, name, parameter)
+            if layout is None:
+                continue
             shape = whole_shape(layout, parameter.shape, mesh.sizes)
             hidden = SUMMED_LATER if _on_two_stages(root, path, mesh) else ""
             out.append(ParameterSite(f"{path}.{name}", layout, shape, parameter, mesh["pp"].coord, hidden))
