@@ -43,20 +43,47 @@ def test_one_layer_for_two_depths(cells: list[Any]) -> None:
     check(case, cells, names, [s for s in oracle.edits_of(case) if s in names and s.startswith("mtp")])
 
 
-HYBRID = [
+MAMBA = [
     Case("M*- tp2 sp", tp=2, sp=True, pattern="M*-", extra=ssm.MAMBA),
-    Case("M|*-M tp2 pp2", tp=2, pp=2, pattern="M|*-M", extra=ssm.MAMBA),
-    Case("M tp2 dp2", tp=2, dp=2, pattern="M", extra=ssm.MAMBA),
-    Case("G- tp2 sp", tp=2, sp=True, pattern="G-", extra=ssm.DELTA),
-    Case("G|M tp2 pp2", tp=2, pp=2, pattern="G|M", extra=ssm.MAMBA | ssm.DELTA),
-    Case("M*- tp2 sp, all recomputed", tp=2, sp=True, pattern="M*-", recompute=("full",), extra=ssm.MAMBA),
+    Case("M*|-M tp2 pp2", tp=2, pp=2, pattern="M*|-M", extra=ssm.MAMBA),
 ]
+HYBRID = [
+    Case("M tp2 dp2", tp=2, dp=2, pattern="M", extra=ssm.MAMBA),
+    Case("M*- tp2 sp, all recomputed", tp=2, sp=True, pattern="M*-", recompute=("full",), extra=ssm.MAMBA),
+    Case("G- tp2 sp", tp=2, sp=True, pattern="G-", extra=ssm.DELTA),
+    Case("G|*M tp2 pp2", tp=2, pp=2, pattern="G|*M", extra=ssm.MAMBA | ssm.DELTA),
+]
+
+
+@pytest.mark.versions
+@pytest.mark.skipif(VERSION < (0, 16), reason="checked from megatron-core 0.16 on")
+@pytest.mark.parametrize("case", MAMBA, ids=lambda c: c.name)
+def test_mamba(case: Case, cells: list[Any]) -> None:
+    """A HybridModel, or a MambaModel before 0.19."""
+    check(case, cells)
 
 
 @pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel came with megatron-core 0.19")
 @pytest.mark.parametrize("case", HYBRID, ids=lambda c: c.name)
 def test_layers_without_attention(case: Case, cells: list[Any]) -> None:
     check(case, cells)
+
+
+def refusal(case: Case) -> str:
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    try:
+        mf.FlexModel(chunks)
+    except mf.FlexError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel came with megatron-core 0.19")
+def test_context_parallel_inside_mamba_is_refused() -> None:
+    case = Case("M cp2", cp=2, pattern="M", extra=ssm.MAMBA)
+    assert all("context parallel inside Mamba" in told for told in run(2, refusal, case))
 
 
 def names_of(case: Case) -> list[str]:
@@ -67,7 +94,7 @@ def names_of(case: Case) -> list[str]:
 
 
 @pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel came with megatron-core 0.19")
-@pytest.mark.parametrize("case", [PREDICTING[1], HYBRID[1], HYBRID[4]], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [PREDICTING[1], MAMBA[1], HYBRID[3]], ids=lambda c: c.name)
 def test_every_site_is_compared(case: Case) -> None:
     assert sorted(run(case.world, names_of, case)[0]) == sorted(oracle.sites_of(case))
 

@@ -176,7 +176,7 @@ def _chunk(case: Case, stage: int | None) -> nn.Module:
         "position_embedding_type": "rope" if case.rope else "learned_absolute",
     }
     if case.pattern:
-        return ssm.model(case, common, stage, _hybrid_spec())
+        return ssm.model(case, common, stage, _hybrid_spec)
     if case.hybrid:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 

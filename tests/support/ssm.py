@@ -8,8 +8,9 @@ plainly in torch. The gated delta rule itself is Megatron's own torch version (`
 from __future__ import annotations
 
 import dataclasses
-import inspect
+import importlib.util
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -140,37 +141,77 @@ def layers_of(pattern: str) -> str:
     return pattern.replace("|", "")
 
 
-def model(case: Any, common: dict[str, Any], stage: int | None, spec: Any) -> nn.Module:
-    """A HybridModel of a case's pattern, of Megatron's local classes."""
+def model(case: Any, common: dict[str, Any], stage: int | None, hybrid_spec: Callable[[], Any]) -> nn.Module:
+    """A model of a case's pattern, of Megatron's local classes: a HybridModel, or MambaModel before 0.19."""
     install_kernels()
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    if importlib.util.find_spec("megatron.core.models.hybrid") is None:
+        from megatron.core.models.mamba.mamba_model import MambaModel
+
+        pattern = layers_of(case.pattern)  # the older one cuts it into equal stages by itself
+        return MambaModel(mamba_stack_spec=_mamba_stack(), hybrid_override_pattern=pattern, **common)
     from megatron.core.models.hybrid.hybrid_model import HybridModel
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+
+    spec = hybrid_spec()
+    more = {"mamba_layer": _mamba_layer(), "gdn_layer": _delta_layer()}
+    spec.submodules = dataclasses.replace(spec.submodules, **more)
+    return HybridModel(hybrid_stack_spec=spec, hybrid_layer_pattern=case.pattern, vp_stage=stage, **common)
+
+
+def _linears() -> dict[str, Any]:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    return {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
+
+
+def _mamba_layer() -> Any:
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    mixer = ModuleSpec(module=MambaMixer, submodules=MambaMixerSubmodules(**_linears()))
+    inside = MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mixer, mamba_bda=get_bias_dropout_add)
+    return ModuleSpec(module=MambaLayer, submodules=inside)
+
+
+def _delta_layer() -> Any:
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-    linears = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
-    mixer = ModuleSpec(module=MambaMixer, submodules=MambaMixerSubmodules(**linears))
-    net = ModuleSpec(
-        module=GatedDeltaNet, submodules=GatedDeltaNetSubmodules(out_norm=WrappedTorchNorm, **linears)
+    net = GatedDeltaNetSubmodules(out_norm=WrappedTorchNorm, **_linears())
+    inside = TransformerLayerSubmodules(
+        input_layernorm=WrappedTorchNorm,
+        self_attention=ModuleSpec(module=GatedDeltaNet, submodules=net),
+        self_attn_bda=get_bias_dropout_add,
     )
-    add = get_bias_dropout_add
-    mamba = MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mixer, mamba_bda=add)
-    delta = TransformerLayerSubmodules(
-        input_layernorm=WrappedTorchNorm, self_attention=net, self_attn_bda=add
+    return ModuleSpec(module=TransformerLayer, submodules=inside)
+
+
+def _mamba_stack() -> Any:
+    """The older stack's spec: attention and MLP layers are the halves of GPT's local layer."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    whole = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
+    halves = {
+        TransformerLayer: ("input_layernorm", "self_attention", "self_attn_bda"),
+        MLPLayer: ("pre_mlp_layernorm", "mlp", "mlp_bda"),
+    }
+    attention, mlp = (
+        ModuleSpec(
+            module=kind, submodules=TransformerLayerSubmodules(**{n: getattr(whole, n) for n in names})
+        )
+        for kind, names in halves.items()
     )
-    spec.submodules = dataclasses.replace(
-        spec.submodules,
-        mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba),
-        gdn_layer=ModuleSpec(module=TransformerLayer, submodules=delta),
-    )
-    known = inspect.signature(HybridModel).parameters
-    more = {"hybrid_layer_pattern": case.pattern, "vp_stage": stage}
-    return HybridModel(hybrid_stack_spec=spec, **common, **{k: v for k, v in more.items() if k in known})
+    inside = MambaStackSubmodules(mamba_layer=_mamba_layer(), attention_layer=attention, mlp_layer=mlp)
+    return ModuleSpec(module=MambaStack, submodules=inside)
 
 
 # -- sites -------------------------------------------------------------------------------------------
