@@ -89,6 +89,8 @@ class Named(Protocol):
 
 def model_order(site: Named) -> tuple[int, int]:
     """A key to sort sites of all stages and chunks by: embeddings, layers by number, and what follows."""
+    if site.name.startswith("mtp"):  # layers too, behind all of the decoder's
+        return 2, 0
     layer = re.search(r"\.layers\.(\d+)[.:]", site.name)
     if layer:
         return 1, int(layer.group(1))

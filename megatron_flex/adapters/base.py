@@ -54,6 +54,7 @@ class ParameterSite:
             of the stage list the parameter.
         copy_of: the name of the parameter that this one is a copy of on another stage (a tied output
             layer); empty if it is none. The gradients of copies are summands.
+        hidden: why its gradient cannot be hooked; empty if it can.
     """
 
     name: str
@@ -63,6 +64,7 @@ class ParameterSite:
     stage: int = 0
     owner: tuple[tuple[str, int], ...] = ()
     copy_of: str = ""
+    hidden: str = ""
 
     def remote(self) -> ParameterSite:
         """The parameter as ranks know it that do not own it."""

@@ -135,13 +135,10 @@ class Registry:
             )
         entry = Registered(hook)
         if hook.hook_type == "tensor" and hook.module_name in self._parameters:
-            found = self._parameters[hook.module_name]
-            if found.owner:
-                raise HookError(
-                    f"no hook can stand on the gradient of {found.name}: it comes to be on the ranks of that "
-                    f"expert only; after the step, get_module_parameter({found.name!r}, gradient=True) has it"
-                )
-            entry.parameters = [found]
+            told = self._parameters[hook.module_name]
+            if told.hidden:
+                raise HookError(f"no hook can stand at the gradient of {told.name}: {told.hidden}")
+            entry.parameters = [told]
         else:
             entry.sites = self._sites.match(hook.module_name, POINTS[hook.hook_type])
             for site in entry.sites:

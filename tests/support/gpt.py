@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import moe
+from tests.support import moe, mtp, ssm
 
 SEQUENCE, BATCH, VOCABULARY, HIDDEN, FFN, HEADS, GROUPS = 16, 2, 64, 32, 48, 4, 2
 
@@ -48,6 +48,7 @@ class Case:
     dispatcher: str = "alltoall"
     shared_experts: bool = False
     grouped: bool = False
+    pattern: str = ""  # of a HybridModel's layers, `|` where the pipeline cuts
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -70,6 +71,7 @@ class Case:
             microbatches=self.microbatches * self.dp,
             recompute=(),
             ddp=False,
+            pattern=ssm.layers_of(self.pattern),
         )
 
 
@@ -100,7 +102,7 @@ def config(case: Case) -> Any:
 
     known = set(inspect.signature(TransformerConfig).parameters)
     wanted: dict[str, Any] = {
-        "num_layers": case.layers * (2 if case.hybrid else 1),
+        "num_layers": len(ssm.layers_of(case.pattern)) or case.layers * (2 if case.hybrid else 1),
         "hidden_size": HIDDEN,
         "ffn_hidden_size": FFN,
         "num_attention_heads": HEADS,
@@ -178,6 +180,8 @@ def _chunk(case: Case, stage: int | None) -> nn.Module:
         "share_embeddings_and_output_weights": case.tied,
         "position_embedding_type": "rope" if case.rope else "learned_absolute",
     }
+    if case.pattern:
+        return ssm.model(case, common, stage, _hybrid_spec)
     if case.hybrid:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
@@ -202,6 +206,7 @@ def _chunk(case: Case, stage: int | None) -> nn.Module:
         spec = grouped.spec(spec)
     if "vp_stage" in inspect.signature(GPTModel).parameters:
         common["vp_stage"] = stage
+    common.update(mtp.arguments(common["config"], spec, stage))
     return GPTModel(transformer_layer_spec=spec, **common)
 
 
@@ -344,4 +349,5 @@ def step(case: Case, chunks: list[nn.Module], rank: int, forward_only: bool = Fa
             micro_batch_size=BATCH,
             forward_only=forward_only,
         )
+    mtp.sum_embedding_gradients(chunks)
     return [float(item["loss"]) for item in losses]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import gpt, moe
+from tests.support import gpt, moe, mtp, ssm
 
 Visit = Callable[[Tensor], Tensor]
 ARGUMENTS = {"q": (0, "query"), "k": (1, "key"), "v": (2, "value"), "scores": (0, "input")}
@@ -33,6 +33,17 @@ def install(root: nn.Module, site: str, visit: Visit) -> None:
     if moe.knows(site):
         return moe.install(root, site, visit)
     module = root.get_submodule(path)
+    if path.startswith("embedding"):
+        visit = mtp.first_call(root, visit)
+    if type(module).__name__ == "MultiTokenPredictionLayer" and point == "input":
+        return _before(module, 2, "hidden_states", visit)
+    place = ssm.part_of(path, point)
+    if place is not None:
+        return _after(module, lambda t: _with_part(t, place, visit))
+    if type(module).__name__ == "GatedDeltaNet" and point not in ("input", "output"):
+        if point == "conv":
+            return _wrap_input(module, ssm.PREPARE, visit)
+        return _wrap(module, ssm.METHODS[point][0], visit, ssm.METHODS[point][1])
     if point in ("output", "partial", "probs"):
         target = module.scale_mask_softmax if point == "probs" else module
         _after(target, visit)
@@ -79,6 +90,16 @@ def _wrap(owner: Any, name: str, visit: Visit, index: int | None) -> None:
     setattr(owner, name, wrapped)
 
 
+def _wrap_input(owner: Any, name: str, visit: Visit) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, lambda first, *args: original(visit(first), *args))
+
+
+def _with_part(packed: Tensor, place: slice, visit: Visit) -> Tensor:
+    before, part, behind = packed[..., : place.start], packed[..., place], packed[..., place.stop :]
+    return torch.cat([before, visit(part), behind], -1)
+
+
 def _mid(layer: Any, visit: Visit) -> None:
     original = layer.self_attn_bda
 
@@ -111,14 +132,15 @@ def run(case: gpt.Case, sites: list[str], edits: list[str]) -> Truth:
     watched = gpt.build(case)
     gpt.load(watched, state)
     values: dict[str, list[Tensor]] = defaultdict(list)
-    gradients: dict[str, list[Tensor]] = defaultdict(list)
+    gradients: dict[str, dict[int, Tensor]] = defaultdict(dict)  # by forward call: backward ones are reversed
 
     def watch(site: str) -> Visit:
         def visit(tensor: Tensor) -> Tensor:
+            call = len(values[site])
             values[site].append(tensor.detach().clone())
             if tensor.requires_grad:
                 tensor = tensor.clone()  # masking in place would take the hook away from a view
-                tensor.register_hook(lambda grad: gradients[site].append(grad.detach().clone()))
+                tensor.register_hook(lambda grad: gradients[site].update({call: grad.detach().clone()}))
             return tensor
 
         return visit
@@ -126,7 +148,8 @@ def run(case: gpt.Case, sites: list[str], edits: list[str]) -> Truth:
     for site in sites:
         install(watched[0], site, watch(site))
     _step(case, watched)
-    truth.update(values=dict(values), gradients=dict(gradients))
+    ordered = {site: [found[call] for call in sorted(found)] for site, found in gradients.items()}
+    truth.update(values=dict(values), gradients=ordered)
 
     for site in edits:
         fresh = gpt.build(case)
@@ -143,7 +166,9 @@ def _step(case: gpt.Case, chunks: list[nn.Module]) -> tuple[list[float], dict[st
 
 def sites_of(case: gpt.Case) -> list[str]:
     """The names of all sites of a case's model, written down here by hand and not asked of the library."""
-    norm, final = ("input_layernorm", "pre_mlp_layernorm"), "final_norm" if case.hybrid else "final_layernorm"
+    norm, final = ("input_layernorm", "pre_mlp_layernorm"), "final_layernorm"
+    if case.hybrid or case.pattern:
+        final = "final_norm"
     attention = [
         *(f"self_attention:{p}" for p in ("input", "output", "q", "k", "v")),
         *(f"self_attention.linear_qkv:{p}" for p in ("input", "gemm_input", "output")),
@@ -159,15 +184,17 @@ def sites_of(case: gpt.Case) -> list[str]:
         *(f"mlp.linear_fc2:{p}" for p in ("input", "partial", "output")),
         *(f"{norm[1]}:{p}" for p in ("input", "output")),
     ]
+    if case.experts:
+        mlp = [*(f"{norm[1]}:{p}" for p in ("input", "output")), *moe.sites_of(case)]
     out = ["embedding.word_embeddings:output", "embedding:output"]
-    for layer in range(case.layers * (2 if case.hybrid else 1)):
-        if case.experts:
-            mlp = [f"{norm[1]}:{p}" for p in ("input", "output")] + moe.sites_of(case)
+    out += ssm.sites_of(case.pattern, attention, mlp)
+    for layer in range(0 if case.pattern else case.layers * (2 if case.hybrid else 1)):
         own = attention + mlp if not case.hybrid else (attention if layer % 2 == 0 else mlp)
         out += [f"decoder.layers.{layer}:{p}" for p in ("input", "output")]
         out += [f"decoder.layers.{layer}:mid"] if not case.hybrid else []
         out += [f"decoder.layers.{layer}.{name}" for name in own]
     out += ["decoder:output", f"decoder.{final}:input", f"decoder.{final}:output"]
+    out += mtp.sites_of(case.extra.get("mtp_num_layers"), attention + mlp)
     return [*out, *(f"output_layer:{p}" for p in ("input", "gemm_input", "output")), "loss:output"]
 
 
@@ -175,6 +202,8 @@ def edits_of(case: gpt.Case) -> list[str]:
     """One site of each kind (of one layer, on the last stage), and what one stage hands to the next."""
     count = case.layers * (2 if case.hybrid else 1)
     keep = [f"decoder.layers.{n}" for n in range(count - (2 if case.hybrid else 1), count)]
+    keep = ["mtp.layers.0", *(ssm.kept(case.pattern) if case.pattern else keep)]
+    count = len(ssm.layers_of(case.pattern)) or count
     border = [f"decoder.layers.{count // 2 - 1}:output", f"decoder.layers.{count // 2}:input"]
     return [
         s

@@ -13,6 +13,7 @@ from megatron_flex.adapters.megatron_core.kinds import ROOTS, is_a, unwrap
 from megatron_flex.adapters.megatron_core.parameters import parameters_of, unknown_of
 from megatron_flex.adapters.megatron_core.schedule import watch
 from megatron_flex.adapters.megatron_core.sites import sites_of
+from megatron_flex.adapters.megatron_core.ssm import refuse
 from megatron_flex.errors import FlexError
 from megatron_flex.sites import Site
 
@@ -38,6 +39,8 @@ class MegatronCore:
                 f"CUDA graphs are on (cuda_graph_impl={graphs!r}) and replay kernels without any hook; "
                 "train with --cuda-graph-impl none (older: without --enable-cuda-graph)"
             )
+        for root in self.roots:
+            refuse(root, config.context_parallel_size)
         if config.context_parallel_size > 1:
             raise FlexError(
                 f"context_parallel_size={config.context_parallel_size} is not verified against one device "
@@ -59,7 +62,7 @@ class MegatronCore:
 
     def without_layout(self) -> dict[str, str]:
         """The other parameters of all chunks on this rank."""
-        return {name: kind for root in self.roots for name, kind in unknown_of(root).items()}
+        return {name: kind for root in self.roots for name, kind in unknown_of(root, self.mesh).items()}
 
     def settle(self) -> None:
         """Wait for the parameters that the distributed optimizer gathers while the model runs."""

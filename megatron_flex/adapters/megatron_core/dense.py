@@ -10,7 +10,7 @@ from torch import nn
 from megatron_flex.adapters.megatron_core.build import Builder, Kind, ParameterKind
 from megatron_flex.adapters.megatron_core.kinds import is_identity
 from megatron_flex.adapters.megatron_core.layouts import Layouts
-from megatron_flex.adapters.megatron_core.taps import BiasDropoutAdd
+from megatron_flex.adapters.megatron_core.taps import BiasDropoutAdd, Outside
 from megatron_flex.adapters.taps import ModuleInput, ModuleOutput
 from megatron_flex.layout import Layout
 from megatron_flex.sites import Site
@@ -19,13 +19,20 @@ NORMS = ("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "final_norm"
 
 
 def embedding(b: Builder, path: str, module: Any) -> Iterator[Site]:
-    """The embeddings, and those of the words alone."""
+    """What the decoder gets: the embeddings, and those of the words alone.
+
+    Layers of multi-token prediction call the same module, or on a later stage its copy; what they look up
+    there enters their `enorm`. So these sites mean one call, whatever the stages.
+    """
+    if not b.root.pre_process:
+        return
+    later = getattr(b.root, "mtp", None)
     words = getattr(module, "word_embeddings", None)
     if words is not None:
-        tap = ModuleOutput(words)
+        tap = Outside(ModuleOutput(words), later)
         yield b.site(f"{path}.word_embeddings:output", b.of.word_embeddings(words), tap)
     scattered = getattr(module, "scatter_to_sequence_parallel", True) and b.of.sequence_parallel
-    yield b.site(f"{path}:output", b.of.stream(scattered), ModuleOutput(module))
+    yield b.site(f"{path}:output", b.of.stream(scattered), Outside(ModuleOutput(module), later))
 
 
 def stack(b: Builder, path: str, module: Any) -> Iterator[Site]:

@@ -13,16 +13,25 @@ from typing import Any
 from torch import nn
 
 from megatron_flex.adapters.base import ParameterSite
-from megatron_flex.adapters.megatron_core import attention, dense, moe
-from megatron_flex.adapters.megatron_core.build import ParameterKind, vocabulary
+from megatron_flex.adapters.megatron_core import attention, dense, moe, mtp, ssm
+from megatron_flex.adapters.megatron_core.build import vocabulary
 from megatron_flex.adapters.megatron_core.kinds import global_modules
 from megatron_flex.adapters.megatron_core.layouts import Layouts
 from megatron_flex.layout import Layout, whole_shape
 from megatron_flex.mesh import Mesh
 
-KINDS = (*moe.PARAMETERS, *attention.PARAMETERS, *dense.PARAMETERS)
+KINDS = (*moe.PARAMETERS, *attention.PARAMETERS, *mtp.PARAMETERS, *dense.PARAMETERS)
 WORDS, LOGITS = "embedding.word_embeddings.weight", "output_layer.weight"
 EXPERT = re.compile(r"(.*\.experts\.local_experts\.|.*\.experts\.linear_fc[12]\.\D+)(\d+)(.*)")
+
+SUMMED_LATER = (
+    "two pipeline stages hold this weight, each with its share of the gradient, and add them up only after "
+    "the backward pass; after the step, get_module_parameter(name, gradient=True) has it"
+)
+ELSEWHERE = (
+    "it comes to be on the ranks of that expert only; after the step, "
+    "get_module_parameter(name, gradient=True) has it"
+)
 
 
 def parameters_of(root: Any, mesh: Mesh) -> list[ParameterSite]:
@@ -34,28 +43,31 @@ def parameters_of(root: Any, mesh: Mesh) -> list[ParameterSite]:
     # Where both ends of the model are on one rank, the output layer has no weight of its own.
     tied = bool(getattr(root, "share_embeddings_and_output_weights", False))
     out: list[ParameterSite] = []
-    for path, module, kind in _kinds(root):
-        if kind is None:
+    for path, _, name, parameter, rule in _all(root, of):
+        if rule is None:
             continue
-        for name, parameter in module.named_parameters(recurse=False):
-            inside = EXPERT.fullmatch(f"{path}.{name}")
-            layout = kind.layout(of, path.rpartition(".")[2], name, parameter)
-            layout = of_expert(layout) if inside else layout
-            shape = whole_shape(layout, parameter.shape, mesh.sizes)
-            copy = WORDS if tied and f"{path}.{name}" == LOGITS else ""
-            place = mesh["pp"].coord
-            site = ParameterSite(f"{path}.{name}", layout, shape, parameter, place, copy_of=copy)
-            out += _of_all_ranks(site, inside, mesh, root.config) if inside else [site]
+        inside = EXPERT.fullmatch(f"{path}.{name}")
+        layout = of_expert(rule) if inside else rule
+        shape = whole_shape(layout, parameter.shape, mesh.sizes)
+        site = ParameterSite(
+            f"{path}.{name}",
+            layout,
+            shape,
+            parameter,
+            mesh["pp"].coord,
+            copy_of=WORDS if tied and f"{path}.{name}" == LOGITS else "",
+            hidden=SUMMED_LATER if _on_two_stages(root, path, mesh) else "",
+        )
+        out += _of_all_ranks(site, inside, mesh, root.config) if inside else [site]
     return out
 
 
-def unknown_of(root: nn.Module) -> dict[str, str]:
+def unknown_of(root: Any, mesh: Mesh) -> dict[str, str]:
     """The other parameters of the chunk, with the class of the module that owns each."""
     return {
         f"{path}.{name}": type(module).__name__
-        for path, module, kind in _kinds(root)
-        if kind is None
-        for name, _ in module.named_parameters(recurse=False)
+        for path, module, name, _, rule in _all(root, Layouts(root.config, mesh))
+        if rule is None
     }
 
 
@@ -68,10 +80,26 @@ def of_expert(layout: Layout) -> Layout:
     return Layout(tuple(dims))
 
 
-def _kinds(root: nn.Module) -> Iterator[tuple[str, nn.Module, ParameterKind | None]]:
+def _all(root: Any, of: Layouts) -> Iterator[tuple[str, nn.Module, str, nn.Parameter, Layout | None]]:
+    """Every parameter with its module's path, the module, its name there and its dense layout, if known."""
+    owned = ssm.owned(of, root)
     for path, module in global_modules(root):
         role = path.rpartition(".")[2]
-        yield path, module, next((k for k in KINDS if k.fits(role, module)), None)
+        kind = next((k for k in KINDS if k.fits(role, module)), None)
+        for name, parameter in module.named_parameters(recurse=False):
+            layout = owned.get(parameter)
+            if layout is None and kind is not None:
+                layout = kind.layout(of, role, name, parameter)
+            yield path, module, name, parameter, layout
+
+
+def _on_two_stages(root: Any, path: str, mesh: Mesh) -> bool:
+    """Whether the first and a later stage hold copies, as both use the embedding."""
+    if mesh["pp"].size == 1:
+        return False
+    tied = bool(getattr(root, "share_embeddings_and_output_weights", False))
+    predicts = bool(getattr(root.config, "mtp_num_layers", None))
+    return (path.startswith("embedding.") and (tied or predicts)) or (path == "output_layer" and tied)
 
 
 def _of_all_ranks(
@@ -85,5 +113,5 @@ def _of_all_ranks(
     each = config.num_moe_experts // mesh["ep"].size
     for rank in range(mesh["ep"].size):
         number = rank * each + int(inside[2]) % each
-        site = replace(mine, name=f"{inside[1]}{number}{inside[3]}", owner=(("ep", rank),))
+        site = replace(mine, name=f"{inside[1]}{number}{inside[3]}", owner=(("ep", rank),), hidden=ELSEWHERE)
         yield site if rank == mesh["ep"].coord else site.remote()

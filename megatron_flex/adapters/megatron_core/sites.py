@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from megatron_flex.adapters.megatron_core import attention, dense, moe
+from megatron_flex.adapters.megatron_core import attention, dense, moe, mtp, ssm
 from megatron_flex.adapters.megatron_core.build import Builder
 from megatron_flex.adapters.megatron_core.kinds import global_modules
 from megatron_flex.adapters.taps import MethodOutput
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Site
 
-KNOWN = ("embedding", "decoder", "output_layer")  # the parts of a model whose modules have sites
-KINDS = (*attention.KINDS, *moe.KINDS, *dense.KINDS)
+KNOWN = ("embedding", "decoder", "mtp", "output_layer")  # the parts of a model whose modules have sites
+KINDS = (*attention.KINDS, *moe.KINDS, *ssm.KINDS, *mtp.KINDS, *dense.KINDS)
 
 
 def sites_of(root: nn.Module, mesh: Mesh) -> list[Site]:

@@ -10,10 +10,50 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from megatron_flex.adapters.base import Undo
-from megatron_flex.adapters.taps import intercept
+from megatron_flex.adapters.taps import ModuleInput, ModuleOutput, intercept
+from megatron_flex.layout import Layout
 from megatron_flex.sites import Fire
 
 IMPL = "_forward_impl"
+
+
+@dataclass(frozen=True, eq=False)
+class Outside:
+    """Another tap, silent while some module runs.
+
+    Attributes:
+        tap: the other tap.
+        running: the module inside of whose forward pass nothing fires; None for none.
+    """
+
+    tap: ModuleInput | ModuleOutput
+    running: nn.Module | None
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that the other tap stands at."""
+        return self.tap.module
+
+    def install(self, fire: Fire) -> Undo:
+        """Inject `fire` by way of the other tap."""
+        if self.running is None:
+            return self.tap.install(fire)
+        inside: list[bool] = []
+
+        def outside(local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
+            return local if inside else fire(local, layout, route)
+
+        undos = [
+            self.running.register_forward_pre_hook(lambda *_: inside.append(True)).remove,
+            self.running.register_forward_hook(lambda *_: inside.clear(), always_call=True).remove,
+            self.tap.install(outside),
+        ]
+
+        def undo() -> None:
+            for one in undos:
+                one()
+
+        return undo
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,117 @@
+"""Law 1 for models beyond the dense GPT: multi-token prediction, and layers that are no attention."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+import pytest
+
+from tests.distributed.test_matrix import check
+from tests.support import oracle, ranks, ssm
+from tests.support.gpt import Case
+from tests.support.pool import run
+
+pytest.importorskip("megatron.core")
+VERSION = tuple(int(p) for p in importlib.metadata.version("megatron-core").split(".")[:2])
+
+ONE, TWO = {"mtp_num_layers": 1}, {"mtp_num_layers": 2}
+PREDICTING = [
+    Case("mtp tp2 sp", tp=2, sp=True, layers=2, extra=ONE),
+    Case("mtp tp2 pp2, two depths", tp=2, pp=2, layers=2, extra=TWO),
+    Case("mtp pp2 vpp2", pp=2, vpp=2, layers=4, extra=ONE),
+]
+
+
+@pytest.mark.versions
+@pytest.mark.skipif(VERSION < (0, 16), reason="checked from megatron-core 0.16 on")
+@pytest.mark.parametrize("case", PREDICTING, ids=lambda c: c.name)
+def test_prediction_of_several_tokens(case: Case, cells: list[Any]) -> None:
+    check(case, cells)
+
+
+def repeated() -> Case:
+    return Case(
+        "mtp tp2, one layer for two depths", tp=2, layers=2, extra=TWO | {"mtp_use_repeated_layer": True}
+    )
+
+
+@pytest.mark.skipif(VERSION < (0, 19), reason="mtp_use_repeated_layer came later")
+def test_one_layer_for_two_depths(cells: list[Any]) -> None:
+    case = repeated()
+    names = [s for s in oracle.sites_of(case) if "mtp.layers.1" not in s]
+    check(case, cells, names, [s for s in oracle.edits_of(case) if s in names and s.startswith("mtp")])
+
+
+MAMBA = [
+    Case("M*- tp2 sp", tp=2, sp=True, pattern="M*-", extra=ssm.MAMBA),
+    Case("M*|-M tp2 pp2", tp=2, pp=2, pattern="M*|-M", extra=ssm.MAMBA),
+]
+HYBRID = [
+    Case("M tp2 dp2", tp=2, dp=2, pattern="M", extra=ssm.MAMBA),
+    Case("M*- tp2 sp, all recomputed", tp=2, sp=True, pattern="M*-", recompute=("full",), extra=ssm.MAMBA),
+    Case("G- tp2 sp", tp=2, sp=True, pattern="G-", extra=ssm.DELTA),
+    Case("G|*M tp2 pp2", tp=2, pp=2, pattern="G|*M", extra=ssm.MAMBA | ssm.DELTA),
+]
+
+
+@pytest.mark.versions
+@pytest.mark.skipif(VERSION < (0, 16), reason="checked from megatron-core 0.16 on")
+@pytest.mark.parametrize("case", MAMBA, ids=lambda c: c.name)
+def test_mamba(case: Case, cells: list[Any]) -> None:
+    """A HybridModel, or a MambaModel before 0.19."""
+    check(case, cells)
+
+
+@pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel came with megatron-core 0.19")
+@pytest.mark.parametrize("case", HYBRID, ids=lambda c: c.name)
+def test_layers_without_attention(case: Case, cells: list[Any]) -> None:
+    check(case, cells)
+
+
+def refusal(case: Case) -> str:
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    try:
+        mf.FlexModel(chunks)
+    except mf.FlexError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel came with megatron-core 0.19")
+def test_context_parallel_inside_mamba_is_refused() -> None:
+    case = Case("M cp2", cp=2, pattern="M", extra=ssm.MAMBA)
+    assert all("context parallel inside Mamba" in told for told in run(2, refusal, case))
+
+
+def names_of(case: Case) -> list[str]:
+    import megatron_flex as mf
+
+    flex = mf.FlexModel(ranks.start(case))
+    return [s.name for s in flex.sites() if not s.hidden]
+
+
+@pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel came with megatron-core 0.19")
+@pytest.mark.parametrize("case", [PREDICTING[1], MAMBA[1], HYBRID[3]], ids=lambda c: c.name)
+def test_every_site_is_compared(case: Case) -> None:
+    assert sorted(run(case.world, names_of, case)[0]) == sorted(oracle.sites_of(case))
+
+
+def shared_embedding(case: Case) -> list[str]:
+    import megatron_flex as mf
+
+    flex = mf.FlexModel(ranks.start(case))
+    name = "embedding.word_embeddings.weight"
+    try:
+        flex.register_hook(mf.HookFunction(name))
+    except mf.HookError as error:
+        return [str(error), *(n for n, _ in flex.named_whole_parameters() if n == name)]
+    return []
+
+
+def test_the_gradient_of_an_embedding_on_two_stages_is_refused() -> None:
+    answer, *_ = run(2, shared_embedding, Case("mtp pp2", pp=2, layers=2, extra=ONE))
+    assert "two pipeline stages hold this weight" in answer[0]
+    assert answer[1:] == ["embedding.word_embeddings.weight"], "the whole parameters have it once"
