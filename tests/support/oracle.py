@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import gpt
+from tests.support import gpt, parts
 
 Visit = Callable[[Tensor], Tensor]
 ARGUMENTS = {"q": (0, "query"), "k": (1, "key"), "v": (2, "value"), "scores": (0, "input")}
+
+PARTS = ("q", "k", "v", "gate")
 
 
 def edit(tensor: Tensor) -> Tensor:
@@ -31,7 +33,9 @@ def install(root: nn.Module, site: str, visit: Visit) -> None:
     if path == "loss":
         return _wrap(root, "compute_language_model_loss", visit, None)
     module = root.get_submodule(path)
-    if point in ("output", "partial", "probs"):
+    if path.endswith(("linear_qkv", "linear_fc1")) and point in parts.POINTS:
+        parts.install(module, root.config, path, point, visit)
+    elif point in ("output", "partial", "probs"):
         target = module.scale_mask_softmax if point == "probs" else module
         _after(target, visit)
     elif point in ("input", "gemm_input"):
@@ -42,7 +46,7 @@ def install(root: nn.Module, site: str, visit: Visit) -> None:
         target = module.scale_mask_softmax if point == "scores" else module
         _before(target, *ARGUMENTS[point], visit)
     else:
-        _wrap(module, "get_query_key_value_tensors", visit, "qkv".index(point))
+        _wrap(module, "get_query_key_value_tensors", visit, PARTS.index(point))
     return None
 
 
@@ -144,20 +148,23 @@ def sites_of(case: gpt.Case) -> list[str]:
     norm, final = ("input_layernorm", "pre_mlp_layernorm"), "final_norm" if case.hybrid else "final_layernorm"
     attention = [
         *(f"self_attention:{p}" for p in ("input", "output", "q", "k", "v")),
-        *(f"self_attention.linear_qkv:{p}" for p in ("input", "gemm_input", "output")),
+        *(f"self_attention.linear_qkv:{p}" for p in ("input", "gemm_input", "output", "q", "k", "v")),
         *(f"self_attention.core_attention:{p}" for p in ("q", "k", "v", "scores", "probs", "output")),
         *(f"self_attention.linear_proj:{p}" for p in ("input", "partial", "output")),
         *(f"{norm[0]}:{p}" for p in ("input", "output")),
     ]
+    if case.extra.get("attention_output_gate"):
+        attention += ["self_attention:gate", "self_attention.linear_qkv:gate"]
     if case.qk_norm:
         attention += [f"self_attention.{n}_layernorm:{p}" for n in "qk" for p in ("input", "output")]
     mlp = [
         *(f"mlp:{p}" for p in ("input", "output")),
         *(f"mlp.linear_fc1:{p}" for p in ("input", "gemm_input", "output")),
+        *(f"mlp.linear_fc1:{p}" for p in ("gate", "up") if case.gated),
         *(f"mlp.linear_fc2:{p}" for p in ("input", "partial", "output")),
         *(f"{norm[1]}:{p}" for p in ("input", "output")),
     ]
-    out = ["embedding.word_embeddings:output", "embedding:output"]
+    out = [f"embedding{p}:output" for p in (".word_embeddings", "")] + ["embedding.word_embeddings:partial"]
     for layer in range(case.layers * (2 if case.hybrid else 1)):
         own = attention + mlp if not case.hybrid else (attention if layer % 2 == 0 else mlp)
         out += [f"decoder.layers.{layer}:{p}" for p in ("input", "output")]
