@@ -44,6 +44,10 @@ def test_fewer_groups_than_ranks(case: Case, cells: list[Any]) -> None:
 @pytest.mark.versions
 @pytest.mark.parametrize("case", GATED, ids=lambda c: c.name)
 def test_output_gate(case: Case, cells: list[Any]) -> None:
+    if case.groups < case.tp and VERSION < (0, 19):
+        pytest.skip(
+            "megatron-core 0.16.1 itself fails there: it gives a rank the gates of other ranks' heads"
+        )
     check(case, cells, _named(oracle.sites_of(case)), _named(oracle.edits_of(case)))
 
 

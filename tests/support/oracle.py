@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import gpt, parts
+from tests.support import gpt, latent, parts
 
 Visit = Callable[[Tensor], Tensor]
 ARGUMENTS = {"q": (0, "query"), "k": (1, "key"), "v": (2, "value"), "scores": (0, "input")}
@@ -155,7 +155,9 @@ def sites_of(case: gpt.Case) -> list[str]:
     ]
     if case.extra.get("attention_output_gate"):
         attention += ["self_attention:gate", "self_attention.linear_qkv:gate"]
-    if case.qk_norm:
+    if case.mla:
+        attention = latent.sites(case.q_rank, case.qk_norm)
+    elif case.qk_norm:
         attention += [f"self_attention.{n}_layernorm:{p}" for n in "qk" for p in ("input", "output")]
     mlp = [
         *(f"mlp:{p}" for p in ("input", "output")),

@@ -8,22 +8,23 @@ from __future__ import annotations
 from torch import nn
 
 from megatron_flex.adapters.base import ParameterSite
-from megatron_flex.adapters.megatron_core import attention, dense
+from megatron_flex.adapters.megatron_core import attention, dense, latent
 from megatron_flex.adapters.megatron_core.kinds import global_modules
 from megatron_flex.adapters.megatron_core.layouts import Layouts
 from megatron_flex.layout import whole_shape
 from megatron_flex.mesh import Mesh
 
-KINDS = (*attention.PARAMETERS, *dense.PARAMETERS)
+KINDS = (*latent.PARAMETERS, *attention.PARAMETERS, *dense.PARAMETERS)
 
 
 def parameters_of(root: nn.Module, mesh: Mesh) -> list[ParameterSite]:
     """The parameters of one chunk, in model order, as far as a kind gives their layout."""
     of = Layouts(root.config, mesh)
     out = []
-    for path, module in global_modules(root):
-        role = path.rpartition(".")[2]
-        kind = next((k for k in KINDS if k.fits(role, module)), None)
+    modules = dict(global_modules(root))
+    for path, module in modules.items():
+        parent, _, role = path.rpartition(".")
+        kind = next((k for k in KINDS if k.fits(role, module, modules.get(parent))), None)
         if kind is None or getattr(module, "is_expert", False) or ".experts." in path:
             continue
         for name, parameter in module.named_parameters(recurse=False):
