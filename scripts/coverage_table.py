@@ -22,12 +22,14 @@ def table(cells: list[dict[str, object]]) -> str:
     """The cells as a Markdown table: one row for each kind of site."""
     rows: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     cases: dict[str, set[object]] = defaultdict(set)
-    for cell in cells:
+    differing = [c for c in cells if c.get("upstream")]
+    for cell in (c for c in cells if not c.get("upstream")):
         row = kind(str(cell["site"]))
         if row != "(none)":
             rows[row][str(cell["check"])].append(float(str(cell["error"])))
             cases[row].add(cell["case"])
-    good = sum(float(str(c["error"])) <= float(str(c["bound"])) for c in cells)
+    far = [float(str(c["own" if c.get("upstream") else "error"])) / float(str(c["bound"])) for c in cells]
+    good = sum(f <= 1 for f in far)
     lines = [
         f"{len(cells)} cells, {good} in agreement.",
         "",
@@ -37,6 +39,12 @@ def table(cells: list[dict[str, object]]) -> str:
     for row, found in rows.items():
         columns = [f"{max(found[c]):.0e}" if found.get(c) else "" for c in CHECKS]
         lines.append(f"| `{row}` | {len(cases[row])} | " + " | ".join(columns) + " |")
+    for why in dict.fromkeys(str(c["upstream"]) for c in differing):
+        mine = [c for c in differing if c["upstream"] == why]
+        names = ", ".join(
+            f"`{k}`" for k in dict.fromkeys(kind(str(c["site"])) for c in mine) if k != "(none)"
+        )
+        lines += ["", f"Upstream itself differs from one process in {len(mine)} cells: {why}. At {names}."]
     return "\n".join(lines) + "\n"
 
 

@@ -33,10 +33,16 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     line = terminalreporter.write_line
     terminalreporter.section("configuration x site x check, against one process")
     line(f"{len(found)} cells compared, {len(good)} in agreement")
-    for check in dict.fromkeys(c.check for c in found):
-        mine = [c for c in found if c.check == check]
+    for check in dict.fromkeys(c.check for c in found if not c.upstream):
+        mine = [c for c in found if c.check == check and not c.upstream]
         worst = max(mine, key=lambda c: c.error)
         line(f"  {check}: {len(mine)} cells, greatest error {worst.error:.1e} ({worst.case}, {worst.site})")
+    for why in dict.fromkeys(c.upstream for c in found if c.upstream):
+        mine = [c for c in found if c.upstream == why]
+        worst = max(mine, key=lambda c: c.own)
+        line(f"  {len(mine)} cells in which upstream itself differs: {why}")
+        line(f"    greatest difference from upstream's own run {worst.own:.1e} ({worst.case}, {worst.site})")
     if path := config.getoption("--cells"):
-        rows = [{n: getattr(c, n) for n in ("case", "site", "check", "error", "bound")} for c in found]
+        names = ("case", "site", "check", "error", "bound", "upstream", "own")
+        rows = [{n: getattr(c, n) for n in names} for c in found]
         Path(path).write_text(json.dumps(rows, indent=1))

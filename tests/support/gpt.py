@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import moe, mtp, ssm
+from tests.support import latent, moe, mtp, ssm
 
 SEQUENCE, BATCH, VOCABULARY, HIDDEN, FFN, HEADS, GROUPS = 16, 2, 64, 32, 48, 4, 2
 
@@ -49,6 +49,8 @@ class Case:
     shared_experts: bool = False
     grouped: bool = False
     pattern: str = ""  # of a HybridModel's layers, `|` where the pipeline cuts
+    mla: str = ""  # multi-latent attention as "upstream" has it, or "mended"
+    q_rank: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -98,9 +100,10 @@ def initialize(case: Case) -> None:
 
 def config(case: Case) -> Any:
     """Megatron's TransformerConfig."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    known = set(inspect.signature(TransformerConfig).parameters)
+    kind = MLATransformerConfig if case.mla else TransformerConfig
+    known = set(inspect.signature(kind).parameters)
     wanted: dict[str, Any] = {
         "num_layers": len(ssm.layers_of(case.pattern)) or case.layers * (2 if case.hybrid else 1),
         "hidden_size": HIDDEN,
@@ -141,13 +144,17 @@ def config(case: Case) -> Any:
         wanted.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     elif case.recompute:
         wanted.update(recompute_granularity="selective", recompute_modules=list(case.recompute))
+    wanted.update(latent.config(case.q_rank) if case.mla else {})
     wanted.update(case.extra)
-    return TransformerConfig(**{k: v for k, v in wanted.items() if k in known})
+    return kind(**{k: v for k, v in wanted.items() if k in known})
 
 
 def build(case: Case) -> list[nn.Module]:
     """The chunks of this rank, with weights of Megatron's own initialisation."""
     from megatron.core import parallel_state
+
+    if case.mla == "mended":
+        latent.mend()
 
     out = []
     for stage in range(case.vpp or 1):
@@ -199,11 +206,14 @@ def _chunk(case: Case, stage: int | None) -> nn.Module:
     }
     if case.experts:
         wanted["num_experts"] = case.experts
+    wanted["multi_latent_attention"] = bool(case.mla)
     spec = get_gpt_layer_local_spec(**{k: v for k, v in wanted.items() if k in known})
     if case.grouped:
         from tests.support import grouped
 
         spec = grouped.spec(spec)
+    if case.mla:
+        spec.submodules.self_attention.submodules.core_attention = latent.core_attention()
     if "vp_stage" in inspect.signature(GPTModel).parameters:
         common["vp_stage"] = stage
     common.update(mtp.arguments(common["config"], spec, stage))

@@ -40,10 +40,11 @@ def sites_of(case: Any) -> list[str]:
         at = f"mlp.experts.local_experts.{expert}"
         out += [f"{at}:{p}" for p in ("input", "output")]
         out += [f"{at}.linear_fc{n}:{p}" for n in (1, 2) for p in ("input", "output")]
+        out += [f"{at}.linear_fc1:{p}" for p in ("gate", "up")]
     if case.shared_experts:
         at = "mlp.shared_experts"
         out += [f"{at}:{p}" for p in ("input", "output")]
-        out += [f"{at}.linear_fc1:{p}" for p in ("input", "gemm_input", "output")]
+        out += [f"{at}.linear_fc1:{p}" for p in ("input", "gemm_input", "output", "gate", "up")]
         out += [f"{at}.linear_fc2:{p}" for p in ("input", "partial", "output")]
     return out
 

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import gpt, moe, mtp, ssm
+from tests.support import gpt, latent, moe, mtp, parts, ssm
 
 Visit = Callable[[Tensor], Tensor]
 ARGUMENTS = {"q": (0, "query"), "k": (1, "key"), "v": (2, "value"), "scores": (0, "input")}
+
+PARTS = ("q", "k", "v", "gate")
 
 
 def edit(tensor: Tensor) -> Tensor:
@@ -44,7 +46,9 @@ def install(root: nn.Module, site: str, visit: Visit) -> None:
         if point == "conv":
             return _wrap_input(module, ssm.PREPARE, visit)
         return _wrap(module, ssm.METHODS[point][0], visit, ssm.METHODS[point][1])
-    if point in ("output", "partial", "probs"):
+    if path.endswith(("linear_qkv", "linear_fc1")) and point in parts.POINTS:
+        parts.install(module, root.config, path, point, visit)
+    elif point in ("output", "partial", "probs"):
         target = module.scale_mask_softmax if point == "probs" else module
         _after(target, visit)
     elif point in ("input", "gemm_input"):
@@ -55,7 +59,7 @@ def install(root: nn.Module, site: str, visit: Visit) -> None:
         target = module.scale_mask_softmax if point == "scores" else module
         _before(target, *ARGUMENTS[point], visit)
     else:
-        _wrap(module, "get_query_key_value_tensors", visit, "qkv".index(point))
+        _wrap(module, "get_query_key_value_tensors", visit, PARTS.index(point))
     return None
 
 
@@ -171,22 +175,27 @@ def sites_of(case: gpt.Case) -> list[str]:
         final = "final_norm"
     attention = [
         *(f"self_attention:{p}" for p in ("input", "output", "q", "k", "v")),
-        *(f"self_attention.linear_qkv:{p}" for p in ("input", "gemm_input", "output")),
+        *(f"self_attention.linear_qkv:{p}" for p in ("input", "gemm_input", "output", "q", "k", "v")),
         *(f"self_attention.core_attention:{p}" for p in ("q", "k", "v", "scores", "probs", "output")),
         *(f"self_attention.linear_proj:{p}" for p in ("input", "partial", "output")),
         *(f"{norm[0]}:{p}" for p in ("input", "output")),
     ]
-    if case.qk_norm:
+    if case.extra.get("attention_output_gate"):
+        attention += ["self_attention:gate", "self_attention.linear_qkv:gate"]
+    if case.mla:
+        attention = latent.sites(case.q_rank, case.qk_norm)
+    elif case.qk_norm:
         attention += [f"self_attention.{n}_layernorm:{p}" for n in "qk" for p in ("input", "output")]
     mlp = [
         *(f"mlp:{p}" for p in ("input", "output")),
         *(f"mlp.linear_fc1:{p}" for p in ("input", "gemm_input", "output")),
+        *(f"mlp.linear_fc1:{p}" for p in ("gate", "up") if case.gated),
         *(f"mlp.linear_fc2:{p}" for p in ("input", "partial", "output")),
         *(f"{norm[1]}:{p}" for p in ("input", "output")),
     ]
     if case.experts:
         mlp = [*(f"{norm[1]}:{p}" for p in ("input", "output")), *moe.sites_of(case)]
-    out = ["embedding.word_embeddings:output", "embedding:output"]
+    out = [f"embedding{p}:output" for p in (".word_embeddings", "")] + ["embedding.word_embeddings:partial"]
     out += ssm.sites_of(case.pattern, attention, mlp)
     for layer in range(0 if case.pattern else case.layers * (2 if case.hybrid else 1)):
         own = attention + mlp if not case.hybrid else (attention if layer % 2 == 0 else mlp)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from megatron_flex.adapters.megatron_core.build import Builder, Kind, ParameterKind
+from megatron_flex.adapters.megatron_core.fused import qkv
 from megatron_flex.adapters.megatron_core.kinds import is_identity
 from megatron_flex.adapters.megatron_core.layouts import Layouts
 from megatron_flex.adapters.taps import MethodOutput, ModuleInput, ModuleOutput
@@ -29,6 +30,13 @@ def attention(b: Builder, path: str, module: Any) -> Iterator[Site]:
     per_group = config.num_attention_heads // b.sizes["g"] * (2 if gated else 1) + 2
     width = b.sizes["g"] * per_group * config.kv_channels
     yield from b.column(f"{path}.linear_qkv", module.linear_qkv, of.features("qkv"), width)
+    yield from qkv(
+        b,
+        f"{path}.linear_qkv",
+        module.linear_qkv,
+        b.no_rule(module.linear_qkv, "ColumnParallelLinear"),
+        gated,
+    )
     hidden = FUSED_ROPE if getattr(config, "fused_single_qkv_rope", False) else ""
     parts = {"q": of.heads(), "k": of.groups(), "v": of.groups()}
     if gated:

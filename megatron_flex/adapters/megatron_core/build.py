@@ -28,10 +28,15 @@ class Fitting:
 
     classes: tuple[str, ...]
     roles: tuple[str, ...]
+    inside: tuple[str, ...]
 
-    def fits(self, role: str, module: nn.Module) -> bool:
-        """Whether a module in that role is meant."""
-        return (not self.roles or role in self.roles) and (not self.classes or is_a(module, *self.classes))
+    def fits(self, role: str, module: nn.Module, parent: nn.Module | None = None) -> bool:
+        """Whether a module in that role, in that parent, is meant."""
+        return (
+            (not self.roles or role in self.roles)
+            and (not self.classes or is_a(module, *self.classes))
+            and (not self.inside or is_a(parent, *self.inside))
+        )
 
 
 @dataclass(frozen=True)
@@ -42,11 +47,13 @@ class Kind(Fitting):
         sites: called with the builder, the module's global path and the module.
         classes: names of Megatron's classes, of which the module's must be or derive from one; empty for any.
         roles: the last step of the path must be one of these; empty for any.
+        inside: names of Megatron's classes, of which the parent must be one; empty for any.
     """
 
     sites: Callable[[Builder, str, Any], Iterator[Site]]
     classes: tuple[str, ...] = ()
     roles: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,11 +65,13 @@ class ParameterKind(Fitting):
             module and the parameter.
         classes: as for `Kind`.
         roles: as for `Kind`.
+        inside: as for `Kind`.
     """
 
     layout: Callable[[Layouts, str, str, nn.Parameter], Layout]
     classes: tuple[str, ...] = ()
     roles: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
 
 
 class Builder:

@@ -8,9 +8,10 @@ from typing import Any
 from torch import nn
 
 from megatron_flex.adapters.megatron_core.build import Builder, Kind, ParameterKind
+from megatron_flex.adapters.megatron_core.fused import gate_up
 from megatron_flex.adapters.megatron_core.kinds import is_identity
 from megatron_flex.adapters.megatron_core.layouts import Layouts
-from megatron_flex.adapters.megatron_core.taps import BiasDropoutAdd, Outside
+from megatron_flex.adapters.megatron_core.taps import BiasDropoutAdd, EmbeddingPartial, Outside
 from megatron_flex.adapters.taps import ModuleInput, ModuleOutput
 from megatron_flex.layout import Layout
 from megatron_flex.sites import Site
@@ -29,6 +30,10 @@ def embedding(b: Builder, path: str, module: Any) -> Iterator[Site]:
     later = getattr(b.root, "mtp", None)
     words = getattr(module, "word_embeddings", None)
     if words is not None:
+        # One rank has no reduction to stand in front of: there the sum is the output.
+        inner = EmbeddingPartial(words) if b.of.tp > 1 else ModuleOutput(words)
+        partial = Outside(inner, later)
+        yield b.site(f"{path}.word_embeddings:partial", b.of.word_embeddings_partial(words), partial)
         tap = Outside(ModuleOutput(words), later)
         yield b.site(f"{path}.word_embeddings:output", b.of.word_embeddings(words), tap)
     scattered = getattr(module, "scatter_to_sequence_parallel", True) and b.of.sequence_parallel
@@ -62,6 +67,9 @@ def mlp(b: Builder, path: str, module: Any, width: int | None = None, no: str = 
     gated = b.config.gated_linear_unit
     layout = b.of.features("gate|up" if gated else "f", (1, 1) if gated else (1,))
     yield from b.column(f"{path}.linear_fc1", module.linear_fc1, layout, width * (2 if gated else 1), no=no)
+    if gated:
+        hidden = no or b.no_rule(module.linear_fc1, "ColumnParallelLinear")
+        yield from gate_up(b, f"{path}.linear_fc1", module.linear_fc1, hidden)
     yield from b.row(f"{path}.linear_fc2", module.linear_fc2, "f", width, no)
 
 

@@ -93,6 +93,12 @@ class Layouts:
             return Layout(layout.dims, permute=(1, 0, 2))
         return Layout((Dim("b"), self.sequence(), Dim("h")))
 
+    def word_embeddings_partial(self, module: nn.Module) -> Layout:
+        """`[b, s, h]` of the word embeddings before their reduction: a word is zero on all ranks but one."""
+        if getattr(module, "reduce_scatter_embeddings", False):
+            return Layout(self.partial().dims, partial=("tp",), permute=(1, 0, 2))
+        return Layout((Dim("b"), self.sequence(), Dim("h")), partial=("tp",))
+
     # -- parameters ----------------------------------------------------------------------------------
 
     def rows_cut(self, dims: int, segments: tuple[int, ...] = (1,)) -> Layout:

@@ -10,6 +10,7 @@ from torch import nn
 from megatron_flex.adapters.megatron_core import dense
 from megatron_flex.adapters.megatron_core.build import Builder, Kind, ParameterKind
 from megatron_flex.adapters.megatron_core.dispatch import Chosen, Rows, Tokens
+from megatron_flex.adapters.megatron_core.fused import FusedPart, Packing
 from megatron_flex.adapters.megatron_core.kinds import is_a
 from megatron_flex.adapters.megatron_core.layouts import Layouts
 from megatron_flex.adapters.taps import MethodOutput, ModuleInput, ModuleOutput
@@ -108,7 +109,13 @@ def _expert(b: Builder, path: str, module: Any, expert: int, no: str) -> Iterato
     mlp = local[expert % len(local)]
     fc1, fc2 = getattr(mlp, "linear_fc1", mlp), getattr(mlp, "linear_fc2", mlp)
     width, wide, stream = _width(b), _wide(b), b.of.stream()
+    halves = [
+        (f".linear_fc1:{name}", FusedPart(fc1, index, Packing(1, (1, 1))), SPLIT, width)
+        for index, name in enumerate(("gate", "up"))
+        if b.config.gated_linear_unit
+    ]
     for point, tap, layout, last in (
+        *halves,
         (":input", ModuleInput(mlp, 0, "hidden_states"), WHOLE, None),
         (".linear_fc1:input", ModuleInput(fc1, 0, "input_"), WHOLE, None),
         (".linear_fc1:output", ModuleOutput(fc1), wide, width * (1 + bool(b.config.gated_linear_unit))),

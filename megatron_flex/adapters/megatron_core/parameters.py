@@ -13,14 +13,14 @@ from typing import Any
 from torch import nn
 
 from megatron_flex.adapters.base import ParameterSite
-from megatron_flex.adapters.megatron_core import attention, dense, moe, mtp, ssm
+from megatron_flex.adapters.megatron_core import attention, dense, latent, moe, mtp, ssm
 from megatron_flex.adapters.megatron_core.build import vocabulary
 from megatron_flex.adapters.megatron_core.kinds import global_modules
 from megatron_flex.adapters.megatron_core.layouts import Layouts
 from megatron_flex.layout import Layout, whole_shape
 from megatron_flex.mesh import Mesh
 
-KINDS = (*moe.PARAMETERS, *attention.PARAMETERS, *mtp.PARAMETERS, *dense.PARAMETERS)
+KINDS = (*moe.PARAMETERS, *latent.PARAMETERS, *attention.PARAMETERS, *mtp.PARAMETERS, *dense.PARAMETERS)
 WORDS, LOGITS = "embedding.word_embeddings.weight", "output_layer.weight"
 EXPERT = re.compile(r"(.*\.experts\.local_experts\.|.*\.experts\.linear_fc[12]\.\D+)(\d+)(.*)")
 
@@ -83,9 +83,10 @@ def of_expert(layout: Layout) -> Layout:
 def _all(root: Any, of: Layouts) -> Iterator[tuple[str, nn.Module, str, nn.Parameter, Layout | None]]:
     """Every parameter with its module's path, the module, its name there and its dense layout, if known."""
     owned = ssm.owned(of, root)
-    for path, module in global_modules(root):
-        role = path.rpartition(".")[2]
-        kind = next((k for k in KINDS if k.fits(role, module)), None)
+    modules = dict(global_modules(root))
+    for path, module in modules.items():
+        parent, _, role = path.rpartition(".")
+        kind = next((k for k in KINDS if k.fits(role, module, modules.get(parent))), None)
         for name, parameter in module.named_parameters(recurse=False):
             layout = owned.get(parameter)
             if layout is None and kind is not None:

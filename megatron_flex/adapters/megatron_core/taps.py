@@ -15,6 +15,7 @@ from megatron_flex.layout import Layout
 from megatron_flex.sites import Fire
 
 IMPL = "_forward_impl"
+REDUCTIONS = ("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region")
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +27,7 @@ class Outside:
         running: the module inside of whose forward pass nothing fires; None for none.
     """
 
-    tap: ModuleInput | ModuleOutput
+    tap: ModuleInput | ModuleOutput | EmbeddingPartial
     running: nn.Module | None
 
     @property
@@ -104,6 +105,42 @@ class Gemm:
         return _about_impl(self.module, around)
 
 
+@dataclass(frozen=True, eq=False)
+class EmbeddingPartial:
+    """What a `VocabParallelEmbedding` looked up in its own part of the vocabulary, before the reduction.
+
+    Attributes:
+        module: the embedding, on more than one tensor parallel rank.
+    """
+
+    module: nn.Module
+
+    def install(self, fire: Fire) -> Undo:
+        """Inject `fire` into the reductions that its forward calls by name in Megatron's module `layers`."""
+        from megatron.core.tensor_parallel import layers
+
+        running: list[bool] = []  # the same names are called by other modules
+
+        def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            running.append(True)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                running.pop()
+
+        def reduce(original: Callable[..., Any], partial: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return original(fire(partial) if running else partial, *args, **kwargs)
+
+        undone = [intercept(self.module, "forward", forward)]
+        undone += [intercept(layers, name, reduce) for name in REDUCTIONS]
+
+        def undo() -> None:
+            for out in undone:
+                out()
+
+        return undo
+
+
 def _with_whole_input(kwargs: dict[str, Any], module: nn.Module) -> dict[str, Any]:
     """Do the collective on the GEMM's input outside of it, so that the tensor exists between the two.
 
@@ -116,16 +153,16 @@ def _with_whole_input(kwargs: dict[str, Any], module: nn.Module) -> dict[str, An
     group = getattr(module, "tp_group", None)
     if kwargs.get("sequence_parallel"):
         gather = mappings.gather_from_sequence_parallel_region
-        kwargs["input"] = gather(kwargs["input"], **_group_argument(gather, group))
+        kwargs["input"] = gather(kwargs["input"], **group_argument(gather, group))
         kwargs["sequence_parallel"] = False
     elif kwargs.get("allreduce_dgrad"):
         copy = mappings.copy_to_tensor_model_parallel_region
-        kwargs["input"] = copy(kwargs["input"], **_group_argument(copy, group))
+        kwargs["input"] = copy(kwargs["input"], **group_argument(copy, group))
         kwargs["allreduce_dgrad"] = False
     return kwargs
 
 
-def _group_argument(function: Callable[..., Any], group: Any) -> dict[str, Any]:
+def group_argument(function: Callable[..., Any], group: Any) -> dict[str, Any]:
     """`group=`, in the versions whose collectives take one."""
     return {"group": group} if group is not None and "group" in inspect.signature(function).parameters else {}
 

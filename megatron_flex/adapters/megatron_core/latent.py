@@ -1,0 +1,79 @@
+"""Multi-latent attention: the projections down to the latents and up to the heads, and what is between.
+
+The key's rotary part comes out of `linear_kv_down_proj` and goes to all heads. Upstream's gradient of it, on
+more than one tensor parallel rank without Transformer Engine's duplicated projection, has each rank's own
+heads only; so that gradient, and all behind it, are what upstream computes and not what one device would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from megatron_flex.adapters.megatron_core.attention import scores
+from megatron_flex.adapters.megatron_core.build import Builder, Kind, ParameterKind
+from megatron_flex.adapters.megatron_core.kinds import is_identity
+from megatron_flex.adapters.megatron_core.layouts import Layouts
+from megatron_flex.adapters.taps import ModuleInput, ModuleOutput
+from megatron_flex.layout import Layout
+from megatron_flex.sites import Site
+
+CLASSES = ("MLASelfAttention",)
+
+
+def latent_attention(b: Builder, path: str, module: Any) -> Iterator[Site]:
+    """Self-attention over latents."""
+    config, heads = b.config, b.sizes["n"]
+    query, value = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
+    yield from b.both(path, module, b.of.stream(), "hidden_states")
+    yield from _down(b, path, module)
+    for role, rank in (("q_layernorm", config.q_lora_rank), ("kv_layernorm", config.kv_lora_rank)):
+        yield from _norm(b, f"{path}.{role}", getattr(module, role, None), rank)
+    up = {"q_proj": query, "q_up_proj": query, "kv_up_proj": config.qk_head_dim + value}
+    for name, each in up.items():
+        linear = getattr(module, f"linear_{name}", None)
+        if not is_identity(linear):
+            yield from b.column(f"{path}.linear_{name}", linear, b.of.features("n*d"), heads * each)
+    yield from _core(b, f"{path}.core_attention", module.core_attention, query, value)
+    yield from b.row(f"{path}.linear_proj", module.linear_proj, "n*d", heads * value)
+
+
+def _down(b: Builder, path: str, module: Any) -> Iterator[Site]:
+    config = b.config
+    widths = {"q": config.q_lora_rank, "kv": config.kv_lora_rank + config.qk_pos_emb_head_dim}
+    for name, width in widths.items():
+        linear = getattr(module, f"linear_{name}_down_proj", None)
+        if not is_identity(linear):
+            yield from b.column(f"{path}.linear_{name}_down_proj", linear, b.of.features("r"), width)
+    fused = getattr(module, "linear_qkv_down_proj", None)
+    if not is_identity(fused):
+        packed = b.of.features("q|kv", tuple(widths.values()))
+        yield from b.column(f"{path}.linear_qkv_down_proj", fused, packed, sum(widths.values()))
+
+
+def _norm(b: Builder, path: str, norm: Any, rank: int) -> Iterator[Site]:
+    if not is_identity(norm):
+        layout = b.of.stream()
+        latents = replace(layout, dims=(*layout.dims[:-1], replace(layout.dims[-1], name="r")))
+        yield b.site(f"{path}:input", latents, ModuleInput(norm, 0, "x"), width=rank)
+        yield b.site(f"{path}:output", latents, ModuleOutput(norm), width=rank)
+
+
+def _core(b: Builder, path: str, core: Any, query: int, value: int) -> Iterator[Site]:
+    heads = b.of.heads()  # of keys and values too: every head has its own
+    arguments = {"q": ("query", query), "k": ("key", query), "v": ("value", value)}
+    for index, (name, (keyword, size)) in enumerate(arguments.items()):
+        yield b.site(f"{path}:{name}", heads, ModuleInput(core, index, keyword), width=size)
+    yield from scores(b, path, core)
+    yield b.site(f"{path}:output", b.of.features("n*d"), ModuleOutput(core), width=b.sizes["n"] * value)
+
+
+def _latent_norm(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    return of.uncut(parameter.ndim, shared=of.sequence_parallel)  # over whole latents, unlike norms of heads
+
+
+KINDS = (Kind(latent_attention, CLASSES, ("self_attention",)),)
+PARAMETERS = (ParameterKind(_latent_norm, roles=("q_layernorm", "kv_layernorm"), inside=CLASSES),)
