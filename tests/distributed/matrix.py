@@ -92,7 +92,10 @@ def _gradients(flex: Any, chunks: list[Any]) -> dict[str, tuple[Any, Tensor]]:
 
 
 def whole_gradients(answers: list[dict[str, Any]], pick: Any) -> dict[str, Tensor]:
-    """Parameter gradients of the whole model, from all ranks' shards; data parallel ranks are averaged."""
+    """Parameter gradients of the whole model, from all ranks' shards.
+
+    Data and context parallel ranks are averaged, as Megatron's DistributedDataParallel does it.
+    """
     from megatron_flex.layout import assemble, coordinates
 
     replicas: dict[str, dict[int, Tensor]] = {}
@@ -106,7 +109,7 @@ def whole_gradients(answers: list[dict[str, Any]], pick: Any) -> dict[str, Tenso
                 next(pick(a)[name][1] for a in holders if all(a["coords"][x] == c for x, c in place.items()))
                 for place in coordinates(layout, sizes)
             ]
-            replicas.setdefault(name, {})[dp] = assemble(layout, shards, sizes)
+            replicas.setdefault(name, {})[dp] = assemble(layout, shards, sizes) / sizes["cp"]
     return {name: torch.stack(list(found.values())).mean(0) for name, found in replicas.items()}
 
 
@@ -122,8 +125,9 @@ def _readings(case: gpt.Case, sites: list[str], truth: Any, answers: list[dict[s
             if wanted is None:
                 continue
             got = [t for a in leaders for t in a["read"].get(name, [])]
-            # the one process sees dp * microbatches of them, so its loss is divided by more
-            factor = case.dp if check == "gradient" else 1
+            # the one process sees dp * microbatches of them, so its loss is divided by more; and Megatron
+            # multiplies the loss of a context parallel rank by their number, to average over them later
+            factor = case.dp * case.cp if check == "gradient" else 1
             errors = [relative(g, w * factor) for g, w in zip(got, wanted, strict=False)]
             complete = len(got) == len(wanted)
             cells.append(Cell(case.name, site, check, max(errors) if complete and errors else float("inf")))

@@ -15,6 +15,22 @@ from megatron_flex.adapters.megatron_core.sites import sites_of
 from megatron_flex.errors import FlexError
 from megatron_flex.sites import Site
 
+# Settings under which which rank holds what is not settled by the mesh, and what to do instead.
+HYBRID_CONTEXT = (
+    "gives each batch another context parallel group, so that no layout holds for a whole run; "
+    "use plain context parallelism (--context-parallel-size without this switch)"
+)
+REMATERIALIZED = (
+    "shards weights beyond tensor parallelism, and how is not known here; "
+    "set it to 1 and tensor_parallel_num_weight_shards to the tensor parallel size"
+)
+UNSTEADY = {
+    "hybrid_context_parallel": (False, HYBRID_CONTEXT),
+    "dynamic_context_parallel": (False, HYBRID_CONTEXT),  # what releases after 0.19 call it
+    "gtp_weight_remat_size": (1, REMATERIALIZED),
+    "expert_gtp_weight_remat_size": (1, REMATERIALIZED),
+}
+
 
 class MegatronCore:
     """megatron-core's view of a model, given as its unwrapped chunks."""
@@ -36,11 +52,10 @@ class MegatronCore:
                 f"CUDA graphs are on (cuda_graph_impl={graphs!r}) and replay kernels without any hook; "
                 "train with --cuda-graph-impl none (older: without --enable-cuda-graph)"
             )
-        if config.context_parallel_size > 1:
-            raise FlexError(
-                f"context_parallel_size={config.context_parallel_size} is not verified against one device "
-                "yet; run with a context parallel size of 1"
-            )
+        for name, (harmless, why) in UNSTEADY.items():
+            value = getattr(config, name, harmless)
+            if value not in (None, harmless):
+                raise FlexError(f"{name}={value} {why}")
         if getattr(config, "overlap_moe_expert_parallel_comm", False):
             raise FlexError(
                 "overlap_moe_expert_parallel_comm=True runs forward and backward of different microbatches "

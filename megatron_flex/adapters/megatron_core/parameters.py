@@ -5,13 +5,15 @@ Attributes that Megatron puts on parameters are no help: some are missing, some 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from megatron_flex.adapters.base import ParameterSite
 from megatron_flex.adapters.megatron_core import attention, dense
 from megatron_flex.adapters.megatron_core.kinds import global_modules
 from megatron_flex.adapters.megatron_core.layouts import Layouts
-from megatron_flex.layout import whole_shape
+from megatron_flex.layout import Layout, whole_shape
 from megatron_flex.mesh import Mesh
 
 KINDS = (*attention.PARAMETERS, *dense.PARAMETERS)
@@ -27,7 +29,12 @@ def parameters_of(root: nn.Module, mesh: Mesh) -> list[ParameterSite]:
         if kind is None or getattr(module, "is_expert", False) or ".experts." in path:
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            layout = kind.layout(of, role, name, parameter)
+            layout = _shared_over_context(kind.layout(of, role, name, parameter))
             shape = whole_shape(layout, parameter.shape, mesh.sizes)
             out.append(ParameterSite(f"{path}.{name}", layout, shape, parameter, mesh["pp"].coord))
     return out
+
+
+def _shared_over_context(layout: Layout) -> Layout:
+    """Context parallel ranks hold the same parameters, and of the gradients what their own tokens give."""
+    return replace(layout, shared=(*layout.shared, "cp"))
