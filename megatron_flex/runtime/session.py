@@ -137,10 +137,10 @@ class Session:
 
     # -- what the adapter tells ------------------------------------------------------------------------
 
-    def step_begins(self, iteration: int | None) -> None:
+    def step_begins(self, iteration: int | None, gradient_factor: Callable[[], float] | None = None) -> None:
         """A schedule starts."""
         self._compare()
-        self.clock.begin(iteration)
+        self.clock.begin(iteration, gradient_factor)
         self._in_schedule = True
 
     def step_ends(self, failed: bool) -> None:
@@ -235,15 +235,18 @@ class Session:
         """Pass a local gradient, in `layout`, through the hooks that want it."""
         hooks = [h for h in self.registry.at(name) if h.backward]
         key = key or self.clock.key(name + GRAD)
+        factor = self.clock.gradient_factor if any(h.gradient_scale == "loss" for h in hooks) else 1.0
+        local = grad if factor == 1.0 else _at_loss_scale(grad, factor)
         edited = None
         if any(h.editing_function for h in hooks):
-            whole, lengths = all_assemble(grad, layout, self.mesh)
+            whole, lengths = all_assemble(local, layout, self.mesh)
             if any(h.save for h in hooks):
                 self._recorder.whole(key, whole)
             whole = self._edit(hooks, key, module, whole)
-            edited = extract(layout, whole, self.mesh.coords, self.mesh.sizes, grad, lengths)
+            edited = extract(layout, whole, self.mesh.coords, self.mesh.sizes, local, lengths)
+            edited = edited if factor == 1.0 else (edited * factor).to(grad.dtype)
         elif hooks:
-            self._read(hooks, key, grad, layout)
+            self._read(hooks, key, local, layout)
         self._await_backward()
         return edited
 
@@ -287,6 +290,11 @@ class Session:
     def _backward_ended(self) -> None:
         self._awaits_backward = False
         self._finish(False, self._replica())
+
+
+def _at_loss_scale(grad: Tensor, factor: float) -> Tensor:
+    """A gradient without the factor; in fp32 if it is fp16, whose range the factor is there to keep it in."""
+    return (grad.float() if grad.dtype == torch.float16 else grad) / factor
 
 
 def _users_line(error: BaseException) -> str:

@@ -72,7 +72,7 @@ class MegatronCore:
 
     def watch(self, listener: Listener) -> Undo:
         """Follow Megatron's schedules, and calls of the model outside them."""
-        return watch(self.roots, listener)
+        return watch(self.roots, self.mesh["cp"].size, listener)
 
 
 def detect(chunks: list[nn.Module]) -> MegatronCore | None:
