@@ -18,8 +18,12 @@ Undo = Callable[[], None]
 class Listener(Protocol):
     """Whom an adapter tells about steps and microbatches; the runtime's clock."""
 
-    def step_begins(self, iteration: int | None) -> None:
-        """A schedule starts over all microbatches; `iteration` if the framework counts them."""
+    def step_begins(self, iteration: int | None, gradient_factor: Callable[[], float] | None = None) -> None:
+        """A schedule starts over all microbatches; `iteration` if the framework counts them.
+
+        `gradient_factor` tells by how much the gradients that this schedule makes are greater than those of
+        one microbatch's own loss; None where they are these.
+        """
 
     def step_ends(self, failed: bool) -> None:
         """The schedule returned, or raised."""

@@ -69,24 +69,40 @@ def send_to_leader(parcels: Sequence[Parcel], mesh: Mesh, bucket_bytes: int) -> 
     Returns:
         For each parcel the whole on the leader, None elsewhere.
     """
-    todo: dict[int, list[Step]] = {}
+    plans: list[list[Step]] = []
+    mine: set[int] = set()
     for index, parcel in enumerate(parcels):
+        steps = plan_read(parcel.layout, mesh)
+        uneven = bool(steps) and any(d.uneven for d in parcel.layout.dims)
         if takes_part(parcel.layout, mesh):
-            if any(d.uneven for d in parcel.layout.dims) and plan_read(parcel.layout, mesh):
+            mine.add(index)
+            if uneven:
                 parcel.shards = [all_assemble(parcel.shards[0], parcel.layout, mesh)[0]]
-                todo[index] = []
-            else:
-                todo[index] = plan_read(parcel.layout, mesh)
-    while step := next((steps[0] for steps in todo.values() if steps), None):
-        now = [i for i, steps in todo.items() if steps and steps[0] == step]
-        for index in now:
-            todo[index] = todo[index][1:]
-        axis = mesh[step.axis]
-        (_sum if step.op == "sum" else _gather)([parcels[i] for i in now], axis, bucket_bytes)
+        plans.append([] if uneven else steps)
+    for step, indices in rounds(plans):
+        axis, now = mesh[step.axis], [i for i in indices if i in mine]
+        if now:
+            (_sum if step.op == "sum" else _gather)([parcels[i] for i in now], axis, bucket_bytes)
         if axis.coord:
-            todo = {i: steps for i, steps in todo.items() if i not in now}
+            mine.difference_update(now)
     leader = is_leader(mesh)
-    return [_arrived(p, mesh) if leader and i in todo else None for i, p in enumerate(parcels)]
+    return [_arrived(p, mesh) if leader and i in mine else None for i, p in enumerate(parcels)]
+
+
+def rounds(plans: Sequence[Sequence[Step]]) -> list[tuple[Step, list[int]]]:
+    """Which parcels go together in which collective, in order.
+
+    It follows from all plans, also of parcels that this rank takes no part in: ranks that take part in
+    different ones must still agree on what travels together.
+    """
+    left = {i: list(steps) for i, steps in enumerate(plans) if steps}
+    out: list[tuple[Step, list[int]]] = []
+    while left:
+        step = next(iter(left.values()))[0]
+        now = [i for i, steps in left.items() if steps[0] == step]
+        left = {i: steps[1:] if i in now else steps for i, steps in left.items() if i not in now or steps[1:]}
+        out.append((step, now))
+    return out
 
 
 def _arrived(parcel: Parcel, mesh: Mesh) -> Tensor:

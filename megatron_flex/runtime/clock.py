@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,14 +28,24 @@ class Clock:
         self.microbatch = 0
         self._calls: Counter[tuple[str, int, bool]] = Counter()
         self._outputs: Any = WeakTensorKeyDictionary()
+        self._ask: Callable[[], float] | None = None
+        self._factor: float | None = None
+
+    @property
+    def gradient_factor(self) -> float:
+        """By how much this step's gradients are greater than those of a microbatch's own loss."""
+        if self._factor is None:
+            self._factor = 1.0 if self._ask is None else self._ask()
+        return self._factor
 
     @staticmethod
     def replaying() -> bool:
         """Whether this is activation recomputation: a forward pass inside a backward pass."""
         return bool(torch._C._current_graph_task_id() != -1)
 
-    def begin(self, iteration: int | None) -> None:
-        """A step starts."""
+    def begin(self, iteration: int | None, gradient_factor: Callable[[], float] | None = None) -> None:
+        """A step starts; `gradient_factor` is asked only if a hook wants to know it."""
+        self._ask, self._factor = gradient_factor, None
         self.step += 1
         self.iteration = self.step if iteration is None else iteration
         self.microbatch = 0

@@ -14,6 +14,7 @@ from megatron_flex.errors import HookError
 from megatron_flex.sites import Site, SiteTable
 
 HookType = Literal["forward", "forward_pre", "full_backward", "full_backward_pre", "tensor"]
+GradientScale = Literal["raw", "loss"]
 EditingFunction = Callable[[nn.Module | None, Tensor, Namespace, nn.ModuleDict], Tensor]
 POINTS = {
     "forward": "output",
@@ -39,6 +40,11 @@ class HookFunction:
             `full_backward_pre` the gradients of its input and output, `tensor` the gradient of a site or of
             a parameter.
         save: whether what was seen, before the edit, is kept in `output_dict`.
+        gradient_scale: of hooks on gradients. `raw` gives what the framework sends back: under Megatron's
+            schedules the gradient of the microbatch's loss times loss scale and context parallel size over
+            the number of microbatches (with `calculate_per_token_loss`, times loss scale alone). `loss`
+            gives that of the microbatch's own loss, as one device without a schedule has it, and an edit's
+            result goes back with the factor; fp16 gradients then come in fp32.
     """
 
     def __init__(
@@ -50,11 +56,14 @@ class HookFunction:
         *,
         hook_type: HookType = "forward",
         save: bool = True,
+        gradient_scale: GradientScale = "raw",
     ) -> None:
         if hook_type not in POINTS:
             raise HookError(f"hook_type {hook_type!r} is none of {', '.join(POINTS)}")
         if editing_function is not None and not callable(editing_function):
             raise HookError(f"editing_function {editing_function!r} is not callable; pass a function or None")
+        if gradient_scale not in ("raw", "loss"):
+            raise HookError(f"gradient_scale {gradient_scale!r} is none of raw, loss")
         if unpack_idx != 0:
             raise HookError(
                 f"unpack_idx={unpack_idx}: only an output's first tensor has a known layout; use unpack_idx=0"
@@ -66,6 +75,7 @@ class HookFunction:
         self.editing_function = editing_function
         self.hook_type: HookType = hook_type
         self.save = save
+        self.gradient_scale: GradientScale = gradient_scale
 
     @property
     def backward(self) -> bool:
@@ -80,7 +90,8 @@ class HookFunction:
     def describe(self) -> str:
         """Return what all ranks must have in common of this hook, in words."""
         edit = getattr(self.editing_function, "__qualname__", type(self.editing_function).__name__)
-        return f"{self.hook_type} on {self.module_name}" + (
+        scale = " on the loss's scale" if self.gradient_scale == "loss" else ""
+        return f"{self.hook_type} on {self.module_name}{scale}" + (
             f" editing by {edit}" if self.editing_function else ""
         )
 
@@ -127,7 +138,7 @@ class Registry:
 
         Raises:
             SiteError: nothing matches, or the configuration hides the place.
-            HookError: the hook is registered already.
+            HookError: the hook is registered already, or wants a gradient on a scale that cannot be.
         """
         if any(e.hook is hook for e in self.entries):
             raise HookError(
@@ -147,8 +158,23 @@ class Registry:
                 if site.fixed and (hook.backward or hook.editing_function is not None):
                     what = "has no gradient" if hook.backward else "can be read and not edited"
                     raise HookError(f"{site.name} {what}: {site.fixed}")
+        self._check_scale(entry)
         self._set([*self.entries, entry])
         return entry
+
+    def _check_scale(self, entry: Registered) -> None:
+        scale = entry.hook.gradient_scale
+        if scale != "raw" and not entry.hook.backward:
+            raise HookError(
+                f"gradient_scale={scale!r} on {entry.hook.module_name!r}: a {entry.hook.hook_type} hook sees "
+                "no gradient; drop it or choose a backward hook"
+            )
+        for name in sorted(entry.names) if entry.hook.backward else ():
+            if any(h.backward and h.gradient_scale != scale for h in self.at(name)):
+                raise HookError(
+                    f"another hook has the gradient at {name} on another scale than {scale!r}; give both the "
+                    "same gradient_scale"
+                )
 
     def remove(self, hook: HookFunction) -> None:
         """Take a hook out again.

@@ -144,11 +144,11 @@ class Session:
 
     # -- what the adapter tells ------------------------------------------------------------------------
 
-    def step_begins(self, iteration: int | None) -> None:
+    def step_begins(self, iteration: int | None, gradient_factor: Callable[[], float] | None = None) -> None:
         """A schedule starts."""
         self._compare()
         self.survey.called = False
-        self.clock.begin(iteration)
+        self.clock.begin(iteration, gradient_factor)
         self._in_schedule = True
 
     def step_ends(self, failed: bool) -> None:
@@ -267,14 +267,17 @@ class Session:
         """Pass a local gradient, in `layout`, through the hooks that want it."""
         hooks = [h for h in self.registry.at(name) if h.backward]
         key = key or self.clock.key(name + GRAD)
+        factor = self.clock.gradient_factor if any(h.gradient_scale == "loss" for h in hooks) else 1.0
+        local = grad if factor == 1.0 else _at_loss_scale(grad, factor)
         edited = None
         if any(h.editing_function for h in hooks):
-            whole = self._gather(grad, layout, route)
+            whole = self._gather(local, layout, route)
             if any(h.save for h in hooks):
                 self._recorder.whole(key, whole)
-            edited = self._scatter(self._edit(hooks, key, module, whole), grad, layout, route)
+            edited = self._scatter(self._edit(hooks, key, module, whole), local, layout, route)
+            edited = edited if factor == 1.0 else (edited * factor).to(grad.dtype)
         elif hooks:
-            self._read(hooks, key, grad, layout, route)
+            self._read(hooks, key, local, layout, route)
         self._await_backward()
         return edited
 
@@ -335,6 +338,11 @@ class Session:
     def _backward_ended(self) -> None:
         self._awaits_backward = False
         self._finish(False, self._replica())
+
+
+def _at_loss_scale(grad: Tensor, factor: float) -> Tensor:
+    """A gradient without the factor; in fp32 if it is fp16, whose range the factor is there to keep it in."""
+    return (grad.float() if grad.dtype == torch.float16 else grad) / factor
 
 
 def _users_line(error: BaseException) -> str:

@@ -29,6 +29,7 @@ def facts() -> dict[str, Any]:
         attention,
         dot_product_attention,
         transformer_block,
+        transformer_config,
         transformer_layer,
     )
 
@@ -40,6 +41,7 @@ def facts() -> dict[str, Any]:
         "keywords": names(schedules.forward_backward_no_pipelining),
         "forward_step": names(schedules.forward_step),
         "backward_step": names(schedules.backward_step),
+        "config": names(transformer_config.TransformerConfig),
         "groups": [n for n in GROUPS if not callable(getattr(parallel_state, n, None))],
         "column": names(layers.ColumnParallelLinear.forward),
         "row": names(layers.RowParallelLinear.forward),
@@ -72,6 +74,8 @@ def test_names_and_signatures() -> None:
     assert all(found["schedules"].values()), found["schedules"]
     assert "model" in found["keywords"]
     assert "forward_only" in found["keywords"]
+    assert "num_microbatches" in found["keywords"]
+    assert {"grad_scale_func", "calculate_per_token_loss"} <= set(found["config"])
     assert found["forward_step"][2] == "model"
     assert "current_microbatch" in found["forward_step"]
     assert found["backward_step"][1] == "output_tensor"

@@ -103,7 +103,10 @@ def _gradients(flex: Any, chunks: list[Any]) -> dict[str, tuple[Any, Tensor]]:
 
 
 def whole_gradients(answers: list[dict[str, Any]], pick: Any) -> dict[str, Tensor]:
-    """Parameter gradients of the whole model, from all ranks' shards; data parallel ranks are averaged."""
+    """Parameter gradients of the whole model, from all ranks' shards.
+
+    Data and context parallel ranks are averaged, as Megatron's DistributedDataParallel does it.
+    """
     from megatron_flex.layout import assemble, coordinates
 
     experts = _experts_gradients(answers, pick)
@@ -118,7 +121,7 @@ def whole_gradients(answers: list[dict[str, Any]], pick: Any) -> dict[str, Tenso
                 next(pick(a)[name][1] for a in holders if all(a["coords"][x] == c for x, c in place.items()))
                 for place in coordinates(layout, sizes)
             ]
-            replicas.setdefault(name, {})[dp] = assemble(layout, shards, sizes)
+            replicas.setdefault(name, {})[dp] = assemble(layout, shards, sizes) / sizes["cp"]
     return {name: torch.stack(list(found.values())).mean(0) for name, found in replicas.items()} | experts
 
 
@@ -130,7 +133,7 @@ def _experts_gradients(answers: list[dict[str, Any]], pick: Any) -> dict[str, Te
     for a in answers:
         for name in (n for n in pick(a) if ".experts." in n):
             copies.setdefault(name, {}).setdefault(a["coords"]["edp"], {})[a["coords"]["etp"]] = pick(a)[name]
-    sizes, dp = answers[0]["sizes"], len({a["dp"] for a in answers})
+    sizes, dp = answers[0]["sizes"], len({a["dp"] for a in answers}) * answers[0]["sizes"]["cp"]
     return {
         name: sum(assemble(c[0][0], [c[t][1] for t in sorted(c)], sizes) for c in found.values()) / dp
         for name, found in copies.items()
@@ -149,8 +152,10 @@ def _readings(case: gpt.Case, sites: list[str], truth: Any, answers: list[dict[s
             if wanted is None:
                 continue
             got = [t for a in leaders for t in a["read"].get(name, [])]
-            # the one process sees dp * microbatches of them, so its loss is divided by more
-            truths = [w * case.dp for w in wanted] if check == "gradient" else wanted
+            # the one process sees dp * microbatches of them, so its loss is divided by more; and Megatron
+            # multiplies the loss of a context parallel rank by their number, to average over them later
+            factor = case.dp * case.cp
+            truths = [w * factor for w in wanted] if check == "gradient" else wanted
             errors = [relative(g, w) for g, w in zip(got, truths, strict=False)]
             complete = len(got) == len(wanted)
             cells.append(Cell(case.name, site, check, max(errors) if complete and errors else float("inf")))

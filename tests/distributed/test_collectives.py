@@ -27,6 +27,8 @@ from tests.support.pool import run
 
 SEGMENTED = Layout((Dim("s"), Dim("f", (Cut("tp"),), (1, 1))))
 LAYOUTS = {
+    # first and last: ranks that hold no part of the one must agree with the others on the way of the other
+    "context parallel alone": Layout((Dim("s", (Cut("cp", "zigzag"),)), Dim("h"))),
     "replicated": replicated("s", "h"),
     "contiguous": Layout((Dim("s", (Cut("tp"),)), Dim("h"))),
     "segments": SEGMENTED,
@@ -38,6 +40,7 @@ LAYOUTS = {
     "shared": Layout((Dim("s"), Dim("h")), shared=("tp",)),
     "copies": Layout((Dim("s"), Dim("g", (Cut("tp", copies=2),)))),
     "transposed": Layout((Dim("s", (Cut("tp"),)), Dim("b")), permute=(1, 0)),
+    "heads before the sequence": Layout((Dim("n", (Cut("tp"),)), Dim("s", (Cut("cp", "zigzag"),)))),
 }
 SHAPE = (16, 16)
 

@@ -50,5 +50,14 @@ def test_the_page_on_cpus_runs() -> None:
     run(1, _run_plainly, code)
 
 
+def test_the_page_on_gradients_runs() -> None:
+    pytest.importorskip("megatron.core")
+    (code,) = blocks(ROOT / "docs" / "gradients.md")
+    first, *others = run(4, execute, code)
+    shape = f"({gpt.SEQUENCE}, {gpt.BATCH}, {gpt.HIDDEN})"
+    assert first == [f"decoder.layers.3:output.grad {shape}"]
+    assert others == [[], [], []]
+
+
 def _run_plainly(code: str) -> None:
     exec(code, {})

@@ -62,9 +62,11 @@ def at_registration(case: Case) -> dict[str, str]:
     chunks[0].config.cuda_graph_impl = "local"
     out["graphs"] = told(lambda: mf.FlexModel(chunks))
     chunks[0].config.cuda_graph_impl = "none"
-    chunks[0].config.context_parallel_size = 2
-    out["context"] = told(lambda: mf.FlexModel(chunks))
-    chunks[0].config.context_parallel_size = 1
+    for name, value in (("hybrid_context_parallel", True), ("gtp_weight_remat_size", 2)):
+        kept = getattr(chunks[0].config, name, None)
+        setattr(chunks[0].config, name, value)
+        out[name] = told(lambda: mf.FlexModel(chunks))
+        setattr(chunks[0].config, name, kept)
     kept = chunks[0].decoder.layers[0].mlp.linear_fc1
     chunks[0].decoder.layers[0].mlp.linear_fc1 = nn.Linear(2, 2)
     out["rule"] = told(lambda: mf.attach(chunks, [mf.HookFunction("decoder.layers.*.mlp.linear_fc1")]))
@@ -94,7 +96,8 @@ def test_bad_input_is_told_at_once_on_all_ranks() -> None:
         "leaf": ["unpack_idx=1"],
         "idle": ["neither saves nor edits"],
         "graphs": ["CUDA graphs", "local", "none"],
-        "context": ["context_parallel_size=2"],
+        "hybrid_context_parallel": ["hybrid_context_parallel=True", "each batch", "--context-parallel-size"],
+        "gtp_weight_remat_size": ["gtp_weight_remat_size=2", "set it to 1"],
         "rule": ["Linear", "ColumnParallelLinear", "--transformer-impl local"],
         "fused": ["fused_single_qkv_rope"],
     }

@@ -38,9 +38,17 @@ PLAIN = [
     Case("tp4 sp, q/k norm, as many groups as ranks", tp=4, sp=True, qk_norm=True, groups=4),
     Case("tp2, tied embeddings", tp=2, tied=True),
 ]
+CONTEXT = [
+    Case("cp2", cp=2, layers=2),
+    Case("cp2 pp2", cp=2, pp=2, layers=2),
+    Case("cp2 dp2", cp=2, dp=2, layers=2),
+    Case("cp4, learned positions", cp=4, layers=2, rope=False),
+    Case("cp2 tp2 sp, all recomputed", cp=2, tp=2, sp=True, layers=2, recompute=("full",)),
+]
 EVERYWHERE = [
     Case("tp2 sp", tp=2, sp=True),
     Case("tp2 sp pp2", tp=2, sp=True, pp=2),
+    Case("cp2 tp2 sp", cp=2, tp=2, sp=True, layers=2),
 ]
 HYBRID = [
     Case("hybrid tp2 sp", tp=2, sp=True, hybrid=True),
@@ -67,6 +75,11 @@ def test_gpt_on_every_version(case: Case, cells: list[Any]) -> None:
 
 @pytest.mark.parametrize("case", PLAIN, ids=lambda c: c.name)
 def test_gpt(case: Case, cells: list[Any]) -> None:
+    check(case, cells)
+
+
+@pytest.mark.parametrize("case", CONTEXT, ids=lambda c: c.name)
+def test_context_parallel(case: Case, cells: list[Any]) -> None:
     check(case, cells)
 
 

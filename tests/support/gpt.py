@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import latent, moe, mtp, ssm
+from tests.support import context, latent, moe, mtp, ssm
 
 SEQUENCE, BATCH, VOCABULARY, HIDDEN, FFN, HEADS, GROUPS = 16, 2, 64, 32, 48, 4, 2
 
@@ -214,6 +214,8 @@ def _chunk(case: Case, stage: int | None) -> nn.Module:
         spec = grouped.spec(spec)
     if case.mla:
         spec.submodules.self_attention.submodules.core_attention = latent.core_attention()
+    if case.cp > 1:
+        spec = context.plug_in(spec)
     if "vp_stage" in inspect.signature(GPTModel).parameters:
         common["vp_stage"] = stage
     common.update(mtp.arguments(common["config"], spec, stage))
@@ -329,13 +331,14 @@ def data(count: int) -> list[dict[str, Tensor]]:
 def forward_step(iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
     """What a pretrain script hands to Megatron's schedule."""
     batch = next(iterator)
-    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    here = context.here(SEQUENCE)
+    positions = here.expand(BATCH, -1)
     mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), diagonal=1)
-    output = model(batch["tokens"], positions, mask, labels=batch["labels"])
+    output = model(batch["tokens"][:, here], positions, mask, labels=batch["labels"][:, here])
 
     def loss_function(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = output.mean()
-        return loss, {"loss": loss.detach().clone()}
+        loss = output.sum() / (BATCH * SEQUENCE)  # of a context parallel rank: its share of the mean
+        return loss, {"loss": context.total(loss.detach().clone())}
 
     return output, loss_function
 

@@ -17,6 +17,22 @@ from megatron_flex.adapters.megatron_core.ssm import refuse
 from megatron_flex.errors import FlexError
 from megatron_flex.sites import Site
 
+# Settings under which which rank holds what is not settled by the mesh, and what to do instead.
+HYBRID_CONTEXT = (
+    "gives each batch another context parallel group, so that no layout holds for a whole run; "
+    "use plain context parallelism (--context-parallel-size without this switch)"
+)
+REMATERIALIZED = (
+    "shards weights beyond tensor parallelism, and how is not known here; "
+    "set it to 1 and tensor_parallel_num_weight_shards to the tensor parallel size"
+)
+UNSTEADY = {
+    "hybrid_context_parallel": (False, HYBRID_CONTEXT),
+    "dynamic_context_parallel": (False, HYBRID_CONTEXT),  # what releases after 0.19 call it
+    "gtp_weight_remat_size": (1, REMATERIALIZED),
+    "expert_gtp_weight_remat_size": (1, REMATERIALIZED),
+}
+
 
 class MegatronCore:
     """megatron-core's view of a model, given as its chunks, wrapped or not."""
@@ -41,11 +57,10 @@ class MegatronCore:
             )
         for root in self.roots:
             refuse(root, config.context_parallel_size)
-        if config.context_parallel_size > 1:
-            raise FlexError(
-                f"context_parallel_size={config.context_parallel_size} is not verified against one device "
-                "yet; run with a context parallel size of 1"
-            )
+        for name, (harmless, why) in UNSTEADY.items():
+            value = getattr(config, name, harmless)
+            if value not in (None, harmless):
+                raise FlexError(f"{name}={value} {why}")
         if getattr(config, "overlap_moe_expert_parallel_comm", False):
             raise FlexError(
                 "overlap_moe_expert_parallel_comm=True runs forward and backward of different microbatches "
@@ -78,7 +93,7 @@ class MegatronCore:
 
     def watch(self, listener: Listener) -> Undo:
         """Follow Megatron's schedules, and calls of the model outside them."""
-        return watch(self.roots, listener)
+        return watch(self.roots, self.mesh["cp"].size, listener)
 
 
 def detect(chunks: list[nn.Module]) -> MegatronCore | None:

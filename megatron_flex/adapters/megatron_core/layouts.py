@@ -74,8 +74,8 @@ class Layouts:
         return Layout((self.sequence(), Dim("b"), Dim("g", (Cut("tp", copies=copies),)), Dim("d")))
 
     def scores(self) -> Layout:
-        """`[b, n, s, s]`: attention scores and probabilities."""
-        return Layout((Dim("b"), Dim("n", (Cut("tp"),)), Dim("s"), Dim("s")))
+        """`[b, n, s, s]`: attention scores and probabilities, of a rank's own queries to all keys."""
+        return Layout((Dim("b"), Dim("n", (Cut("tp"),)), self.sequence(), Dim("s")))
 
     def logits(self, gathered: bool = False) -> Layout:
         """`[s, b, v]`, the vocabulary without its padding."""

@@ -15,7 +15,7 @@ from megatron_flex.adapters.megatron_core.kinds import is_a
 from megatron_flex.adapters.megatron_core.layouts import Layouts
 from megatron_flex.adapters.taps import MethodOutput, ModuleInput, ModuleOutput
 from megatron_flex.layout import Cut, Dim, Layout
-from megatron_flex.sites import Site
+from megatron_flex.sites import Site, Tap
 
 MAP = "the dispatcher sizes its buffers by it; edit router:logits or router:probs"
 INDICES = "these are numbers read off the routing map; edit router:logits to choose other experts"
@@ -109,7 +109,7 @@ def _expert(b: Builder, path: str, module: Any, expert: int, no: str) -> Iterato
     mlp = local[expert % len(local)]
     fc1, fc2 = getattr(mlp, "linear_fc1", mlp), getattr(mlp, "linear_fc2", mlp)
     width, wide, stream = _width(b), _wide(b), b.of.stream()
-    halves = [
+    halves: list[tuple[str, Tap, Layout, int]] = [
         (f".linear_fc1:{name}", FusedPart(fc1, index, Packing(1, (1, 1))), SPLIT, width)
         for index, name in enumerate(("gate", "up"))
         if b.config.gated_linear_unit

@@ -47,7 +47,7 @@ def parameters_of(root: Any, mesh: Mesh) -> list[ParameterSite]:
         if rule is None:
             continue
         inside = EXPERT.fullmatch(f"{path}.{name}")
-        layout = of_expert(rule) if inside else rule
+        layout = of_expert(rule) if inside else _shared_over_context(rule)
         shape = whole_shape(layout, parameter.shape, mesh.sizes)
         site = ParameterSite(
             f"{path}.{name}",
@@ -116,3 +116,8 @@ def _of_all_ranks(
         number = rank * each + int(inside[2]) % each
         site = replace(mine, name=f"{inside[1]}{number}{inside[3]}", owner=(("ep", rank),), hidden=ELSEWHERE)
         yield site if rank == mesh["ep"].coord else site.remote()
+
+
+def _shared_over_context(layout: Layout) -> Layout:
+    """Context parallel ranks hold the same parameters, and of the gradients what their own tokens give."""
+    return replace(layout, shared=(*layout.shared, "cp"))

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron_flex.adapters.base import Listener, Undo
@@ -24,11 +26,11 @@ RUNS = (
 )
 
 
-def watch(roots: list[nn.Module], listener: Listener) -> Undo:
+def watch(roots: list[nn.Module], context_parallel: int, listener: Listener) -> Undo:
     """Tell `listener` what the schedules do with these models and when the models are called without one."""
     from megatron.core.pipeline_parallel import schedules
 
-    state = _State(roots, listener)
+    state = _State(roots, context_parallel, listener)
     undos = [intercept(schedules, name, state.run) for name in RUNS]
     undos.append(intercept(schedules, "forward_step", state.forward))
     undos.append(intercept(schedules, "backward_step", state.backward))
@@ -46,8 +48,9 @@ def watch(roots: list[nn.Module], listener: Listener) -> Undo:
 class _State:
     """What one watcher knows; its methods stand around Megatron's functions."""
 
-    def __init__(self, roots: list[nn.Module], listener: Listener) -> None:
+    def __init__(self, roots: list[nn.Module], context_parallel: int, listener: Listener) -> None:
         self.roots, self.listener = roots, listener
+        self.context_parallel = context_parallel
         self.running = False
         self.calling = False
 
@@ -58,7 +61,8 @@ class _State:
     def run(self, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.running or not self.ours(kwargs.get("model")):
             return schedule(*args, **kwargs)
-        self.listener.step_begins(current_iteration())
+        count = int(kwargs["num_microbatches"])
+        self.listener.step_begins(current_iteration(), partial(self.gradient_factor, count))
         self.running, failed = True, True
         try:
             result = schedule(*args, **kwargs)
@@ -88,6 +92,22 @@ class _State:
         if self.running:
             self.listener.backward_begins(kwargs.get("output_tensor", args[1] if len(args) > 1 else None))
         return step(*args, **kwargs)
+
+    def gradient_factor(self, microbatches: int) -> float:
+        """By how much Megatron's gradients are greater than those of one microbatch's own loss.
+
+        Without the loss for each token it multiplies a loss by the context parallel size and divides it by
+        the number of microbatches, whether a loss function returns a pair or three (then the tokens are a
+        rank's own, fewer by the context parallel size). `config.grad_scale_func` comes on top.
+        """
+        config: Any = self.roots[0].config
+        factor = 1.0
+        if not getattr(config, "calculate_per_token_loss", False):
+            factor *= self.context_parallel / microbatches
+        if config.grad_scale_func is not None:
+            parameter = next(p for root in self.roots for p in root.parameters())
+            factor *= float(config.grad_scale_func(torch.ones(1, device=parameter.device)))
+        return factor
 
     def before_call(self, *_: Any) -> None:
         if not self.running and not self.calling:
