@@ -204,7 +204,7 @@ class FlexModel(nn.Module):
     @property
     def save_ctx(self) -> Namespace:
         """What editing functions of this rank share."""
-        return self.session.save_ctx
+        return self.session.firing.save_ctx
 
     def register_forward_hook(self, hook: HookFunction) -> None:  # type: ignore[override]
         """See, and perhaps edit, what a module returns."""

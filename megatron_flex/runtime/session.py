@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-import traceback
-from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
 
 from megatron_flex.adapters import Adapter, Undo
 from megatron_flex.collectives import (
     Agreement,
-    Route,
     any_rank,
     everyone,
-    gather_rows,
-    gather_whole,
     is_leader,
-    scatter_rows,
-    scatter_whole,
 )
 from megatron_flex.errors import HookError
 from megatron_flex.knobs import knobs
-from megatron_flex.layout import Layout, whole_shape
 from megatron_flex.mesh import Mesh
-from megatron_flex.runtime.captures import Captures, Key
+from megatron_flex.runtime.captures import Captures
 from megatron_flex.runtime.clock import Clock
-from megatron_flex.runtime.hooks import HookFunction, Registry, call_editing
+from megatron_flex.runtime.firing import Firing
+from megatron_flex.runtime.hooks import HookFunction, Registry
 from megatron_flex.runtime.recorder import Recorder
-from megatron_flex.runtime.streams import same_stream
 from megatron_flex.runtime.survey import Survey
 from megatron_flex.runtime.verify import Verifier, error_of
-from megatron_flex.sites import GRAD, Site, SiteTable, model_order
+from megatron_flex.sites import SiteTable, model_order
 
 
 class Session:
@@ -63,17 +54,14 @@ class Session:
         unknown = {name: kind for _, _, names in told for name, kind in names.items()}
         self.survey = Survey(adapter, parameters, everywhere, unknown)
         self.captures = Captures()
-        self.save_ctx = Namespace()
-        self.modules = nn.ModuleDict()
         self.clock = Clock()
         self._recorder = Recorder(self.mesh, self.captures)
+        self.firing = Firing(self.registry, self.clock, self._recorder, self.mesh, self._await_backward)
         self._agreement = Agreement(f"session{Session._count}", knobs.agree_seconds)
         Session._count += 1
         self._agreed = -1
         self._taps: dict[str, Undo] = {}
-        self._fired: set[HookFunction] = set()
         self._judged: set[HookFunction] = set()
-        self._failure: tuple[str, BaseException] | None = None
         self._in_schedule = False
         self._awaits_backward = False
         self._verifier: Verifier | None = None
@@ -92,11 +80,11 @@ class Session:
         for site in entry.sites:
             own = self._own.get(site.name)
             if own is not None and own.tap is not None and own.name not in self._taps:
-                self._taps[own.name] = own.tap.install(partial(self._fire, own))
+                self._taps[own.name] = own.tap.install(partial(self.firing.fire, own))
         for told in entry.parameters:
             mine = self._own_parameters.get(told.name)
             if mine is not None and mine.parameter is not None and mine.name not in self._taps:
-                react = partial(self._gradient, mine.name, mine.layout.gradient(), None, None)
+                react = partial(self.firing.gradient, mine.name, mine.layout.gradient(), None, None)
                 self._taps[mine.name] = mine.parameter.register_hook(react).remove
 
     def remove(self, hook: HookFunction) -> None:
@@ -139,7 +127,7 @@ class Session:
         judged = [e.hook for e in self.registry.entries if e.hook in self._judged]
         if not judged:
             return []
-        fired = any_rank([int(h in self._fired) for h in judged], self.mesh)
+        fired = any_rank([int(h in self.firing.fired) for h in judged], self.mesh)
         return [h for h, f in zip(judged, fired, strict=True) if not f]
 
     # -- what the adapter tells ------------------------------------------------------------------------
@@ -198,7 +186,7 @@ class Session:
             raise error_of(found, self.clock.step)
 
     def _finish(self, failed: bool, mesh: Mesh) -> None:
-        failure, self._failure = self._failure, None
+        failure, self.firing.failure = self.firing.failure, None
         hooks = [e.hook for e in self.registry.entries]
         if failed or not hooks:
             self._recorder.drop()
@@ -215,120 +203,6 @@ class Session:
         count = f" (on {sum(m is not None for m in told)} of {len(told)} ranks)" if len(told) > 1 else ""
         raise HookError("; ".join(messages) + count) from (failure and failure[1])
 
-    # -- what a tap calls ------------------------------------------------------------------------------
-
-    def _fire(
-        self, site: Site, local: Tensor, layout: Layout | None = None, route: Route | None = None
-    ) -> Tensor:
-        """Pass a local tensor through the hooks at its site."""
-        layout = layout or site.layout
-        hooks = self.registry.at(site.name)
-        key = self.clock.key(site.name)
-        module = getattr(site.tap, "module", None)
-        out = self._forward(module, [h for h in hooks if not h.backward], key, local, layout, route)
-        # In the first pass of a checkpointed region nothing is differentiated; its replay gets the hook.
-        if any(h.backward for h in hooks) and out.requires_grad and torch.is_grad_enabled():
-            seen = key._replace(site=site.name + GRAD)
-            # On a tensor of its own: one that is used elsewhere too (the residual beside a norm's input) has
-            # a gradient from there as well, and a view that is masked in place loses its hooks.
-            out = out.clone()
-            back = route and route.gradient()
-            out.register_hook(partial(self._gradient, site.name, layout.gradient(), module, seen, route=back))
-        return out
-
-    def _forward(
-        self,
-        module: Any,
-        hooks: list[HookFunction],
-        key: Key,
-        local: Tensor,
-        layout: Layout,
-        route: Route | None,
-    ) -> Tensor:
-        record = any(h.save for h in hooks) and not self.clock.replaying()
-        if not any(h.editing_function for h in hooks):
-            if record:
-                self._read(hooks, key, local, layout, route)
-            return local
-        whole = self._gather(local, layout, route)
-        if record:
-            self._recorder.whole(key, whole)
-        return self._scatter(self._edit(hooks, key, module, whole), local, layout, route)
-
-    def _gradient(
-        self,
-        name: str,
-        layout: Layout,
-        module: Any,
-        key: Key | None,
-        grad: Tensor,
-        route: Route | None = None,
-    ) -> Tensor | None:
-        """Pass a local gradient, in `layout`, through the hooks that want it."""
-        hooks = [h for h in self.registry.at(name) if h.backward]
-        key = key or self.clock.key(name + GRAD)
-        factor = self.clock.gradient_factor if any(h.gradient_scale == "loss" for h in hooks) else 1.0
-        local = grad if factor == 1.0 else _at_loss_scale(grad, factor)
-        edited = None
-        if any(h.editing_function for h in hooks):
-            whole = self._gather(local, layout, route)
-            if any(h.save for h in hooks):
-                self._recorder.whole(key, whole)
-            edited = self._scatter(self._edit(hooks, key, module, whole), local, layout, route)
-            edited = edited if factor == 1.0 else (edited * factor).to(grad.dtype)
-        elif hooks:
-            self._read(hooks, key, local, layout, route)
-        self._await_backward()
-        return edited
-
-    def _gather(self, local: Tensor, layout: Layout, route: Route | None) -> Tensor:
-        return gather_rows(local, route) if route else gather_whole(local, layout, self.mesh)
-
-    def _scatter(self, whole: Tensor, local: Tensor, layout: Layout, route: Route | None) -> Tensor:
-        return scatter_rows(whole, local, route) if route else scatter_whole(whole, local, layout, self.mesh)
-
-    def _read(
-        self, hooks: list[HookFunction], key: Key, local: Tensor, layout: Layout, route: Route | None
-    ) -> None:
-        self._fired.update(hooks)
-        if route is None:
-            self._check_shapes(hooks, key, whole_shape(layout, local.shape, self.mesh.sizes))
-            self._recorder.shard(key, local, layout)
-        elif any(h.expected_shape for h in hooks):  # only the router knows it, so look at the tensor
-            whole = self._gather(local, layout, route)
-            self._check_shapes(hooks, key, whole.shape)
-            self._recorder.whole(key, whole)
-        else:
-            self._recorder.rows(key, local, route)
-
-    def _check_shapes(self, hooks: list[HookFunction], key: Key, shape: Sequence[int]) -> None:
-        for hook in hooks:
-            self._guard(hook, key, partial(hook.check_shape, shape))
-
-    def _edit(self, hooks: list[HookFunction], key: Key, module: Any, whole: Tensor) -> Tensor:
-        """Run editing functions one after the other; one that fails leaves the tensor as it was."""
-        for hook in hooks:
-            self._fired.add(hook)
-            self._guard(hook, key, partial(hook.check_shape, whole.shape))
-            if hook.editing_function is not None:
-                with same_stream(key, whole):
-                    edit = partial(call_editing, hook, module, whole, self.save_ctx, self.modules)
-                    edited = self._guard(hook, key, edit)
-                whole = whole if edited is None else edited
-        return whole
-
-    def _guard(self, hook: HookFunction, key: Key, call: Callable[[], Tensor | None]) -> Tensor | None:
-        """Run what a person wrote; keep an error for the end of the step, where all ranks raise it."""
-        try:
-            return call()
-        except Exception as error:
-            when = f"iteration {key.iteration}, microbatch {key.microbatch}"
-            where = f"hook ({hook.describe()}) at {key.site}, {when}"
-            line = "" if isinstance(error, HookError) else f" in {_users_line(error)}"
-            kind = "" if isinstance(error, HookError) else f"{type(error).__name__}: "
-            self._failure = self._failure or (f"{where}: {kind}{error}{line}", error)
-            return None
-
     def _await_backward(self) -> None:
         """Outside a schedule, send what this backward pass records when it is through."""
         if not self._in_schedule and not self._awaits_backward:
@@ -338,17 +212,3 @@ class Session:
     def _backward_ended(self) -> None:
         self._awaits_backward = False
         self._finish(False, self._replica())
-
-
-def _at_loss_scale(grad: Tensor, factor: float) -> Tensor:
-    """A gradient without the factor; in fp32 if it is fp16, whose range the factor is there to keep it in."""
-    return (grad.float() if grad.dtype == torch.float16 else grad) / factor
-
-
-def _users_line(error: BaseException) -> str:
-    """Where in the file of the editing function the error came up."""
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = [i for i, f in enumerate(frames) if f.name == call_editing.__name__]
-    theirs = frames[inside[-1] + 1 :] if inside else frames
-    frame = [f for f in theirs if f.filename == theirs[0].filename][-1]
-    return f"{frame.filename}:{frame.lineno}"
