@@ -281,6 +281,8 @@ def lies(case: Case, settings: dict[str, Any], finalize: bool) -> dict[str, str]
     flex.restore()
     with mf.FlexModel(bare) as unwrapped:
         out["bare"] = ask(True, unwrapped)
+    if not finalize:
+        return out
     with mf.FlexModel(chunks) as called:
         chunks[0].zero_grad_buffer()
         ranks.call(chunks).mean().backward()
@@ -364,3 +366,61 @@ def test_a_distributed_optimizer_of_full_precision_has_no_copies() -> None:
     for tell in (True, False):
         for answer in run(4, trained, case, False, DISTRIBUTED, tell):
             assert answer == [0.0, 0.0, 0.0]
+
+
+# -- parameters that some ranks of a stage own -------------------------------------------------------
+
+
+def owned(case: Case) -> list[Any]:
+    """Two weights beside the model's, each on the ranks of one expert parallel coordinate."""
+    import megatron_flex as mf
+    from megatron_flex.adapters import ParameterSite
+    from megatron_flex.adapters.megatron_core import MegatronCore
+    from megatron_flex.layout import Cut, Dim, Layout, extract
+
+    chunks = ranks.start(case)
+    layout = Layout((Dim("out", (Cut("etp"),)), Dim("in")))
+    upstream = MegatronCore.parameters
+
+    def parameters(self: MegatronCore) -> list[ParameterSite]:
+        out, mesh = upstream(self), self.mesh
+        for number, whole in enumerate(EXPERTS):
+            shard = extract(layout, whole, mesh.coords, mesh.sizes)
+            mine = torch.nn.Parameter(shard) if mesh["ep"].coord == number else None
+            stage, name = mesh["pp"].coord, f"decoder.layers.{mesh['pp'].coord}.expert{number}"
+            out.append(ParameterSite(name, layout, (8, 4), mine, stage, owner=(("ep", number),)))
+        return out
+
+    MegatronCore.parameters = parameters  # type: ignore[method-assign]
+    flex = mf.FlexModel(chunks)
+    names = [f"decoder.layers.{stage}.expert{number}" for stage in range(case.pp) for number in (0, 1)]
+    first = [flex.get_module_parameter(n, (8, 4)) for n in names]
+    everywhere = [flex.get_module_parameter(n, everywhere=True) for n in names]
+    for number, name in enumerate(names):
+        flex.set_module_parameter(name, EXPERTS[0] + number if torch.distributed.get_rank() == 0 else None)
+    after = [flex.get_module_parameter(n, everywhere=True) for n in names]
+    unreduced = said(lambda: flex.get_module_parameter(names[0], gradient=True))
+    return [flex.is_leader, first, everywhere, after, unreduced]
+
+
+MOE = {"num_moe_experts": 2}
+EXPERTS = [torch.arange(32.0).reshape(8, 4), -torch.arange(32.0).reshape(8, 4)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("ep2 etp2", tp=2, sp=True, dp=2, ep=2, etp=2, layers=2, extra=MOE),
+        Case("ep2 over tp", tp=2, sp=True, dp=2, ep=2, layers=2, extra=MOE),
+        Case("ep2 pp2", pp=2, dp=2, ep=2, layers=2, extra=MOE),
+    ],
+    ids=lambda c: c.name,
+)
+def test_a_parameter_that_some_ranks_own(case: Case) -> None:
+    for leader, first, everywhere, after, unreduced in run(4, owned, case):
+        for number in range(2 * case.pp):
+            true = EXPERTS[number % 2]
+            assert torch.equal(first[number], true) if leader else first[number] is None
+            assert torch.equal(everywhere[number], true)
+            assert torch.equal(after[number], EXPERTS[0] + number)
+        assert "comes from several data parallel ranks" in unreduced
