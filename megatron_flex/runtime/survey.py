@@ -176,8 +176,9 @@ class Survey:
 
     def _no_sum(self, site: ParameterSite) -> str:
         """Why a gradient that is not reduced cannot be put together, if it cannot."""
-        axes = {*site.layout.axes, *site.layout.shared}
-        if site.owner or axes & EXPERT:
+        axes, sizes = {*site.layout.axes, *site.layout.shared}, self.mesh.sizes
+        apart = sizes.get("ep", 1) > 1 or sizes.get("etp", 1) != sizes.get("tp", 1)
+        if apart and (site.owner or axes & EXPERT):
             return "an expert's gradient comes from several data parallel ranks; reduced=True reads the sum"
         if self.mesh["cp"].size > 1 and "cp" not in axes:
             return "with context parallelism each rank has a share of it; reduced=True reads the sum"

@@ -45,6 +45,18 @@ def test_the_readme_runs() -> None:
     assert answers[1:] == [[], [], []]
 
 
+def test_the_page_on_parameters_runs() -> None:
+    pytest.importorskip("megatron.core")
+    whole, check = blocks(ROOT / "docs" / "parameters.md")
+    answers = run(4, execute, whole)
+    weight = f"({2 * gpt.FFN}, {gpt.HIDDEN})"
+    assert answers[0][0] == weight
+    assert f"decoder.layers.3.mlp.linear_fc1.weight {weight}" in answers[0]
+    assert f"output_layer.weight ({gpt.VOCABULARY}, {gpt.HIDDEN})" in answers[0]
+    assert answers[1:] == [[], [], []]
+    assert run(4, execute, check) == [[], [], [], []]
+
+
 def test_the_page_on_cpus_runs() -> None:
     (code,) = blocks(ROOT / "docs" / "cpu.md")
     run(1, _run_plainly, code)

@@ -25,7 +25,7 @@ SP_DP = Case("tp2 sp dp2", tp=2, sp=True, dp=2, layers=2)
 CHUNKS = Case("tp2 pp2 vpp2", tp=2, pp=2, vpp=2, layers=4)
 PLAIN = Case("bias", tp=2, sp=True, gated=False, rms=False, rope=False, bias=True, layers=2)
 NORMS = Case("tp4 q/k norm", tp=4, qk_norm=True, groups=4, layers=2)
-CASES = [SP_PP, TIED, SP_DP, CHUNKS, PLAIN, NORMS]
+CASES = [SP_DP, CHUNKS, PLAIN, NORMS]
 
 
 def changed(value: Tensor) -> Tensor:
@@ -75,8 +75,18 @@ def weights(case: Case, state: dict[str, Tensor]) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.versions
+@pytest.mark.parametrize("case", [SP_PP, TIED], ids=lambda c: c.name)
+def test_every_weight_on_every_version(case: Case) -> None:
+    check_weights(case)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_every_weight(case: Case) -> None:
+    check_weights(case)
+
+
+def check_weights(case: Case) -> None:
     (truth,) = run(1, single, case.single())
     answers = run(case.world, weights, case, truth["state"], timeout=300)
     state = truth["state"]
@@ -153,7 +163,14 @@ GRADIENTS = [
     pytest.param(TIED_DP, {}, True, None, id="DDP, finalized, tied"),
     pytest.param(TIED_DP, {}, False, False, id="DDP, not finalized, tied"),
     pytest.param(SP_DP, {"overlap_grad_reduce": True}, True, None, id="DDP, finalized, overlapped"),
-    pytest.param(SP_DP, DISTRIBUTED, True, None, id="distributed optimizer, finalized"),
+    pytest.param(
+        SP_DP,
+        DISTRIBUTED,
+        True,
+        None,
+        id="distributed optimizer, finalized",
+        marks=pytest.mark.versions,
+    ),
     pytest.param(SP_DP, DISTRIBUTED, False, False, id="distributed optimizer, not finalized"),
     pytest.param(TIED_DP, DISTRIBUTED, True, None, id="distributed optimizer, finalized, tied"),
     pytest.param(SP_DP, DISTRIBUTED | SMALL, True, True, id="distributed optimizer, buckets, overlapped"),
@@ -227,6 +244,7 @@ def refused(case: Case) -> dict[str, str]:
     return out
 
 
+@pytest.mark.versions
 def test_what_is_refused_is_refused_on_all_ranks() -> None:
     for told in run(4, refused, SP_PP):
         assert "no parameter 'decoder.layers.1.mlp.linear_fc3.weight'; nearest: decoder." in told["unknown"]
@@ -263,7 +281,10 @@ def lies(case: Case, settings: dict[str, Any], finalize: bool) -> dict[str, str]
     flex.restore()
     with mf.FlexModel(bare) as unwrapped:
         out["bare"] = ask(True, unwrapped)
+    if not finalize:
+        return out
     with mf.FlexModel(chunks) as called:
+        chunks[0].zero_grad_buffer()
         ranks.call(chunks).mean().backward()
         out["called"] = ask(None, called)
     return out
@@ -330,6 +351,7 @@ OPTIMIZERS = [
 ]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("low", "settings"), OPTIMIZERS)
 def test_a_weight_that_was_set_survives_the_next_step(low: bool, settings: dict[str, Any]) -> None:
     case = Case("tp2 dp2", tp=2, dp=2, layers=2, extra={"bf16": low, "params_dtype": torch.bfloat16})
@@ -344,3 +366,61 @@ def test_a_distributed_optimizer_of_full_precision_has_no_copies() -> None:
     for tell in (True, False):
         for answer in run(4, trained, case, False, DISTRIBUTED, tell):
             assert answer == [0.0, 0.0, 0.0]
+
+
+# -- parameters that some ranks of a stage own -------------------------------------------------------
+
+
+def owned(case: Case) -> list[Any]:
+    """Two weights beside the model's, each on the ranks of one expert parallel coordinate."""
+    import megatron_flex as mf
+    from megatron_flex.adapters import ParameterSite
+    from megatron_flex.adapters.megatron_core import MegatronCore
+    from megatron_flex.layout import Cut, Dim, Layout, extract
+
+    chunks = ranks.start(case)
+    layout = Layout((Dim("out", (Cut("etp"),)), Dim("in")))
+    upstream = MegatronCore.parameters
+
+    def parameters(self: MegatronCore) -> list[ParameterSite]:
+        out, mesh = upstream(self), self.mesh
+        for number, whole in enumerate(EXPERTS):
+            shard = extract(layout, whole, mesh.coords, mesh.sizes)
+            mine = torch.nn.Parameter(shard) if mesh["ep"].coord == number else None
+            stage, name = mesh["pp"].coord, f"decoder.layers.{mesh['pp'].coord}.expert{number}"
+            out.append(ParameterSite(name, layout, (8, 4), mine, stage, owner=(("ep", number),)))
+        return out
+
+    MegatronCore.parameters = parameters  # type: ignore[method-assign]
+    flex = mf.FlexModel(chunks)
+    names = [f"decoder.layers.{stage}.expert{number}" for stage in range(case.pp) for number in (0, 1)]
+    first = [flex.get_module_parameter(n, (8, 4)) for n in names]
+    everywhere = [flex.get_module_parameter(n, everywhere=True) for n in names]
+    for number, name in enumerate(names):
+        flex.set_module_parameter(name, EXPERTS[0] + number if torch.distributed.get_rank() == 0 else None)
+    after = [flex.get_module_parameter(n, everywhere=True) for n in names]
+    unreduced = said(lambda: flex.get_module_parameter(names[0], gradient=True))
+    return [flex.is_leader, first, everywhere, after, unreduced]
+
+
+MOE = {"num_moe_experts": 2}
+EXPERTS = [torch.arange(32.0).reshape(8, 4), -torch.arange(32.0).reshape(8, 4)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("ep2 etp2", tp=2, sp=True, dp=2, ep=2, etp=2, layers=2, extra=MOE),
+        Case("ep2 over tp", tp=2, sp=True, dp=2, ep=2, layers=2, extra=MOE),
+        Case("ep2 pp2", pp=2, dp=2, ep=2, layers=2, extra=MOE),
+    ],
+    ids=lambda c: c.name,
+)
+def test_a_parameter_that_some_ranks_own(case: Case) -> None:
+    for leader, first, everywhere, after, unreduced in run(4, owned, case):
+        for number in range(2 * case.pp):
+            true = EXPERTS[number % 2]
+            assert torch.equal(first[number], true) if leader else first[number] is None
+            assert torch.equal(everywhere[number], true)
+            assert torch.equal(after[number], EXPERTS[0] + number)
+        assert "comes from several data parallel ranks" in unreduced

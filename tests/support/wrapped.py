@@ -28,6 +28,10 @@ def ddp(chunks: list[nn.Module], finalize: bool = True, **settings: Any) -> list
         for chunk in chunks:
             chunk.config.finalize_model_grads_func = finalize_model_grads
     wrapped = [DistributedDataParallel(c.config, config, c) for c in chunks]
+    if settings.get("overlap_grad_reduce"):  # or each microbatch would start a reduction
+        several = [w.no_sync for w in wrapped]
+        for chunk in chunks:
+            chunk.config.no_sync_func = several if len(several) > 1 else several[0]
     for chunk in wrapped:
         chunk.broadcast_params()
         chunk.zero_grad_buffer()
@@ -38,6 +42,8 @@ def optimizer(chunks: list[nn.Module], lr: float, **settings: Any) -> Any:
     """Megatron's own optimizer for wrapped chunks."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+    fields = inspect.signature(OptimizerConfig).parameters
+    settings = {k: v for k, v in settings.items() if k in fields}
     config = OptimizerConfig(optimizer="adam", lr=lr, min_lr=lr, weight_decay=0.0, **settings)
     known = inspect.signature(get_megatron_optimizer).parameters
     groups = {"use_gloo_process_groups": False} if "use_gloo_process_groups" in known else {}
