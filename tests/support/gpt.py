@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import mtp, ssm
+from tests.support import bert, mtp, ssm
 
 SEQUENCE, BATCH, VOCABULARY, HIDDEN, FFN, HEADS, GROUPS = 16, 2, 64, 32, 48, 4, 2
 
@@ -44,7 +44,8 @@ class Case:
     recompute: tuple[str, ...] = ()
     ddp: bool = False
     layers: int = 4
-    pattern: str = ""  # of a HybridModel's layers, `|` where the pipeline cuts
+    pattern: str = ""  # of a HybridModel's layers, as Megatron writes it
+    bert: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -67,7 +68,7 @@ class Case:
             microbatches=self.microbatches * self.dp,
             recompute=(),
             ddp=False,
-            pattern=ssm.layers_of(self.pattern),
+            pattern=self.pattern.replace("|", ""),
         )
 
 
@@ -175,6 +176,8 @@ def _chunk(case: Case, stage: int | None) -> nn.Module:
         "share_embeddings_and_output_weights": case.tied,
         "position_embedding_type": "rope" if case.rope else "learned_absolute",
     }
+    if case.bert:
+        return bert.model(common, stage)
     if case.pattern:
         return ssm.model(case, common, stage, _hybrid_spec)
     if case.hybrid:
@@ -301,7 +304,10 @@ def forward_step(iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tup
     batch = next(iterator)
     positions = torch.arange(SEQUENCE).expand(BATCH, -1)
     mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), diagonal=1)
-    output = model(batch["tokens"], positions, mask, labels=batch["labels"])
+    if hasattr(model, "bert_extended_attention_mask"):
+        output = bert.call(model, batch)
+    else:
+        output = model(batch["tokens"], positions, mask, labels=batch["labels"])
 
     def loss_function(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss = output.mean()

@@ -10,13 +10,14 @@ from typing import Any
 from torch import nn
 
 from megatron_flex.adapters.base import ParameterSite
-from megatron_flex.adapters.megatron_core import attention, dense, mtp, ssm
+from megatron_flex.adapters.megatron_core import attention, bert, dense, mtp, ssm
 from megatron_flex.adapters.megatron_core.kinds import global_modules
 from megatron_flex.adapters.megatron_core.layouts import Layouts
-from megatron_flex.layout import whole_shape
+from megatron_flex.layout import Layout, whole_shape
 from megatron_flex.mesh import Mesh
 
-KINDS = (*attention.PARAMETERS, *mtp.PARAMETERS, *dense.PARAMETERS)
+OWNERS = (*ssm.OWNERS, *bert.OWNERS)
+KINDS = (*attention.PARAMETERS, *mtp.PARAMETERS, *bert.PARAMETERS, *dense.PARAMETERS)
 
 SUMMED_LATER = (
     "two pipeline stages hold this weight, each with its share of the gradient, and add them up only after "
@@ -27,7 +28,7 @@ SUMMED_LATER = (
 def parameters_of(root: nn.Module, mesh: Mesh) -> list[ParameterSite]:
     """The parameters of one chunk, in model order, as far as a kind gives their layout."""
     of = Layouts(root.config, mesh)
-    owned = ssm.owned(of, root)
+    owned = _owned(of, root)
     out = []
     for path, module in global_modules(root):
         role = path.rpartition(".")[2]
@@ -44,6 +45,12 @@ def parameters_of(root: nn.Module, mesh: Mesh) -> list[ParameterSite]:
             hidden = SUMMED_LATER if _on_two_stages(root, path, mesh) else ""
             out.append(ParameterSite(f"{path}.{name}", layout, shape, parameter, mesh["pp"].coord, hidden))
     return out
+
+
+def _owned(of: Layouts, root: nn.Module) -> dict[nn.Parameter, Layout]:
+    """The layouts that a kind of owner tells; parameters compare by identity."""
+    found = [(kind, m) for m in root.modules() for kind in OWNERS if kind.fits("", m)]
+    return dict(pair for kind, module in found for pair in kind.layouts(of, module))
 
 
 def _on_two_stages(root: Any, path: str, mesh: Mesh) -> bool:
