@@ -28,6 +28,7 @@ def detect(chunks: list[nn.Module]) -> Adapter:
             return adapter
     kinds = ", ".join(dict.fromkeys(type(c).__name__ for c in chunks)) or "no module"
     raise FlexError(
-        f"{kinds} comes from no known framework; known are megatron-core's GPTModel and HybridModel, "
-        "bare or wrapped in DistributedDataParallel and Float16Module"
+        f"{kinds}: no known framework builds it as a model that can be hooked; known are megatron-core's "
+        "GPTModel, HybridModel, MambaModel and BertModel, bare or wrapped in DistributedDataParallel and "
+        "Float16Module"
     )

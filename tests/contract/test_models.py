@@ -113,3 +113,26 @@ def test_methods_about_the_scans() -> None:
     assert parts == [(b, s, 2, 4), (b, s, 2, 4), (b, s, 2, 6), (b, s, 2, 6), (b, s, 2), (b, s, 2)]
     assert seen["_compute_g_and_beta"][1] == [(b, s, 2), (b, s, 2)]
     assert seen["gated_delta_rule"] == ((b, s, 2, 4), [(b, s, 2, 6), None])
+
+
+def bert() -> dict[str, Any]:
+    """One step of a BERT, and what passes by."""
+    case = Case("bert", layers=1, microbatches=1, bert=True, gated=False, rms=False, rope=False, bias=True)
+    (model,) = ranks.start(case)
+    seen: dict[str, Any] = {"children": [n for n, _ in model.named_children()]}
+    model.register_forward_hook(lambda m, a, out: seen.update(output=[tuple(t.shape) for t in out]))
+    model.pooler.register_forward_hook(lambda m, a, out: seen.update(pooler=tuple(out.shape)))
+    model.lm_head.register_forward_hook(lambda m, a, out: seen.update(lm_head=tuple(out.shape)))
+    gpt.step(case, [model], 0)
+    return seen
+
+
+@pytest.mark.versions
+@pytest.mark.skipif(VERSION < (0, 16), reason="checked from megatron-core 0.16 on")
+def test_parts_of_bert() -> None:
+    (seen,) = run(1, bert)
+    parts = {"embedding", "encoder", "lm_head", "output_layer", "pooler", "binary_head"}
+    assert parts <= set(seen["children"])
+    assert seen["lm_head"] == (gpt.SEQUENCE, gpt.BATCH, gpt.HIDDEN)
+    assert seen["pooler"] == (gpt.BATCH, gpt.HIDDEN)
+    assert seen["output"] == [(gpt.BATCH, gpt.SEQUENCE), (gpt.BATCH, 2)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.test_matrix import check
-from tests.support import oracle, ranks, ssm
+from tests.support import gpt, oracle, ranks, ssm
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -52,7 +52,19 @@ HYBRID = [
     Case("M*- tp2 sp, all recomputed", tp=2, sp=True, pattern="M*-", recompute=("full",), extra=ssm.MAMBA),
     Case("G- tp2 sp", tp=2, sp=True, pattern="G-", extra=ssm.DELTA),
     Case("G|*M tp2 pp2", tp=2, pp=2, pattern="G|*M", extra=ssm.MAMBA | ssm.DELTA),
+    Case("M|-/*M tp2 pp2", tp=2, pp=2, pattern="M|-/*M", extra=ssm.MAMBA | ONE),
 ]
+
+
+BERT: dict[str, Any] = {"bert": True, "gated": False, "rms": False, "rope": False, "bias": True, "layers": 2}
+ENCODERS = [Case("bert tp2 sp", tp=2, sp=True, **BERT), Case("bert tp2 pp2", tp=2, pp=2, **BERT)]
+
+
+@pytest.mark.versions
+@pytest.mark.skipif(VERSION < (0, 16), reason="checked from megatron-core 0.16 on")
+@pytest.mark.parametrize("case", ENCODERS, ids=lambda c: c.name)
+def test_bert(case: Case, cells: list[Any]) -> None:
+    check(case, cells)
 
 
 @pytest.mark.versions
@@ -94,9 +106,33 @@ def names_of(case: Case) -> list[str]:
 
 
 @pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel came with megatron-core 0.19")
-@pytest.mark.parametrize("case", [PREDICTING[1], MAMBA[1], HYBRID[3]], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [PREDICTING[1], MAMBA[1], *HYBRID[3:], ENCODERS[1]], ids=lambda c: c.name)
 def test_every_site_is_compared(case: Case) -> None:
     assert sorted(run(case.world, names_of, case)[0]) == sorted(oracle.sites_of(case))
+
+
+def t5() -> str:
+    import megatron_flex as mf
+    from megatron_flex import cpu
+
+    cpu.enable()
+    gpt.initialize(Case("t5"))
+    from megatron.core.models.T5 import t5_spec
+    from megatron.core.models.T5.t5_model import T5Model
+
+    config = gpt.config(Case("t5", layers=1))
+    specs = t5_spec.get_t5_encoder_with_local_block_spec(1), t5_spec.get_t5_decoder_with_local_block_spec(1)
+    try:
+        mf.FlexModel(T5Model(config, config, *specs, gpt.VOCABULARY, gpt.SEQUENCE))
+    except mf.FlexError as error:
+        return str(error)
+    return ""
+
+
+def test_an_unknown_model_is_refused_by_its_name() -> None:
+    (told,) = run(1, t5)
+    assert told.startswith("T5Model")
+    assert "BertModel" in told
 
 
 def shared_embedding(case: Case) -> list[str]:

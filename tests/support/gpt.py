@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import context, latent, moe, mtp, ssm
+from tests.support import bert, context, latent, moe, mtp, ssm
 
 SEQUENCE, BATCH, VOCABULARY, HIDDEN, FFN, HEADS, GROUPS = 16, 2, 64, 32, 48, 4, 2
 
@@ -48,9 +48,10 @@ class Case:
     dispatcher: str = "alltoall"
     shared_experts: bool = False
     grouped: bool = False
-    pattern: str = ""  # of a HybridModel's layers, `|` where the pipeline cuts
+    pattern: str = ""  # of a HybridModel's layers, as Megatron writes it
     mla: str = ""  # multi-latent attention as "upstream" has it, or "mended"
     q_rank: int | None = None
+    bert: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -73,7 +74,7 @@ class Case:
             microbatches=self.microbatches * self.dp,
             recompute=(),
             ddp=False,
-            pattern=ssm.layers_of(self.pattern),
+            pattern=self.pattern.replace("|", ""),
         )
 
 
@@ -187,6 +188,8 @@ def _chunk(case: Case, stage: int | None) -> nn.Module:
         "share_embeddings_and_output_weights": case.tied,
         "position_embedding_type": "rope" if case.rope else "learned_absolute",
     }
+    if case.bert:
+        return bert.model(common, stage)
     if case.pattern:
         return ssm.model(case, common, stage, _hybrid_spec)
     if case.hybrid:
@@ -334,7 +337,10 @@ def forward_step(iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tup
     here = context.here(SEQUENCE)
     positions = here.expand(BATCH, -1)
     mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), diagonal=1)
-    output = model(batch["tokens"][:, here], positions, mask, labels=batch["labels"][:, here])
+    if hasattr(model, "bert_extended_attention_mask"):
+        output = bert.call(model, batch)
+    else:
+        output = model(batch["tokens"][:, here], positions, mask, labels=batch["labels"][:, here])
 
     def loss_function(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss = output.sum() / (BATCH * SEQUENCE)  # of a context parallel rank: its share of the mean

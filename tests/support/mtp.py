@@ -56,8 +56,14 @@ def first_call(root: nn.Module, visit: Visit) -> Visit:
     return once
 
 
-def sites_of(depths: int | None, layer: list[str]) -> list[str]:
-    """The sites of so many depths; `layer` has those of the transformer layer inside of each."""
+def sites_of(
+    depths: int | None, layer: list[str], stack: Callable[[str], list[str]] | None = None
+) -> list[str]:
+    """The sites of so many depths.
+
+    `layer` has those of the transformer layer inside of each; `stack`, if there is a stack of layers
+    instead, names its sites from its path.
+    """
     version = tuple(int(p) for p in importlib.metadata.version("megatron-core").split(".")[:2])
     inner = "transformer_layer" if version < (0, 17) else "mtp_model_layer"
     out = []
@@ -66,6 +72,9 @@ def sites_of(depths: int | None, layer: list[str]) -> list[str]:
         out += [f"{path}:input", f"{path}:output"]
         out += [f"{path}.{n}:{p}" for n in ("enorm", "hnorm", "final_layernorm") for p in ("input", "output")]
         out += [f"{path}.eh_proj:{p}" for p in ("input", "gemm_input", "output")]
+        if stack is not None:
+            out += stack(f"{path}.{inner}")
+            continue
         out += [f"{path}.{inner}:{p}" for p in ("input", "mid", "output")]
         out += [f"{path}.{inner}.{name}" for name in layer]
     return [*out, "mtp:output"] if depths else []

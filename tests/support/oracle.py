@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.support import gpt, latent, moe, mtp, parts, ssm
+from tests.support import bert, gpt, latent, moe, mtp, parts, ssm
 
 Visit = Callable[[Tensor], Tensor]
 ARGUMENTS = {"q": (0, "query"), "k": (1, "key"), "v": (2, "value"), "scores": (0, "input")}
@@ -203,8 +204,11 @@ def sites_of(case: gpt.Case) -> list[str]:
         out += [f"decoder.layers.{layer}:mid"] if not case.hybrid else []
         out += [f"decoder.layers.{layer}.{name}" for name in own]
     out += ["decoder:output", f"decoder.{final}:input", f"decoder.{final}:output"]
-    out += mtp.sites_of(case.extra.get("mtp_num_layers"), attention + mlp)
-    return [*out, *(f"output_layer:{p}" for p in ("input", "gemm_input", "output")), "loss:output"]
+    later = case.pattern.partition("/")[2]
+    stack = partial(ssm.sites_of, later, attention, mlp) if later else None
+    out += mtp.sites_of(case.extra.get("mtp_num_layers"), attention + mlp, stack)
+    out += [*(f"output_layer:{p}" for p in ("input", "gemm_input", "output")), "loss:output"]
+    return bert.sites_of(out) if case.bert else out
 
 
 def edits_of(case: gpt.Case) -> list[str]:
@@ -214,6 +218,8 @@ def edits_of(case: gpt.Case) -> list[str]:
     keep = ["mtp.layers.0", *(ssm.kept(case.pattern) if case.pattern else keep)]
     count = len(ssm.layers_of(case.pattern)) or count
     border = [f"decoder.layers.{count // 2 - 1}:output", f"decoder.layers.{count // 2}:input"]
+    if case.bert:
+        keep, border = ([s.replace("decoder", "encoder") for s in names] for names in (keep, border))
     return [
         s
         for s in sites_of(case)

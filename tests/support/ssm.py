@@ -137,8 +137,8 @@ def install_kernels() -> None:
 
 
 def layers_of(pattern: str) -> str:
-    """A pattern without its pipeline cuts: one symbol for each layer."""
-    return pattern.replace("|", "")
+    """The decoder's layers in a pattern, one symbol for each: without cuts, and without prediction."""
+    return pattern.partition("/")[0].replace("|", "")
 
 
 def model(case: Any, common: dict[str, Any], stage: int | None, hybrid_spec: Callable[[], Any]) -> nn.Module:
@@ -152,7 +152,7 @@ def model(case: Any, common: dict[str, Any], stage: int | None, hybrid_spec: Cal
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     spec = hybrid_spec()
-    more = {"mamba_layer": _mamba_layer(), "gdn_layer": _delta_layer()}
+    more = {"mamba_layer": _mamba_layer(), "gdn_layer": _delta_layer(), "mtp_block_spec": _prediction()}
     spec.submodules = dataclasses.replace(spec.submodules, **more)
     return HybridModel(hybrid_stack_spec=spec, hybrid_layer_pattern=case.pattern, vp_stage=stage, **common)
 
@@ -191,6 +191,21 @@ def _delta_layer() -> Any:
     return ModuleSpec(module=TransformerLayer, submodules=inside)
 
 
+def _prediction() -> Any:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer import multi_token_prediction as mtp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm as Norm
+
+    layer = mtp.MultiTokenPredictionLayerSubmodules(
+        enorm=Norm, hnorm=Norm, layer_norm=Norm, eh_proj=ColumnParallelLinear
+    )
+    block = mtp.MultiTokenPredictionBlockSubmodules(
+        layer_specs=[ModuleSpec(module=mtp.MultiTokenPredictionLayer, submodules=layer)]
+    )
+    return ModuleSpec(module=mtp.MultiTokenPredictionBlock, submodules=block)
+
+
 def _mamba_stack() -> Any:
     """The older stack's spec: attention and MLP layers are the halves of GPT's local layer."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -217,7 +232,7 @@ def _mamba_stack() -> Any:
 # -- sites -------------------------------------------------------------------------------------------
 
 
-def sites_of(pattern: str, attention: list[str], mlp: list[str]) -> list[str]:
+def sites_of(pattern: str, attention: list[str], mlp: list[str], stack: str = "decoder") -> list[str]:
     """The sites of a pattern's layers, by hand; those of attention and MLP layers are given."""
     ends = ("input", "output")
     linear, row = ("input", "gemm_input", "output"), ("input", "partial", "output")
@@ -238,7 +253,7 @@ def sites_of(pattern: str, attention: list[str], mlp: list[str]) -> list[str]:
     }
     out = []
     for number, symbol in enumerate(layers_of(pattern)):
-        path = f"decoder.layers.{number}"
+        path = f"{stack}.layers.{number}"
         out += [*(f"{path}:{p}" for p in ends), *(f"{path}.{name}" for name in own[symbol])]
     return out
 

@@ -74,6 +74,21 @@ class ParameterKind(Fitting):
     inside: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class OwnerKind(Fitting):
+    """A kind of module that tells the layouts of parameters of its children too, as only it knows the widths.
+
+    Attributes:
+        layouts: called with the model's layouts and the module.
+        classes: as for `Kind`.
+        roles: as for `Kind`.
+    """
+
+    layouts: Callable[[Layouts, Any], Iterator[tuple[nn.Parameter, Layout]]]
+    classes: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ()
+
+
 class Builder:
     """One chunk's configuration, and how a site of it is put together."""
 

@@ -86,7 +86,7 @@ def output_layer(b: Builder, path: str, module: Any) -> Iterator[Site]:
 
 KINDS = (
     Kind(embedding, roles=("embedding",)),
-    Kind(stack, ("TransformerBlock", "HybridStack", "MambaStack"), ("decoder",)),
+    Kind(stack, ("TransformerBlock", "HybridStack", "MambaStack"), ("decoder", "encoder")),
     Kind(layer, ("TransformerLayer",)),
     Kind(norm, roles=NORMS),
     Kind(mlp, ("MLP",), ("mlp",)),

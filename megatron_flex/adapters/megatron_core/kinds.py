@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch import nn
 
-ROOTS = ("GPTModel", "HybridModel", "MambaModel")
+ROOTS = ("GPTModel", "HybridModel", "MambaModel", "BertModel")
 
 
 def is_a(module: Any, *names: str) -> bool:

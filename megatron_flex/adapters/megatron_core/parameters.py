@@ -13,14 +13,22 @@ from typing import Any
 from torch import nn
 
 from megatron_flex.adapters.base import ParameterSite
-from megatron_flex.adapters.megatron_core import attention, dense, latent, moe, mtp, ssm
+from megatron_flex.adapters.megatron_core import attention, bert, dense, latent, moe, mtp, ssm
 from megatron_flex.adapters.megatron_core.build import vocabulary
 from megatron_flex.adapters.megatron_core.kinds import global_modules
 from megatron_flex.adapters.megatron_core.layouts import Layouts
 from megatron_flex.layout import Layout, whole_shape
 from megatron_flex.mesh import Mesh
 
-KINDS = (*moe.PARAMETERS, *latent.PARAMETERS, *attention.PARAMETERS, *mtp.PARAMETERS, *dense.PARAMETERS)
+OWNERS = (*ssm.OWNERS, *bert.OWNERS)
+KINDS = (
+    *moe.PARAMETERS,
+    *latent.PARAMETERS,
+    *attention.PARAMETERS,
+    *mtp.PARAMETERS,
+    *bert.PARAMETERS,
+    *dense.PARAMETERS,
+)
 WORDS, LOGITS = "embedding.word_embeddings.weight", "output_layer.weight"
 EXPERT = re.compile(r"(.*\.experts\.local_experts\.|.*\.experts\.linear_fc[12]\.\D+)(\d+)(.*)")
 
@@ -82,7 +90,7 @@ def of_expert(layout: Layout) -> Layout:
 
 def _all(root: Any, of: Layouts) -> Iterator[tuple[str, nn.Module, str, nn.Parameter, Layout | None]]:
     """Every parameter with its module's path, the module, its name there and its dense layout, if known."""
-    owned = ssm.owned(of, root)
+    owned = _owned(of, root)
     modules = dict(global_modules(root))
     for path, module in modules.items():
         parent, _, role = path.rpartition(".")
@@ -92,6 +100,12 @@ def _all(root: Any, of: Layouts) -> Iterator[tuple[str, nn.Module, str, nn.Param
             if layout is None and kind is not None:
                 layout = kind.layout(of, role, name, parameter)
             yield path, module, name, parameter, layout
+
+
+def _owned(of: Layouts, root: nn.Module) -> dict[nn.Parameter, Layout]:
+    """The layouts that a kind of owner tells; parameters compare by identity."""
+    found = [(kind, m) for m in root.modules() for kind in OWNERS if kind.fits("", m)]
+    return dict(pair for kind, module in found for pair in kind.layouts(of, module))
 
 
 def _on_two_stages(root: Any, path: str, mesh: Mesh) -> bool:

@@ -6,15 +6,24 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from megatron_flex.adapters.megatron_core import attention, dense, latent, moe, mtp, ssm
+from megatron_flex.adapters.megatron_core import attention, bert, dense, latent, moe, mtp, ssm
 from megatron_flex.adapters.megatron_core.build import Builder
 from megatron_flex.adapters.megatron_core.kinds import global_modules
 from megatron_flex.adapters.taps import MethodOutput
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Site
 
-KNOWN = ("embedding", "decoder", "mtp", "output_layer")  # the parts of a model whose modules have sites
-KINDS = (*latent.KINDS, *attention.KINDS, *moe.KINDS, *ssm.KINDS, *mtp.KINDS, *dense.KINDS)
+# the parts of a model whose modules have sites
+KNOWN = ("embedding", "encoder", "decoder", "mtp", "pooler", "lm_head", "output_layer", "binary_head")
+KINDS = (
+    *latent.KINDS,
+    *attention.KINDS,
+    *moe.KINDS,
+    *ssm.KINDS,
+    *mtp.KINDS,
+    *bert.KINDS,
+    *dense.KINDS,
+)
 
 
 def sites_of(root: nn.Module, mesh: Mesh) -> list[Site]:

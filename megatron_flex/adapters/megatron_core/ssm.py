@@ -6,13 +6,12 @@ holds `[z | x | B | C | dt]` of its own heads. The scan is one kernel; what is o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
-from megatron_flex.adapters.megatron_core.build import Builder, Fitting, Kind
+from megatron_flex.adapters.megatron_core.build import Builder, Kind, OwnerKind
 from megatron_flex.adapters.megatron_core.kinds import is_a, is_identity
 from megatron_flex.adapters.megatron_core.layouts import Layouts
 from megatron_flex.adapters.taps import MethodInput, MethodOutput, ModuleInput, ModuleOutput, OutputPart
@@ -126,27 +125,6 @@ KINDS = (
 
 
 # -- parameters --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OwnerKind(Fitting):
-    """A kind of module that tells the layouts of parameters of its children too, as only it knows the widths.
-
-    Attributes:
-        layouts: called with the model's layouts and the module.
-        classes: as for `Kind`.
-        roles: as for `Kind`.
-    """
-
-    layouts: Callable[[Layouts, Any], Iterator[tuple[nn.Parameter, Layout]]]
-    classes: tuple[str, ...] = ()
-    roles: tuple[str, ...] = ()
-
-
-def owned(of: Layouts, root: nn.Module) -> dict[nn.Parameter, Layout]:
-    """The layouts of a model's parameters that such a kind tells; parameters compare by identity."""
-    found = [(kind, m) for m in root.modules() for kind in OWNERS if kind.fits("", m)]
-    return dict(pair for kind, module in found for pair in kind.layouts(of, module))
 
 
 def _mamba_layer(of: Layouts, layer: Any) -> Iterator[tuple[nn.Parameter, Layout]]:
