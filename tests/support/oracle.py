@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import gpt, latent, parts
+from tests.support import gpt, latent, parts, te
 
 Visit = Callable[[Tensor], Tensor]
 ARGUMENTS = {"q": (0, "query"), "k": (1, "key"), "v": (2, "value"), "scores": (0, "input")}
@@ -173,7 +173,8 @@ def sites_of(case: gpt.Case) -> list[str]:
         out += [f"decoder.layers.{layer}:mid"] if not case.hybrid else []
         out += [f"decoder.layers.{layer}.{name}" for name in own]
     out += ["decoder:output", f"decoder.{final}:input", f"decoder.{final}:output"]
-    return [*out, *(f"output_layer:{p}" for p in ("input", "gemm_input", "output")), "loss:output"]
+    out += [*(f"output_layer:{p}" for p in ("input", "gemm_input", "output")), "loss:output"]
+    return te.visible(out) if case.te else out
 
 
 def edits_of(case: gpt.Case) -> list[str]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 from torch import nn
 
 from megatron_flex.adapters.base import ParameterSite
-from megatron_flex.adapters.megatron_core import attention, dense, latent
+from megatron_flex.adapters.megatron_core import attention, dense, latent, transformer_engine
 from megatron_flex.adapters.megatron_core.kinds import global_modules
 from megatron_flex.adapters.megatron_core.layouts import Layouts
 from megatron_flex.layout import whole_shape
 from megatron_flex.mesh import Mesh
 
-KINDS = (*latent.PARAMETERS, *attention.PARAMETERS, *dense.PARAMETERS)
+KINDS = (*latent.PARAMETERS, *attention.PARAMETERS, *dense.PARAMETERS, *transformer_engine.PARAMETERS)
 
 
 def parameters_of(root: nn.Module, mesh: Mesh) -> list[ParameterSite]:
