@@ -8,6 +8,7 @@ and are no proof of what its kernels do: cases that use them are called "TE stan
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VERSION = "2.8.0"
+VERSION = "2.1.0"
 HIDDEN = ("gemm_input", "partial", "scores", "probs")  # what its kernels keep to themselves
 
 
@@ -97,27 +98,30 @@ class Linear(nn.Module):
         weight.tensor_model_parallel, weight.partition_dim = True, int(parallel_mode == "row")
         if init_method is not None:
             init_method(weight)
-        self.bias = None
-        if bias:
-            _parameter(self, "bias", (self.out_features,), params_dtype)
+        added = nn.Parameter(torch.zeros(self.out_features, dtype=params_dtype)) if bias else None
+        self.register_parameter("bias", added)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        from megatron.core.tensor_parallel import mappings
-
         if self.parallel_mode == "column":
-            if self.sequence_parallel:
-                inp = mappings.gather_from_sequence_parallel_region(inp, group=self.tp_group)
-            else:
-                inp = mappings.copy_to_tensor_model_parallel_region(inp, group=self.tp_group)
+            cut = self.sequence_parallel
+            name = "gather_from_sequence_parallel" if cut else "copy_to_tensor_model_parallel"
+            inp = self._collective(name, inp)
         out = F.linear(inp, self.weight)
         if self.parallel_mode == "row":
-            if self.sequence_parallel:
-                out = mappings.reduce_scatter_to_sequence_parallel_region(out, group=self.tp_group)
-            else:
-                out = mappings.reduce_from_tensor_model_parallel_region(out, group=self.tp_group)
+            cut = self.sequence_parallel
+            name = "reduce_scatter_to_sequence_parallel" if cut else "reduce_from_tensor_model_parallel"
+            out = self._collective(name, out)
         if self.return_bias:
             return out, self.bias
         return out if self.bias is None else out + self.bias
+
+    def _collective(self, name: str, tensor: Tensor) -> Tensor:
+        from megatron.core.tensor_parallel import mappings
+
+        function = getattr(mappings, f"{name}_region")
+        known = "group" in inspect.signature(function).parameters
+        moved: Tensor = function(tensor, **({"group": self.tp_group} if known else {}))
+        return moved
 
 
 class LayerNormLinear(Linear):
@@ -134,7 +138,8 @@ class LayerNormLinear(Linear):
     ) -> None:
         super().__init__(in_features, out_features, **kwargs)
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        self.layer_norm_bias = None
+        if normalization == "RMSNorm":
+            self.register_parameter("layer_norm_bias", None)
         for name in ["weight"] if normalization == "RMSNorm" else ["weight", "bias"]:
             parameter = _parameter(self, f"layer_norm_{name}", (in_features,), kwargs["params_dtype"])
             parameter.sequence_parallel = self.sequence_parallel
@@ -191,10 +196,12 @@ def stand_in() -> None:
         "transformer_engine.common": {},
         "transformer_engine.common.recipe": {"DelayedScaling": _Any},
         "transformer_engine.pytorch": {c.__name__: c for c in classes},
+        "transformer_engine.pytorch.ops": {"Sequential": _Any, "FusibleOperation": _Any},
         "transformer_engine.pytorch.fp8": nothing,
         "transformer_engine.pytorch.distributed": {"CudaRNGStatesTracker": _Any, **FUNCTIONS},
         "transformer_engine.pytorch.float8_tensor": {"Float8Tensor": _Any},
         "transformer_engine.pytorch.tensor": {"QuantizedTensor": _Any},
+        "transformer_engine.pytorch.tensor.float8_tensor": {"Float8Tensor": _Any},
     }
     for name, content in modules.items():
         module = ModuleType(name)
@@ -224,7 +231,9 @@ FUNCTIONS = dict.fromkeys(
 
 def visible(sites: list[str]) -> list[str]:
     """The sites that are left of a local model's when its layers are Transformer Engine's, by hand."""
-    fused = ("input_layernorm:output", "pre_mlp_layernorm:output")
+    latent = any("linear_kv_down_proj" in s for s in sites)  # there the first norm stands by itself
+    fused = ("pre_mlp_layernorm:output", "kv_layernorm:output" if latent else "input_layernorm:output")
+    fused += (".q_layernorm:output",) if latent else ()
     in_layers = [s for s in sites if ".layers." in s]
     gone = {s for s in in_layers if s.partition(":")[2] in HIDDEN or s.endswith(fused)}
     return [s for s in sites if s not in gone]
