@@ -23,6 +23,7 @@ MENDED = [
     Case(
         "mla tp4 sp, low-rank queries, norms", tp=4, sp=True, mla="mended", q_rank=8, qk_norm=True, layers=2
     ),
+    Case("mla tp2, up projections recomputed", tp=2, mla="mended", recompute=("mla_up_proj",), layers=2),
     Case("mla tp2 sp, all recomputed", tp=2, sp=True, mla="mended", recompute=("full",), layers=2),
 ]
 EVERYWHERE = Case(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import bert, context, latent, moe, mtp, ssm
+from tests.support import bert, context, grouped, latent, moe, mtp, ssm, te
 
 SEQUENCE, BATCH, VOCABULARY, HIDDEN, FFN, HEADS, GROUPS = 16, 2, 64, 32, 48, 4, 2
 
@@ -52,6 +52,7 @@ class Case:
     mla: str = ""  # multi-latent attention as "upstream" has it, or "mended"
     q_rank: int | None = None
     bert: bool = False
+    te: bool = False  # layers of Transformer Engine's spec, on its stand-ins
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -80,6 +81,8 @@ class Case:
 
 def initialize(case: Case) -> None:
     """Megatron's groups and random states for a case."""
+    if case.te:
+        te.stand_in()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -199,23 +202,22 @@ def _chunk(case: Case, stage: int | None) -> nn.Module:
         return HybridModel(
             hybrid_stack_spec=_hybrid_spec(), hybrid_layer_pattern="|".join(per_stage), **common
         )
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    known = inspect.signature(get_gpt_layer_local_spec).parameters
+    make = getattr(gpt_layer_specs, f"get_gpt_layer_{'with_transformer_engine' if case.te else 'local'}_spec")
+    known = inspect.signature(make).parameters
     wanted: dict[str, Any] = {
         "qk_layernorm": case.qk_norm,
         "normalization": "RMSNorm" if case.rms else "LayerNorm",
     }
+    wanted["multi_latent_attention"] = bool(case.mla)
     if case.experts:
         wanted["num_experts"] = case.experts
-    wanted["multi_latent_attention"] = bool(case.mla)
-    spec = get_gpt_layer_local_spec(**{k: v for k, v in wanted.items() if k in known})
+    spec = make(**{k: v for k, v in wanted.items() if k in known})
     if case.grouped:
-        from tests.support import grouped
-
         spec = grouped.spec(spec)
-    if case.mla:
+    if case.mla and not case.te:
         spec.submodules.self_attention.submodules.core_attention = latent.core_attention()
     if case.cp > 1:
         spec = context.plug_in(spec)

@@ -49,7 +49,7 @@ def core_attention() -> type:
 
 
 class _SumOfGradients(torch.autograd.Function):
-    """`copy_to_tensor_model_parallel_region` does this too, but before 0.19 not for tensors with gaps."""
+    """`copy_to_tensor_model_parallel_region` does this too, but not before 0.19 if not contiguous."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

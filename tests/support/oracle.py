@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import bert, gpt, latent, moe, mtp, parts, ssm
+from tests.support import bert, gpt, latent, moe, mtp, parts, ssm, te
 
 Visit = Callable[[Tensor], Tensor]
 ARGUMENTS = {"q": (0, "query"), "k": (1, "key"), "v": (2, "value"), "scores": (0, "input")}
@@ -208,6 +208,7 @@ def sites_of(case: gpt.Case) -> list[str]:
     stack = partial(ssm.sites_of, later, attention, mlp) if later else None
     out += mtp.sites_of(case.extra.get("mtp_num_layers"), attention + mlp, stack)
     out += [*(f"output_layer:{p}" for p in ("input", "gemm_input", "output")), "loss:output"]
+    out = te.visible(out) if case.te else out
     return bert.sites_of(out) if case.bert else out
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_flex.adapters.megatron_core.build import Builder, Kind, ParameterKind
+from megatron_flex.adapters.megatron_core.build import COLUMN, Builder, Kind, ParameterKind
 from megatron_flex.adapters.megatron_core.fused import qkv
 from megatron_flex.adapters.megatron_core.kinds import is_identity
 from megatron_flex.adapters.megatron_core.layouts import Layouts
@@ -34,7 +34,7 @@ def attention(b: Builder, path: str, module: Any) -> Iterator[Site]:
         b,
         f"{path}.linear_qkv",
         module.linear_qkv,
-        b.no_rule(module.linear_qkv, "ColumnParallelLinear"),
+        b.no_rule(module.linear_qkv, COLUMN),
         gated,
     )
     hidden = FUSED_ROPE if getattr(config, "fused_single_qkv_rope", False) else ""

@@ -17,6 +17,12 @@ from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Site, Tap
 
+COLUMN = ("ColumnParallelLinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear")
+ROW = ("RowParallelLinear", "TERowParallelLinear")
+INSIDE = (
+    "{kind} keeps what is between its GEMM and its collective inside Transformer Engine; build the layers "
+    "with the local spec (--transformer-impl local) to have it"
+)
 NO_RULE = (
     "{kind} is none of Megatron's {known} and its layout is not known; build the layers with the local spec "
     "(--transformer-impl local)"
@@ -134,23 +140,36 @@ class Builder:
         self, path: str, module: Any, out: Layout, width: int | None, resolve: Any = None, no: str = ""
     ) -> Iterator[Site]:
         """The sites of a column-parallel linear, whose output has layout `out`."""
-        cut = bool(getattr(module, "sequence_parallel", False))
-        no = no or self.no_rule(module, "ColumnParallelLinear")
-        yield self.site(f"{path}:input", self.of.stream(cut), ModuleInput(module, 0, "input_"), no)
-        yield self.site(f"{path}:gemm_input", self.of.gathered(), Gemm(module, before=True), no)
+        no = no or self.no_rule(module, COLUMN)
+        inside = no or self.inside(module)
+        entry = ModuleInput(module, 0, "x" if inside else "input_")
+        yield self.site(f"{path}:input", self.of.stream(self.sequence_cut(module)), entry, no)
+        yield self.site(f"{path}:gemm_input", self.of.gathered(), Gemm(module, before=True), inside)
         yield self.site(f"{path}:output", out, ModuleOutput(module, 0, resolve), no, width)
 
     def row(self, path: str, module: Any, name: str, width: int, no: str = "") -> Iterator[Site]:
         """The sites of a row-parallel linear, whose input has the features called `name`."""
-        cut = bool(getattr(module, "sequence_parallel", False))
-        no = no or self.no_rule(module, "RowParallelLinear")
-        yield self.site(f"{path}:input", self.of.features(name), ModuleInput(module, 0, "input_"), no, width)
-        yield self.site(f"{path}:partial", self.of.partial(), Gemm(module, before=False), no)
-        yield self.site(f"{path}:output", self.of.stream(cut), ModuleOutput(module), no)
+        no = no or self.no_rule(module, ROW)
+        inside = no or self.inside(module)
+        entry = ModuleInput(module, 0, "x" if inside else "input_")
+        yield self.site(f"{path}:input", self.of.features(name), entry, no, width)
+        yield self.site(f"{path}:partial", self.of.partial(), Gemm(module, before=False), inside)
+        yield self.site(f"{path}:output", self.of.stream(self.sequence_cut(module)), ModuleOutput(module), no)
 
-    def no_rule(self, module: Any, known: str) -> str:
+    def sequence_cut(self, module: Any) -> bool:
+        """Whether the tensor on a parallel linear's uncut side is cut over the sequence."""
+        if is_a(module, "TELinear", "TELayerNormColumnParallelLinear"):
+            return self.of.sequence_parallel  # as Megatron's wrapper tells Transformer Engine
+        return bool(getattr(module, "sequence_parallel", False))
+
+    def no_rule(self, module: Any, known: tuple[str, ...]) -> str:
         """Why a linear of another class is hidden: how it cuts its tensors is not known here."""
-        return "" if is_a(module, known) else NO_RULE.format(kind=type(module).__name__, known=known)
+        return "" if is_a(module, *known) else NO_RULE.format(kind=type(module).__name__, known=known[0])
+
+    def inside(self, module: Any) -> str:
+        """Why there is nothing to be had within a linear of Transformer Engine; empty for Megatron's own."""
+        own = is_a(module, COLUMN[0], ROW[0])
+        return "" if own else INSIDE.format(kind=type(module).__name__)
 
 
 def vocabulary(root: nn.Module) -> int | None:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from megatron_flex.adapters.megatron_core.build import Builder, Kind, ParameterKind
+from megatron_flex.adapters.megatron_core.build import COLUMN, ROW, Builder, Kind, ParameterKind
 from megatron_flex.adapters.megatron_core.fused import gate_up
-from megatron_flex.adapters.megatron_core.kinds import is_identity
+from megatron_flex.adapters.megatron_core.kinds import is_a, is_identity
 from megatron_flex.adapters.megatron_core.layouts import Layouts
 from megatron_flex.adapters.megatron_core.taps import BiasDropoutAdd, EmbeddingPartial, Outside
+from megatron_flex.adapters.megatron_core.transformer_engine import norm_inside
 from megatron_flex.adapters.taps import ModuleInput, ModuleOutput
 from megatron_flex.layout import Layout
 from megatron_flex.sites import Site
 
+OP_FUSER = (
+    "Transformer Engine's operation fuser runs the whole MLP as one operation; "
+    "set use_transformer_engine_op_fuser=False to have what is in it"
+)
 NORMS = ("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "final_norm")
 
 
@@ -52,6 +58,12 @@ def layer(b: Builder, path: str, layer: Any) -> Iterator[Site]:
     if not is_identity(layer.self_attn_bda) and not is_identity(layer.mlp):
         yield b.site(f"{path}:mid", b.of.stream(), BiasDropoutAdd(layer, "self_attn_bda"))
     yield b.site(f"{path}:output", b.of.stream(), ModuleOutput(layer))
+    for role, linear in (
+        ("input_layernorm", getattr(layer.self_attention, "linear_qkv", None)),
+        ("pre_mlp_layernorm", getattr(layer.mlp, "linear_fc1", None)),
+    ):
+        norm = getattr(layer, role, None)
+        yield from norm_inside(b, f"{path}.{role}", norm, linear, b.of.stream())
 
 
 def norm(b: Builder, path: str, module: Any) -> Iterator[Site]:
@@ -62,13 +74,18 @@ def norm(b: Builder, path: str, module: Any) -> Iterator[Site]:
 
 def mlp(b: Builder, path: str, module: Any, width: int | None = None, no: str = "") -> Iterator[Site]:
     """A dense MLP, of the model's width unless another is given."""
-    width = width or b.config.ffn_hidden_size
     yield from b.both(path, module, b.of.stream(), "hidden_states", no)
+    fused = OP_FUSER if is_a(module, "TEFusedMLP", "TEFusedMLPWithGroupedLinear") else ""
+    for site in _linears(b, path, module, width or b.config.ffn_hidden_size, no):
+        yield replace(site, hidden=fused or site.hidden)
+
+
+def _linears(b: Builder, path: str, module: Any, width: int, no: str) -> Iterator[Site]:
     gated = b.config.gated_linear_unit
     layout = b.of.features("gate|up" if gated else "f", (1, 1) if gated else (1,))
     yield from b.column(f"{path}.linear_fc1", module.linear_fc1, layout, width * (2 if gated else 1), no=no)
     if gated:
-        hidden = no or b.no_rule(module.linear_fc1, "ColumnParallelLinear")
+        hidden = no or b.no_rule(module.linear_fc1, COLUMN)
         yield from gate_up(b, f"{path}.linear_fc1", module.linear_fc1, hidden)
     yield from b.row(f"{path}.linear_fc2", module.linear_fc2, "f", width, no)
 
@@ -95,6 +112,8 @@ KINDS = (
 
 
 def _column(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    if name.startswith("layer_norm_"):  # of the norm inside a TELayerNormColumnParallelLinear
+        return _norm(of, role, name, parameter)
     if role == "output_layer":
         return of.vocabulary_cut(parameter.ndim)
     gated = role == "linear_fc1" and of.config.gated_linear_unit
@@ -118,8 +137,8 @@ def _norm(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
 
 
 PARAMETERS = (
-    ParameterKind(_column, ("ColumnParallelLinear",)),
-    ParameterKind(_row, ("RowParallelLinear",)),
+    ParameterKind(_column, COLUMN),
+    ParameterKind(_row, ROW),
     ParameterKind(_vocabulary, ("VocabParallelEmbedding",)),
     ParameterKind(_positions, roles=("position_embeddings",)),
     ParameterKind(_norm, roles=NORMS),

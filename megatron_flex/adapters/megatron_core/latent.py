@@ -17,6 +17,7 @@ from megatron_flex.adapters.megatron_core.attention import scores
 from megatron_flex.adapters.megatron_core.build import Builder, Kind, ParameterKind
 from megatron_flex.adapters.megatron_core.kinds import is_identity
 from megatron_flex.adapters.megatron_core.layouts import Layouts
+from megatron_flex.adapters.megatron_core.transformer_engine import is_duplicated, norm_inside
 from megatron_flex.adapters.taps import ModuleInput, ModuleOutput
 from megatron_flex.layout import Layout
 from megatron_flex.sites import Site
@@ -30,8 +31,9 @@ def latent_attention(b: Builder, path: str, module: Any) -> Iterator[Site]:
     query, value = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
     yield from b.both(path, module, b.of.stream(), "hidden_states")
     yield from _down(b, path, module)
-    for role, rank in (("q_layernorm", config.q_lora_rank), ("kv_layernorm", config.kv_lora_rank)):
-        yield from _norm(b, f"{path}.{role}", getattr(module, role, None), rank)
+    for name, rank in (("q", config.q_lora_rank), ("kv", config.kv_lora_rank)):
+        norm, up = (getattr(module, n, None) for n in (f"{name}_layernorm", f"linear_{name}_up_proj"))
+        yield from _norm(b, f"{path}.{name}_layernorm", norm, up, rank)
     up = {"q_proj": query, "q_up_proj": query, "kv_up_proj": config.qk_head_dim + value}
     for name, each in up.items():
         linear = getattr(module, f"linear_{name}", None)
@@ -45,19 +47,24 @@ def _down(b: Builder, path: str, module: Any) -> Iterator[Site]:
     config = b.config
     widths = {"q": config.q_lora_rank, "kv": config.kv_lora_rank + config.qk_pos_emb_head_dim}
     for name, width in widths.items():
-        linear = getattr(module, f"linear_{name}_down_proj", None)
-        if not is_identity(linear):
-            yield from b.column(f"{path}.linear_{name}_down_proj", linear, b.of.features("r"), width)
+        at = f"{path}.linear_{name}_down_proj"
+        linear: Any = getattr(module, f"linear_{name}_down_proj", None)
+        if is_duplicated(linear):
+            yield b.site(f"{at}:input", b.of.stream(), ModuleInput(linear, 0, "x"))
+            yield b.site(f"{at}:output", b.of.stream(), ModuleOutput(linear), width=width)
+        elif not is_identity(linear):
+            yield from b.column(at, linear, b.of.features("r"), width)
     fused = getattr(module, "linear_qkv_down_proj", None)
     if not is_identity(fused):
         packed = b.of.features("q|kv", tuple(widths.values()))
         yield from b.column(f"{path}.linear_qkv_down_proj", fused, packed, sum(widths.values()))
 
 
-def _norm(b: Builder, path: str, norm: Any, rank: int) -> Iterator[Site]:
+def _norm(b: Builder, path: str, norm: Any, up: Any, rank: int) -> Iterator[Site]:
+    layout = b.of.stream()
+    latents = replace(layout, dims=(*layout.dims[:-1], replace(layout.dims[-1], name="r")))
+    yield from norm_inside(b, path, norm, up, latents, rank)
     if not is_identity(norm):
-        layout = b.of.stream()
-        latents = replace(layout, dims=(*layout.dims[:-1], replace(layout.dims[-1], name="r")))
         yield b.site(f"{path}:input", latents, ModuleInput(norm, 0, "x"), width=rank)
         yield b.site(f"{path}:output", latents, ModuleOutput(norm), width=rank)
 

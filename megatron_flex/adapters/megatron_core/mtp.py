@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_flex.adapters.megatron_core.build import Builder, Kind, ParameterKind
+from megatron_flex.adapters.megatron_core.build import COLUMN, Builder, Kind, ParameterKind
 from megatron_flex.adapters.megatron_core.dense import norm
 from megatron_flex.adapters.megatron_core.layouts import Layouts
 from megatron_flex.adapters.megatron_core.taps import Gemm
@@ -41,7 +41,7 @@ def layer(b: Builder, path: str, module: Any) -> Iterator[Site]:
 def projection(b: Builder, path: str, module: Any) -> Iterator[Site]:
     """Embedding and states side by side, `[s, b, 2h]`, and what one linear makes of them."""
     cut = bool(getattr(module, "sequence_parallel", False))
-    no = b.no_rule(module, "ColumnParallelLinear")
+    no = b.no_rule(module, COLUMN)
     width = 2 * b.config.hidden_size
     yield b.site(f"{path}:input", b.of.stream(cut), ModuleInput(module, 0, "input_"), no, width)
     yield b.site(f"{path}:gemm_input", b.of.gathered(), Gemm(module, before=True), no, width)

@@ -13,7 +13,16 @@ from typing import Any
 from torch import nn
 
 from megatron_flex.adapters.base import ParameterSite
-from megatron_flex.adapters.megatron_core import attention, bert, dense, latent, moe, mtp, ssm
+from megatron_flex.adapters.megatron_core import (
+    attention,
+    bert,
+    dense,
+    latent,
+    moe,
+    mtp,
+    ssm,
+    transformer_engine,
+)
 from megatron_flex.adapters.megatron_core.build import vocabulary
 from megatron_flex.adapters.megatron_core.kinds import global_modules
 from megatron_flex.adapters.megatron_core.layouts import Layouts
@@ -28,6 +37,7 @@ KINDS = (
     *mtp.PARAMETERS,
     *bert.PARAMETERS,
     *dense.PARAMETERS,
+    *transformer_engine.PARAMETERS,
 )
 WORDS, LOGITS = "embedding.word_embeddings.weight", "output_layer.weight"
 EXPERT = re.compile(r"(.*\.experts\.local_experts\.|.*\.experts\.linear_fc[12]\.\D+)(\d+)(.*)")

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_flex.adapters.megatron_core.build import Builder, Kind, OwnerKind
+from megatron_flex.adapters.megatron_core.build import COLUMN, Builder, Kind, OwnerKind
 from megatron_flex.adapters.megatron_core.kinds import is_a, is_identity
 from megatron_flex.adapters.megatron_core.layouts import Layouts
 from megatron_flex.adapters.taps import MethodInput, MethodOutput, ModuleInput, ModuleOutput, OutputPart
@@ -92,7 +92,7 @@ def _packed(b: Builder, path: str, module: Any, parts: Parts) -> Iterator[Site]:
     """The sites of a column-parallel linear that makes several tensors, and each of these."""
     packed = b.of.features("|".join(parts), tuple(parts.values()))
     yield from b.column(path, module, packed, sum(parts.values()))
-    hidden = b.no_rule(module, "ColumnParallelLinear")
+    hidden = b.no_rule(module, COLUMN)
     local = tuple(width // b.of.tp for width in parts.values())
     for index, (name, width) in enumerate(parts.items()):
         yield b.site(

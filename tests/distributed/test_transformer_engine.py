@@ -1,0 +1,122 @@
+"""Layers of Megatron's Transformer Engine specs: real wrappers, and a stand-in for Transformer Engine.
+
+What runs is upstream's own `megatron.core.extensions.transformer_engine` on classes in plain torch; nothing
+of this was run on a GPU, and the names of the cases say so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.test_matrix import check
+from tests.support import gpt
+from tests.support.gpt import Case
+from tests.support.pool import run
+
+pytest.importorskip("megatron.core")
+
+CASES = [
+    Case("TE stand-ins, tp2 pp2", tp=2, pp=2, te=True, layers=2),
+    Case(
+        "TE stand-ins, tp2 sp, gelu, bias, layernorm, learned positions",
+        tp=2,
+        sp=True,
+        te=True,
+        gated=False,
+        rms=False,
+        rope=False,
+        bias=True,
+        layers=2,
+    ),
+    Case("TE stand-ins, tp4 sp, q/k norm, fewer groups", tp=4, sp=True, te=True, qk_norm=True, layers=2),
+    Case("TE stand-ins, tp2 sp, all recomputed", tp=2, sp=True, te=True, recompute=("full",), layers=2),
+]
+EVERYWHERE = Case("TE stand-ins, tp2 sp", tp=2, sp=True, te=True, layers=2)
+
+
+@pytest.mark.versions
+def test_te_layers_on_every_version(cells: list[Any]) -> None:
+    check(EVERYWHERE, cells)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_te_layers(case: Case, cells: list[Any]) -> None:
+    check(case, cells)
+
+
+def told(case: Case) -> dict[str, Any]:
+    """What the library says of a model's sites and parameters, and of which classes its modules are."""
+    import megatron_flex as mf
+    from megatron_flex import cpu
+
+    cpu.enable()
+    gpt.initialize(case)
+    chunks = gpt.build(case)
+    flex = mf.FlexModel(chunks)
+    sites = {s.name: (s.hidden, s.layout.describe()) for s in flex.sites()}
+    parameters = {p.name: p.layout.describe() for p in flex.session.adapter.parameters()}
+    missing = {n for n, _ in gpt.global_names(chunks[0])} - set(parameters)
+    classes = {n: f"{type(m).__module__}.{type(m).__name__}" for n, m in chunks[0].named_modules()}
+    try:
+        flex.session.add(mf.HookFunction("decoder.layers.0.input_layernorm:output"))
+        refusal = ""
+    except mf.FlexError as error:
+        refusal = str(error)
+    flex.restore()
+    return {
+        "sites": sites,
+        "parameters": parameters,
+        "missing": missing,
+        "classes": classes,
+        "refusal": refusal,
+    }
+
+
+@pytest.mark.versions
+def test_what_transformer_engine_hides() -> None:
+    told_of, *_ = run(2, told, EVERYWHERE)
+    extension = "megatron.core.extensions.transformer_engine"
+    attention, mlp = "decoder.layers.0.self_attention", "decoder.layers.0.mlp"
+    assert told_of["classes"][f"{attention}.linear_qkv"] == f"{extension}.TELayerNormColumnParallelLinear"
+    assert told_of["classes"][f"{mlp}.linear_fc2"] == f"{extension}.TERowParallelLinear"
+    assert told_of["classes"]["decoder.final_layernorm"] == "tests.support.te.RMSNorm"
+    hidden = {n: why for n, (why, _) in told_of["sites"].items() if why and ".layers.0." in n}
+    assert set(hidden) == {
+        f"{attention}.linear_qkv:gemm_input",
+        f"{attention}.linear_proj:partial",
+        f"{attention}.core_attention:scores",
+        f"{attention}.core_attention:probs",
+        f"{mlp}.linear_fc1:gemm_input",
+        f"{mlp}.linear_fc2:partial",
+        "decoder.layers.0.input_layernorm:output",
+        "decoder.layers.0.pre_mlp_layernorm:output",
+    }
+    assert all("--transformer-impl local" in why for why in hidden.values())
+    assert "the norm is inside TELayerNormColumnParallelLinear" in told_of["refusal"]
+    assert told_of["missing"] == set()
+    assert told_of["parameters"][f"{mlp}.linear_fc1.layer_norm_weight"] == "[d0]"
+    assert told_of["parameters"][f"{mlp}.linear_fc1.weight"] == "[out/tp in 2 segments, in]"
+    assert told_of["parameters"][f"{attention}.linear_proj.weight"] == "[out, in/tp]"
+
+
+LATENT = [
+    Case("TE stand-ins, mla tp2 sp", tp=2, sp=True, te=True, mla="upstream", layers=2),
+    Case(
+        "TE stand-ins, mla tp2 sp, low-rank queries, norms",
+        tp=2,
+        sp=True,
+        te=True,
+        mla="upstream",
+        q_rank=8,
+        qk_norm=True,
+        layers=2,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", LATENT, ids=lambda c: c.name)
+def test_latent_attention_with_duplicated_projections(case: Case, cells: list[Any]) -> None:
+    """With projections down that every rank has whole, and sequence parallel, upstream is right as it is."""
+    check(case, cells)
