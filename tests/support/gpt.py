@@ -20,7 +20,8 @@ SEQUENCE, BATCH, VOCABULARY, HIDDEN, FFN, HEADS, GROUPS = 16, 2, 64, 32, 48, 4, 
 class Case:
     """A model and the way it is spread.
 
-    `microbatches` is for each data parallel rank; `extra` goes to the config.
+    `microbatches` is for each data parallel rank; `extra` goes to the config, `split` too: how the
+    pipeline divides the layers, of which one process knows nothing.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Case:
     ddp: bool = False
     layers: int = 4
     extra: dict[str, Any] = field(default_factory=dict)
+    split: dict[str, Any] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
@@ -66,6 +68,7 @@ class Case:
             microbatches=self.microbatches * self.dp,
             recompute=(),
             ddp=False,
+            split={},
         )
 
 
@@ -134,7 +137,7 @@ def config(case: Case) -> Any:
         wanted.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     elif case.recompute:
         wanted.update(recompute_granularity="selective", recompute_modules=list(case.recompute))
-    wanted.update(case.extra)
+    wanted.update({**case.extra, **case.split})
     return TransformerConfig(**{k: v for k, v in wanted.items() if k in known})
 
 
