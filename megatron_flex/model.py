@@ -76,7 +76,9 @@ class FlexModel(nn.Module):
     def named_whole_parameters(self) -> list[tuple[str, Tensor]]:
         """The parameters as one device would hold them: on the leader, by global name; elsewhere empty.
 
-        Every rank calls it. Parameters of modules without a known layout are left out.
+        Every rank calls it. Parameters of modules without a known layout are left out. They are what the
+        model holds: between an optimizer's step and the next forward pass Megatron's `overlap_param_gather`
+        leaves old ones there, until `start_param_sync(force_sync=True)` of its DistributedDataParallel.
         """
         return self.session.whole_parameters()
 

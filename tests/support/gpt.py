@@ -43,7 +43,6 @@ class Case:
     qk_norm: bool = False
     groups: int = GROUPS
     recompute: tuple[str, ...] = ()
-    ddp: bool = False
     layers: int = 4
     extra: dict[str, Any] = field(default_factory=dict)
     split: dict[str, Any] = field(default_factory=dict)
@@ -67,7 +66,6 @@ class Case:
             sp=False,
             microbatches=self.microbatches * self.dp,
             recompute=(),
-            ddp=False,
             split={},
         )
 
