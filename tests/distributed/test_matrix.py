@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from tests.distributed.matrix import compare
-from tests.support import oracle
+from tests.support import oracle, ranks
 from tests.support.gpt import Case
+from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
 VERSION = tuple(int(p) for p in importlib.metadata.version("megatron-core").split(".")[:2])
 
+LAST = "num_layers_in_last_pipeline_stage"
 PLAIN = [
     Case("tp1"),
     Case("tp2", tp=2),
@@ -44,6 +46,23 @@ CONTEXT = [
     Case("cp2 dp2", cp=2, dp=2, layers=2),
     Case("cp4, learned positions", cp=4, layers=2, rope=False),
     Case("cp2 tp2 sp, all recomputed", cp=2, tp=2, sp=True, layers=2, recompute=("full",)),
+]
+BOTH_ENDS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+UNEVEN = [
+    Case("pp2, one layer first", pp=2, layers=3, split={"num_layers_in_first_pipeline_stage": 1}),
+    Case("tp2 sp pp2, one layer last", tp=2, sp=True, pp=2, layers=3, split={LAST: 1}),
+    Case("pp2, embedding counted", pp=2, layers=3, split={"account_for_embedding_in_pipeline_split": True}),
+    Case("pp2 vpp2, both ends counted", pp=2, vpp=2, layers=6, split=BOTH_ENDS),
+]
+LAYOUT = [
+    Case("pp2, layout", pp=2, layers=3, split={"pipeline_model_parallel_layout": "Et|t*2,L"}),
+    Case(
+        "pp2 vpp2, ends by themselves",
+        pp=2,
+        vpp=2,
+        layers=3,
+        split={"pipeline_model_parallel_layout": "E|t*2|t|L"},
+    ),
 ]
 EVERYWHERE = [
     Case("tp2 sp", tp=2, sp=True),
@@ -81,6 +100,52 @@ def test_gpt(case: Case, cells: list[Any]) -> None:
 @pytest.mark.parametrize("case", CONTEXT, ids=lambda c: c.name)
 def test_context_parallel(case: Case, cells: list[Any]) -> None:
     check(case, cells)
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("case", UNEVEN, ids=lambda c: c.name)
+def test_uneven_pipelines(case: Case, cells: list[Any]) -> None:
+    check(case, cells, edits=_ends(case))
+
+
+@pytest.mark.versions
+@pytest.mark.skipif(VERSION < (0, 14), reason="the layout of a pipeline came with megatron-core 0.14")
+@pytest.mark.parametrize("case", LAYOUT, ids=lambda c: c.name)
+def test_pipelines_by_layout(case: Case, cells: list[Any]) -> None:
+    check(case, cells, edits=_ends(case))
+
+
+STAGES = {  # of the layers in their order, and of the loss; by hand from the settings
+    "pp2, one layer first": [0, 1, 1, 1],
+    "tp2 sp pp2, one layer last": [0, 0, 1, 1],
+    "pp2, embedding counted": [0, 1, 1, 1],
+    "pp2 vpp2, both ends counted": [0, 1, 1, 0, 0, 1, 1],
+    "pp2, layout": [0, 1, 1, 1],
+    "pp2 vpp2, ends by themselves": [1, 1, 0, 1],
+}
+
+
+def _stages(case: Case) -> list[int]:
+    import megatron_flex as mf
+
+    flex = mf.FlexModel(ranks.start(case))
+    names = [f"decoder.layers.{n}:output" for n in range(case.layers)]
+    return [flex.sites(name)[0].stage for name in [*names, "loss:output"]]
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("case", [*UNEVEN, *LAYOUT], ids=lambda c: c.name)
+def test_stages_of_uneven_pipelines(case: Case) -> None:
+    """The settings above have arrived: without them the layers would be on other stages."""
+    if case in LAYOUT and VERSION < (0, 14):
+        pytest.skip("the layout of a pipeline came with megatron-core 0.14")
+    assert run(case.world, _stages, case) == [STAGES[case.name]] * case.world
+
+
+def _ends(case: Case) -> list[str]:
+    """Edits on the stage of each layer: of what it hands on, and inside it."""
+    layers = [f"decoder.layers.{n}{s}" for n in range(case.layers) for s in (":output", ".mlp:input")]
+    return ["embedding:output", *layers, "output_layer:output"]
 
 
 @pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel came with megatron-core 0.19")

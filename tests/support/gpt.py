@@ -20,7 +20,8 @@ SEQUENCE, BATCH, VOCABULARY, HIDDEN, FFN, HEADS, GROUPS = 16, 2, 64, 32, 48, 4, 
 class Case:
     """A model and the way it is spread.
 
-    `microbatches` is for each data parallel rank; `extra` goes to the config.
+    `microbatches` is for each data parallel rank; `extra` goes to the config, `split` too: how the
+    pipeline divides the layers, of which one process knows nothing.
     """
 
     name: str
@@ -42,7 +43,6 @@ class Case:
     qk_norm: bool = False
     groups: int = GROUPS
     recompute: tuple[str, ...] = ()
-    ddp: bool = False
     layers: int = 4
     experts: int = 0
     dispatcher: str = "alltoall"
@@ -54,6 +54,7 @@ class Case:
     bert: bool = False
     te: bool = False  # layers of Transformer Engine's spec, on its stand-ins
     extra: dict[str, Any] = field(default_factory=dict)
+    split: dict[str, Any] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
@@ -74,8 +75,8 @@ class Case:
             sp=False,
             microbatches=self.microbatches * self.dp,
             recompute=(),
-            ddp=False,
             pattern=self.pattern.replace("|", ""),
+            split={},
         )
 
 
@@ -149,7 +150,7 @@ def config(case: Case) -> Any:
     elif case.recompute:
         wanted.update(recompute_granularity="selective", recompute_modules=list(case.recompute))
     wanted.update(latent.config(case.q_rank) if case.mla else {})
-    wanted.update(case.extra)
+    wanted.update({**case.extra, **case.split})
     return kind(**{k: v for k, v in wanted.items() if k in known})
 
 
