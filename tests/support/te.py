@@ -34,18 +34,21 @@ class Norm(nn.Module):
 
     def __init__(
         self,
-        normalized_shape: int,
+        normalized_shape: int | None = None,
         eps: float = 1e-5,
         sequence_parallel: bool = False,
         params_dtype: Any = None,
         zero_centered_gamma: bool = False,
         device: Any = None,
+        hidden_size: int | None = None,  # what earlier versions called the shape
     ) -> None:
         super().__init__()
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         names = ["weight"] if self.rms else ["weight", "bias"]
         for name in names:
-            _parameter(self, name, (normalized_shape,), params_dtype).sequence_parallel = sequence_parallel
+            _parameter(
+                self, name, (normalized_shape or hidden_size,), params_dtype
+            ).sequence_parallel = sequence_parallel
         nn.init.constant_(self.weight, 0.0 if zero_centered_gamma else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -196,7 +199,7 @@ def stand_in() -> None:
         "transformer_engine.common": {},
         "transformer_engine.common.recipe": {"DelayedScaling": _Any},
         "transformer_engine.pytorch": {c.__name__: c for c in classes},
-        "transformer_engine.pytorch.ops": {"Sequential": _Any, "FusibleOperation": _Any},
+        "transformer_engine.pytorch.ops": {"__getattr__": lambda name: _Any},
         "transformer_engine.pytorch.fp8": nothing,
         "transformer_engine.pytorch.distributed": {"CudaRNGStatesTracker": _Any, **FUNCTIONS},
         "transformer_engine.pytorch.float8_tensor": {"Float8Tensor": _Any},
