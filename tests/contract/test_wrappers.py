@@ -1,4 +1,4 @@
-"""What the adapter relies on in sources that need a GPU to run: read from the installed wheel's syntax tree."""
+"""What the adapter relies on in sources that need a GPU to run: read in the installed wheel's syntax tree."""
 
 from __future__ import annotations
 
