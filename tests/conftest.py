@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 CELLS = pytest.StashKey[list[Any]]()
+STARTED = pytest.StashKey[float]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[CELLS] = []
+    config.stash[STARTED] = time.monotonic()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "cells" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.matrix)
 
 
 @pytest.fixture
@@ -26,7 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    found = config.stash[CELLS]
+    all_found = config.stash[CELLS]
+    found = [c for c in all_found if not c.hidden]
     if not found:
         return
     good = [c for c in found if c.good]
@@ -43,6 +55,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         line(f"  {len(mine)} cells in which upstream itself differs: {why}")
         line(f"    greatest difference from upstream's own run {worst.own:.1e} ({worst.case}, {worst.site})")
     if path := config.getoption("--cells"):
-        names = ("case", "site", "check", "error", "bound", "upstream", "own")
-        rows = [{n: getattr(c, n) for n in names} for c in found]
-        Path(path).write_text(json.dumps(rows, indent=1))
+        names = ("model", "case", "site", "check", "error", "bound", "upstream", "own", "hidden")
+        run = {
+            "versions": ", ".join(f"{p} {importlib.metadata.version(p)}" for p in ("megatron-core", "torch")),
+            "seconds": time.monotonic() - config.stash[STARTED],
+            "cores": os.cpu_count(),
+            "cells": [{n: getattr(c, n) for n in names} for c in all_found],
+        }
+        Path(path).write_text(json.dumps(run, indent=1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ class Cell:
     """One comparison: the greatest difference relative to the greatest true entry.
 
     Where upstream's own sharded run, without the library, differs from one process, `upstream` says why;
-    `error` is then that run's, and `own` how far the library is from that run.
+    `error` is then that run's, and `own` how far the library is from that run. Where a place cannot be had,
+    `hidden` says why, and nothing was compared.
     """
 
     case: str
@@ -29,6 +30,8 @@ class Cell:
     bound: float = BOUND
     upstream: str = ""
     own: float = 0.0
+    model: str = ""
+    hidden: str = ""
 
     @property
     def good(self) -> bool:
@@ -55,7 +58,9 @@ def compare(case: gpt.Case, sites: list[str] | None = None, edits: list[str] | N
     edits = oracle.edits_of(case) if edits is None else edits
     (truth,) = run(1, oracle.run, case.single(), sites, edits)
     answers = run(case.world, sharded, case, truth["state"], sites, edits, timeout=300)
-    return [*_readings(case, sites, truth, answers), *_effects(case, edits, truth, answers)]
+    found = [*_readings(case, sites, truth, answers), *_effects(case, edits, truth, answers)]
+    found += [Cell(case.name, s, "hidden", 0.0, hidden=why) for s, why in answers[0]["hidden"].items()]
+    return [replace(c, model=case.model) for c in found]
 
 
 def sharded(case: gpt.Case, state: dict[str, Tensor], sites: list[str], edits: list[str]) -> dict[str, Any]:
@@ -72,6 +77,7 @@ def sharded(case: gpt.Case, state: dict[str, Tensor], sites: list[str], edits: l
     rank = mesh["dp"].coord
     answer: dict[str, Any] = {"coords": dict(mesh.coords), "sizes": dict(mesh.sizes), "dp": rank}
     answer["sites"] = [s.name for s in flex.sites()]
+    answer["hidden"] = {s.name: s.hidden for s in flex.sites() if s.hidden}
     answer["plain"] = gpt.step(case, chunks, rank), _gradients(flex, chunks)
     flex.restore()
     answer["read"] = {}

@@ -60,6 +60,20 @@ class Case:
     def world(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
 
+    @property
+    def model(self) -> str:
+        """What the coverage table files the case under."""
+        kinds = (
+            (self.te, "GPT of Transformer Engine's layers (stand-ins; not run on a GPU)"),
+            (self.grouped, "GPT with grouped experts (stand-ins for Transformer Engine's linears)"),
+            (bool(self.experts) and not self.pattern, "GPT with experts"),
+            (bool(self.mla), "GPT with multi-latent attention"),
+            ("mtp_num_layers" in self.extra or "/" in self.pattern, "Multi-token prediction"),
+            (bool(self.pattern) or self.hybrid, "HybridModel"),
+            (self.bert, "BERT"),
+        )
+        return next((name for is_it, name in kinds if is_it), "GPT")
+
     def single(self) -> Case:
         """The same model and data on one process."""
         return replace(

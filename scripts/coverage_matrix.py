@@ -1,0 +1,151 @@
+"""Write docs/coverage.md and the table in README.md from the cells that a run of the matrix left."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGE, README = ROOT / "docs" / "coverage.md", ROOT / "README.md"
+BEGIN, END = "<!-- coverage -->\n", "<!-- /coverage -->"
+CHECKS = ("value", "gradient", "edited")  # a cell of the tables has these, in this order
+Cell = dict[str, Any]
+
+HEAD = """# Coverage
+
+Written by `scripts/coverage_matrix` from a run of the tests, never by hand: {versions}; {seconds} of tests
+on {cores} cores. Each configuration is compared with a single process of plain Megatron on the same weights
+and data, whose tensors are taken by plain PyTorch hooks. An entry has three figures, each the greatest
+difference relative to the greatest entry of the true tensor, over all layers and microbatches: the **value**
+/ the **gradient** / the effect of an **edit** there (on the loss and on every parameter's gradient, the
+greater). `-`: not checked there (integers have no gradient; edits are checked in the last layers, and where
+one stage hands on to the next). The bound is 1e-5 (fp32); what is beyond it is bold.
+
+{counts}
+"""
+
+
+def kind(site: str) -> str:
+    """A site with the numbers of layers and experts folded away."""
+    site = re.sub(r"local_experts\.\d+", "local_experts.E", site)
+    return re.sub(r"layers\.\d+", "layers.N", site).replace("final_norm", "final_layernorm")
+
+
+def group_of(check: str) -> str | None:
+    """Which figure of an entry a check belongs to."""
+    return "edited" if check.startswith("edited") else check if check in CHECKS else None
+
+
+def figure(cells: list[Cell]) -> str:
+    """The greatest error of some cells; marked where it is beyond the bound or upstream's own."""
+    if not cells:
+        return "-"
+    worst = max(cells, key=lambda c: float(c["error"]))
+    text = f"{float(worst['error']):.0e}".replace("e-0", "e-").replace("0e+00", "0")
+    return f"**{text}**" if any(not c["good"] for c in cells) else text + ("†" if worst["upstream"] else "")
+
+
+def counts(cells: list[Cell]) -> str:
+    """How many cells of each check there are, how many agree and what the greatest error is."""
+    lines = ["| check | cells | in agreement | greatest error | where |", "|---|---|---|---|---|"]
+    for check in dict.fromkeys(c["check"] for c in cells):
+        mine = [c for c in cells if c["check"] == check and not c["upstream"]]
+        if mine:
+            worst = max(mine, key=lambda c: float(c["error"]))
+            good = sum(c["good"] for c in mine)
+            where = f"`{worst['site']}`, {worst['case']}"
+            lines.append(f"| {check} | {len(mine)} | {good} | {float(worst['error']):.1e} | {where} |")
+    good = sum(c["good"] for c in cells)
+    return f"**{len(cells)} cells, {good} in agreement.**\n\n" + "\n".join(lines) + "\n"
+
+
+def table(cells: list[Cell]) -> Iterator[str]:
+    """One model's table: a row for each kind of site, a column for each configuration."""
+    cases = list(dict.fromkeys(c["case"] for c in cells))
+    rows = dict.fromkeys(kind(c["site"]) for c in cells if c["site"] != "(none)")
+    yield "| site | " + " | ".join(cases) + " |"
+    yield "|---" * (len(cases) + 1) + "|"
+    whole = {case: [c for c in cells if c["case"] == case and c["site"] == "(none)"] for case in cases}
+    yield "| *no hook: loss and parameter gradients* | " + " | ".join(figure(whole[c]) for c in cases) + " |"
+    for row in rows:
+        entries = []
+        for case in cases:
+            mine = [c for c in cells if c["case"] == case and kind(c["site"]) == row]
+            hidden = next((c["number"] for c in mine if c["hidden"]), None)
+            figures = [figure([c for c in mine if group_of(c["check"]) == g]) for g in CHECKS]
+            entries.append(f"hidden: {hidden}" if hidden else " / ".join(figures) if mine else "")
+        yield f"| `{row}` | " + " | ".join(entries) + " |"
+
+
+def reasons(cells: list[Cell]) -> Iterator[str]:
+    """Why places are hidden and where upstream differs; hidden cells get the number of their reason."""
+    found: dict[str, int] = {}
+    for cell in (c for c in cells if c["hidden"]):
+        cell["number"] = found.setdefault(cell["hidden"], len(found) + 1)
+    if found:
+        yield "## Hidden places\n"
+        yield "Registering a hook there is an error with these words; a shard is never given for a whole.\n"
+        yield from (f"{number}. {why}" for why, number in found.items())
+        yield ""
+    upstream = list(dict.fromkeys(c["upstream"] for c in cells if c["upstream"]))
+    if upstream:
+        yield "## Where upstream itself differs from one device (†)\n"
+        yield "The figure is that of plain Megatron without the library; the library equals that run."
+        for why in upstream:
+            mine = [c for c in cells if c["upstream"] == why]
+            own = max(float(c["own"]) for c in mine)
+            yield f"\n- {why} ({len(mine)} cells, greatest difference from plain Megatron {own:.1e})"
+        yield ""
+
+
+def summary(cells: list[Cell]) -> str:
+    """The README's table: one row for each model."""
+    compared = [c for c in cells if not c["hidden"]]
+    good = sum(c["good"] for c in compared)
+    lines = [
+        f"{len(compared)} cells, {good} in agreement. Site by site: [docs/coverage.md](docs/coverage.md).",
+        "",
+    ]
+    lines += [
+        "| model | configurations | kinds of sites | cells | value | gradient | edit |",
+        "|---" * 7 + "|",
+    ]
+    for model in dict.fromkeys(c["model"] for c in compared):
+        mine = [c for c in compared if c["model"] == model]
+        sites = {kind(c["site"]) for c in mine} - {"(none)"}
+        own = [c for c in mine if not c["upstream"]]
+        figures = [figure([c for c in own if group_of(c["check"]) == g]) for g in CHECKS]
+        count = len({c["case"] for c in mine})
+        lines.append(f"| {model} | {count} | {len(sites)} | {len(mine)} | " + " | ".join(figures) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main(path: str) -> None:
+    """Write both."""
+    run = json.loads(Path(path).read_text(encoding="utf-8"))
+    cells: list[Cell] = run["cells"]
+    for cell in cells:
+        cell["good"] = float(cell["own"] if cell["upstream"] else cell["error"]) <= float(cell["bound"])
+    why = list(reasons(cells))
+    minutes = f"{run['seconds'] / 60:.0f} minutes"
+    told = counts([c for c in cells if not c["hidden"]])
+    parts = [HEAD.format(versions=run["versions"], seconds=minutes, cores=run["cores"], counts=told)]
+    for model in dict.fromkeys(c["model"] for c in cells):
+        parts += [f"\n## {model}\n", *table([c for c in cells if c["model"] == model])]
+    PAGE.write_text("\n".join([*parts, "", *why]).rstrip() + "\n", encoding="utf-8")
+    head, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not end:
+        sys.exit(f"error: {README.name} has no '{BEGIN.strip()}' ... '{END}' to write between; put them back")
+    README.write_text(head + BEGIN + summary(cells) + END + tail, encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)} and the table in {README.name}: {len(cells)} cells")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: scripts/coverage_matrix.py FILE, which 'scripts/test --cells FILE' wrote")
+    main(sys.argv[1])
