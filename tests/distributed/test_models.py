@@ -120,7 +120,7 @@ def t5() -> str:
     from megatron.core.models.T5 import t5_spec
     from megatron.core.models.T5.t5_model import T5Model
 
-    config = gpt.config(Case("t5", layers=1))
+    config = gpt.config(Case("t5", layers=1, groups=gpt.HEADS))
     specs = t5_spec.get_t5_encoder_with_local_block_spec(1), t5_spec.get_t5_decoder_with_local_block_spec(1)
     try:
         mf.FlexModel(T5Model(config, config, *specs, gpt.VOCABULARY, gpt.SEQUENCE))

@@ -32,10 +32,10 @@ def sum_embedding_gradients(chunks: list[nn.Module]) -> None:
     """Do what Megatron's finalize_model_grads does where two stages hold the embedding; no DDP is here."""
     from megatron.core import parallel_state
 
-    group = parallel_state.get_embedding_group(check_initialized=False)
-    if not any(getattr(c.config, "mtp_num_layers", None) for c in chunks) or group is None:
+    if not any(getattr(c.config, "mtp_num_layers", None) for c in chunks):
         return
-    if dist.get_rank() not in dist.get_process_group_ranks(group) or dist.get_world_size(group) == 1:
+    group = parallel_state.get_embedding_group(check_initialized=False)
+    if group is None or dist.get_rank() not in dist.get_process_group_ranks(group):
         return
     for chunk in chunks:
         if hasattr(chunk, "embedding"):

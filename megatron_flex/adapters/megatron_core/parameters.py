@@ -119,12 +119,13 @@ def _owned(of: Layouts, root: nn.Module) -> dict[nn.Parameter, Layout]:
 
 
 def _on_two_stages(root: Any, path: str, mesh: Mesh) -> bool:
-    """Whether the first and a later stage hold copies, as both use the embedding."""
+    """Whether the first and a later stage hold a copy each: of the embedding, or of a tied output layer."""
     if mesh["pp"].size == 1:
         return False
     tied = bool(getattr(root, "share_embeddings_and_output_weights", False))
     predicts = bool(getattr(root.config, "mtp_num_layers", None))
-    return (path.startswith("embedding.") and (tied or predicts)) or (path == "output_layer" and tied)
+    shared = {"embedding.word_embeddings", "output_layer"} if tied else set()
+    return path in shared or (predicts and path.startswith("embedding."))
 
 
 def _of_all_ranks(
