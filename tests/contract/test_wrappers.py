@@ -1,4 +1,4 @@
-"""What the adapter relies on in sources that need a GPU to run: read in the installed wheel's syntax tree."""
+"""What the adapter relies on in sources that need a GPU: read from the installed wheel's syntax tree."""
 
 from __future__ import annotations
 
@@ -52,9 +52,8 @@ def test_wrappers_of_transformer_engine() -> None:
         assert arguments(found[name], "forward") == ["self", "x"]
         assert told_parent(found[name])["sequence_parallel"] == "self.config.sequence_parallel"
         assert told_parent(found[name])["return_bias"] == "self.te_return_bias"
-    modes = {
-        name: told_parent(found[name])["parallel_mode"] for name in found if name.endswith("ParallelLinear")
-    }
+    parallel = ("TEColumnParallelLinear", "TERowParallelLinear", "TELayerNormColumnParallelLinear")
+    modes = {name: told_parent(found[name])["parallel_mode"] for name in parallel}
     assert modes["TEColumnParallelLinear"] == modes["TELayerNormColumnParallelLinear"] == "'column'"
     assert modes["TERowParallelLinear"] == "'row'"
     assert told_parent(found["TELayerNormColumnParallelLinear"])["return_layernorm_output"] == "False"
