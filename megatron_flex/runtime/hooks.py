@@ -156,7 +156,7 @@ class Registry:
                 if site.hidden:
                     raise HookError(f"no hook can stand at {site.name}: {site.hidden}")
                 if site.fixed and (hook.backward or hook.editing_function is not None):
-                    what = "has no gradient" if hook.backward else "can be read and not edited"
+                    what = "has no gradient to be had" if hook.backward else "can be read and not edited"
                     raise HookError(f"{site.name} {what}: {site.fixed}")
         self._check_scale(entry)
         self._set([*self.entries, entry])

@@ -48,6 +48,9 @@ MAMBA = [
     Case("M*|-M tp2 pp2", tp=2, pp=2, pattern="M*|-M", extra=ssm.MAMBA),
 ]
 HYBRID = [
+    Case("*E- tp2 sp ep2", tp=2, sp=True, ep=2, pattern="*E-", experts=4),
+    Case("E|*E dp2 pp2 ep2", dp=2, pp=2, ep=2, pattern="E|*E", experts=4),
+    Case("+-M tp2 sp", tp=2, sp=True, pattern="+-M", mla="mended", extra=ssm.MAMBA),
     Case("M tp2 dp2", tp=2, dp=2, pattern="M", extra=ssm.MAMBA),
     Case("M*- tp2 sp, all recomputed", tp=2, sp=True, pattern="M*-", recompute=("full",), extra=ssm.MAMBA),
     Case("G- tp2 sp", tp=2, sp=True, pattern="G-", extra=ssm.DELTA),

@@ -27,6 +27,8 @@ CASES = [
     of("moe tp2 sp ep2, allgather", tp=2, sp=True, ep=2, dispatcher="allgather"),
     of("moe pp2 dp2 ep2", pp=2, dp=2, ep=2, microbatches=2),
     of("moe tp2 sp ep2, experts recomputed", tp=2, sp=True, ep=2, recompute=("moe",)),
+    of("moe cp2 ep2", cp=2, ep=2),
+    of("moe pp2 vpp2", pp=2, vpp=2, layers=4, microbatches=2),
     of("moe dp2 ep2, tokens dropped", dp=2, ep=2, extra={"moe_expert_capacity_factor": 0.75}),
 ]
 GROUPED = [
@@ -44,8 +46,12 @@ GROUPED = [
 FOUR = [
     of("moe tp2 sp dp2 ep2 etp2", tp=2, sp=True, dp=2, ep=2, etp=2, shared_experts=True),
     of("moe tp2 sp dp2 ep2 etp2, allgather", tp=2, sp=True, dp=2, ep=2, etp=2, dispatcher="allgather"),
+    of("moe tp2 sp cp2 ep4", tp=2, sp=True, cp=2, ep=4, experts=8),
     of("moe tp2 sp dp2 ep4", tp=2, sp=True, dp=2, ep=4, experts=8),
 ]
+
+
+EIGHT = [of("moe tp2 sp cp2 pp2 ep4", tp=2, sp=True, cp=2, pp=2, ep=4, experts=8)]
 
 
 @pytest.mark.versions
@@ -72,6 +78,12 @@ def test_experts_on_four_ranks(case: Case, cells: list[Any]) -> None:
     edits = [s for s in oracle.edits_of(case) if ".layers.1.mlp" in s]
     keep = (":logits", ":probs", ":weights", ":dispatched", "experts:output", "experts.2.linear_fc1:output")
     check(case, cells, sites, [s for s in edits if s.endswith((*keep, "experts.1.linear_fc2:output"))])
+
+
+@pytest.mark.parametrize("case", EIGHT, ids=lambda c: c.name)
+def test_experts_on_eight_ranks(case: Case, cells: list[Any]) -> None:
+    edits = ["decoder.layers.1.mlp.experts:dispatched", "decoder.layers.1.mlp.router:logits"]
+    check(case, cells, None, edits)
 
 
 # -- what it costs, and what is refused ------------------------------------------------------------------

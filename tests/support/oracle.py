@@ -183,7 +183,7 @@ def sites_of(case: gpt.Case) -> list[str]:
     ]
     if case.extra.get("attention_output_gate"):
         attention += ["self_attention:gate", "self_attention.linear_qkv:gate"]
-    if case.mla:
+    if case.mla:  # in a pattern, `+` takes the place of `*`
         attention = latent.sites(case.q_rank, case.qk_norm)
     elif case.qk_norm:
         attention += [f"self_attention.{n}_layernorm:{p}" for n in "qk" for p in ("input", "output")]
@@ -194,10 +194,11 @@ def sites_of(case: gpt.Case) -> list[str]:
         *(f"mlp.linear_fc2:{p}" for p in ("input", "partial", "output")),
         *(f"{norm[1]}:{p}" for p in ("input", "output")),
     ]
-    if case.experts:
-        mlp = [*(f"{norm[1]}:{p}" for p in ("input", "output")), *moe.sites_of(case)]
+    experts = [*(f"{norm[1]}:{p}" for p in ("input", "output")), *moe.sites_of(case)]
+    if case.experts and not case.pattern:
+        mlp = experts
     out = [f"embedding{p}:output" for p in (".word_embeddings", "")] + ["embedding.word_embeddings:partial"]
-    out += ssm.sites_of(case.pattern, attention, mlp)
+    out += ssm.sites_of(case.pattern, attention, mlp, experts=experts)
     for layer in range(0 if case.pattern else case.layers * (2 if case.hybrid else 1)):
         own = attention + mlp if not case.hybrid else (attention if layer % 2 == 0 else mlp)
         out += [f"decoder.layers.{layer}:{p}" for p in ("input", "output")]

@@ -14,6 +14,9 @@ def columns(config: Any, path: str, point: str) -> list[int]:
     """Which columns of `linear_qkv:output` or `linear_fc1:output` a part has, counted out by hand."""
     if path.endswith("linear_fc1"):
         width = config.ffn_hidden_size
+        if "experts" in path:
+            shared = "shared_experts" in path
+            width = config.moe_shared_expert_intermediate_size if shared else config.moe_ffn_hidden_size
         return list(range(width)) if point == "gate" else list(range(width, 2 * width))
     size, groups = config.kv_channels, config.num_query_groups
     each = config.num_attention_heads // groups
@@ -33,7 +36,7 @@ def install(module: nn.Module, config: Any, path: str, point: str, visit: Any) -
         if path.endswith("linear_qkv"):
             part = part.unflatten(-1, (-1, config.kv_channels))
         new = visit(part)
-        new = new.flatten(2) if new.ndim == 4 else new
+        new = new.flatten(2) if path.endswith("linear_qkv") else new
         return output[0].index_copy(-1, places, new), output[1]
 
     module.register_forward_hook(hook)

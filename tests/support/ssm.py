@@ -10,13 +10,15 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from tests.support import latent
 
 MAMBA = {"mamba_state_dim": 4, "mamba_head_dim": 8, "mamba_num_groups": 2}
 DELTA = {
@@ -153,6 +155,10 @@ def model(case: Any, common: dict[str, Any], stage: int | None, hybrid_spec: Cal
 
     spec = hybrid_spec()
     more = {"mamba_layer": _mamba_layer(), "gdn_layer": _delta_layer(), "mtp_block_spec": _prediction()}
+    if "E" in case.pattern:
+        more["moe_layer"] = _expert_layer(case.experts)
+    if "+" in case.pattern:
+        more["mla_layer"] = _latent_layer()
     spec.submodules = dataclasses.replace(spec.submodules, **more)
     return HybridModel(hybrid_stack_spec=spec, hybrid_layer_pattern=case.pattern, vp_stage=stage, **common)
 
@@ -188,6 +194,34 @@ def _delta_layer() -> Any:
         self_attention=ModuleSpec(module=GatedDeltaNet, submodules=net),
         self_attn_bda=get_bias_dropout_add,
     )
+    return ModuleSpec(module=TransformerLayer, submodules=inside)
+
+
+def _expert_layer(experts: int) -> Any:
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayerSubmodules
+
+    inside = TransformerLayerSubmodules(
+        pre_mlp_layernorm=WrappedTorchNorm,
+        mlp=get_moe_module_spec(use_te=False, num_experts=experts, moe_grouped_gemm=False),
+        mlp_bda=get_bias_dropout_add,
+    )
+    return ModuleSpec(module=MoETransformerLayer, submodules=inside)
+
+
+def _latent_layer() -> Any:
+    """The attention half of GPT's local layer with multi-latent attention."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    whole = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True).submodules
+    whole.self_attention.submodules.core_attention = latent.core_attention()
+    names = ("input_layernorm", "self_attention", "self_attn_bda")
+    inside = TransformerLayerSubmodules(**{n: getattr(whole, n) for n in names})
     return ModuleSpec(module=TransformerLayer, submodules=inside)
 
 
@@ -232,13 +266,17 @@ def _mamba_stack() -> Any:
 # -- sites -------------------------------------------------------------------------------------------
 
 
-def sites_of(pattern: str, attention: list[str], mlp: list[str], stack: str = "decoder") -> list[str]:
-    """The sites of a pattern's layers, by hand; those of attention and MLP layers are given."""
+def sites_of(
+    pattern: str, attention: list[str], mlp: list[str], stack: str = "decoder", experts: Sequence[str] = ()
+) -> list[str]:
+    """The sites of a pattern's layers, by hand; those of attention, MLP and expert layers are given."""
     ends = ("input", "output")
     linear, row = ("input", "gemm_input", "output"), ("input", "partial", "output")
     own = {
         "*": attention,
+        "+": attention,
         "-": mlp,
+        "E": experts,
         "M": [
             *(f"{m}:{p}" for m in ("norm", "mixer", "mixer.norm") for p in ends),
             *(f"mixer.in_proj:{p}" for p in (*linear, *MAMBA_PARTS)),

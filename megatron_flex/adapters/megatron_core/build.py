@@ -32,9 +32,9 @@ NO_RULE = (
 class Fitting:
     """Knows modules by their class and their role in the parent."""
 
-    classes: tuple[str, ...]
-    roles: tuple[str, ...]
-    inside: tuple[str, ...]
+    classes: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
 
     def fits(self, role: str, module: nn.Module, parent: nn.Module | None = None) -> bool:
         """Whether a module in that role, in that parent, is meant."""

@@ -23,6 +23,10 @@ from megatron_flex.layout import Layout
 from megatron_flex.sites import Site
 
 CLASSES = ("MLASelfAttention",)
+ALONE = (
+    "without sequence parallelism each tensor parallel rank's duplicate of it gets the gradient of its own "
+    "heads only; train with --sequence-parallel, or hook linear_kv_up_proj"
+)
 
 
 def latent_attention(b: Builder, path: str, module: Any) -> Iterator[Site]:
@@ -51,7 +55,9 @@ def _down(b: Builder, path: str, module: Any) -> Iterator[Site]:
         linear: Any = getattr(module, f"linear_{name}_down_proj", None)
         if is_duplicated(linear):
             yield b.site(f"{at}:input", b.of.stream(), ModuleInput(linear, 0, "x"))
-            yield b.site(f"{at}:output", b.of.stream(), ModuleOutput(linear), width=width)
+            alone = name == "kv" and b.of.tp > 1 and not b.of.sequence_parallel
+            fixed = ALONE if alone else ""
+            yield b.site(f"{at}:output", b.of.stream(), ModuleOutput(linear), width=width, fixed=fixed)
         elif not is_identity(linear):
             yield from b.column(at, linear, b.of.features("r"), width)
     fused = getattr(module, "linear_qkv_down_proj", None)
