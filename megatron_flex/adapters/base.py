@@ -37,6 +37,9 @@ class Listener(Protocol):
     def backward_begins(self, output: Any) -> None:
         """The backward pass from that output starts."""
 
+    def cannot(self, why: str) -> None:
+        """What this step does cannot be hooked; told on every rank, which raises when the step is over."""
+
     def call_begins(self) -> None:
         """The model is called by itself, outside any schedule."""
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_flex.adapters.base import Undo, leaf, with_leaf
 from megatron_flex.layout import Layout
@@ -122,32 +121,6 @@ class MethodInput:
             return original(*(args if found is None else with_leaf(args, self.index, fire(found))), **kwargs)
 
         return intercept(self.module, self.method, around)
-
-
-@dataclass(frozen=True, eq=False)
-class OutputPart:
-    """One of the tensors that a module's output has side by side in its last dim.
-
-    Attributes:
-        module: the module.
-        sizes: the local widths of all parts, in order.
-        index: which part.
-    """
-
-    module: nn.Module
-    sizes: tuple[int, ...]
-    index: int
-
-    def install(self, fire: Fire) -> Undo:
-        """Inject `fire` after the module ran."""
-
-        def part(local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
-            parts = list(local.split(self.sizes, -1))
-            old = parts[self.index]
-            parts[self.index] = fire(old, layout, route)
-            return local if parts[self.index] is old else torch.cat(parts, -1)
-
-        return ModuleOutput(self.module).install(part)
 
 
 class _Chain:

@@ -62,6 +62,7 @@ class Session:
         self._agreed = -1
         self._taps: dict[str, Undo] = {}
         self._judged: set[HookFunction] = set()
+        self._objection = ""
         self._in_schedule = False
         self._awaits_backward = False
         self._verifier: Verifier | None = None
@@ -157,6 +158,10 @@ class Session:
         """A microbatch goes backward."""
         self.clock.backward(output)
 
+    def cannot(self, why: str) -> None:
+        """What this step does cannot be hooked. Raising now would leave other stages waiting."""
+        self._objection = why
+
     def call_begins(self) -> None:
         """The model is called outside a schedule; each such call is a step."""
         self._compare()
@@ -187,10 +192,14 @@ class Session:
 
     def _finish(self, failed: bool, mesh: Mesh) -> None:
         failure, self.firing.failure = self.firing.failure, None
+        objection, self._objection = self._objection, ""
         hooks = [e.hook for e in self.registry.entries]
         if failed or not hooks:
             self._recorder.drop()
             return
+        if objection:
+            self._recorder.drop()
+            raise HookError(objection)
         self._judged.update(hooks)
         if any(h.can_fail for h in hooks) and any_rank([int(failure is not None)], mesh)[0]:
             self._recorder.drop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,3 +251,34 @@ def alone() -> str:
 def test_a_rank_that_never_compares_is_named() -> None:
     text, _ = run(2, alone)
     assert "rank(s) 1 did not compare hooks within 1 s" in text
+
+
+def packed(case: Case) -> str:
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    flex = mf.attach(chunks, [mf.HookFunction("decoder:output")])
+    batch = SimpleNamespace(qkv_format="thd")
+
+    def pack(module: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "packed_seq_params": batch}
+
+    def unpack(module: Any, args: Any, kwargs: Any) -> Any:  # attention on a CPU cannot run it
+        return args, {k: v for k, v in kwargs.items() if k != "packed_seq_params"}
+
+    chunks[0].register_forward_pre_hook(pack, with_kwargs=True, prepend=True)
+    chunks[0].register_forward_pre_hook(unpack, with_kwargs=True)
+    try:
+        gpt.step(case, chunks, 0)
+    except mf.HookError as error:
+        return str(error)
+    finally:
+        flex.session.close()
+    return ""
+
+
+def test_packed_sequences_under_context_parallelism() -> None:
+    """Every rank raises, those of later stages too, and none before its peers have what they wait for."""
+    said = run(4, packed, Case("cp2 pp2", cp=2, pp=2, layers=2))
+    assert all("do without packing" in s for s in said), said
+    assert run(1, packed, Case("cp1", layers=2)) == [""]

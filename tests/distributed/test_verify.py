@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support import gpt, ranks
+from tests.support import gpt, ranks, ssm
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -66,6 +66,23 @@ def nothing(chunks: list[nn.Module], rank: int) -> None:
     ids=lambda c: c.name,
 )
 def test_a_sound_run_has_no_findings(case: Case) -> None:
+    for answer in run(case.world, told, case, nothing):
+        assert answer == ["", "", "", ""]
+
+
+OTHERS = [
+    Case("experts tp2 sp dp2 ep2 etp2", tp=2, sp=True, dp=2, ep=2, etp=2, experts=4, layers=2),
+    Case("grouped experts dp2 ep2", dp=2, ep=2, experts=4, grouped=True, layers=2),
+    Case("tp2 sp cp2", tp=2, sp=True, cp=2, layers=2),
+    Case("latent attention tp2 sp", tp=2, sp=True, mla="mended", q_rank=16, qk_norm=True, layers=2),
+    Case("prediction tp2 pp2", tp=2, pp=2, layers=2, extra={"mtp_num_layers": 1}),
+    Case("MG*E tp2 sp ep2", tp=2, sp=True, ep=2, pattern="MG*E", experts=4, extra=ssm.MAMBA | ssm.DELTA),
+]
+
+
+@pytest.mark.skipif(VERSION < (0, 19), reason="the models are those of 0.19")
+@pytest.mark.parametrize("case", OTHERS, ids=lambda c: c.name)
+def test_a_sound_run_of_another_model_has_no_findings(case: Case) -> None:
     for answer in run(case.world, told, case, nothing):
         assert answer == ["", "", "", ""]
 

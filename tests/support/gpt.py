@@ -385,5 +385,6 @@ def step(case: Case, chunks: list[nn.Module], rank: int, forward_only: bool = Fa
             micro_batch_size=BATCH,
             forward_only=forward_only,
         )
-    mtp.sum_embedding_gradients(chunks)
+    if not forward_only:
+        mtp.sum_embedding_gradients(chunks)
     return [float(item["loss"]) for item in losses]

@@ -137,14 +137,32 @@ class Builder:
         yield self.site(f"{path}:output", layout, ModuleOutput(module), hidden)
 
     def column(
-        self, path: str, module: Any, out: Layout, width: int | None, resolve: Any = None, no: str = ""
+        self,
+        path: str,
+        module: Any,
+        out: Layout,
+        width: int | None,
+        resolve: Any = None,
+        no: str = "",
+        within: int | None = None,
     ) -> Iterator[Site]:
-        """The sites of a column-parallel linear, whose output has layout `out`."""
+        """The sites of a column-parallel linear, whose output has layout `out`.
+
+        Args:
+            path: its global path.
+            module: the linear.
+            out: the output's layout.
+            width: the output's features, in the whole.
+            resolve: where the output's layout depends on the call's keywords.
+            no: why it is hidden.
+            within: the input's features, if they are not the hidden size.
+        """
         no = no or self.no_rule(module, COLUMN)
         inside = no or self.inside(module)
         entry = ModuleInput(module, 0, "x" if inside else "input_")
-        yield self.site(f"{path}:input", self.of.stream(self.sequence_cut(module)), entry, no)
-        yield self.site(f"{path}:gemm_input", self.of.gathered(), Gemm(module, before=True), inside)
+        yield self.site(f"{path}:input", self.of.stream(self.sequence_cut(module)), entry, no, within)
+        gemm = Gemm(module, before=True)
+        yield self.site(f"{path}:gemm_input", self.of.gathered(), gemm, inside, within)
         yield self.site(f"{path}:output", out, ModuleOutput(module, 0, resolve), no, width)
 
     def row(self, path: str, module: Any, name: str, width: int, no: str = "") -> Iterator[Site]:

@@ -38,11 +38,15 @@ def latent_attention(b: Builder, path: str, module: Any) -> Iterator[Site]:
     for name, rank in (("q", config.q_lora_rank), ("kv", config.kv_lora_rank)):
         norm, up = (getattr(module, n, None) for n in (f"{name}_layernorm", f"linear_{name}_up_proj"))
         yield from _norm(b, f"{path}.{name}_layernorm", norm, up, rank)
-    up = {"q_proj": query, "q_up_proj": query, "kv_up_proj": config.qk_head_dim + value}
-    for name, each in up.items():
+    for name, rank, each in (
+        ("q_proj", None, query),
+        ("q_up_proj", config.q_lora_rank, query),
+        ("kv_up_proj", config.kv_lora_rank, config.qk_head_dim + value),
+    ):
         linear = getattr(module, f"linear_{name}", None)
         if not is_identity(linear):
-            yield from b.column(f"{path}.linear_{name}", linear, b.of.features("n*d"), heads * each)
+            out, width = b.of.features("n*d"), heads * each
+            yield from b.column(f"{path}.linear_{name}", linear, out, width, within=rank)
     yield from _core(b, f"{path}.core_attention", module.core_attention, query, value)
     yield from b.row(f"{path}.linear_proj", module.linear_proj, "n*d", heads * value)
 

@@ -25,6 +25,11 @@ RUNS = (
     "forward_backward_pipelining_without_interleaving",
 )
 
+PACKED = (
+    "packed sequences (packed_seq_params) are dealt out over context parallel ranks one by one, and in which "
+    "order is not known here; with context_parallel_size={size}, do without packing, or take the hooks out"
+)
+
 
 def watch(roots: list[nn.Module], context_parallel: int, listener: Listener) -> Undo:
     """Tell `listener` what the schedules do with these models and when the models are called without one."""
@@ -35,7 +40,7 @@ def watch(roots: list[nn.Module], context_parallel: int, listener: Listener) -> 
     undos.append(intercept(schedules, "forward_step", state.forward))
     undos.append(intercept(schedules, "backward_step", state.backward))
     for root in roots:
-        undos.append(root.register_forward_pre_hook(state.before_call).remove)
+        undos.append(root.register_forward_pre_hook(state.before_call, with_kwargs=True).remove)
         undos.append(root.register_forward_hook(state.after_call, always_call=True).remove)
 
     def undo() -> None:
@@ -109,10 +114,13 @@ class _State:
             factor *= float(config.grad_scale_func(torch.ones(1, device=parameter.device)))
         return factor
 
-    def before_call(self, *_: Any) -> None:
+    def before_call(self, _: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
         if not self.running and not self.calling:
             self.listener.call_begins()
             self.calling = True
+        packed = getattr(kwargs.get("packed_seq_params"), "qkv_format", None) == "thd"
+        if packed and self.context_parallel > 1:
+            self.listener.cannot(PACKED.format(size=self.context_parallel))
 
     def after_call(self, _: nn.Module, __: Any, output: Any) -> None:
         if self.calling:

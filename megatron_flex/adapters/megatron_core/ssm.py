@@ -12,9 +12,10 @@ from typing import Any
 from torch import nn
 
 from megatron_flex.adapters.megatron_core.build import COLUMN, Builder, Kind, OwnerKind
+from megatron_flex.adapters.megatron_core.fused import FusedPart, Packing
 from megatron_flex.adapters.megatron_core.kinds import is_a, is_identity
 from megatron_flex.adapters.megatron_core.layouts import Layouts
-from megatron_flex.adapters.taps import MethodInput, MethodOutput, ModuleInput, ModuleOutput, OutputPart
+from megatron_flex.adapters.taps import MethodInput, MethodOutput, ModuleInput, ModuleOutput
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.sites import Site
@@ -66,26 +67,33 @@ def delta_net(b: Builder, path: str, module: Any) -> Iterator[Site]:
     """A gated delta net: the packed projection, what goes into the delta rule and comes out, the way out."""
     yield from b.both(path, module, b.of.stream(), "hidden_states")
     yield from _packed(b, f"{path}.in_proj", module.in_proj, delta_parts(module))
-    for name, tap, layout in _about_the_rule(module):
-        yield b.site(f"{path}:{name}", layout, tap)
+    for name, tap, layout, width in _about_the_rule(module):
+        yield b.site(f"{path}:{name}", layout, tap, width=width)
     yield from b.row(f"{path}.out_proj", module.out_proj, "v", module.v_dim)
 
 
-def _about_the_rule(module: Any) -> Iterator[tuple[str, Any, Layout]]:
-    """Inside a delta net, by the methods that this version has; `[b, s, ...]` with heads over ranks."""
+def _about_the_rule(module: Any) -> Iterator[tuple[str, Any, Layout, int]]:
+    """Inside a delta net, by the methods that this version has; `[b, s, ...]` with heads over ranks.
+
+    Each comes with its last dim's length in the whole.
+    """
     rank = (Cut("tp"),)
     start = (Dim("b"), Dim("s"))
-    heads = Layout((*start, Dim("n", rank), Dim("d")))
+    each = Layout((*start, Dim("heads", rank)))
+    heads = Layout((*each.dims, Dim("d")))
+    key, value = module.key_head_dim, module.value_head_dim
     if hasattr(module, PREPARE):
         widths = tuple(_convolved(delta_parts(module)).values())
-        yield "conv", MethodInput(module, PREPARE, 0), Layout((*start, Dim("q|k|v", rank, widths)))
+        packed = Layout((*start, Dim("q|k|v", rank, widths)))
+        yield "conv", MethodInput(module, PREPARE, 0), packed, sum(widths)
         for index, name in enumerate(("q", "k", "v", "gate")):
-            yield name, MethodOutput(module, PREPARE, index), heads
+            size = key if name in "qk" else value
+            yield name, MethodOutput(module, PREPARE, index), heads, size
     if hasattr(module, DECAY):
         for index, name in enumerate(("g", "beta")):
-            yield name, MethodOutput(module, DECAY, index), Layout((*start, Dim("n", rank)))
+            yield name, MethodOutput(module, DECAY, index), each, module.num_value_heads
     if hasattr(module, RULE):
-        yield "core", MethodOutput(module, RULE, 0), heads
+        yield "core", MethodOutput(module, RULE, 0), heads, value
 
 
 def _packed(b: Builder, path: str, module: Any, parts: Parts) -> Iterator[Site]:
@@ -93,11 +101,10 @@ def _packed(b: Builder, path: str, module: Any, parts: Parts) -> Iterator[Site]:
     packed = b.of.features("|".join(parts), tuple(parts.values()))
     yield from b.column(path, module, packed, sum(parts.values()))
     hidden = b.no_rule(module, COLUMN)
-    local = tuple(width // b.of.tp for width in parts.values())
+    local = Packing(1, tuple(width // b.of.tp for width in parts.values()))
     for index, (name, width) in enumerate(parts.items()):
-        yield b.site(
-            f"{path}:{name}", b.of.features(name), OutputPart(module, local, index), hidden, width=width
-        )
+        tap = FusedPart(module, index, local)
+        yield b.site(f"{path}:{name}", b.of.features(name), tap, hidden, width=width)
 
 
 def mamba_parts(module: Any) -> Parts:
