@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import gpt, ranks
+from tests.support import gpt, moe, ranks
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -19,19 +19,20 @@ def blocks(path: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-def execute(code: str) -> list[str]:
-    chunks = ranks.start(Case("tp2 sp pp2", tp=2, sp=True, pp=2))
+CASE = Case("tp2 sp pp2", tp=2, sp=True, pp=2)
+EXPERTS = Case("tp2 sp pp2 ep2", tp=2, sp=True, pp=2, ep=2, experts=4, layers=2)
+
+
+def execute(code: str, case: Case = CASE) -> list[str]:
+    chunks = ranks.start(case)
     printed: list[str] = []
 
     def collect(*words: Any) -> None:
         printed.append(" ".join(str(w) for w in words))
 
-    names = {"chunks": chunks, "print": collect, "train_step": lambda c: gpt.step(CASE, c, 0)}
+    names = {"chunks": chunks, "print": collect, "train_step": lambda c: gpt.step(case, c, 0)}
     exec(code, names)
     return printed
-
-
-CASE = Case("tp2 sp pp2", tp=2, sp=True, pp=2)
 
 
 def test_the_readme_runs() -> None:
@@ -55,6 +56,19 @@ def test_the_page_on_parameters_runs() -> None:
     assert f"output_layer.weight ({gpt.VOCABULARY}, {gpt.HIDDEN})" in answers[0]
     assert answers[1:] == [[], [], []]
     assert run(4, execute, check) == [[], [], [], []]
+
+
+def test_the_page_on_sites_runs() -> None:
+    pytest.importorskip("megatron.core")
+    (code,) = blocks(ROOT / "docs" / "sites.md")
+    (dispatched, expert), *others = run(4, execute, code, EXPERTS)
+    shape, rows = f"({gpt.SEQUENCE}, {gpt.BATCH}, {moe.TOPK}", int(dispatched.rpartition(" ")[2])
+    assert dispatched == f"{shape}, {gpt.HIDDEN}) {shape}) {rows}"
+    assert rows > 0
+    assert expert == f"({rows}, {2 * moe.WIDTH})", (
+        "an expert's own rows are those of the slots with its number"
+    )
+    assert others == [[], [], []]
 
 
 def test_the_page_on_cpus_runs() -> None:
