@@ -74,7 +74,8 @@ def _experts(b: Builder, path: str, module: Any) -> Iterator[Site]:
         ("output", ModuleOutput(experts), SUMMED),
     ):
         home = b.of.per_token("k", *(d.name for d in layout.dims[1:]))
-        yield b.site(f"{path}:{point}", home, Rows(tap, module, layout, home, stream, b.mesh), no)
+        width = None if layout is WEIGHTS else _entry(b)
+        yield b.site(f"{path}:{point}", home, Rows(tap, module, layout, home, stream, b.mesh), no, width)
     if is_a(experts, "TEGroupedMLP"):
         yield from _grouped(b, path, module, no)
     for expert in range(b.config.num_moe_experts):
@@ -86,14 +87,13 @@ def _grouped(b: Builder, path: str, module: Any, no: str) -> Iterator[Site]:
     fc1, fc2, stream = module.experts.linear_fc1, module.experts.linear_fc2, b.of.stream()
     if getattr(module.experts, "_with_fused_impl", False):
         no = no or OP_FUSER
-    elif getattr(b.config, "fp8", None) or getattr(b.config, "fp4", None):
-        no = no or PADDED.format(name="fp8 or fp4", value="on")
-    width, wide = _width(b), _wide(b)
+    no = no or _why_padded(b)
+    width, wide, entry = _width(b), _wide(b), _entry(b)
     for point, tap, layout, last in (
-        ("linear_fc1:input", ModuleInput(fc1, 0, "x"), WHOLE, None),
+        ("linear_fc1:input", ModuleInput(fc1, 0, "x"), WHOLE, entry),
         ("linear_fc1:output", ModuleOutput(fc1), wide, width * (1 + bool(b.config.gated_linear_unit))),
         ("linear_fc2:input", ModuleInput(fc2, 0, "x"), SPLIT, width),
-        ("linear_fc2:output", ModuleOutput(fc2), SUMMED, None),
+        ("linear_fc2:output", ModuleOutput(fc2), SUMMED, entry),
     ):
         home = b.of.per_token("k", layout.dims[-1].name)
         yield b.site(f"{path}.{point}", home, Rows(tap, module, layout, home, stream, b.mesh), no, last)
@@ -108,7 +108,8 @@ def _expert(b: Builder, path: str, module: Any, expert: int, no: str) -> Iterato
     owned = expert // len(module.local_expert_indices) == b.mesh["ep"].coord
     mlp = local[expert % len(local)]
     fc1, fc2 = getattr(mlp, "linear_fc1", mlp), getattr(mlp, "linear_fc2", mlp)
-    width, wide, stream = _width(b), _wide(b), b.of.stream()
+    no = no or _why_padded(b)
+    width, wide, entry, stream = _width(b), _wide(b), _entry(b), b.of.stream()
     halves: list[tuple[str, Tap, Layout, int]] = [
         (f".linear_fc1:{name}", FusedPart(fc1, index, Packing(1, (1, 1))), SPLIT, width)
         for index, name in enumerate(("gate", "up"))
@@ -116,16 +117,21 @@ def _expert(b: Builder, path: str, module: Any, expert: int, no: str) -> Iterato
     ]
     for point, tap, layout, last in (
         *halves,
-        (":input", ModuleInput(mlp, 0, "hidden_states"), WHOLE, None),
-        (".linear_fc1:input", ModuleInput(fc1, 0, "input_"), WHOLE, None),
+        (":input", ModuleInput(mlp, 0, "hidden_states"), WHOLE, entry),
+        (".linear_fc1:input", ModuleInput(fc1, 0, "input_"), WHOLE, entry),
         (".linear_fc1:output", ModuleOutput(fc1), wide, width * (1 + bool(b.config.gated_linear_unit))),
         (".linear_fc2:input", ModuleInput(fc2, 0, "input_"), SPLIT, width),
-        (".linear_fc2:output", ModuleOutput(fc2), SUMMED, None),
-        (":output", ModuleOutput(mlp), SUMMED, None),
+        (".linear_fc2:output", ModuleOutput(fc2), SUMMED, entry),
+        (":output", ModuleOutput(mlp), SUMMED, entry),
     ):
         home = b.of.rows_of_one(layout.dims[-1].name)
         rows = Rows(tap, module, layout, home, stream, b.mesh, expert, owned)
         yield b.site(f"{path}{point}", home, rows, no, last)
+
+
+def _entry(b: Builder) -> int:
+    """The features that experts get and give: the hidden size, unless latents go round."""
+    return int(getattr(b.config, "moe_latent_size", None) or b.config.hidden_size)
 
 
 def _width(b: Builder) -> int:
@@ -135,6 +141,11 @@ def _width(b: Builder) -> int:
 def _wide(b: Builder) -> Layout:
     gated = bool(b.config.gated_linear_unit)
     return Layout((ROW, Dim("gate|up" if gated else "f", (Cut("etp"),), (1, 1) if gated else (1,))))
+
+
+def _why_padded(b: Builder) -> str:
+    low = next((n for n in ("fp8", "fp4") if getattr(b.config, n, None)), "")
+    return PADDED.format(name=low, value=getattr(b.config, low)) if low else ""
 
 
 def _why_hidden(b: Builder) -> str:
@@ -158,9 +169,6 @@ def _router_parameter(of: Layouts, role: str, name: str, parameter: nn.Parameter
     return of.uncut(parameter.ndim, shared=of.sequence_parallel)
 
 
-KINDS = (Kind(layer, ("MoELayer",), ("mlp",)),)
-
-
 def _grouped_parameter(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
     """`weight0`, `bias0`, ... of the experts of a grouped linear."""
     if role == "linear_fc1":
@@ -168,6 +176,7 @@ def _grouped_parameter(of: Layouts, role: str, name: str, parameter: nn.Paramete
     return of.columns_cut() if parameter.ndim == 2 else of.uncut(1, shared=False)
 
 
+KINDS = (Kind(layer, ("MoELayer",), ("mlp",)),)
 PARAMETERS = (
     ParameterKind(_grouped_parameter, ("TEGroupedLinear",), ("linear_fc1", "linear_fc2")),
     ParameterKind(_router_parameter, ("Router",)),
