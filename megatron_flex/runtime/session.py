@@ -180,7 +180,12 @@ class Session:
             self._agreed = self.registry.version
 
     def _replica(self) -> Mesh:
-        """The mesh without data parallelism, whose ranks need not call a model equally often."""
+        """The mesh without data parallelism, whose ranks need not call a model equally often.
+
+        Unless they share experts: then they do, and what one of them drops the others must not wait for.
+        """
+        if self.mesh["ep"].size > 1:
+            return self.mesh
         return Mesh(tuple(a for a in self.mesh if a.name != "dp"), self.mesh.experts)
 
     def _end(self, failed: bool, mesh: Mesh) -> None:

@@ -90,6 +90,9 @@ def test_experts_on_eight_ranks(case: Case, cells: list[Any]) -> None:
 # -- what it costs, and what is refused ------------------------------------------------------------------
 
 
+LAYER = "decoder.layers.0.mlp"
+
+
 def halved(module: Any, inputs: Any, save_ctx: Any, modules: Any) -> Any:
     return inputs * 0.5
 
@@ -119,6 +122,33 @@ def test_collectives_of_a_hook(edit: bool, exchanges: int) -> None:
         assert rows == case.microbatches, "how many rows go where, once for each call of the layer"
 
 
+def failing(case: Case) -> str:
+    """Replicas that share experts call the model without a schedule; the edit fails on one of them only."""
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    mine = ranks.mine(chunks)
+
+    def edit(module: Any, inputs: Any, save_ctx: Any, modules: Any) -> Any:
+        return inputs if mine else inputs[:1]
+
+    hooks = [mf.HookFunction(f"{LAYER}.experts:output", editing_function=edit), mf.HookFunction("decoder")]
+    flex = mf.attach(chunks, hooks)
+    try:
+        ranks.call(chunks)
+    except mf.HookError as error:
+        return str(error)
+    finally:
+        flex.session.close()
+    return ""
+
+
+def test_an_edit_that_fails_on_one_replica_raises_on_those_it_shares_experts_with() -> None:
+    said = run(2, failing, of("moe dp2 ep2", dp=2, ep=2))
+    assert said[0] == said[1]
+    assert "(on 1 of 2 ranks)" in said[0]
+
+
 def refused(case: Case, settings: dict[str, Any], hook: dict[str, Any]) -> str:
     import megatron_flex as mf
 
@@ -130,9 +160,6 @@ def refused(case: Case, settings: dict[str, Any], hook: dict[str, Any]) -> str:
     except mf.HookError as error:
         return str(error)
     return ""
-
-
-LAYER = "decoder.layers.0.mlp"
 
 
 @pytest.mark.parametrize(
