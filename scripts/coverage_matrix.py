@@ -35,6 +35,16 @@ def kind(site: str) -> str:
     return re.sub(r"layers\.\d+", "layers.N", site).replace("final_norm", "final_layernorm")
 
 
+def told(case: str) -> str:
+    """A configuration's name as Markdown shows it."""
+    return re.sub(r"([|*])", r"\\\1", case)
+
+
+def models(cells: list[Cell]) -> list[str]:
+    """The models, the plain one first."""
+    return sorted(dict.fromkeys(str(c["model"]) for c in cells), key=lambda model: model != "GPT")
+
+
 def group_of(check: str) -> str | None:
     """Which figure of an entry a check belongs to."""
     return "edited" if check.startswith("edited") else check if check in CHECKS else None
@@ -57,7 +67,7 @@ def counts(cells: list[Cell]) -> str:
         if mine:
             worst = max(mine, key=lambda c: float(c["error"]))
             good = sum(c["good"] for c in mine)
-            where = f"`{worst['site']}`, {worst['case']}"
+            where = f"`{worst['site']}`, {told(worst['case'])}"
             lines.append(f"| {check} | {len(mine)} | {good} | {float(worst['error']):.1e} | {where} |")
     good = sum(c["good"] for c in cells)
     return f"**{len(cells)} cells, {good} in agreement.**\n\n" + "\n".join(lines) + "\n"
@@ -67,7 +77,7 @@ def table(cells: list[Cell]) -> Iterator[str]:
     """One model's table: a row for each kind of site, a column for each configuration."""
     cases = list(dict.fromkeys(c["case"] for c in cells))
     rows = dict.fromkeys(kind(c["site"]) for c in cells if c["site"] != "(none)")
-    yield "| site | " + " | ".join(cases) + " |"
+    yield "| site | " + " | ".join(map(told, cases)) + " |"
     yield "|---" * (len(cases) + 1) + "|"
     whole = {case: [c for c in cells if c["case"] == case and c["site"] == "(none)"] for case in cases}
     yield "| *no hook: loss and parameter gradients* | " + " | ".join(figure(whole[c]) for c in cases) + " |"
@@ -94,7 +104,8 @@ def reasons(cells: list[Cell]) -> Iterator[str]:
     upstream = list(dict.fromkeys(c["upstream"] for c in cells if c["upstream"]))
     if upstream:
         yield "## Where upstream itself differs from one device (†)\n"
-        yield "The figure is that of plain Megatron without the library; the library equals that run."
+        yield "The figure is that of plain Megatron without the library; the library equals that run. Where a"
+        yield "table says that upstream's gradient is mended, the tests do that, and nothing else."
         for why in upstream:
             mine = [c for c in cells if c["upstream"] == why]
             own = max(float(c["own"]) for c in mine)
@@ -114,7 +125,7 @@ def summary(cells: list[Cell]) -> str:
         "| model | configurations | kinds of sites | cells | value | gradient | edit |",
         "|---" * 7 + "|",
     ]
-    for model in dict.fromkeys(c["model"] for c in compared):
+    for model in models(compared):
         mine = [c for c in compared if c["model"] == model]
         sites = {kind(c["site"]) for c in mine} - {"(none)"}
         own = [c for c in mine if not c["upstream"]]
@@ -132,9 +143,9 @@ def main(path: str) -> None:
         cell["good"] = float(cell["own"] if cell["upstream"] else cell["error"]) <= float(cell["bound"])
     why = list(reasons(cells))
     minutes = f"{run['seconds'] / 60:.0f} minutes"
-    told = counts([c for c in cells if not c["hidden"]])
-    parts = [HEAD.format(versions=run["versions"], seconds=minutes, cores=run["cores"], counts=told)]
-    for model in dict.fromkeys(c["model"] for c in cells):
+    sums = counts([c for c in cells if not c["hidden"]])
+    parts = [HEAD.format(versions=run["versions"], seconds=minutes, cores=run["cores"], counts=sums)]
+    for model in models(cells):
         parts += [f"\n## {model}\n", *table([c for c in cells if c["model"] == model])]
     PAGE.write_text("\n".join([*parts, "", *why]).rstrip() + "\n", encoding="utf-8")
     head, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)

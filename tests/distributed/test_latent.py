@@ -136,4 +136,5 @@ def _cell(case: Case, site: str, kind: str, ours: list[Any], theirs: list[Any], 
         error if why else max(relative(*p) for p in zip(ours, wanted, strict=True)),
         upstream=why,
         own=own,
+        model=case.model,
     )

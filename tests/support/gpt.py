@@ -67,9 +67,10 @@ class Case:
             (self.te, "GPT of Transformer Engine's layers (stand-ins; not run on a GPU)"),
             (self.grouped, "GPT with grouped experts (stand-ins for Transformer Engine's linears)"),
             (bool(self.experts) and not self.pattern, "GPT with experts"),
-            (bool(self.mla), "GPT with multi-latent attention"),
             ("mtp_num_layers" in self.extra or "/" in self.pattern, "Multi-token prediction"),
             (bool(self.pattern) or self.hybrid, "HybridModel"),
+            (self.mla == "mended", "GPT with multi-latent attention, upstream's gradient mended"),
+            (self.mla == "upstream", "GPT with multi-latent attention, as upstream has it"),
             (self.bert, "BERT"),
         )
         return next((name for is_it, name in kinds if is_it), "GPT")

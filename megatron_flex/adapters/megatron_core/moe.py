@@ -30,7 +30,7 @@ OVERLAPPED = (
 )
 FUSED = (
     "{kind} runs all experts in one kernel; leave out --moe-grouped-gemm to have single experts, or hook "
-    "all of them together at {path}:dispatched, {path}:output and between"
+    "all of them together at experts:dispatched, experts.linear_fc1, experts.linear_fc2 and experts:output"
 )
 OP_FUSER = (
     "use_transformer_engine_op_fuser=True keeps it inside one kernel; set it to False to have it as a tensor"
@@ -103,7 +103,7 @@ def _expert(b: Builder, path: str, module: Any, expert: int, no: str) -> Iterato
     """One expert's MLP, with the rows of its tokens in their order; on ranks without it too."""
     local = getattr(module.experts, "local_experts", None)
     if local is None:
-        no = no or FUSED.format(kind=type(module.experts).__name__, path=path.partition(".local_experts")[0])
+        no = no or FUSED.format(kind=type(module.experts).__name__)
         local = [module.experts]
     owned = expert // len(module.local_expert_indices) == b.mesh["ep"].coord
     mlp = local[expert % len(local)]
