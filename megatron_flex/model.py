@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from megatron_flex.adapters import detect
 from megatron_flex.errors import HookError
 from megatron_flex.runtime import Captures, HookFunction, Session, parameters
+from megatron_flex.runtime.groups import checked_tags, selection
 from megatron_flex.runtime.hooks import HookType
 from megatron_flex.runtime.survey import Want
-from megatron_flex.sites import Site
+from megatron_flex.sites import Pattern, Site
 
 Model = nn.Module | Sequence[nn.Module]
 
@@ -69,7 +71,7 @@ class FlexModel(nn.Module):
             )
         return self.chunks[0](*args, **kwargs)
 
-    def sites(self, pattern: str = "**") -> list[Site]:
+    def sites(self, pattern: Pattern = "**") -> list[Site]:
         """The places of the whole model, all pipeline stages, where hooks can stand.
 
         Args:
@@ -225,6 +227,52 @@ class FlexModel(nn.Module):
     def register_hook(self, hook: HookFunction) -> None:
         """See, and perhaps edit, the gradient of a parameter or site."""
         self._register(hook, "tensor")
+
+    @property
+    def groups(self) -> dict[str, list[HookFunction]]:
+        """The hooks of each tag; a tag that no hook carries is not there. `all` is every hook."""
+        return self.session.registry.groups()
+
+    def tag(self, hook: HookFunction, *tags: str) -> None:
+        """Put a registered hook into further groups, on every rank alike."""
+        hook.tags |= checked_tags(tags)
+        self.session.registry.retagged()
+
+    def untag(self, hook: HookFunction, *tags: str) -> None:
+        """Take a hook out of groups, on every rank alike.
+
+        Raises:
+            HookError: it is not in one of them.
+        """
+        missing = checked_tags(tags) - hook.tags
+        if missing:
+            names = ", ".join(sorted(missing))
+            raise HookError(f"hook ({hook.describe()}) is not in {names}; it is in {sorted(hook.tags)}")
+        hook.tags -= set(tags)
+        self.session.registry.retagged()
+
+    @contextmanager
+    def hooks(self, *groups: str, complement: bool = False) -> Iterator[None]:
+        """Choose which hooks are active in a scope, on every rank alike.
+
+        It counts for the steps, and calls of the model, that begin inside, with their backward passes. Where
+        no hook is active the model runs as if none were there. Scopes may be nested; the inner one counts.
+
+        Args:
+            groups: names of groups, whose union it is; with a `-` in front, without those. `all` is every
+                hook, and what is meant where only groups to leave out are named.
+            complement: the other hooks instead.
+
+        Raises:
+            HookError: no hook is in such a group.
+        """
+        registry = self.session.registry
+        before = registry.selection
+        registry.selection = selection(groups, self.groups, complement)
+        try:
+            yield
+        finally:
+            registry.selection = before
 
     def remove_hook(self, hook: HookFunction) -> None:
         """Take one hook out."""

@@ -97,6 +97,18 @@ def model_order(site: Named) -> tuple[int, int]:
     return (0, 0) if site.name.startswith("embedding") else (2, 0)
 
 
+Pattern = str | re.Pattern[str] | Callable[[Site], bool]  # what names places
+
+
+def in_words(pattern: Pattern) -> str:
+    """A pattern as people write it."""
+    if isinstance(pattern, str):
+        return pattern
+    return (
+        pattern.pattern if isinstance(pattern, re.Pattern) else getattr(pattern, "__qualname__", str(pattern))
+    )
+
+
 GLOBS = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
 
 
@@ -136,13 +148,15 @@ class SiteTable:
             raise SiteError(f"no site {name!r}{nearest(name, self._sites)}")
         return self._sites[name]
 
-    def match(self, pattern: str, point: str | None = None) -> list[Site]:
+    def match(self, pattern: Pattern, point: str | None = None) -> list[Site]:
         """Find sites.
 
         Args:
             pattern: a site's name, a module's name, or a glob over either. `*` and `?` stay within one step
                 of the path (`decoder.layers.*` are the layers, `decoder.layers.*.mlp.*` what is in their
-                MLPs), `**` crosses steps, `[0-3]` is one of some characters.
+                MLPs), `**` crosses steps, `[0-3]` is one of some characters. A compiled regular expression
+                must fit all of a module's name, or of a site's if it has a colon; a function is asked about
+                every site, `point` or not.
             point: the point meant where the pattern names none; None for every point.
 
         Returns:
@@ -151,6 +165,8 @@ class SiteTable:
         Raises:
             SiteError: nothing matches; the message has the nearest names.
         """
+        if not isinstance(pattern, str):
+            return self._chosen(pattern, point)
         path, colon, named = pattern.partition(":")
         wanted = named if colon else point
         found = [
@@ -160,6 +176,19 @@ class SiteTable:
         ]
         if not found:
             raise SiteError(self._nothing(pattern, path, wanted))
+        return found
+
+    def _chosen(self, pattern: re.Pattern[str] | Callable[[Site], bool], point: str | None) -> list[Site]:
+        if not isinstance(pattern, re.Pattern):
+            found = [s for s in self if pattern(s)]
+        elif ":" in pattern.pattern.replace("(?:", ""):
+            found = [s for s in self if pattern.fullmatch(s.name)]
+        else:
+            found = [s for s in self if pattern.fullmatch(s.module) and point in (None, s.point)]
+        if not found:
+            raise SiteError(
+                f"{in_words(pattern)!r} matches none of {len(self)} sites; flex.sites() lists them"
+            )
         return found
 
     def _nothing(self, pattern: str, path: str, point: str | None) -> str:

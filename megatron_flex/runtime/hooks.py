@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from megatron_flex.adapters import ParameterSite
 from megatron_flex.errors import HookError
-from megatron_flex.sites import Site, SiteTable
+from megatron_flex.runtime.groups import Selection, checked_tags
+from megatron_flex.sites import Pattern, Site, SiteTable, in_words
 
 HookType = Literal["forward", "forward_pre", "full_backward", "full_backward_pre", "tensor"]
 GradientScale = Literal["raw", "loss"]
@@ -30,7 +31,9 @@ class HookFunction:
 
     Args:
         module_name: a module's name (`decoder.layers.17.mlp.linear_fc1`), a site's name with its point
-            (`...linear_proj:partial`), or a glob over either: `*` within one step of the path, `**` across.
+            (`...linear_proj:partial`), or a pattern over either: a glob (`*` within one step of the path,
+            `**` across), a compiled regular expression, or a function of a Site that says yes or no (it is
+            asked about every point).
         expected_shape: the whole's shape, None for a dim that may have any length. Checked, never needed.
         editing_function: single-device code `(current_module, inputs, save_ctx, modules) -> Tensor`, which
             returns a tensor of the shape and dtype it got. Every rank that holds a part of the tensor runs it
@@ -45,11 +48,12 @@ class HookFunction:
             the number of microbatches (with `calculate_per_token_loss`, times loss scale alone). `loss`
             gives that of the microbatch's own loss, as one device without a schedule has it, and an edit's
             result goes back with the factor; fp16 gradients then come in fp32.
+        tags: names of groups that the hook belongs to; `flex.hooks()` chooses among them.
     """
 
     def __init__(
         self,
-        module_name: str,
+        module_name: Pattern,
         expected_shape: Sequence[int | None] | None = None,
         editing_function: EditingFunction | None = None,
         unpack_idx: int = 0,
@@ -57,6 +61,7 @@ class HookFunction:
         hook_type: HookType = "forward",
         save: bool = True,
         gradient_scale: GradientScale = "raw",
+        tags: Iterable[str] = (),
     ) -> None:
         if hook_type not in POINTS:
             raise HookError(f"hook_type {hook_type!r} is none of {', '.join(POINTS)}")
@@ -69,13 +74,21 @@ class HookFunction:
                 f"unpack_idx={unpack_idx}: only an output's first tensor has a known layout; use unpack_idx=0"
             )
         if not save and editing_function is None:
-            raise HookError(f"hook on {module_name!r} neither saves nor edits; give it an editing_function")
+            raise HookError(
+                f"hook on {in_words(module_name)!r} neither saves nor edits; give it an editing_function"
+            )
         self.module_name = module_name
         self.expected_shape = None if expected_shape is None else tuple(expected_shape)
         self.editing_function = editing_function
         self.hook_type: HookType = hook_type
         self.save = save
         self.gradient_scale: GradientScale = gradient_scale
+        self.tags = checked_tags(tags)
+
+    @property
+    def where(self) -> str:
+        """The pattern in words."""
+        return in_words(self.module_name)
 
     @property
     def backward(self) -> bool:
@@ -91,7 +104,7 @@ class HookFunction:
         """Return what all ranks must have in common of this hook, in words."""
         edit = getattr(self.editing_function, "__qualname__", type(self.editing_function).__name__)
         scale = " on the loss's scale" if self.gradient_scale == "loss" else ""
-        return f"{self.hook_type} on {self.module_name}{scale}" + (
+        return f"{self.hook_type} on {self.where}{scale}" + (
             f" editing by {edit}" if self.editing_function else ""
         )
 
@@ -125,11 +138,20 @@ class Registered:
 
 
 class Registry:
-    """The hooks of a session in the order of registration; `version` changes whenever they do."""
+    """The hooks of a session in the order of registration; `version` changes whenever they do.
+
+    Attributes:
+        entries: all that are registered.
+        active: those among them that stand in this step.
+        selection: which groups are wanted; `adopt` makes it count.
+    """
 
     def __init__(self, sites: SiteTable, parameters: dict[str, ParameterSite]) -> None:
         self._sites, self._parameters = sites, parameters
         self.entries: list[Registered] = []
+        self.active: list[Registered] = []
+        self.selection = Selection()
+        self._adopted, self._stale = Selection(), False
         self.version = 0
         self._at: dict[str, list[HookFunction]] = {}
 
@@ -141,12 +163,11 @@ class Registry:
             HookError: the hook is registered already, or wants a gradient on a scale that cannot be.
         """
         if any(e.hook is hook for e in self.entries):
-            raise HookError(
-                f"this HookFunction on {hook.module_name!r} is registered already; make another one"
-            )
+            raise HookError(f"this HookFunction on {hook.where!r} is registered already; make another one")
         entry = Registered(hook)
-        if hook.hook_type == "tensor" and hook.module_name in self._parameters:
-            told = self._parameters[hook.module_name]
+        name = hook.module_name
+        if hook.hook_type == "tensor" and isinstance(name, str) and name in self._parameters:
+            told = self._parameters[name]
             if told.hidden:
                 raise HookError(f"no hook can stand at the gradient of {told.name}: {told.hidden}")
             entry.parameters = [told]
@@ -166,7 +187,7 @@ class Registry:
         scale = entry.hook.gradient_scale
         if scale != "raw" and not entry.hook.backward:
             raise HookError(
-                f"gradient_scale={scale!r} on {entry.hook.module_name!r}: a {entry.hook.hook_type} hook sees "
+                f"gradient_scale={scale!r} on {entry.hook.where!r}: a {entry.hook.hook_type} hook sees "
                 "no gradient; drop it or choose a backward hook"
             )
         for name in sorted(entry.names) if entry.hook.backward else ():
@@ -184,7 +205,7 @@ class Registry:
         """
         kept = [e for e in self.entries if e.hook is not hook]
         if len(kept) == len(self.entries):
-            raise HookError(f"this HookFunction on {hook.module_name!r} is not registered; nothing to remove")
+            raise HookError(f"this HookFunction on {hook.where!r} is not registered; nothing to remove")
         self._set(kept)
 
     def clear(self) -> None:
@@ -193,19 +214,45 @@ class Registry:
 
     def _set(self, entries: list[Registered]) -> None:
         self.entries = entries
+        self._refresh()
+
+    def _refresh(self) -> None:
         self.version += 1
+        self.active = [e for e in self.entries if self._adopted.takes(e.hook.tags)]
         self._at = {}
-        for entry in entries:
+        for entry in self.active:
             for name in entry.names:
                 self._at.setdefault(name, []).append(entry.hook)
 
+    def groups(self) -> dict[str, list[HookFunction]]:
+        """The hooks of each group, in the order of registration; a group without any does not exist."""
+        out: dict[str, list[HookFunction]] = {}
+        for entry in self.entries:
+            for tag in sorted(entry.hook.tags):
+                out.setdefault(tag, []).append(entry.hook)
+        return out
+
+    def retagged(self) -> None:
+        """Tags of hooks have changed, which counts from the next step on."""
+        self._stale = True
+
+    def adopt(self) -> bool:
+        """Make the wanted selection count; whether that changes anything."""
+        if self._adopted == self.selection and not self._stale:
+            return False
+        self._adopted, self._stale = self.selection, False
+        self._refresh()
+        return True
+
     def at(self, name: str) -> list[HookFunction]:
-        """The hooks at a site or parameter, in the order of registration."""
+        """The active hooks at a site or parameter, in the order of registration."""
         return self._at.get(name, [])
 
     def describe(self) -> str:
         """Return all hooks in words, for comparing ranks."""
-        return ", ".join(e.hook.describe() for e in self.entries)
+        idle = len(self.entries) - len(self.active)
+        told = [e.hook.describe() for e in self.active] + ([f"{idle} not active"] if idle else [])
+        return ", ".join(told)
 
 
 def call_editing(

@@ -77,22 +77,28 @@ class Session:
 
     def add(self, hook: HookFunction) -> None:
         """Register a hook, on every rank alike."""
-        entry = self.registry.add(hook)
-        for site in entry.sites:
-            own = self._own.get(site.name)
-            if own is not None and own.tap is not None and own.name not in self._taps:
-                self._taps[own.name] = own.tap.install(partial(self.firing.fire, own))
-        for told in entry.parameters:
-            mine = self._own_parameters.get(told.name)
-            if mine is not None and mine.parameter is not None and mine.name not in self._taps:
-                react = partial(self.firing.gradient, mine.name, mine.layout.gradient(), None, None)
-                self._taps[mine.name] = mine.parameter.register_hook(react).remove
+        self.registry.add(hook)
+        self._retap()
 
     def remove(self, hook: HookFunction) -> None:
         """Take a hook out, on every rank alike; a tap that no hook needs goes with it."""
         self.registry.remove(hook)
+        self._retap()
+
+    def _retap(self) -> None:
+        """Have taps where active hooks stand, and nowhere else."""
         for name in [n for n in self._taps if not self.registry.at(n)]:
             self._taps.pop(name)()
+        for entry in self.registry.active:
+            for site in entry.sites:
+                own = self._own.get(site.name)
+                if own is not None and own.tap is not None and own.name not in self._taps:
+                    self._taps[own.name] = own.tap.install(partial(self.firing.fire, own))
+            for told in entry.parameters:
+                mine = self._own_parameters.get(told.name)
+                if mine is not None and mine.parameter is not None and mine.name not in self._taps:
+                    react = partial(self.firing.gradient, mine.name, mine.layout.gradient(), None, None)
+                    self._taps[mine.name] = mine.parameter.register_hook(react).remove
 
     def verify(self, steps: int) -> None:
         """Watch all sites for the next steps, on every rank alike."""
@@ -174,6 +180,9 @@ class Session:
         self._end(failed, self._replica())
 
     def _compare(self) -> None:
+        # A selection counts from the start of a step to that of the next one, the backward pass included.
+        if self.registry.adopt():
+            self._retap()
         if self.registry.version != self._agreed or self._agreement.wanted():
             watched = self._verifier is not None and self._verifier.left > 0
             self._agreement.compare(self.registry.describe() + (", verify()" if watched else ""))
@@ -198,7 +207,7 @@ class Session:
     def _finish(self, failed: bool, mesh: Mesh) -> None:
         failure, self.firing.failure = self.firing.failure, None
         objection, self._objection = self._objection, ""
-        hooks = [e.hook for e in self.registry.entries]
+        hooks = [e.hook for e in self.registry.active]
         if failed or not hooks:
             self._recorder.drop()
             return

@@ -1,0 +1,61 @@
+"""Groups of hooks: tags that a hook carries, and which of them are to be active."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_flex.errors import HookError, nearest
+
+ALL = "all"  # every hook is in it, whether it has tags or none
+
+
+def checked_tags(tags: Iterable[str]) -> set[str]:
+    """The tags as a set.
+
+    Raises:
+        HookError: one is no name, or the name of the group that every hook is in anyway.
+    """
+    found = {tags} if isinstance(tags, str) else set(tags)
+    for tag in found:
+        if not isinstance(tag, str) or not tag or tag.startswith("-"):
+            raise HookError(f"tag {tag!r} must be a name that does not begin with '-', which means without")
+        if tag == ALL:
+            raise HookError(f"every hook is in the group {ALL!r}, and stays there; choose another name")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which groups are active.
+
+    Attributes:
+        groups: a hook is wanted if it is in one of these.
+        without: and in none of these.
+        complement: the other hooks instead.
+    """
+
+    groups: frozenset[str] = frozenset({ALL})
+    without: frozenset[str] = frozenset()
+    complement: bool = False
+
+    def takes(self, tags: set[str]) -> bool:
+        """Whether a hook with these tags is selected."""
+        of = tags | {ALL}
+        return (bool(of & self.groups) and not of & self.without) != self.complement
+
+
+def selection(names: Iterable[str], known: Iterable[str], complement: bool) -> Selection:
+    """What was asked for, `"-steer"` meaning without that group.
+
+    Raises:
+        HookError: a group that no hook is in.
+    """
+    names, known = list(names), [ALL, *known]
+    plain = [n.removeprefix("-") for n in names]
+    for name in plain:
+        if name not in known:
+            raise HookError(f"no hook is in a group {name!r}{nearest(name, known)}")
+    without = frozenset(p for n, p in zip(names, plain, strict=True) if n != p)
+    groups = frozenset(p for n, p in zip(names, plain, strict=True) if n == p)
+    return Selection(groups or frozenset({ALL}), without, complement)
