@@ -1,11 +1,19 @@
 """Collectives: gather and scatter of a Layout over a Mesh. The one caller of data collectives.
 
 `gather_whole` and `scatter_whole` are differentiable and conjugate to each other, and so are `gather_rows`
-and `scatter_rows` for experts' rows along a `Route`; `send_to_leader` and `send_up_pipeline` bring what was
+and `scatter_rows` for experts' rows along a `Route`; between `towards_leader` and `from_leader` one rank
+computes for all; `send_to_leader` and `send_up_pipeline` bring what was
 read to one rank; `Agreement` keeps the ranks' hooks equal.
 """
 
-from megatron_flex.collectives.edit import all_assemble, gather_whole, scatter_whole
+from megatron_flex.collectives.edit import (
+    all_assemble,
+    from_leader,
+    gather_whole,
+    scatter_whole,
+    spread,
+    towards_leader,
+)
 from megatron_flex.collectives.routes import Dispatch, Route, gather_rows, scatter_rows
 from megatron_flex.collectives.send import (
     Parcel,
@@ -20,7 +28,6 @@ from megatron_flex.collectives.single import (
     checksum,
     differing,
     joined,
-    spread,
     whole_from_stage,
     whole_on_stage,
 )
@@ -37,6 +44,7 @@ __all__ = [
     "checksum",
     "differing",
     "everyone",
+    "from_leader",
     "gather_rows",
     "gather_whole",
     "is_leader",
@@ -48,6 +56,7 @@ __all__ = [
     "send_up_pipeline",
     "spread",
     "takes_part",
+    "towards_leader",
     "whole_from_stage",
     "whole_on_stage",
 ]

@@ -51,6 +51,76 @@ def scatter_whole(whole: Tensor, local: Tensor, layout: Layout, mesh: Mesh) -> T
     return cast(Tensor, _Scatter.apply(whole, local, layout, mesh))  # type: ignore[no-untyped-call]
 
 
+def towards_leader(whole: Tensor, mesh: Mesh) -> Tensor:
+    """The whole, where only the leader goes on computing with it.
+
+    Sends nothing forward; backward the leader's gradient goes to all ranks that hold the whole. Each of them
+    calls it, and `from_leader` behind it.
+
+    Args:
+        whole: the same tensor on all ranks along `tp` and `cp`.
+        mesh: the run's axes.
+    """
+    if whole.is_floating_point() and torch.is_grad_enabled() and not whole.requires_grad:
+        # What the leader makes may need a gradient even so; then all ranks must go through it backward.
+        whole = whole.detach().requires_grad_()
+    return cast(Tensor, _TowardsLeader.apply(whole, mesh))  # type: ignore[no-untyped-call]
+
+
+def from_leader(made: Tensor, whole: Tensor, mesh: Mesh) -> Tensor:
+    """Give every rank what the leader made of the whole.
+
+    Collective over `tp` and `cp`, forward; sends nothing backward.
+
+    Args:
+        made: on the leader what it made; elsewhere `whole`, whose shape and dtype it has.
+        whole: what `towards_leader` gave, whose backward pass runs even if `made` does not depend on it.
+        mesh: the run's axes.
+    """
+    return cast(Tensor, _FromLeader.apply(made, whole, mesh))  # type: ignore[no-untyped-call]
+
+
+def spread(tensor: Tensor, mesh: Mesh) -> Tensor:
+    """Give every rank what the rank with coordinate 0 on all axes has. Collective over the mesh.
+
+    Args:
+        tensor: contiguous; overwritten on the others.
+        mesh: the run's axes.
+    """
+    axes = list(mesh)
+    for index, axis in enumerate(axes):
+        # Ranks further along the axes that follow get it later, from those that have it now.
+        if axis.size > 1 and mesh.is_first(a.name for a in axes[index + 1 :]):
+            dist.broadcast(tensor, axis.ranks[0], group=axis.group)
+    return tensor
+
+
+def _replicas(mesh: Mesh) -> Mesh:
+    """The axes along which ranks hold the same whole."""
+    return Mesh((mesh["cp"], mesh["tp"]))
+
+
+class _TowardsLeader(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, mesh: Mesh) -> Tensor:
+        ctx.mesh = mesh
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return spread(grad.clone(memory_format=torch.contiguous_format), _replicas(ctx.mesh)), None
+
+
+class _FromLeader(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, whole: Tensor, mesh: Mesh) -> Tensor:
+        return spread(made.detach().clone(memory_format=torch.contiguous_format), _replicas(mesh))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, torch.zeros_like(grad), None
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:

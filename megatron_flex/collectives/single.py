@@ -85,21 +85,6 @@ def whole_from_stage(
     return None
 
 
-def spread(tensor: Tensor, mesh: Mesh) -> Tensor:
-    """Give every rank what the rank with coordinate 0 on all axes has. Collective over the mesh.
-
-    Args:
-        tensor: contiguous; overwritten on the others.
-        mesh: the run's axes.
-    """
-    axes = list(mesh)
-    for index, axis in enumerate(axes):
-        # Ranks further along the axes that follow get it later, from those that have it now.
-        if axis.size > 1 and mesh.is_first(a.name for a in axes[index + 1 :]):
-            dist.broadcast(tensor, axis.ranks[0], group=axis.group)
-    return tensor
-
-
 def joined(tensor: Tensor, part: tuple[int, int] | None, group: Any) -> Tensor:
     """The tensor of which each rank of a group has only some entries right.
 

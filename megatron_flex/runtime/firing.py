@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.collectives import Route, gather_rows, gather_whole, scatter_rows, scatter_whole
+from megatron_flex.collectives import (
+    Route,
+    from_leader,
+    gather_rows,
+    gather_whole,
+    is_leader,
+    scatter_rows,
+    scatter_whole,
+    towards_leader,
+)
 from megatron_flex.errors import HookError
 from megatron_flex.layout import Layout, whole_shape
 from megatron_flex.mesh import Mesh
@@ -47,6 +56,7 @@ class Firing:
         self.fired: set[HookFunction] = set()
         self.failure: tuple[str, BaseException] | None = None
         self._recorder, self._backward_seen = recorder, backward_seen
+        self._leads = is_leader(mesh)
 
     def fire(
         self, site: Site, local: Tensor, layout: Layout | None = None, route: Route | None = None
@@ -142,11 +152,23 @@ class Firing:
             self.fired.add(hook)
             self._guard(hook, key, partial(hook.check_shape, whole.shape))
             if hook.editing_function is not None:
-                with same_stream(key, whole):
-                    edit = partial(call_editing, hook, module, whole, self.save_ctx, self.modules)
-                    edited = self._guard(hook, key, edit)
-                whole = whole if edited is None else edited
+                if hook.run == "leader":
+                    whole = self._lead(hook, key, module, whole)
+                else:
+                    edited = self._run(hook, key, module, whole)
+                    whole = whole if edited is None else edited
         return whole
+
+    def _run(self, hook: HookFunction, key: Key, module: Any, whole: Tensor) -> Tensor | None:
+        with same_stream(key, whole):
+            edit = partial(call_editing, hook, module, whole, self.save_ctx, self.modules)
+            return self._guard(hook, key, edit)
+
+    def _lead(self, hook: HookFunction, key: Key, module: Any, whole: Tensor) -> Tensor:
+        """Let the leader edit for all ranks that hold this whole."""
+        whole = towards_leader(whole, self.mesh)
+        made = self._run(hook, key, module, whole) if self._leads else whole
+        return from_leader(whole if made is None else made, whole, self.mesh)
 
     def _guard(self, hook: HookFunction, key: Key, call: Callable[[], Tensor | None]) -> Tensor | None:
         """Run what a person wrote; keep an error for the end of the step, where all ranks raise it."""

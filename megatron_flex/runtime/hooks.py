@@ -16,6 +16,7 @@ from megatron_flex.sites import Pattern, Site, SiteTable, in_words
 
 HookType = Literal["forward", "forward_pre", "full_backward", "full_backward_pre", "tensor"]
 GradientScale = Literal["raw", "loss"]
+Run = Literal["replicated", "leader"]
 EditingFunction = Callable[[nn.Module | None, Tensor, Namespace, nn.ModuleDict], Tensor]
 POINTS = {
     "forward": "output",
@@ -36,8 +37,7 @@ class HookFunction:
             asked about every point).
         expected_shape: the whole's shape, None for a dim that may have any length. Checked, never needed.
         editing_function: single-device code `(current_module, inputs, save_ctx, modules) -> Tensor`, which
-            returns a tensor of the shape and dtype it got. Every rank that holds a part of the tensor runs it
-            on the same whole tensor and the same random stream.
+            returns a tensor of the shape and dtype it got. `run` says where.
         unpack_idx: which tensor of a tuple output; every site known so far is the first.
         hook_type: `forward` and `forward_pre` see a module's output and input, `full_backward` and
             `full_backward_pre` the gradients of its input and output, `tensor` the gradient of a site or of
@@ -48,6 +48,10 @@ class HookFunction:
             the number of microbatches (with `calculate_per_token_loss`, times loss scale alone). `loss`
             gives that of the microbatch's own loss, as one device without a schedule has it, and an edit's
             result goes back with the factor; fp16 gradients then come in fp32.
+        run: `replicated`: every rank that holds a part of the tensor runs the editing function on the same
+            whole tensor and the same random stream, and nothing is sent back. `leader`: one rank of each
+            model replica's stage runs it, with its side effects, and the others get what it returns. Under
+            activation recomputation either runs again in the backward pass.
         tags: names of groups that the hook belongs to; `flex.hooks()` chooses among them.
     """
 
@@ -61,6 +65,7 @@ class HookFunction:
         hook_type: HookType = "forward",
         save: bool = True,
         gradient_scale: GradientScale = "raw",
+        run: Run = "replicated",
         tags: Iterable[str] = (),
     ) -> None:
         if hook_type not in POINTS:
@@ -69,6 +74,8 @@ class HookFunction:
             raise HookError(f"editing_function {editing_function!r} is not callable; pass a function or None")
         if gradient_scale not in ("raw", "loss"):
             raise HookError(f"gradient_scale {gradient_scale!r} is none of raw, loss")
+        if run not in ("replicated", "leader"):
+            raise HookError(f"run {run!r} is none of replicated, leader")
         if unpack_idx != 0:
             raise HookError(
                 f"unpack_idx={unpack_idx}: only an output's first tensor has a known layout; use unpack_idx=0"
@@ -83,6 +90,7 @@ class HookFunction:
         self.hook_type: HookType = hook_type
         self.save = save
         self.gradient_scale: GradientScale = gradient_scale
+        self.run: Run = run
         self.tags = checked_tags(tags)
 
     @property
@@ -104,9 +112,9 @@ class HookFunction:
         """Return what all ranks must have in common of this hook, in words."""
         edit = getattr(self.editing_function, "__qualname__", type(self.editing_function).__name__)
         scale = " on the loss's scale" if self.gradient_scale == "loss" else ""
-        return f"{self.hook_type} on {self.where}{scale}" + (
-            f" editing by {edit}" if self.editing_function else ""
-        )
+        place = " on the leader" if self.run == "leader" else ""
+        told = f" editing by {edit}{place}" if self.editing_function else ""
+        return f"{self.hook_type} on {self.where}{scale}{told}"
 
     def check_shape(self, shape: Sequence[int]) -> None:
         """Compare a whole tensor's shape with the expected one.
