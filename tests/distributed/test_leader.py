@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_edits_on_the_leader_equal_those_of_one_process(case: Case, cells: list[
     answers = run(case.world, sharded, case, truth["state"], sites, timeout=300)
     truth |= {"losses": truth["edited"][sites[-1]][0], "parameters": truth["edited"][sites[-1]][1]}
     found = [c for c in matrix._effects(case, sites, truth, answers) if c.site != "(none)"]
-    cells += found
+    cells += [replace(c, model=case.model) for c in found]
     assert len(found) == 2 * len(sites)
     assert not [c for c in found if not c.good], [c for c in found if not c.good]
     for site in sites:
