@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -72,6 +73,8 @@ class HookFunction:
             raise HookError(f"hook_type {hook_type!r} is none of {', '.join(POINTS)}")
         if editing_function is not None and not callable(editing_function):
             raise HookError(f"editing_function {editing_function!r} is not callable; pass a function or None")
+        if editing_function is not None:
+            check_signature(editing_function)
         if gradient_scale not in ("raw", "loss"):
             raise HookError(f"gradient_scale {gradient_scale!r} is none of raw, loss")
         if run not in ("replicated", "leader"):
@@ -129,6 +132,26 @@ class HookFunction:
             raise HookError(
                 f"the tensor has shape {tuple(shape)}, not the expected {want}; drop expected_shape"
             )
+
+
+def check_signature(editing_function: EditingFunction) -> None:
+    """See whether a function takes what it will be given, before a step has begun.
+
+    Raises:
+        HookError: it does not.
+    """
+    try:
+        signature = inspect.signature(editing_function)
+    except (TypeError, ValueError):  # something built in that does not tell
+        return
+    try:
+        signature.bind(None, None, None, None)
+    except TypeError as error:
+        name = getattr(editing_function, "__qualname__", type(editing_function).__name__)
+        raise HookError(
+            f"editing function {name}{signature} cannot be called with the four arguments (current_module, "
+            f"inputs, save_ctx, modules): {error}; take all four, by position"
+        ) from None
 
 
 @dataclass(slots=True)
