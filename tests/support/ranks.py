@@ -98,3 +98,16 @@ def call(chunks: list[nn.Module], **kwargs: Any) -> torch.Tensor:
     mask = torch.triu(torch.ones(1, 1, gpt.SEQUENCE, gpt.SEQUENCE, dtype=torch.bool), diagonal=1)
     model = kwargs.pop("model", chunks[0])
     return model(batch["tokens"], positions, mask, labels=batch["labels"])
+
+
+def step_says(case: gpt.Case, chunks: list[nn.Module], flex: Any) -> str:
+    """The error of hooks that a step raises, empty if none; the hooks are taken out."""
+    from megatron_flex import HookError
+
+    try:
+        gpt.step(case, chunks, 0)
+    except HookError as error:
+        return str(error)
+    finally:
+        flex.session.close()
+    return ""
