@@ -1,12 +1,19 @@
 """megatron_flex: read and edit the tensors of a distributed model as one device would hold them."""
 
-from megatron_flex.errors import FlexError, HookError, LayoutError, SiteError, VerifyError
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from megatron_flex.errors import FlexError, FlexWarning, HookError, LayoutError, SiteError, VerifyError
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.model import FlexModel, attach
 from megatron_flex.runtime import Captures, HookFunction, Key, Readings
+from megatron_flex.runtime.debugging.stopping import breakpoint
 from megatron_flex.sites import Site
 from megatron_flex.version import __version__
+
+if TYPE_CHECKING:
+    from megatron_flex import edits
 
 __all__ = [
     "Axis",
@@ -15,6 +22,7 @@ __all__ = [
     "Dim",
     "FlexError",
     "FlexModel",
+    "FlexWarning",
     "HookError",
     "HookFunction",
     "Key",
@@ -27,4 +35,13 @@ __all__ = [
     "VerifyError",
     "__version__",
     "attach",
+    "breakpoint",
+    "edits",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `edits` when it is asked for: who makes none does not wait for it."""
+    if name == "edits":
+        return import_module("megatron_flex.edits")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

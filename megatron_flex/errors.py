@@ -22,8 +22,16 @@ class HookError(FlexError):
     """A hook that failed, never fired, or differs between ranks."""
 
 
+class AbsentError(HookError, IndexError):
+    """A tensor that a hook means by its number, and that is not there."""
+
+
 class VerifyError(FlexError):
     """What ranks hold contradicts what the layouts say: the model is out of step, or a layout is wrong."""
+
+
+class FlexWarning(UserWarning):
+    """Something that works, and may not do what its author thinks; it is shown at the author's line."""
 
 
 def nearest(name: str, names: Iterable[str], count: int = 3) -> str:

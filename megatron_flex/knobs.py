@@ -24,6 +24,11 @@ class Knobs:
         agree_seconds: how long a rank waits for the others when hooks are compared (FLEX_AGREE_SECONDS).
         bucket_bytes: shards smaller than this travel together when they are gathered
             (FLEX_BUCKET_BYTES).
+        debug: whether each firing of a hook is told on stderr, with what it sent (FLEX_DEBUG=1: yes).
+        debug_port: where `breakpoint()` listens on localhost instead of taking the terminal; 0 for any free
+            port, -1 for none (FLEX_DEBUG_PORT).
+        dry_run: whether editing functions that can do no harm are tried on a small tensor when they are
+            registered (FLEX_DRY_RUN=0: no).
         pending_bytes: read shards are sent to the leader at a microbatch's end once their wholes are
             together larger than this, and at the step's end otherwise (FLEX_PENDING_BYTES).
         seed: where the random streams of editing functions start (FLEX_SEED).
@@ -31,6 +36,9 @@ class Knobs:
 
     agree_seconds: float = _number("FLEX_AGREE_SECONDS", 60.0)
     bucket_bytes: int = int(_number("FLEX_BUCKET_BYTES", 4 << 20))
+    debug: bool = _number("FLEX_DEBUG", 0) != 0
+    debug_port: int = int(_number("FLEX_DEBUG_PORT", -1))
+    dry_run: bool = _number("FLEX_DRY_RUN", 1) != 0
     pending_bytes: int = int(_number("FLEX_PENDING_BYTES", 1 << 30))
     seed: int = int(_number("FLEX_SEED", 0))
 

@@ -41,10 +41,12 @@ class Mesh:
     Attributes:
         axes: a rank's coordinates on these tell it from every other; iterating goes over them.
         experts: the same ranks of a stage once more, as layers of experts divide them (`edp`, `ep`, `etp`).
+        ranks: the global ranks of all; empty if these are all ranks of the job.
     """
 
     axes: tuple[Axis, ...] = ()
     experts: tuple[Axis, ...] = ()
+    ranks: tuple[int, ...] = ()
 
     def __getitem__(self, name: str) -> Axis:
         """The axis of that name; one of a single rank if the framework has none."""
@@ -62,6 +64,10 @@ class Mesh:
     def coords(self) -> Mapping[str, int]:
         """Axis name to this rank's coordinate."""
         return {a.name: a.coord for a in (*self.axes, *self.experts)}
+
+    def replica(self) -> Mesh:
+        """The ranks of one model replica: the mesh without data parallelism."""
+        return Mesh(tuple(a for a in self.axes if a.name != "dp"), self.experts)
 
     def is_first(self, names: Iterable[str]) -> bool:
         """Whether this rank has coordinate 0 on all of these axes."""

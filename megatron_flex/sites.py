@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from megatron_flex.errors import SiteError, nearest
 from megatron_flex.layout import Layout
 
 GRAD = ".grad"  # what a gradient's name has behind the name of its site
+EDITED = ".edited"  # likewise what left the edits there
 
 
 class Fire(Protocol):
@@ -41,6 +42,14 @@ class Tap(Protocol):
         ...
 
 
+class LeafTap(Tap, Protocol):
+    """A tap that can stand at another tensor of the same call."""
+
+    def leaf(self, index: int) -> Tap:
+        """The tap at the tensor that is meant by `unpack_idx`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """A place in the model.
@@ -50,9 +59,14 @@ class Site:
         layout: how the local tensor there relates to the whole.
         shape: the whole's shape; a name (`s`, `b`) where only the data tell.
         stage: pipeline stage that owns it.
+        chunk: which of that stage's virtual chunks it is in.
         hidden: why a hook cannot be put here and which switch would change that; empty if it can.
         fixed: why a hook here can read and not edit, and where to edit instead; empty if it can.
         tap: how to get at it; None on ranks that do not own it.
+        inferred: whether nothing tells the layout: every rank holds the whole, unless a hook's
+            `expected_shape` says what is cut. `layout` and `shape` are empty then.
+        beside: the layouts of the tensors that pass here behind the first one, as far as they are known.
+        index: which of the tensors that pass here is meant, counted depth first.
     """
 
     name: str
@@ -62,6 +76,10 @@ class Site:
     hidden: str = ""
     fixed: str = ""
     tap: Tap | None = field(default=None, compare=False, repr=False)
+    inferred: bool = False
+    beside: tuple[Layout, ...] = ()
+    index: int = 0
+    chunk: int = 0
 
     @property
     def module(self) -> str:
@@ -72,6 +90,35 @@ class Site:
     def point(self) -> str:
         """The point within the module: `output`, `input`, `partial`, `mid`, ..."""
         return self.name.partition(":")[2]
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The names of the whole's dims: `s`, `b`, `h`, ..."""
+        names = [d.name for d in self.layout.dims]
+        return tuple(names if self.layout.permute is None else (names[i] for i in self.layout.permute))
+
+    @property
+    def place(self) -> str:
+        """The name without the number of a tensor."""
+        return self.name.removesuffix(f"[{self.index}]")
+
+    def leaf(self, index: int) -> Site:
+        """Another of the tensors that pass here; its name ends in `[index]`.
+
+        Raises:
+            SiteError: its layout is not known.
+        """
+        if index == 0:
+            return self
+        if not self.inferred and not 0 < index <= len(self.beside):
+            raise SiteError(
+                f"unpack_idx={index}: the layout of that tensor of {self.name} is not known; known are "
+                f"{', '.join(map(str, range(len(self.beside) + 1)))}"
+            )
+        layout = self.layout if self.inferred else self.beside[index - 1]
+        tap = None if self.tap is None else cast(LeafTap, self.tap).leaf(index)
+        name = f"{self.name}[{index}]"
+        return replace(self, name=name, layout=layout, shape=(), tap=tap, index=index)
 
     def remote(self) -> Site:
         """The site as ranks know it that do not own it."""
@@ -86,9 +133,19 @@ class Named(Protocol):
         """Its global name."""
         ...
 
+    @property
+    def inferred(self) -> bool:
+        """Whether it is of a plain module."""
+        ...
+
 
 def model_order(site: Named) -> tuple[int, int]:
-    """A key to sort sites of all stages and chunks by: embeddings, layers by number, and what follows."""
+    """A key to sort sites of all stages and chunks by: embeddings, layers by number, and what follows.
+
+    What plain modules tell is in order already.
+    """
+    if site.inferred:
+        return 0, 0
     if site.name.startswith("mtp"):  # layers too, behind all of the decoder's
         return 2, 0
     layer = re.search(r"\.layers\.(\d+)[.:]", site.name)

@@ -1,4 +1,4 @@
-"""What scripts/bench runs: times steps of a Megatron model on gloo under six variants, and imports."""
+"""What scripts/bench runs: times steps of a Megatron model on gloo under some variants, and imports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def flags(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/bench",
         description="Measure forward and backward of a Megatron GPT on this machine's CPU, tensor parallel "
-        "over gloo, one thread for each rank: with nothing attached, idle, and read in four ways.",
+        "over gloo, one thread for each rank: with nothing attached, idle, and read in four ways; or edited.",
     )
     add = parser.add_argument
     add("--tp", type=int, default=2, help="ranks (default %(default)s)")
@@ -40,6 +40,7 @@ def flags(words: list[str] | None = None) -> argparse.Namespace:
     add("--ffn", type=int, help="the gated MLP's width (default 4 times --hidden)")
     add("--seq", type=int, default=256, help="tokens of a sequence (default %(default)s)")
     add("--batch", type=int, default=2, help="sequences of a step (default %(default)s)")
+    add("--edit", action="store_true", help="edit fc1's output in five ways instead of reading")
     add("--patience", type=float, default=300, help="seconds for repeats of disturbed steps (%(default)s)")
     add("--timeout", type=float, default=1800, help="seconds for all steps (default %(default)s)")
     add("--json", metavar="FILE", help="write everything there too, each step's times included")

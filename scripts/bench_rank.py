@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from time import perf_counter, process_time, sleep
 from typing import Any
 
+import bench_edits
+import bench_variants
 import torch
 import torch.distributed as dist
-from bench_variants import Standing, Subject, Variant, in_order, variants
+from bench_variants import Standing, Subject, Variant, in_order
 from torch import Tensor, nn
 
 from megatron_flex import cpu
@@ -42,6 +44,7 @@ class Settings:
     steps: int
     warmup: int
     patience: float
+    edit: bool
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,8 @@ def measure(settings: Settings) -> dict[str, Any]:
     logging.disable(logging.WARNING)  # what Megatron advises is not about this
     cpu.enable()
     subject, step = build(settings)
-    ways = variants(subject)
-    notes = check(ways, step, settings.tp)
+    ways = (bench_edits if settings.edit else bench_variants).variants(subject)
+    notes = check_edits(ways, step) if settings.edit else check(ways, step, settings.tp)
     times: dict[str, list[Timed]] = {letter: [] for letter in ways}
     gc.collect()
     gc.freeze()
@@ -173,6 +176,21 @@ def check(ways: dict[str, Variant], step: Step, tp: int) -> list[str]:
     else:
         notes.append("(e) is not measured: flex-model 0.1.0 from the package index is not installed")
     return notes
+
+
+def check_edits(ways: dict[str, Variant], step: Step) -> list[str]:
+    """See that all variants that edit make the same output, and those that do not another."""
+    made: dict[str, Tensor] = {}
+    for letter in (w for w in "eghij" if w in ways):
+        with ways[letter]() as standing:
+            step(standing.call)
+            made[letter] = standing.read()["output"].clone()
+            standing.forget()
+    for letter, output in made.items():
+        if torch.allclose(output, made["h"], rtol=1e-5, atol=1e-5) is (letter == "g"):
+            raise AssertionError(f"({letter}) does not make of the model what it should")
+    absent = "" if "e" in made else "; (e) is not measured: flex-model 0.1.0 is not installed"
+    return [f"the output is the same under {', '.join(f'({x})' for x in made if x != 'g')}{absent}"]
 
 
 def _compare(letter: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> None:

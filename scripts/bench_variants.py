@@ -132,17 +132,24 @@ def predecessor(subject: Subject) -> Iterator[Standing]:
 
     It reads to every rank. A gated fc1 comes in the order of the ranks: it does not know the two halves.
     """
+    hooks = [(name, (None, None, 2 * subject.ffn if "fc1" in name else None), None) for name in subject.names]
+    with flex_model(subject, hooks) as (flex, kept):
+        yield Standing(flex, lambda: {n: t[0] for n, t in kept.items()}, kept.clear)
+
+
+@contextmanager
+def flex_model(subject: Subject, hooks: list[Any]) -> Iterator[tuple[Any, dict[str, list[Tensor]]]]:
+    """The predecessor's wrapper with hooks (name, expected shape, editing function), and what it keeps."""
     with _transformers_or_its_one_class():
         from flex_model.core import FlexModel, HookFunction
 
     kept: dict[str, list[Tensor]] = {}
     world = dist.get_world_size()
     flex = FlexModel(subject.model, kept, tensor_parallel_size=world, process_group=dist.group.WORLD)
-    for name in subject.names:
-        width = 2 * subject.ffn if "fc1" in name else None
-        flex.register_forward_hook(HookFunction(name, expected_shape=(None, None, width)))
+    for hook in hooks:
+        flex.register_forward_hook(HookFunction(*hook))
     try:
-        yield Standing(flex, lambda: {n: t[0] for n, t in kept.items()}, kept.clear)
+        yield flex, kept
     finally:
         flex.restore()
         for axis in ("tensor", "pipeline", "data"):

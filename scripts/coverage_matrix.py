@@ -12,27 +12,44 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGE, README = ROOT / "docs" / "coverage.md", ROOT / "README.md"
 BEGIN, END = "<!-- coverage -->\n", "<!-- /coverage -->"
-CHECKS = ("value", "gradient", "edited")  # a cell of the tables has these, in this order
+CHECKS = ("value", "gradient", "edited")  # an entry of the tables has these, in this order
+BOUND = 1e-5  # of a table that says no other
 Cell = dict[str, Any]
 
 HEAD = """# Coverage
 
 Written by `scripts/coverage_matrix` from a run of the tests, never by hand: {versions}; {seconds} of tests
 on {cores} cores. Each configuration is compared with a single process of plain Megatron on the same weights
-and data, whose tensors are taken by plain PyTorch hooks. An entry has three figures, each the greatest
-difference relative to the greatest entry of the true tensor, over all layers and microbatches: the **value**
-/ the **gradient** / the effect of an **edit** there (on the loss and on every parameter's gradient, the
-greater). `-`: not checked there (integers have no gradient; edits are checked in the last layers, and where
-one stage hands on to the next). The bound is 1e-5 (fp32); what is beyond it is bold.
+and data, whose tensors are taken by plain PyTorch hooks (plain modules: with plain torch; where a title says
+so, with TransformerLens). An entry has three figures, each the greatest difference relative to the greatest
+entry of the true tensor, over all layers and microbatches: the **value** / the **gradient** / the effect of
+an **edit** there (on the loss and on every parameter's gradient, the greater; of runs over tokens, on the
+logits). `-`: not checked there (integers have no gradient; edits are checked in the last layers, and where
+one stage hands on to the next). The bound is 1e-5 (fp32) where a table says no other; what is beyond it is
+bold.
 
 {counts}
 """
+
+FORMULAS = "Rows are names, and what a cache computes; one process has plain formulas."
+FEATURES = {  # what stands behind the models, in this order: the rows of its table, where they are no sites
+    "GPT, data parallel samples together": "",
+    "GPT, ready-made edits": "Rows are presets, each against its formula on one process.",
+    "GPT, values shared by edits": "Rows are sets of edits that hand values on from layer to layer; "
+    "`leader` and `replicated` say where they run, in turn.",
+    "GPT, modules trained in hooks": "Rows are the modules' parameters, in several steps.",
+    "GPT, by TransformerLens' names": FORMULAS,
+    "Other models, by TransformerLens' names": FORMULAS,
+    "GPT-2 and Llama, against TransformerLens": "Rows are names, and methods of the cache, as it has them.",
+    "GPT, interface of FlexModel (2023)": "Rows are the calls that register a hook.",
+    "Plain modules": "",
+}
 
 
 def kind(site: str) -> str:
     """A site with the numbers of layers and experts folded away."""
     site = re.sub(r"local_experts\.\d+", "local_experts.E", site)
-    return re.sub(r"layers\.\d+", "layers.N", site).replace("final_norm", "final_layernorm")
+    return re.sub(r"(layers|blocks)\.\d+", r"\1.N", site).replace("final_norm", "final_layernorm")
 
 
 def told(case: str) -> str:
@@ -41,13 +58,16 @@ def told(case: str) -> str:
 
 
 def models(cells: list[Cell]) -> list[str]:
-    """The models, the plain one first."""
-    return sorted(dict.fromkeys(str(c["model"]) for c in cells), key=lambda model: model != "GPT")
+    """The models, the plain one first, and then the features."""
+    order = ["GPT", "", *FEATURES]
+    found = dict.fromkeys(str(c["model"]) for c in cells)
+    return sorted(found, key=lambda model: order.index(model if model in order else ""))
 
 
 def group_of(check: str) -> str | None:
-    """Which figure of an entry a check belongs to."""
-    return "edited" if check.startswith("edited") else check if check in CHECKS else None
+    """Which figure of an entry a check belongs to: `trained value` is a value, `edited logits` an edit's."""
+    first, last = check.split()[0], check.split()[-1]
+    return next((word for word in (first, last) if word in CHECKS), None)
 
 
 def figure(cells: list[Cell]) -> str:
@@ -61,26 +81,48 @@ def figure(cells: list[Cell]) -> str:
 
 def counts(cells: list[Cell]) -> str:
     """How many cells of each check there are, how many agree and what the greatest error is."""
-    lines = ["| check | cells | in agreement | greatest error | where |", "|---|---|---|---|---|"]
+    lines = ["| check | cells | in agreement | bound | greatest error | where |", "|---" * 6 + "|"]
     for check in dict.fromkeys(c["check"] for c in cells):
         mine = [c for c in cells if c["check"] == check and not c["upstream"]]
         if mine:
             worst = max(mine, key=lambda c: float(c["error"]))
             good = sum(c["good"] for c in mine)
             where = f"`{worst['site']}`, {told(worst['case'])}"
-            lines.append(f"| {check} | {len(mine)} | {good} | {float(worst['error']):.1e} | {where} |")
+            error, within = float(worst["error"]), " or ".join(bounds(mine))
+            lines.append(f"| {check} | {len(mine)} | {good} | {within} | {error:.1e} | {where} |")
     good = sum(c["good"] for c in cells)
     return f"**{len(cells)} cells, {good} in agreement.**\n\n" + "\n".join(lines) + "\n"
 
 
-def table(cells: list[Cell]) -> Iterator[str]:
-    """One model's table: a row for each kind of site, a column for each configuration."""
+def bounds(cells: list[Cell]) -> list[str]:
+    """The bounds of some cells, in words."""
+    return [f"{b:.0e}".replace("e-0", "e-") for b in sorted({float(c["bound"]) for c in cells})]
+
+
+def section(model: str, cells: list[Cell]) -> Iterator[str]:
+    """One model's title, what its rows and bounds are where they are not as ever, and its table."""
+    yield f"\n## {model}\n"
+    notes = [FEATURES[model]] if FEATURES.get(model) else []
+    if {float(c["bound"]) for c in cells} != {BOUND}:
+        notes.append(f"Bound: {' or '.join(bounds(cells))}.")
+    if notes:
+        yield " ".join(notes) + "\n"
+    yield from table(cells, "name" if FEATURES.get(model) else "site")
+
+
+def table(cells: list[Cell], what: str) -> Iterator[str]:
+    """A row for each kind of site, a column for each configuration."""
     cases = list(dict.fromkeys(c["case"] for c in cells))
     rows = dict.fromkeys(kind(c["site"]) for c in cells if c["site"] != "(none)")
-    yield "| site | " + " | ".join(map(told, cases)) + " |"
+    yield f"| {what} | " + " | ".join(map(told, cases)) + " |"
     yield "|---" * (len(cases) + 1) + "|"
     whole = {case: [c for c in cells if c["case"] == case and c["site"] == "(none)"] for case in cases}
-    yield "| *no hook: loss and parameter gradients* | " + " | ".join(figure(whole[c]) for c in cases) + " |"
+    if any(whole.values()):
+        yield (
+            "| *no hook: loss and parameter gradients* | "
+            + " | ".join(figure(whole[c]) for c in cases)
+            + " |"
+        )
     for row in rows:
         entries = []
         for case in cases:
@@ -122,7 +164,7 @@ def summary(cells: list[Cell]) -> str:
         "",
     ]
     lines += [
-        "| model | configurations | kinds of sites | cells | value | gradient | edit |",
+        "| model, feature | configurations | kinds of sites, names | cells | value | gradient | edit |",
         "|---" * 7 + "|",
     ]
     for model in models(compared):
@@ -131,7 +173,9 @@ def summary(cells: list[Cell]) -> str:
         own = [c for c in mine if not c["upstream"]]
         figures = [figure([c for c in own if group_of(c["check"]) == g]) for g in CHECKS]
         count = len({c["case"] for c in mine})
-        lines.append(f"| {model} | {count} | {len(sites)} | {len(mine)} | " + " | ".join(figures) + " |")
+        within = [] if {float(c["bound"]) for c in mine} == {BOUND} else bounds(mine)
+        name = f"{model} (bound {' or '.join(within)})" if within else model
+        lines.append(f"| {name} | {count} | {len(sites)} | {len(mine)} | " + " | ".join(figures) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -146,7 +190,7 @@ def main(path: str) -> None:
     sums = counts([c for c in cells if not c["hidden"]])
     parts = [HEAD.format(versions=run["versions"], seconds=minutes, cores=run["cores"], counts=sums)]
     for model in models(cells):
-        parts += [f"\n## {model}\n", *table([c for c in cells if c["model"] == model])]
+        parts += section(model, [c for c in cells if c["model"] == model])
     PAGE.write_text("\n".join([*parts, "", *why]).rstrip() + "\n", encoding="utf-8")
     head, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
     _, end, tail = rest.partition(END)

@@ -2,33 +2,55 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 
-from megatron_flex.adapters import megatron_core
-from megatron_flex.adapters.base import Adapter, Listener, LocalGradient, ParameterSite, Undo
-from megatron_flex.errors import FlexError
+from megatron_flex.adapters import plain
+from megatron_flex.adapters.base import (
+    Adapter,
+    Architecture,
+    Listener,
+    LocalGradient,
+    ParameterSite,
+    Undo,
+    replaying,
+)
 
-__all__ = ["Adapter", "Listener", "LocalGradient", "ParameterSite", "Undo", "detect"]
+__all__ = [
+    "Adapter",
+    "Architecture",
+    "Listener",
+    "LocalGradient",
+    "ParameterSite",
+    "Undo",
+    "detect",
+    "replaying",
+]
 
-ADAPTERS = (megatron_core.detect,)
 
-
-def detect(chunks: list[nn.Module]) -> Adapter:
-    """Find the framework that a model was built with.
+def detect(
+    chunks: list[nn.Module], sizes: Mapping[str, int | None] | None = None, process_group: Any = None
+) -> Adapter:
+    """Find the framework that a model was built with; a module of none is taken as a plain one.
 
     Args:
         chunks: the model, or its virtual pipeline chunks; bare or wrapped.
+        sizes: what a person says of `tp`, `pp` and `dp`. A framework's must agree; of a plain module they
+            are the mesh.
+        process_group: the ranks of a plain module; the default group if None.
 
     Raises:
-        FlexError: no known framework built it.
+        FlexError: sizes contradict, or the module can be hooked neither as a framework's nor as a plain one.
     """
-    for look in ADAPTERS:
-        adapter = look(chunks)
+    said = sizes or {}
+    if "megatron" in sys.modules:  # else nothing here is of its making
+        from megatron_flex.adapters import megatron_core
+
+        adapter = megatron_core.detect(chunks)
         if adapter is not None:
+            adapter.mesh.check_sizes(said)
             return adapter
-    kinds = ", ".join(dict.fromkeys(type(c).__name__ for c in chunks)) or "no module"
-    raise FlexError(
-        f"{kinds}: no known framework builds it as a model that can be hooked; known are megatron-core's "
-        "GPTModel, HybridModel, MambaModel and BertModel, bare or wrapped in DistributedDataParallel and "
-        "Float16Module"
-    )
+    return plain.take(chunks, said, process_group)

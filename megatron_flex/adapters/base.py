@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from megatron_flex.layout import Layout
@@ -18,8 +19,13 @@ Undo = Callable[[], None]
 class Listener(Protocol):
     """Whom an adapter tells about steps and microbatches; the runtime's clock."""
 
-    def step_begins(self, iteration: int | None, gradient_factor: Callable[[], float] | None = None) -> None:
-        """A schedule starts over all microbatches; `iteration` if the framework counts them.
+    def step_begins(
+        self,
+        iteration: int | None,
+        gradient_factor: Callable[[], float] | None = None,
+        microbatches: int = 1,
+    ) -> None:
+        """A schedule starts over `microbatches` of them; `iteration` if the framework counts those.
 
         `gradient_factor` tells by how much the gradients that this schedule makes are greater than those of
         one microbatch's own loss; None where they are these.
@@ -28,14 +34,20 @@ class Listener(Protocol):
     def step_ends(self, failed: bool) -> None:
         """The schedule returned, or raised."""
 
-    def forward_begins(self, microbatch: int) -> None:
-        """The forward pass of one microbatch through one chunk starts."""
+    def forward_begins(self, microbatch: int, chunk: int) -> None:
+        """The forward pass of one microbatch through one of this rank's chunks starts."""
 
-    def forward_ends(self, output: Any) -> None:
-        """It ended with this output, by which `backward_begins` will know the microbatch again."""
+    def forward_ends(self, output: Any, tokens: Tensor | None = None) -> None:
+        """It ended with this output, by which `backward_begins` will know the microbatch again.
+
+        `tokens` are those that its loss is a sum over, if gradients are divided by all tokens at the end.
+        """
 
     def backward_begins(self, output: Any) -> None:
         """The backward pass from that output starts."""
+
+    def backward_ends(self) -> None:
+        """It is over."""
 
     def cannot(self, why: str) -> None:
         """What this step does cannot be hooked; told on every rank, which raises when the step is over."""
@@ -57,11 +69,14 @@ class ParameterSite:
         shape: the whole's shape.
         parameter: the local parameter; None on ranks that do not own it.
         stage: pipeline stage that owns it.
+        chunk: which of that stage's virtual chunks it is in.
         owner: coordinates, such as `(("ep", 2),)`, that its owning ranks have beside their stage. All ranks
             of the stage list the parameter.
         copy_of: the name of the parameter that this one is a copy of on another stage (a tied output
             layer); empty if it is none. The gradients of copies are summands.
         hidden: why its gradient cannot be hooked; empty if it can.
+        inferred: whether nothing tells the layout: every rank holds the whole, unless an `expected_shape`
+            says what is cut. `layout` and `shape` are then those of the local parameter.
     """
 
     name: str
@@ -72,6 +87,8 @@ class ParameterSite:
     owner: tuple[tuple[str, int], ...] = ()
     copy_of: str = ""
     hidden: str = ""
+    inferred: bool = False
+    chunk: int = 0
 
     def remote(self) -> ParameterSite:
         """The parameter as ranks know it that do not own it."""
@@ -93,11 +110,49 @@ class LocalGradient:
     group: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What a decoder is made of, as far as the names of other libraries depend on it.
+
+    Attributes:
+        heads: attention heads.
+        rms: whether its norms are RMSNorm; LayerNorm otherwise.
+        epsilon: what the norms add to the mean square.
+        unit_offset: whether a norm's weight is stored less one.
+        gated: whether its MLPs are gated.
+        rotary: whether queries and keys are rotated by their positions.
+        causal: whether attention is masked to earlier positions, and by nothing else.
+        scaled_by_layer: whether scores of layer N are kept divided by N + 1.
+        tied: whether the logits are made by the word embeddings.
+    """
+
+    heads: int
+    rms: bool
+    epsilon: float
+    unit_offset: bool = False
+    gated: bool = False
+    rotary: bool = False
+    causal: bool = True
+    scaled_by_layer: bool = False
+    tied: bool = False
+
+
 class Adapter(Protocol):
-    """One framework's view of one model (a list of chunks)."""
+    """One framework's view of one model (a list of chunks).
+
+    Attributes:
+        name: the framework's.
+        mesh: the axes of the run.
+        logits: the site where logits pass.
+    """
 
     name: str
     mesh: Mesh
+    logits: str
+    prefix: str  # what wrappers put in front of a name: `module.`; mostly empty
+
+    def module_names(self) -> list[str]:
+        """Global names of this rank's modules, in model order, without `prefix`; the model's is empty."""
 
     def check(self) -> None:
         """Raise a FlexError if this configuration cannot be hooked at all."""
@@ -127,8 +182,40 @@ class Adapter(Protocol):
             FlexError: what is asked for does not exist at this moment.
         """
 
+    def freeze(self) -> Undo:
+        """Let no parameter get a gradient, under the framework's wrappers too, until the function is called.
+
+        Raises:
+            FlexError: a wrapper waits for gradients that would never come.
+        """
+
+    def open_recomputed(self) -> Undo:
+        """Let gradients reach trainable modules in recomputed regions that only frozen parameters lead to."""
+
+    def architecture(self) -> Architecture | None:
+        """What the model is made of; None if it is no decoder that is known."""
+
+    def run(self, tokens: Tensor, microbatch_size: int | None = None) -> None:
+        """Run the model forward over whole tokens, as a step of its own. Every rank calls it.
+
+        Nothing is differentiated, and random states are afterwards what they were. If the schedule needs more
+        microbatches than the tokens make, copies of the last one follow.
+
+        Args:
+            tokens: `[batch, sequence]`, the same on all ranks of a model replica.
+            microbatch_size: sequences in a microbatch; all of them in one if it is not given.
+
+        Raises:
+            FlexError: before anything runs, on all ranks: tokens that this model cannot be given.
+        """
+
     def watch(self, listener: Listener) -> Undo:
         """Tell `listener` what the schedule does, until the returned function is called."""
+
+
+def replaying() -> bool:
+    """Whether this is activation recomputation: a forward pass inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def leaf(output: Any, index: int | None) -> Tensor | None:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from megatron_flex.adapters.base import Undo, leaf, with_leaf
+from megatron_flex.adapters.leaves import AnyOutput
 from megatron_flex.layout import Layout
 from megatron_flex.sites import Fire
 
@@ -60,6 +61,10 @@ class ModuleOutput:
     module: nn.Module
     index: int = 0
     resolve: Resolve | None = None
+
+    def leaf(self, index: int) -> AnyOutput:
+        """The tap at another tensor of what it returns."""
+        return AnyOutput(self.module, index)
 
     def install(self, fire: Fire) -> Undo:
         """Inject `fire` after the module ran."""

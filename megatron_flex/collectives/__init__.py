@@ -2,23 +2,32 @@
 
 `gather_whole` and `scatter_whole` are differentiable and conjugate to each other, and so are `gather_rows`
 and `scatter_rows` for experts' rows along a `Route`; between `towards_leader` and `from_leader` one rank
-computes for all; `send_to_leader` and `send_up_pipeline` bring what was
-read to one rank; `Agreement` keeps the ranks' hooks equal.
+computes for all; `combine` adds up what ranks contribute to replicas; `send_to_leader` and
+`send_up_pipeline` bring what was read to one rank; a `Relay` passes values on from stage to stage;
+`Agreement` keeps the ranks' hooks equal.
 """
 
+from megatron_flex.collectives.along import exchange, gather_along, given_to_all
+from megatron_flex.collectives.combining import combine, make_equal, summed
 from megatron_flex.collectives.edit import (
     all_assemble,
     from_leader,
     gather_whole,
+    replicas,
     scatter_whole,
     spread,
     towards_leader,
 )
+from megatron_flex.collectives.everywhere import to_all
+from megatron_flex.collectives.meter import Moved, Stamp, meter
+from megatron_flex.collectives.plan import Planned, plan_lead, plan_whole
+from megatron_flex.collectives.relay import Message, Relay, pack, share, unpack
 from megatron_flex.collectives.routes import Dispatch, Route, gather_rows, scatter_rows
 from megatron_flex.collectives.send import (
     Parcel,
     Step,
     is_leader,
+    leads,
     plan_read,
     send_to_leader,
     send_up_pipeline,
@@ -36,27 +45,47 @@ from megatron_flex.collectives.talk import Agreement, any_rank, everyone
 __all__ = [
     "Agreement",
     "Dispatch",
+    "Message",
+    "Moved",
     "Parcel",
+    "Planned",
+    "Relay",
     "Route",
+    "Stamp",
     "Step",
     "all_assemble",
     "any_rank",
     "checksum",
+    "combine",
     "differing",
     "everyone",
+    "exchange",
     "from_leader",
+    "gather_along",
     "gather_rows",
     "gather_whole",
+    "given_to_all",
     "is_leader",
     "joined",
+    "leads",
+    "make_equal",
+    "meter",
+    "pack",
+    "plan_lead",
     "plan_read",
+    "plan_whole",
+    "replicas",
     "scatter_rows",
     "scatter_whole",
     "send_to_leader",
     "send_up_pipeline",
+    "share",
     "spread",
+    "summed",
     "takes_part",
+    "to_all",
     "towards_leader",
+    "unpack",
     "whole_from_stage",
     "whole_on_stage",
 ]

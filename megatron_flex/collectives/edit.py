@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_flex.collectives.meter import counted
 from megatron_flex.layout import Layout, Lengths, assemble, extract, part_lengths
 from megatron_flex.mesh import Axis, Mesh
 
@@ -51,33 +52,33 @@ def scatter_whole(whole: Tensor, local: Tensor, layout: Layout, mesh: Mesh) -> T
     return cast(Tensor, _Scatter.apply(whole, local, layout, mesh))  # type: ignore[no-untyped-call]
 
 
-def towards_leader(whole: Tensor, mesh: Mesh) -> Tensor:
+def towards_leader(whole: Tensor, holders: Mesh) -> Tensor:
     """The whole, where only the leader goes on computing with it.
 
     Sends nothing forward; backward the leader's gradient goes to all ranks that hold the whole. Each of them
     calls it, and `from_leader` behind it.
 
     Args:
-        whole: the same tensor on all ranks along `tp` and `cp`.
-        mesh: the run's axes.
+        whole: the same tensor on all `holders`.
+        holders: what `replicas` gives.
     """
     if whole.is_floating_point() and torch.is_grad_enabled() and not whole.requires_grad:
         # What the leader makes may need a gradient even so; then all ranks must go through it backward.
         whole = whole.detach().requires_grad_()
-    return cast(Tensor, _TowardsLeader.apply(whole, mesh))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _TowardsLeader.apply(whole, holders))  # type: ignore[no-untyped-call]
 
 
-def from_leader(made: Tensor, whole: Tensor, mesh: Mesh) -> Tensor:
+def from_leader(made: Tensor, whole: Tensor, holders: Mesh) -> Tensor:
     """Give every rank what the leader made of the whole.
 
-    Collective over `tp` and `cp`, forward; sends nothing backward.
+    Collective over `holders`, forward; sends nothing backward.
 
     Args:
         made: on the leader what it made; elsewhere `whole`, whose shape and dtype it has.
         whole: what `towards_leader` gave, whose backward pass runs even if `made` does not depend on it.
-        mesh: the run's axes.
+        holders: what `replicas` gives.
     """
-    return cast(Tensor, _FromLeader.apply(made, whole, mesh))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _FromLeader.apply(made, whole, holders))  # type: ignore[no-untyped-call]
 
 
 def spread(tensor: Tensor, mesh: Mesh) -> Tensor:
@@ -91,30 +92,31 @@ def spread(tensor: Tensor, mesh: Mesh) -> Tensor:
     for index, axis in enumerate(axes):
         # Ranks further along the axes that follow get it later, from those that have it now.
         if axis.size > 1 and mesh.is_first(a.name for a in axes[index + 1 :]):
-            dist.broadcast(tensor, axis.ranks[0], group=axis.group)
+            counted("broadcast", axis, tensor, dist.broadcast, tensor, axis.ranks[0])
     return tensor
 
 
-def _replicas(mesh: Mesh) -> Mesh:
-    """The axes along which ranks hold the same whole."""
-    return Mesh((mesh["cp"], mesh["tp"]))
+def replicas(layout: Layout, mesh: Mesh) -> Mesh:
+    """The axes along which ranks hold the same whole, once it is gathered."""
+    data = (mesh["dp"],) if "dp" in layout.axes else ()
+    return Mesh((*data, mesh["cp"], mesh["tp"]))
 
 
 class _TowardsLeader(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, mesh: Mesh) -> Tensor:
-        ctx.mesh = mesh
-        return whole.view_as(whole)
+    def forward(ctx: Any, whole: Tensor, holders: Mesh) -> Tensor:
+        ctx.holders = holders
+        return whole.detach()  # no view, which could not be edited in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return spread(grad.clone(memory_format=torch.contiguous_format), _replicas(ctx.mesh)), None
+        return spread(grad.clone(memory_format=torch.contiguous_format), ctx.holders), None
 
 
 class _FromLeader(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, made: Tensor, whole: Tensor, mesh: Mesh) -> Tensor:
-        return spread(made.detach().clone(memory_format=torch.contiguous_format), _replicas(mesh))
+    def forward(ctx: Any, made: Tensor, whole: Tensor, holders: Mesh) -> Tensor:
+        return spread(made.detach().clone(memory_format=torch.contiguous_format), holders)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -169,7 +171,7 @@ def all_assemble(local: Tensor, layout: Layout, mesh: Mesh) -> tuple[Tensor, Len
     for name in layout.partial:
         if mesh[name].size > 1:
             tensor = tensor.clone() if tensor.data_ptr() == local.data_ptr() else tensor
-            dist.all_reduce(tensor, group=mesh[name].group)
+            counted("all_reduce", mesh[name], tensor, dist.all_reduce, tensor)
     axes = [mesh[a] for a in layout.axes if mesh[a].size > 1 and a not in layout.partial]
     rest = Layout(layout.dims, (), layout.shared, layout.permute)
     if axes and lengths:
@@ -187,7 +189,7 @@ def stack_along(tensor: Tensor, axis: Axis) -> Tensor:
     out = torch.empty((axis.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
     # As bytes, since not every backend moves every dtype.
     flat, mine = out.reshape(-1).view(torch.uint8), tensor.contiguous().reshape(-1).view(torch.uint8)
-    dist.all_gather_into_tensor(flat, mine, group=axis.group)
+    counted("all_gather", axis, out, dist.all_gather_into_tensor, flat, mine)
     return out
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_flex.collectives.edit import all_assemble, gather_whole, scatter_whole, stack_along
+from megatron_flex.collectives.meter import counted
 from megatron_flex.layout import Dim, Layout, extract, padded_shape
 from megatron_flex.mesh import Mesh
 
@@ -265,7 +266,6 @@ class Route:
         width = rows[:1].nbytes if len(rows) else out[:1].nbytes
         mine = rows.contiguous().reshape(-1).view(torch.uint8)
         flat = out.reshape(-1).view(torch.uint8)
-        dist.all_to_all_single(
-            flat, mine, [n * width for n in receive], [n * width for n in send], group=axis.group
-        )
+        into, outof = [n * width for n in receive], [n * width for n in send]
+        counted("all_to_all", axis, out, dist.all_to_all_single, flat, mine, into, outof)
         return out

@@ -55,6 +55,11 @@ def is_leader(mesh: Mesh) -> bool:
     return mesh.is_first(a.name for a in mesh if a.name not in REPLICAS)
 
 
+def leads(layout: Layout, mesh: Mesh) -> bool:
+    """Whether this rank receives what is read in `layout`, which may go over data parallel ranks too."""
+    return is_leader(mesh) and ("dp" not in layout.axes or mesh["dp"].coord == 0)
+
+
 def send_to_leader(parcels: Sequence[Parcel], mesh: Mesh, bucket_bytes: int) -> list[Tensor | None]:
     """Assemble parcels on the leader of each stage.
 
@@ -78,6 +83,8 @@ def send_to_leader(parcels: Sequence[Parcel], mesh: Mesh, bucket_bytes: int) -> 
             mine.add(index)
             if uneven:
                 parcel.shards = [all_assemble(parcel.shards[0], parcel.layout, mesh)[0]]
+                if not leads(parcel.layout, mesh):
+                    mine.discard(index)
         plans.append([] if uneven else steps)
     for step, indices in rounds(plans):
         axis, now = mesh[step.axis], [i for i in indices if i in mine]

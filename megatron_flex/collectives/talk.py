@@ -13,6 +13,10 @@ import torch.distributed as dist
 from megatron_flex.errors import HookError
 from megatron_flex.mesh import Mesh
 
+ABSENT = (
+    "rank(s) {ranks} did not compare hooks within {seconds:g} s: hooks are registered on some ranks only, or "
+    "those ranks died; register the same hooks on every rank"
+)
 SHOWN = 8  # ranks that an error names before it says how many more there are
 
 
@@ -52,9 +56,13 @@ class Agreement:
     was registered on some ranks only) makes the others raise after a while, where a collective would hang.
     """
 
-    def __init__(self, name: str, seconds: float) -> None:
-        self.name, self.seconds, self.round = name, seconds, 0
-        joined = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    def __init__(self, name: str, seconds: float, ranks: Sequence[int] = (), absent: str = ABSENT) -> None:
+        """Let `ranks` compare, all of the job if empty; `absent` is what is said where some never come."""
+        joined = dist.is_available() and dist.is_initialized()
+        self._ranks = tuple(ranks) or tuple(range(dist.get_world_size() if joined else 1))
+        few = f"ranks{'-'.join(map(str, self._ranks))}/" if joined and ranks else ""
+        self.name, self.seconds, self.absent, self.round = few + name, seconds, absent, 0
+        joined = joined and len(self._ranks) > 1
         self._store: Any = dist.distributed_c10d._get_default_store() if joined else None
 
     def wanted(self) -> bool:
@@ -62,14 +70,14 @@ class Agreement:
         return self._store is not None and bool(self._store.check([self._key("arrived")]))
 
     def compare(self, what: str) -> None:
-        """Compare `what` on all ranks of the job.
+        """Compare `what` on all ranks.
 
         Raises:
             HookError: on every rank, if any two differ or some rank did not come in time.
         """
         if self._store is None:
             return
-        world, rank = dist.get_world_size(), dist.get_rank()
+        world, rank = len(self._ranks), dist.get_rank()
         digest = hashlib.sha256(what.encode()).hexdigest()[:16]
         self._store.set(self._key(f"rank{rank}"), f"{digest} {what}")
         self._store.add(self._key(f"equal{digest}"), 1)
@@ -78,11 +86,12 @@ class Agreement:
         try:
             self._store.wait([self._key("complete")], timedelta(seconds=self.seconds))
         except Exception as error:
-            raise HookError(self._absent(world)) from error
+            raise HookError(self._absent()) from error
         equal = int(self._store.add(self._key(f"equal{digest}"), 0))
-        if equal != world:
-            raise HookError(self._differing(world))
+        wrong = self._differing() if equal != world else ""
         self.round += 1
+        if wrong:
+            raise HookError(wrong)
 
     def _key(self, what: str) -> str:
         return f"megatron_flex/{self.name}/{self.round}/{what}"
@@ -91,16 +100,13 @@ class Agreement:
         key = self._key(f"rank{rank}")
         return self._store.get(key).decode().partition(" ")[2] if self._store.check([key]) else None
 
-    def _absent(self, world: int) -> str:
-        missing = [r for r in range(world) if self._said(r) is None]
-        return (
-            f"rank(s) {_some(missing)} did not compare hooks within {self.seconds:g} s: hooks are registered "
-            "on some ranks only, or those ranks died; register the same hooks on every rank"
-        )
+    def _absent(self) -> str:
+        missing = [r for r in self._ranks if self._said(r) is None]
+        return self.absent.format(ranks=_some(missing), seconds=self.seconds)
 
-    def _differing(self, world: int) -> str:
+    def _differing(self) -> str:
         groups: dict[str, list[int]] = {}
-        for rank in range(world):
+        for rank in self._ranks:
             groups.setdefault(self._said(rank) or "no hook", []).append(rank)
         told = "; ".join(f"rank(s) {_some(ranks)}: {what}" for what, ranks in groups.items())
         return (

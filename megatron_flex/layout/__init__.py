@@ -5,6 +5,7 @@ folder, which communicates nothing and knows no framework.
 """
 
 from megatron_flex.layout.assembly import assemble, extract
+from megatron_flex.layout.inferring import AXIS, batch_first, declared
 from megatron_flex.layout.spans import (
     coordinates,
     padded_shape,
@@ -13,9 +14,10 @@ from megatron_flex.layout.spans import (
     spans,
     whole_shape,
 )
-from megatron_flex.layout.types import Coords, Cut, Dim, Layout, Lengths, Sizes, Span, replicated
+from megatron_flex.layout.types import Coords, Cut, Dim, Layout, Lengths, Sizes, Span, over_data, replicated
 
 __all__ = [
+    "AXIS",
     "Coords",
     "Cut",
     "Dim",
@@ -24,8 +26,11 @@ __all__ = [
     "Sizes",
     "Span",
     "assemble",
+    "batch_first",
     "coordinates",
+    "declared",
     "extract",
+    "over_data",
     "padded_shape",
     "part_lengths",
     "parts",

@@ -116,6 +116,22 @@ def replicated(*names: str) -> Layout:
     return Layout(tuple(Dim(n) for n in names))
 
 
+def over_data(layout: Layout) -> Layout:
+    """The layout of the samples of all data parallel ranks together: cut over `dp` along the batch dim `b`.
+
+    A layout without that dim, or with that cut, is returned as it is. Ranks may have different numbers of
+    samples.
+    """
+    if "dp" in layout.axes or all(d.name != "b" for d in layout.dims):
+        return layout
+    return replace(
+        layout,
+        dims=tuple(
+            replace(d, cuts=(Cut("dp"), *d.cuts), uneven=True) if d.name == "b" else d for d in layout.dims
+        ),
+    )
+
+
 def _describe_dim(dim: Dim, index: int, live: set[str] | None) -> str:
     cuts = [c for c in dim.cuts if live is None or c.axis in live]
     text = dim.name or f"d{index}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, overload
 
 from torch import Tensor
@@ -57,6 +57,12 @@ class Readings(Sequence[Tensor]):
         """Put a tensor in its place."""
         insort(self._items, (key, tensor), key=lambda item: item[0].time)
 
+    def take(self, wanted: Callable[[Key], bool]) -> list[tuple[Key, Tensor]]:
+        """Take out what `wanted` says yes to."""
+        taken = [item for item in self._items if wanted(item[0])]
+        self._items = [item for item in self._items if not wanted(item[0])]
+        return taken
+
     @overload
     def __getitem__(self, index: int) -> Tensor: ...
     @overload
@@ -83,6 +89,16 @@ class Captures(Mapping[str, Readings]):
     def add(self, key: Key, tensor: Tensor) -> None:
         """Keep a tensor."""
         self._readings.setdefault(key.site, Readings()).add(key, tensor)
+
+    def take(self, wanted: Callable[[Key], bool]) -> list[tuple[Key, Tensor]]:
+        """Take out what `wanted` says yes to, in the order in which each site's were read."""
+        out: list[tuple[Key, Tensor]] = []
+        for name in list(self._readings):
+            taken = self._readings[name].take(wanted)
+            out += taken
+            if taken and not len(self._readings[name]):
+                del self._readings[name]
+        return out
 
     def clear(self) -> None:
         """Forget everything that was read so far."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from megatron_flex.adapters import replaying
 from megatron_flex.runtime.captures import Key
 
 
@@ -20,13 +21,19 @@ class Clock:
         step: runs of a schedule, or calls of the model outside one, since attaching; from 0.
         iteration: as the framework counts, or `step` where it does not.
         microbatch: the one whose forward or backward pass runs.
+        tokens: how many this rank's losses of the step are summed over, where the framework divides by those
+            of all ranks at its end; else None.
+        chunk: the virtual chunk that it runs through.
     """
 
     def __init__(self) -> None:
         self.step = -1
         self.iteration = -1
         self.microbatch = 0
+        self.tokens: Tensor | None = None
+        self.chunk = 0
         self._calls: Counter[tuple[str, int, bool]] = Counter()
+        self._passed: dict[tuple[str, int], list[Tensor]] = {}
         self._outputs: Any = WeakTensorKeyDictionary()
         self._ask: Callable[[], float] | None = None
         self._factor: float | None = None
@@ -41,40 +48,68 @@ class Clock:
     @staticmethod
     def replaying() -> bool:
         """Whether this is activation recomputation: a forward pass inside a backward pass."""
-        return bool(torch._C._current_graph_task_id() != -1)
+        return replaying()
 
     def begin(self, iteration: int | None, gradient_factor: Callable[[], float] | None = None) -> None:
         """A step starts; `gradient_factor` is asked only if a hook wants to know it."""
         self._ask, self._factor = gradient_factor, None
+        self.tokens = None
         self.step += 1
         self.iteration = self.step if iteration is None else iteration
-        self.microbatch = 0
+        self.microbatch = self.chunk = 0
         self._calls.clear()
+        self._passed.clear()
         self._outputs.clear()
 
-    def forward(self, microbatch: int) -> None:
+    def forward(self, microbatch: int, chunk: int = 0) -> None:
         """A microbatch's forward pass starts."""
-        self.microbatch = microbatch
+        self.microbatch, self.chunk = microbatch, chunk
 
     def mark(self, output: Any) -> None:
-        """Remember which microbatch made this output, for its backward pass."""
+        """Remember which microbatch, in which chunk, made this output, for its backward pass."""
         for tensor in _tensors(output):
-            self._outputs[tensor] = self.microbatch
+            self._outputs[tensor] = self.microbatch, self.chunk
+
+    def count(self, tokens: Tensor) -> None:
+        """A microbatch's loss is a sum over so many tokens."""
+        self.tokens = tokens.detach() if self.tokens is None else self.tokens + tokens.detach()
 
     def backward(self, output: Any) -> None:
         """The backward pass from this output starts."""
         for tensor in _tensors(output):
-            self.microbatch = self._outputs.get(tensor, self.microbatch)
+            self.microbatch, self.chunk = self._outputs.get(tensor, (self.microbatch, self.chunk))
 
-    def key(self, site: str) -> Key:
+    def key(self, site: str, tensor: Tensor | None = None) -> Key:
         """The key of one pass through a site; passes of the same microbatch are counted.
 
-        Recomputation counts by itself, so that a replayed pass gets the number that it had at first.
+        Recomputation counts by itself, so that a replayed pass gets the number that it had at first. Parts of
+        a model are recomputed last to first: a module that runs in several is known again by its tensor.
+
+        Args:
+            site: the site's name.
+            tensor: what passes, where a replay must get its number right.
         """
-        place = (site, self.microbatch, self.replaying())
+        replay = self.replaying()
+        place = (site, self.microbatch, replay)
         call = self._calls[place]
         self._calls[place] += 1
+        if tensor is not None:
+            before = self._passed.setdefault((site, self.microbatch), [])
+            if not replay:
+                before.append(_sample(tensor))
+            elif len(before) > 1:
+                same = [n for n, sample in enumerate(before) if torch.equal(sample, _sample(tensor))]
+                call = same[0] if len(same) == 1 else call
         return Key(site, self.step, self.iteration, self.microbatch, call)
+
+
+SAMPLED = 16  # entries of a tensor by which its pass is known again
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Some entries, of which nothing has to wait."""
+    flat = tensor.detach().flatten()
+    return flat[:: max(1, flat.numel() // SAMPLED)].clone()
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -2,73 +2,70 @@
 
 from __future__ import annotations
 
-import traceback
-from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from megatron_flex.adapters import ParameterSite
 from megatron_flex.collectives import (
     Route,
-    from_leader,
     gather_rows,
     gather_whole,
-    is_leader,
     scatter_rows,
     scatter_whole,
-    towards_leader,
 )
-from megatron_flex.errors import HookError
-from megatron_flex.layout import Layout, whole_shape
+from megatron_flex.errors import AbsentError, HookError
+from megatron_flex.layout import Layout, batch_first, over_data, whole_shape
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
-from megatron_flex.runtime.hooks import HookFunction, Registry, call_editing
+from megatron_flex.runtime.declared import Declared
+from megatron_flex.runtime.editing import Editing
+from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.runtime.recorder import Recorder
-from megatron_flex.runtime.streams import same_stream
-from megatron_flex.sites import GRAD, Site
+from megatron_flex.runtime.registry import Registry
+from megatron_flex.sites import EDITED, GRAD, Site
 
 
 class Firing:
-    """The way of tensors and gradients through hooks: read, or gather, edit, scatter.
-
-    Attributes:
-        save_ctx: what editing functions of this rank share.
-        modules: the trainable modules that they are given.
-        fired: the hooks that something has passed through.
-        failure: what went wrong first in this step, in words, and the error.
-    """
+    """The way of tensors and gradients through hooks: read, or gather, edit, scatter."""
 
     def __init__(
         self,
         registry: Registry,
         clock: Clock,
         recorder: Recorder,
+        editing: Editing,
         mesh: Mesh,
+        gather_data_parallel: bool,
         backward_seen: Callable[[], None],
     ) -> None:
-        self.registry, self.clock, self.mesh = registry, clock, mesh
-        self.save_ctx = Namespace()
-        self.modules = nn.ModuleDict()
-        self.fired: set[HookFunction] = set()
-        self.failure: tuple[str, BaseException] | None = None
-        self._recorder, self._backward_seen = recorder, backward_seen
-        self._leads = is_leader(mesh)
+        self.registry, self.clock, self.editing, self.mesh = registry, clock, editing, mesh
+        self._over_data = gather_data_parallel
+        self.recorder, self._backward_seen = recorder, backward_seen
+        self.declared = Declared(registry, editing, mesh)
 
     def fire(
         self, site: Site, local: Tensor, layout: Layout | None = None, route: Route | None = None
     ) -> Tensor:
         """Pass a local tensor through the hooks at its site."""
-        layout = layout or site.layout
         hooks = self.registry.at(site.name)
-        key = self.clock.key(site.name)
+        acting = any(h.backward or h.editing_function for h in hooks)
+        key = self.clock.key(site.name, local if acting else None)
+        layout = self.declared.layout(site, key, local) if site.inferred else layout or site.layout
+        if self._over_data and not route:
+            layout = over_data(batch_first(layout) if site.inferred else layout)
         module = getattr(site.tap, "module", None)
         out = self._forward(module, [h for h in hooks if not h.backward], key, local, layout, route)
         # In the first pass of a checkpointed region nothing is differentiated; its replay gets the hook.
-        if any(h.backward for h in hooks) and out.requires_grad and torch.is_grad_enabled():
+        if not any(h.backward for h in hooks) or not torch.is_grad_enabled():
+            return out
+        if not out.requires_grad:
+            self.editing.reasons[site.name] = "the tensor there needs no gradient"
+        else:
             seen = key._replace(site=site.name + GRAD)
             # On a tensor of its own: one that is used elsewhere too (the residual beside a norm's input) has
             # a gradient from there as well, and a view that is masked in place loses its hooks.
@@ -89,109 +86,159 @@ class Firing:
         record = any(h.save for h in hooks) and not self.clock.replaying()
         if not any(h.editing_function for h in hooks):
             if record:
-                self._read(hooks, key, local, layout, route)
+                self.read(hooks, key, local, layout, route)
             return local
-        whole = self._gather(local, layout, route)
+        return self.edited(hooks, key, module, local, layout, route, record)
+
+    def edited(
+        self,
+        hooks: list[HookFunction],
+        key: Key,
+        module: Any,
+        local: Tensor,
+        layout: Layout,
+        route: Route | None,
+        record: bool,
+    ) -> Tensor:
+        """Gather, edit, scatter; with `record` what was gathered is kept."""
+        whole = self.gather(local, layout, route)
         if record:
-            self._recorder.whole(key, whole)
-        return self._scatter(self._edit(hooks, key, module, whole), local, layout, route)
+            self.recorder.whole(key, whole, layout)
+        return self.scatter(self.edit(hooks, key, module, whole, layout, record), local, layout, route)
+
+    def edit(
+        self,
+        hooks: list[HookFunction],
+        key: Key,
+        module: Any,
+        whole: Tensor,
+        layout: Layout,
+        record: bool,
+    ) -> Tensor:
+        """Pass a whole through editing functions, all of them on a tensor or all on its gradient.
+
+        With `record` what comes of it is kept for hooks that want that.
+        """
+        edited = self.editing.edit(hooks, key, module, whole, layout)
+        if self.editing.modules and edited.requires_grad and not hooks[0].backward:
+            if self._over_data and "dp" not in layout.axes and self.mesh["dp"].size > 1:
+                self.editing.guard(hooks[0], key, partial(_not_together, key.site))
+            # Outside a schedule all ranks must know of this backward pass, also where one rank edits for all.
+            edited.register_hook(lambda _: self._backward_seen())
+        if record and any(h.behind for h in hooks) and not hooks[0].backward:
+            self.recorder.whole(key._replace(site=key.site + EDITED), edited, layout)
+        return edited
+
+    def absent(self, site: Site, count: int) -> None:
+        """A call had only `count` tensors, and not the site's."""
+        if site.index == 0:
+            self.editing.reasons[site.name] = "there is no tensor"
+            return
+        for hook in self.registry.at(site.name):
+            self.editing.guard(hook, self.clock.key(site.name), partial(_refuse, site, count))
+
+    def parameter(self, site: ParameterSite, grad: Tensor) -> Tensor | None:
+        """Pass a parameter's local gradient through the hooks that want it."""
+        key = self.clock.key(site.name + GRAD)
+        layout = self.declared.layout(site, key, grad) if site.inferred else site.layout
+        return self.gradient(site.name, layout.gradient(), None, key, grad)
 
     def gradient(
         self,
         name: str,
         layout: Layout,
         module: Any,
-        key: Key | None,
+        key: Key,
         grad: Tensor,
         route: Route | None = None,
     ) -> Tensor | None:
         """Pass a local gradient, in `layout`, through the hooks that want it."""
         hooks = [h for h in self.registry.at(name) if h.backward]
-        key = key or self.clock.key(name + GRAD)
         factor = self.clock.gradient_factor if any(h.gradient_scale == "loss" for h in hooks) else 1.0
         local = grad if factor == 1.0 else _at_loss_scale(grad, factor)
         edited = None
         if any(h.editing_function for h in hooks):
-            whole = self._gather(local, layout, route)
-            if any(h.save for h in hooks):
-                self._recorder.whole(key, whole)
-            edited = self._scatter(self._edit(hooks, key, module, whole), local, layout, route)
+            edited = self.edited(hooks, key, module, local, layout, route, any(h.save for h in hooks))
             edited = edited if factor == 1.0 else (edited * factor).to(grad.dtype)
         elif hooks:
-            self._read(hooks, key, local, layout, route)
+            self.read(hooks, key, local, layout, route)
         self._backward_seen()
         return edited
 
-    def _gather(self, local: Tensor, layout: Layout, route: Route | None) -> Tensor:
+    def record(self, place: str, whole: Tensor, replays: bool) -> Key:
+        """Keep a tensor that an editing function has whole, under a name that is no site's.
+
+        Args:
+            place: the name.
+            whole: as every rank that holds it has it.
+            replays: whether the place may be passed again in recomputation, which is not kept.
+
+        Returns:
+            Its key, which a replayed pass shares with the first.
+        """
+        key = self.clock.key(place)
+        first = not self._over_data or self.mesh["dp"].coord == 0
+        if first and not (replays and self.clock.replaying()):
+            self.recorder.whole(key, whole, Layout(()))
+        return key
+
+    def gather(self, local: Tensor, layout: Layout, route: Route | None) -> Tensor:
+        """The whole on every rank."""
         return gather_rows(local, route) if route else gather_whole(local, layout, self.mesh)
 
-    def _scatter(self, whole: Tensor, local: Tensor, layout: Layout, route: Route | None) -> Tensor:
+    def scatter(self, whole: Tensor, local: Tensor, layout: Layout, route: Route | None) -> Tensor:
+        """This rank's part of the whole."""
         return scatter_rows(whole, local, route) if route else scatter_whole(whole, local, layout, self.mesh)
 
-    def _read(
+    def read(
         self, hooks: list[HookFunction], key: Key, local: Tensor, layout: Layout, route: Route | None
     ) -> None:
-        self.fired.update(hooks)
+        """Keep what passes, to be sent later."""
+        self.editing.fired.update(hooks)
+        if not any(h.expected_shape for h in hooks):
+            pass
+        elif route is None and not any(d.uneven for d in layout.dims):
+            self.editing.check_shapes(hooks, key, whole_shape(layout, local.shape, self.mesh.sizes))
+        else:  # no rank knows it, so look at the tensor
+            whole = self.gather(local, layout, route)
+            self.editing.check_shapes(hooks, key, whole.shape)
+            self.recorder.whole(key, whole, layout)
+            return
         if route is None:
-            self._check_shapes(hooks, key, whole_shape(layout, local.shape, self.mesh.sizes))
-            self._recorder.shard(key, local, layout)
-        elif any(h.expected_shape for h in hooks):  # only the router knows it, so look at the tensor
-            whole = self._gather(local, layout, route)
-            self._check_shapes(hooks, key, whole.shape)
-            self._recorder.whole(key, whole)
+            self.recorder.shard(key, local, layout)
         else:
-            self._recorder.rows(key, local, route)
+            self.recorder.rows(key, local, route)
 
-    def _check_shapes(self, hooks: list[HookFunction], key: Key, shape: Sequence[int]) -> None:
-        for hook in hooks:
-            self._guard(hook, key, partial(hook.check_shape, shape))
 
-    def _edit(self, hooks: list[HookFunction], key: Key, module: Any, whole: Tensor) -> Tensor:
-        """Run editing functions one after the other; one that fails leaves the tensor as it was."""
-        for hook in hooks:
-            self.fired.add(hook)
-            self._guard(hook, key, partial(hook.check_shape, whole.shape))
-            if hook.editing_function is not None:
-                if hook.run == "leader":
-                    whole = self._lead(hook, key, module, whole)
-                else:
-                    edited = self._run(hook, key, module, whole)
-                    whole = whole if edited is None else edited
-        return whole
+def _not_together(site: str) -> None:
+    raise HookError(
+        f"{site} has no batch dim along which data parallel ranks could be put together, so gradients of "
+        "trainable modules would be of another scale there; attach without gather_data_parallel"
+    )
 
-    def _run(self, hook: HookFunction, key: Key, module: Any, whole: Tensor) -> Tensor | None:
-        with same_stream(key, whole):
-            edit = partial(call_editing, hook, module, whole, self.save_ctx, self.modules)
-            return self._guard(hook, key, edit)
 
-    def _lead(self, hook: HookFunction, key: Key, module: Any, whole: Tensor) -> Tensor:
-        """Let the leader edit for all ranks that hold this whole."""
-        whole = towards_leader(whole, self.mesh)
-        made = self._run(hook, key, module, whole) if self._leads else whole
-        return from_leader(whole if made is None else made, whole, self.mesh)
+class Place:
+    """What the tap of a site calls."""
 
-    def _guard(self, hook: HookFunction, key: Key, call: Callable[[], Tensor | None]) -> Tensor | None:
-        """Run what a person wrote; keep an error for the end of the step, where all ranks raise it."""
-        try:
-            return call()
-        except Exception as error:
-            when = f"iteration {key.iteration}, microbatch {key.microbatch}"
-            where = f"hook ({hook.describe()}) at {key.site}, {when}"
-            line = "" if isinstance(error, HookError) else f" in {_users_line(error)}"
-            kind = "" if isinstance(error, HookError) else f"{type(error).__name__}: "
-            self.failure = self.failure or (f"{where}: {kind}{error}{line}", error)
-            return None
+    def __init__(self, firing: Firing, site: Site) -> None:
+        self._firing, self._site = firing, site
+
+    def __call__(self, local: Tensor, layout: Layout | None = None, route: Route | None = None) -> Tensor:
+        """Pass a tensor through the hooks."""
+        return self._firing.fire(self._site, local, layout, route)
+
+    def absent(self, count: int) -> None:
+        """Note that it was not there."""
+        self._firing.absent(self._site, count)
+
+
+def _refuse(site: Site, count: int) -> None:
+    raise AbsentError(
+        f"unpack_idx={site.index} is out of range: {count} tensor(s) passed there; None and numbers do not "
+        "count"
+    )
 
 
 def _at_loss_scale(grad: Tensor, factor: float) -> Tensor:
     """A gradient without the factor; in fp32 if it is fp16, whose range the factor is there to keep it in."""
     return (grad.float() if grad.dtype == torch.float16 else grad) / factor
-
-
-def _users_line(error: BaseException) -> str:
-    """Where in the file of the editing function the error came up."""
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = [i for i, f in enumerate(frames) if f.name == call_editing.__name__]
-    theirs = frames[inside[-1] + 1 :] if inside else frames
-    frame = [f for f in theirs if f.filename == theirs[0].filename][-1]
-    return f"{frame.filename}:{frame.lineno}"

@@ -19,7 +19,7 @@ from megatron_flex.runtime.survey import Note, Survey, Want
 def get(survey: Survey, name: str, want: Want, expected: Sequence[int | None] | None) -> Tensor | None:
     """One whole, on the CPU of the leader or of every rank; None elsewhere. Collective over the mesh."""
     name = survey.resolve(name)
-    want = survey.prepare(want)
+    want = survey.prepare(want)._replace(expected=None if expected is None else tuple(expected))
     note = survey.notes([name], want).get(name)
     if note is None:
         raise FlexError(f"{name} has no gradient: it is frozen, or no backward pass has run")
@@ -57,6 +57,8 @@ def set_whole(survey: Survey, name: str, value: Tensor | None, want: Want, optim
         kind = type(optimizer).__name__
         raise FlexError(f"a {kind} has no reload_model_params(); give Megatron's optimizer, or none")
     want = survey.prepare(want)
+    if survey.sites[name][0].inferred:
+        want = want._replace(expected=_shape(survey, value))
     value = _agreed(survey, name, value, want)
     for number, (site, parameter) in enumerate(survey.held(name)):
         first = number == 0 and site.stage == survey.stages(name)[0]
@@ -77,7 +79,9 @@ def _whole(survey: Survey, name: str, want: Want, note: Note) -> Tensor | None:
         if stage == mesh["pp"].coord:
             site = survey.own[name][0]
             local = _local(survey, name, want, note)
-            whole = whole_on_stage(local, want.layout(site), site.owner, like, mesh, want.everywhere)
+            whole = whole_on_stage(
+                local, want.layout(site, mesh.sizes), site.owner, like, mesh, want.everywhere
+            )
         whole = whole_from_stage(whole, stage, like, mesh, want.everywhere)
         if whole is not None:
             total = whole.to("cpu", copy=True) if total is None else total + whole.cpu()
@@ -95,6 +99,13 @@ def _local(survey: Survey, name: str, want: Want, note: Note) -> Tensor | None:
         return joined(nothing if local.tensor is None else local.tensor.detach(), local.part, local.group)
     found = [survey.adapter.gradient(p, False).tensor for p in held]
     return sum((t.detach() for t in found if t is not None), nothing)
+
+
+def _shape(survey: Survey, value: Tensor | None) -> tuple[int, ...] | None:
+    """The shape of the value, which says how a plain module's parameter is cut. Collective over the mesh."""
+    given = None if value is None else tuple(value.shape)
+    told = everyone(given, survey.mesh, [a.name for a in survey.mesh])
+    return next((shape for shape in told if shape is not None), None)
 
 
 def _agreed(survey: Survey, name: str, value: Tensor | None, want: Want) -> Tensor:
@@ -136,6 +147,6 @@ def _put(survey: Survey, site: ParameterSite, parameter: nn.Parameter, value: Te
         old = found
     mesh = survey.mesh
     # A local tensor keeps the padding that the whole comes without.
-    shard = extract(want.layout(site), value.to(old.device), mesh.coords, mesh.sizes, old)
+    shard = extract(want.layout(site, mesh.sizes), value.to(old.device), mesh.coords, mesh.sizes, old)
     with torch.no_grad():
         old.copy_(shard)

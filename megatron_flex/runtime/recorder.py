@@ -12,6 +12,7 @@ from megatron_flex.collectives import (
     Parcel,
     Route,
     is_leader,
+    leads,
     plan_read,
     send_to_leader,
     send_up_pipeline,
@@ -79,9 +80,9 @@ class Recorder:
         """Record rows of experts. Every rank's are needed: they go home to their tokens first."""
         self._pending.append(_Pending(key, route.home_layout, self._buffers.copy(local.detach()), route))
 
-    def whole(self, key: Key, whole: Tensor) -> None:
-        """Record a tensor that every rank has whole; the leader alone keeps it."""
-        if self._leader:
+    def whole(self, key: Key, whole: Tensor, layout: Layout) -> None:
+        """Record a tensor, in `layout`, that every rank has whole; the leader alone keeps it."""
+        if leads(layout, self.mesh):
             self._arrived.append((key, whole.detach().to("cpu", copy=True)))
 
     def drop(self) -> None:

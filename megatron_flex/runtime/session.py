@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor, nn
 
 from megatron_flex.adapters import Adapter, Undo
 from megatron_flex.collectives import (
@@ -17,13 +19,23 @@ from megatron_flex.collectives import (
 )
 from megatron_flex.errors import HookError
 from megatron_flex.knobs import knobs
+from megatron_flex.layout import over_data
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Captures
 from megatron_flex.runtime.clock import Clock
+from megatron_flex.runtime.debugging.rehearsal import Rehearsal
+from megatron_flex.runtime.debugging.tracing import Tracer
+from megatron_flex.runtime.declared import DIFFER
+from megatron_flex.runtime.editing import Editing
+from megatron_flex.runtime.failing import raise_everywhere
 from megatron_flex.runtime.firing import Firing
-from megatron_flex.runtime.hooks import HookFunction, Registry
+from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.runtime.recorder import Recorder
+from megatron_flex.runtime.registry import Registry
+from megatron_flex.runtime.sharing.passing import Plan
+from megatron_flex.runtime.standing import Standing
 from megatron_flex.runtime.survey import Survey
+from megatron_flex.runtime.trainable import NO_GRADIENT, Trainable
 from megatron_flex.runtime.verify import Verifier, error_of
 from megatron_flex.sites import SiteTable, model_order
 
@@ -36,75 +48,115 @@ class Session:
 
     An error in a hook does not stop the rank that has it, whose peers would wait for it: the tensor goes on
     unedited, and at the end of the step all ranks raise.
+
+    Attributes:
+        over_data: whether the samples of all data parallel ranks are put together.
+        delivered: called on every rank whenever what was read has arrived in the leader's `captures`.
+        probing: while the model is run for what is read, how many of the step's microbatches count; hooks
+            that do not fire then are not found to be wrong.
     """
 
-    _count = 0
+    _counts: ClassVar[Counter[tuple[int, ...]]] = Counter()  # of sessions on the same ranks
 
-    def __init__(self, adapter: Adapter) -> None:
+    def __init__(self, adapter: Adapter, gather_data_parallel: bool = False) -> None:
         adapter.check()
         self.adapter, self.mesh = adapter, adapter.mesh
+        self.over_data = gather_data_parallel = gather_data_parallel and self.mesh["dp"].size > 1
         own, parameters = adapter.sites(), adapter.parameters()
-        self._own = {s.name: s for s in own}
-        self._own_parameters = {p.name: p for p in parameters}
+        self._plain = own
+        if gather_data_parallel:
+            own = [replace(s, layout=over_data(s.layout)) for s in own]
         mine = [s.remote() for s in own], [p.remote() for p in parameters], adapter.without_layout()
         told = everyone(mine, self.mesh, ["pp"])
         self.sites = SiteTable(sorted((s for sites, _, _ in told for s in sites), key=model_order))
         everywhere = [p for _, ps, _ in told for p in ps]
         self.registry = Registry(self.sites, {p.name: p for p in everywhere})
         unknown = {name: kind for _, _, names in told for name, kind in names.items()}
+        self.rehearsal = Rehearsal(adapter, parameters, self.mesh)
         self.survey = Survey(adapter, parameters, everywhere, unknown)
         self.captures = Captures()
         self.clock = Clock()
         self._recorder = Recorder(self.mesh, self.captures)
-        self.firing = Firing(self.registry, self.clock, self._recorder, self.mesh, self._await_backward)
-        self._agreement = Agreement(f"session{Session._count}", knobs.agree_seconds)
-        Session._count += 1
+        ranks = self.mesh.ranks
+        name = f"session{Session._counts[ranks]}"
+        Session._counts[ranks] += 1
+        meeting = Agreement(f"{name}/gradients", knobs.agree_seconds, ranks, NO_GRADIENT)
+        self.trainable = Trainable(adapter, self.clock, meeting, gather_data_parallel, self._await_backward)
+        self.editing = Editing(self.mesh, self.clock, self.trainable, name, gather_data_parallel)
+        self.passing = self.editing.passing
+        self.firing = Firing(
+            self.registry,
+            self.clock,
+            self._recorder,
+            self.editing,
+            self.mesh,
+            gather_data_parallel,
+            self._await_backward,
+        )
+        self.standing = Standing(own, parameters, self.registry, self.firing, self.mesh)
+        self.tracer: Tracer | None = None
+        self.trace(knobs.debug)
+        self._agreement = Agreement(name, knobs.agree_seconds, ranks)
         self._agreed = -1
-        self._taps: dict[str, Undo] = {}
-        self._judged: set[HookFunction] = set()
         self._objection = ""
-        self._in_schedule = False
+        self._in_schedule, self._in_call, self._calls = False, False, 0
+        self.probing: int | None = None
         self._awaits_backward = False
         self._verifier: Verifier | None = None
+        self.delivered: Callable[[], None] | None = None
         self._unwatch: Undo | None = adapter.watch(self)
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank is the leader of its model replica: of its stage, and that the first."""
-        return is_leader(self.mesh) and self.mesh["pp"].coord == 0
+        """Whether what is read arrives here: on the first rank of the first stage of its model replica.
+
+        Where data parallel ranks are gathered too, of the first replica only.
+        """
+        first = not self.over_data or self.mesh["dp"].coord == 0
+        return is_leader(self.mesh) and self.mesh["pp"].coord == 0 and first
+
+    @property
+    def running(self) -> bool:
+        """Whether a step is under way, in which no other can begin."""
+        return self._in_schedule or self._in_call
 
     # -- registering -----------------------------------------------------------------------------------
 
-    def add(self, hook: HookFunction) -> None:
-        """Register a hook, on every rank alike."""
-        self.registry.add(hook)
-        self._retap()
+    def add(self, hook: HookFunction, always: bool = False) -> None:
+        """Register a hook, on every rank alike; `always`: active whatever groups are selected.
+
+        Raises:
+            HookError: it cannot stand there, or its editing function would not do.
+        """
+        entry = self.registry.add(hook, always)
+        try:
+            self.rehearsal.consider(entry)
+        except Exception:
+            self.registry.remove(hook)
+            raise
+        self.standing.retap()
 
     def remove(self, hook: HookFunction) -> None:
         """Take a hook out, on every rank alike; a tap that no hook needs goes with it."""
         self.registry.remove(hook)
-        self._retap()
+        self.standing.retap()
 
-    def _retap(self) -> None:
-        """Have taps where active hooks stand, and nowhere else."""
-        for name in [n for n in self._taps if not self.registry.at(n)]:
-            self._taps.pop(name)()
-        for entry in self.registry.active:
-            for site in entry.sites:
-                own = self._own.get(site.name)
-                if own is not None and own.tap is not None and own.name not in self._taps:
-                    self._taps[own.name] = own.tap.install(partial(self.firing.fire, own))
-            for told in entry.parameters:
-                mine = self._own_parameters.get(told.name)
-                if mine is not None and mine.parameter is not None and mine.name not in self._taps:
-                    react = partial(self.firing.gradient, mine.name, mine.layout.gradient(), None, None)
-                    self._taps[mine.name] = mine.parameter.register_hook(react).remove
+    def register_trainable(self, name: str, module: nn.Module) -> None:
+        """Register a trainable module, on every rank alike."""
+        self._agreement.compare(self.trainable.check(name, module))
+        self.trainable.add(name, module)
+
+    def trace(self, on: bool) -> None:
+        """Tell of each firing from now on, or no longer."""
+        if self.tracer is not None:
+            self.tracer.stop()
+        self.tracer = Tracer(self.firing) if on else None
 
     def verify(self, steps: int) -> None:
         """Watch all sites for the next steps, on every rank alike."""
         if self._verifier is not None:
             self._verifier.stop()
-        self._verifier = Verifier(self._own.values(), self.survey, self.clock, steps)
+        self._verifier = Verifier(self._plain, self.survey, self.clock, steps)
         self._agreed = -1
 
     @property
@@ -117,95 +169,137 @@ class Session:
         if self._verifier is not None:
             self._verifier.stop()
             self._verifier = None
-        for undo in self._taps.values():
-            undo()
-        self._taps.clear()
+        self.trace(False)
+        self.standing.take_out()
         if self._unwatch is not None:
             self._unwatch()
             self._unwatch = None
         self._recorder.drop()
+        self.passing.close()
         self.registry.clear()
+        self.trainable.close()
 
-    def silent(self) -> list[HookFunction]:
-        """The hooks that have stood through a whole step and fired on no rank, the same list on every rank.
-
-        Collective over the mesh, if there are such hooks at all.
-        """
-        judged = [e.hook for e in self.registry.entries if e.hook in self._judged]
-        if not judged:
-            return []
-        fired = any_rank([int(h in self.firing.fired) for h in judged], self.mesh)
-        return [h for h, f in zip(judged, fired, strict=True) if not f]
+    @property
+    def in_schedule(self) -> bool:
+        """Whether a run of the framework's schedule is under way."""
+        return self._in_schedule
 
     # -- what the adapter tells ------------------------------------------------------------------------
 
-    def step_begins(self, iteration: int | None, gradient_factor: Callable[[], float] | None = None) -> None:
+    def step_begins(
+        self,
+        iteration: int | None,
+        gradient_factor: Callable[[], float] | None = None,
+        microbatches: int = 1,
+    ) -> None:
         """A schedule starts."""
+        if self._in_schedule:
+            raise HookError(
+                "a schedule is a step of its own, and so is step(); do not run one inside the other"
+            )
         self._compare()
         self.survey.called = False
         self.clock.begin(iteration, gradient_factor)
-        self._in_schedule = True
+        self.trainable.begins(microbatches)
+        self.passing.begin()
+        self._in_schedule, self._calls = True, 0
 
     def step_ends(self, failed: bool) -> None:
         """It is over: bring what was read to the leader, or forget it."""
-        self._in_schedule = False
-        self._end(failed, self.mesh)
+        self._in_schedule, self._calls = False, 0
+        try:
+            self._end(failed, self.mesh)
+        finally:
+            self.passing.begin()
 
-    def forward_begins(self, microbatch: int) -> None:
-        """A microbatch goes forward."""
-        self.clock.forward(microbatch)
+    def forward_begins(self, microbatch: int, chunk: int) -> None:
+        """A microbatch goes forward through one of this rank's chunks."""
+        self.clock.forward(microbatch, chunk)
+        self.passing.forward_begins()
 
-    def forward_ends(self, output: Any) -> None:
+    def forward_ends(self, output: Any, tokens: Tensor | None = None) -> None:
         """It did."""
         self.clock.mark(output)
+        if tokens is not None:
+            self.clock.count(tokens)
+        self.passing.forward_ends()
         self._recorder.gather_if_large()
 
     def backward_begins(self, output: Any) -> None:
         """A microbatch goes backward."""
         self.clock.backward(output)
+        self.passing.backward_begins()
+
+    def backward_ends(self) -> None:
+        """It did."""
+        self.passing.backward_ends()
 
     def cannot(self, why: str) -> None:
         """What this step does cannot be hooked. Raising now would leave other stages waiting."""
         self._objection = why
 
     def call_begins(self) -> None:
-        """The model is called outside a schedule; each such call is a step."""
+        """The model is called outside a schedule; each such call is a step, or a microbatch of one."""
+        if self._in_schedule:
+            self.forward_begins(self._calls, 0)
+            self._calls += 1
+            return
         self._compare()
         self._awaits_backward = False  # of a backward pass that raised
         self.survey.called = torch.is_grad_enabled() or self.survey.called
         self.clock.begin(None)
+        self.trainable.begins(None)
+        self.passing.begin()
+        self.editing.scopes.begin()
+        self._in_call = True
 
     def call_ends(self, failed: bool) -> None:
         """That call is over; its backward pass may follow."""
-        self._end(failed, self._replica())
+        if self._in_schedule:
+            self.passing.forward_ends()
+            self._recorder.gather_if_large()
+            return
+        self._in_call = False
+        try:
+            self._end(failed, self._replica())
+        finally:
+            if failed or not torch.is_grad_enabled():  # else its backward pass may need the values
+                self.passing.begin()
 
     def _compare(self) -> None:
         # A selection counts from the start of a step to that of the next one, the backward pass included.
         if self.registry.adopt():
-            self._retap()
+            self.standing.retap()
         if self.registry.version != self._agreed or self._agreement.wanted():
             watched = self._verifier is not None and self._verifier.left > 0
-            self._agreement.compare(self.registry.describe() + (", verify()" if watched else ""))
+            plan = Plan.of(self.registry.active, self.mesh["pp"].size)
+            more = plan.describe() + (", verify()" if watched else "")
+            self._agreement.compare(self.registry.describe() + more)
+            self.passing.adopt(plan)
             self._agreed = self.registry.version
 
     def _replica(self) -> Mesh:
         """The mesh without data parallelism, whose ranks need not call a model equally often.
 
-        Unless they share experts: then they do, and what one of them drops the others must not wait for.
+        Unless they are gathered, or share experts or trainable modules: then they do, and what one of them
+        drops the others must not wait for.
         """
-        if self.mesh["ep"].size > 1:
+        if self.mesh["ep"].size > 1 or self.over_data or self.trainable.modules:
             return self.mesh
-        return Mesh(tuple(a for a in self.mesh if a.name != "dp"), self.mesh.experts)
+        return self.mesh.replica()
 
     def _end(self, failed: bool, mesh: Mesh) -> None:
         watched = self._verifier is not None and self._verifier.left > 0
         found = self._verifier.step_ends(failed, mesh) if self._verifier is not None and watched else []
         self._finish(failed, mesh)
+        if not failed:
+            self.trainable.synchronize()
+            found += self.trainable.unequal() if watched else []
         if found:
             raise error_of(found, self.clock.step)
 
     def _finish(self, failed: bool, mesh: Mesh) -> None:
-        failure, self.firing.failure = self.firing.failure, None
+        failure, self.editing.failure = self.editing.failure, None
         objection, self._objection = self._objection, ""
         hooks = [e.hook for e in self.registry.active]
         if failed or not hooks:
@@ -214,17 +308,18 @@ class Session:
         if objection:
             self._recorder.drop()
             raise HookError(objection)
-        self._judged.update(hooks)
-        if any(h.can_fail for h in hooks) and any_rank([int(failure is not None)], mesh)[0]:
+        if self.probing is None:  # which may not pass where a step does: no labels, no backward pass
+            self.standing.judge(hooks)
+        if self.firing.declared.differ():
+            failure = failure or (DIFFER, HookError(DIFFER))
+        wrong = any(h.can_fail for h in hooks) and any_rank([int(failure is not None)], mesh)[0]
+        self.passing.settle()
+        if wrong:
             self._recorder.drop()
-            self._raise_everywhere(failure, mesh)
+            raise_everywhere(failure, mesh)
         self._recorder.flush()
-
-    def _raise_everywhere(self, failure: tuple[str, BaseException] | None, mesh: Mesh) -> NoReturn:
-        told = everyone(failure and failure[0], mesh, [a.name for a in mesh])
-        messages = list(dict.fromkeys(m for m in told if m))
-        count = f" (on {sum(m is not None for m in told)} of {len(told)} ranks)" if len(told) > 1 else ""
-        raise HookError("; ".join(messages) + count) from (failure and failure[1])
+        if self.delivered is not None:
+            self.delivered()
 
     def _await_backward(self) -> None:
         """Outside a schedule, send what this backward pass records when it is through."""
@@ -234,4 +329,6 @@ class Session:
 
     def _backward_ended(self) -> None:
         self._awaits_backward = False
+        self.trainable.meet()
         self._finish(False, self._replica())
+        self.trainable.synchronize()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,17 +16,36 @@ from megatron_flex.runtime.captures import Key
 
 
 @contextmanager
-def same_stream(key: Key, like: Tensor) -> Iterator[None]:
-    """Seed torch's generators from the key for the time of an edit, and put them back.
+def same_stream(key: Key, index: int, like: Tensor) -> Iterator[None]:
+    """Seed the generators of torch, numpy and Python from the key for the time of an edit, and put them back.
+
+    Generators that a person made are theirs.
 
     Args:
         key: which site, step, microbatch and call; each has a stream of its own.
+        index: the place of the hook among those at its site; so has each of these.
         like: a tensor on the device whose generator the edit would use.
     """
     devices = [like.device] if like.device.type == "cuda" else []
-    with torch.random.fork_rng(devices, device_type="cuda"):
-        name = zlib.crc32(f"{knobs.seed}/{key.site}/{key.step}/{key.microbatch}/{key.call}".encode())
-        torch.default_generator.manual_seed(name)
+    seed = zlib.crc32(f"{knobs.seed}/{key.site}/{key.step}/{key.microbatch}/{key.call}/{index}".encode())
+    with torch.random.fork_rng(devices, device_type="cuda"), _others(seed):
+        torch.default_generator.manual_seed(seed)
         if devices:
-            torch.cuda.manual_seed(name)
+            torch.cuda.manual_seed(seed)
         yield
+
+
+@contextmanager
+def _others(seed: int) -> Iterator[None]:
+    """The global generators of Python and, where somebody has imported it, of numpy."""
+    numpy = sys.modules.get("numpy")
+    python, array = random.getstate(), None if numpy is None else numpy.random.get_state()
+    random.seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(array)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from megatron_flex.adapters import Adapter, ParameterSite
 from megatron_flex.collectives import checksum, differing, everyone
-from megatron_flex.errors import FlexError, SiteError, nearest
-from megatron_flex.layout import Layout, whole_shape
+from megatron_flex.errors import FlexError, LayoutError, SiteError, nearest
+from megatron_flex.layout import AXIS, Layout, Sizes, declared, whole_shape
 from megatron_flex.sites import model_order
 
 EXPERT = {"ep", "etp", "edp"}
@@ -32,21 +32,30 @@ class Want(NamedTuple):
             what the framework is known to leave.
         padded: with the rows that pad a vocabulary.
         everywhere: on every rank and not on the leader alone.
+        expected: the whole's shape; of a parameter of a plain module it says what is cut.
     """
 
     gradient: bool = False
     reduced: bool | None = None
     padded: bool = False
     everywhere: bool = False
+    expected: tuple[int | None, ...] | None = None
 
     @property
     def summands(self) -> bool:
         """Whether what ranks hold are summands, as gradients are before they are reduced."""
         return self.gradient and not self.reduced
 
-    def layout(self, site: ParameterSite) -> Layout:
-        """How the local tensors of what is wanted relate."""
-        layout = site.layout.gradient() if self.summands else site.layout
+    def layout(self, site: ParameterSite, sizes: Sizes) -> Layout:
+        """How the local tensors of what is wanted relate.
+
+        Raises:
+            LayoutError: the local parameter is no part of one of the expected shape.
+        """
+        layout = site.layout
+        if site.inferred:
+            layout = declared(site.shape, self.expected, sizes.get(AXIS, 1))
+        layout = layout.gradient() if self.summands else layout
         if self.padded:
             layout = replace(layout, dims=tuple(replace(d, keep=None) for d in layout.dims))
         return layout
@@ -60,12 +69,14 @@ class Note(NamedTuple):
         held: dtype of the parameter.
         shape: of the whole.
         problem: why it cannot be had.
+        layout: how the parts relate, in words.
     """
 
     dtype: torch.dtype | None
     held: torch.dtype
     shape: tuple[int, ...]
     problem: str = ""
+    layout: str = ""
 
 
 class Survey:
@@ -140,8 +151,14 @@ class Survey:
     def note(self, name: str, want: Want) -> Note | None:
         """What this rank has to say about a parameter; None if it holds nothing of it."""
         for site, parameter in self.held(name):
-            shape = whole_shape(want.layout(site), parameter.shape, self.mesh.sizes)
-            note = Note(parameter.dtype, parameter.dtype, shape)
+            try:
+                layout = want.layout(site, self.mesh.sizes)
+            except LayoutError as error:
+                return Note(None, parameter.dtype, site.shape, str(error))
+            shape = whole_shape(layout, parameter.shape, self.mesh.sizes)
+            note = Note(
+                parameter.dtype, parameter.dtype, shape, layout=layout.describe() if site.inferred else ""
+            )
             kind = type(parameter.data)
             if kind is not Tensor:
                 problem = f"it is kept as a {kind.__name__}, whose parts are not known; read those yourself"
@@ -164,10 +181,13 @@ class Survey:
         """
         mine = {n: note for n in names if (note := self.note(n, want)) is not None}
         found: dict[str, Note] = {}
+        others: dict[str, str] = {}
         for told in everyone(mine, self.mesh, [a.name for a in self.mesh]):
             for name, note in told.items():
                 if note.problem:
                     raise FlexError(f"{name}: {note.problem}")
+                if note.layout != others.setdefault(name, note.layout):
+                    raise FlexError(f"{name}: ranks have parts of different shapes; read the shards yourself")
                 if note.dtype is not None:
                     found.setdefault(name, note)
         if want.gradient and want.reduced:
@@ -218,6 +238,8 @@ def copies_over(site: ParameterSite, copied: bool) -> set[str]:
         site: the parameter.
         copied: whether several stages hold it.
     """
+    if site.inferred:
+        return {"dp"}
     expert = bool(site.owner) or bool({*site.layout.axes, *site.layout.shared} & EXPERT)
     axes = {"etp", "edp"} if expert else {"tp", "cp", "dp"}
     return (axes | ({"pp"} if copied else set())) - set(site.layout.axes)

@@ -58,7 +58,7 @@ class Verifier:
     def __init__(self, sites: Iterable[Site], survey: Survey, clock: Clock, steps: int) -> None:
         self.survey, self.clock, self.left = survey, clock, steps
         self.checked = 0
-        self._sites = {s.name: s for s in sites if s.tap is not None and not s.hidden}
+        self._sites = {s.name: s for s in sites if s.tap is not None and not s.hidden and not s.inferred}
         self._seen: list[Seen] = []
         self._calls: Counter[tuple[str, int]] = Counter()
         self._last: dict[str, weakref.ref[Tensor]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +51,20 @@ def relative(got: Tensor, want: Tensor) -> float:
     error = (got - want).abs().max().item()
     result = error / scale if scale else error
     return result if result == result else float("inf")
+
+
+def greatest(errors: Iterable[float]) -> float:
+    """The greatest of some errors; infinite where one is no number, or there is none."""
+    found = list(errors)
+    return max(found) if found and all(e == e for e in found) else float("inf")
+
+
+def judge(found: list[Cell], cells: list[Any]) -> None:
+    """Count what was compared, and fail if some of it is not what it should be."""
+    cells += found
+    bad = [c for c in found if not c.good]
+    told = "\n".join(f"{c.case}, {c.site}, {c.check}: {c.error:.2e}" for c in bad[:20])
+    assert not bad, f"{len(bad)} of {len(found)} cells differ from one process:\n{told}"
 
 
 def compare(case: gpt.Case, sites: list[str] | None = None, edits: list[str] | None = None) -> list[Cell]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import gpt, moe, ranks
+from tests.support import gpt, handmade, moe, ranks
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -35,6 +35,7 @@ def execute(code: str, case: Case = CASE) -> list[str]:
     return printed
 
 
+@pytest.mark.versions
 def test_the_readme_runs() -> None:
     pytest.importorskip("megatron.core")
     (code,) = blocks(ROOT / "README.md")
@@ -85,5 +86,92 @@ def test_the_page_on_gradients_runs() -> None:
     assert others == [[], [], []]
 
 
+def test_the_page_on_the_compatible_interface_runs() -> None:
+    pytest.importorskip("megatron.core")
+    (code,) = blocks(ROOT / "docs" / "compat.md")
+    first, *others = run(4, execute, code)
+    wide = f"({gpt.SEQUENCE}, {gpt.BATCH}, {2 * gpt.FFN})"
+    wanted = [f"decoder.layers.{n}.mlp.linear_fc1 {CASE.microbatches} {wide}" for n in range(4)]
+    stream = f"decoder.layers.1 {CASE.microbatches} ({gpt.SEQUENCE}, {gpt.BATCH}, {gpt.HIDDEN})"
+    assert sorted(first[:-1]) == sorted([*wanted, stream])
+    assert first[-1] == "decoder.layers.1"
+    assert others == [[""]] * 3
+
+
+@pytest.mark.versions
+def test_the_page_on_edits_runs() -> None:
+    pytest.importorskip("megatron.core")
+    ready, patching = blocks(ROOT / "docs" / "edits.md")
+    assert run(4, execute, ready) == [["swap(0, 1) | clamp(-2.0, 2.0)"]] * 4
+    assert run(4, execute, patching) == [["forward on decoder.layers.2"]] * 4
+
+
+@pytest.mark.versions
+def test_the_page_on_debugging_runs() -> None:
+    pytest.importorskip("megatron.core")
+    page = ROOT / "docs" / "debugging.md"
+    explain, stop = blocks(page)
+    first, *others = run(4, execute, explain)
+    shown = re.search(
+        r"^```text\n(hook: .*?)\n```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    assert shown is not None
+    assert [timeless(line) for line in first] == [timeless(shown[1])]
+    assert others == [[], [], []]
+    assert run(4, execute, stop) == [[], [], [], []]
+
+
+def timeless(text: str) -> str:
+    return re.sub(r"[\d.]+ ms", "T ms", text)
+
+
+def test_the_page_on_plain_modules_runs() -> None:
+    alone, spread = blocks(ROOT / "docs" / "plain.md")
+    printed: list[str] = []
+    exec(alone, {"print": lambda *words: printed.append(" ".join(map(str, words)))})
+    gradients = {"0:output[-1].grad (1, 2, 16)", "0.weight_ih_l0.grad (64, 8)"}
+    assert set(printed) == {"0:output[2] (1, 2, 16)", *gradients}
+    assert run(2, _run_by_hand, spread) == [["(3, 4, 16)"], []]
+
+
+def _run_by_hand(code: str) -> list[str]:
+    printed: list[str] = []
+    model, batch = handmade.parallel(2), handmade.batch(0)
+    exec(code, {"model": model, "batch": batch, "print": lambda text: printed.append(str(text))})
+    return printed
+
+
+@pytest.mark.versions
+def test_the_page_on_training_runs() -> None:
+    pytest.importorskip("megatron.core")
+    (code,) = blocks(ROOT / "docs" / "training.md")
+    assert run(4, execute, code) == [[f"({gpt.VOCABULARY}, {gpt.HIDDEN})"]] * 4
+
+
+@pytest.mark.versions
+def test_the_page_on_shared_values_runs() -> None:
+    pytest.importorskip("megatron.core")
+    (code,) = blocks(ROOT / "docs" / "context.md")
+    answers = run(4, execute, code)
+    told = [f"{CASE.microbatches} {list(range(CASE.microbatches))}"]
+    assert answers == [[], [], told, told]
+
+
 def _run_plainly(code: str) -> None:
     exec(code, {})
+
+
+@pytest.mark.versions
+def test_the_page_on_the_lens_runs() -> None:
+    pytest.importorskip("megatron.core")
+    code = "\n".join(blocks(ROOT / "docs" / "lens.md"))
+    b, s, h, v = gpt.BATCH, gpt.SEQUENCE, gpt.HIDDEN, gpt.VOCABULARY
+    wanted = [
+        f"{(b, gpt.HEADS, s, s)} ['embed', '0_attn_out', '0_mlp_out'] {(4 * gpt.HEADS, b, s, h)} "
+        f"{(9, b, s)} {(5, b, s, v)}",
+        "decoder.layers.0.mlp.linear_fc1:output",
+        f"{(b, s, v)} {(b, s, v)}",
+        f"{(b, s, h)} {(b, s, gpt.FFN)}",
+        f"{(2 * b, s, h)}",
+    ]
+    assert run(4, execute, code) == [wanted] * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_flex.knobs import knobs
 from tests.support import gpt, ranks
 from tests.support.gpt import Case
 from tests.support.pool import run
@@ -54,10 +56,11 @@ def at_registration(case: Case) -> dict[str, str]:
         "twice": told(lambda: flex.register_forward_hook(hook)),
         "not there": told(lambda: flex.remove_hook(mf.HookFunction(LAYER))),
         "sizes": told(lambda: mf.FlexModel(chunks, tensor_parallel_size=4, data_parallel_size=1)),
-        "framework": told(lambda: mf.FlexModel(nn.Linear(2, 2))),
+        "framework": told(lambda: mf.FlexModel([nn.Linear(2, 2), nn.Linear(2, 2)])),
+        "parallel layers": told(lambda: mf.FlexModel(chunks[0].decoder)),
         "kind": told(lambda: mf.HookFunction(LAYER, hook_type="sideways")),
         "callable": told(lambda: mf.HookFunction(LAYER, editing_function=3)),
-        "leaf": told(lambda: mf.HookFunction(LAYER, unpack_idx=1)),
+        "leaf": told(lambda: flex.register_forward_hook(mf.HookFunction(LAYER, unpack_idx=2))),
         "idle": told(lambda: mf.HookFunction(LAYER, save=False)),
     }
     chunks[0].config.cuda_graph_impl = "local"
@@ -91,10 +94,11 @@ def test_bad_input_is_told_at_once_on_all_ranks() -> None:
         "twice": ["registered already"],
         "not there": ["not registered"],
         "sizes": ["tp=4", "found 2", "tp=2 x pp=2".replace("tp=2 x pp=2", "pp=2 x tp=2")],
-        "framework": ["Linear", "no known framework"],
+        "framework": ["Linear", "no known framework", "give one module"],
+        "parallel layers": ["TransformerBlock holds a", "GPTModel", "say tensor_parallel_size"],
         "kind": ["sideways", "forward_pre"],
         "callable": ["3", "callable"],
-        "leaf": ["unpack_idx=1"],
+        "leaf": ["unpack_idx=2", f"{LAYER}:output", "is not known", f"places with names are {LAYER}:input"],
         "idle": ["neither saves nor edits"],
         "graphs": ["CUDA graphs", "local", "none"],
         "hybrid_context_parallel": ["hybrid_context_parallel=True", "each batch", "--context-parallel-size"],
@@ -118,6 +122,14 @@ def wrong_dtype(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Ten
     return inputs.double()
 
 
+def wrong_device(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    return inputs.to("meta")
+
+
+def a_tuple(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Any:
+    return inputs, None
+
+
 def nothing(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> None:
     return None
 
@@ -139,7 +151,11 @@ def in_a_step(case: Case) -> dict[str, Any]:
     rank = ranks.mine(chunks)
     gpt.step(case, chunks, rank)
     out: dict[str, Any] = {}
-    for edit in (wrong_shape, wrong_dtype, nothing, raises, raises_on_one):
+    for edit in (wrong_shape, wrong_dtype):
+        attach = partial(mf.attach, chunks, [mf.HookFunction(LAYER, editing_function=edit)])
+        out[f"{edit.__name__} at once"] = told(attach)
+    knobs.dry_run = False
+    for edit in (wrong_shape, wrong_dtype, wrong_device, a_tuple, nothing, raises, raises_on_one):
         flex = mf.attach(chunks, [mf.HookFunction(LAYER, editing_function=edit)])
         out[edit.__name__] = told(lambda: gpt.step(case, chunks, rank))
         flex.session.close()
@@ -166,6 +182,10 @@ def test_what_goes_wrong_in_a_step_is_raised_by_all_ranks_at_its_end() -> None:
     words = {
         "wrong_shape": [LAYER, "shape (16, 2, 95) for (16, 2, 96)", "iteration 0", "microbatch 0"],
         "wrong_dtype": ["dtype torch.float64 for torch.float32"],
+        "wrong_shape at once": ["wrong_shape", "test_errors.py:", "tried at", LAYER, "(8, 2, 95)"],
+        "wrong_dtype at once": ["dtype torch.float64 for torch.float32; return the dtype it got"],
+        "wrong_device": ["returned device meta for cpu"],
+        "a_tuple": ["returned tuple; return a tensor"],
         "nothing": ["returned NoneType"],
         "raises": ["RuntimeError", "test_errors.py:"],
         "raises_on_one": ["RuntimeError: only here", "on 1 of 4 ranks"],

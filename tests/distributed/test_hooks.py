@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -247,25 +249,33 @@ def several() -> Any:
     seen: list[Tensor] = []
 
     def noise(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
-        save_ctx.noise = torch.randn_like(inputs)
+        save_ctx.run.first = torch.randn(4)
+        numpys = torch.from_numpy(np.random.standard_normal(inputs.shape)).to(inputs.dtype)
+        save_ctx.noise = torch.randn_like(inputs) + numpys + random.random()
+        save_ctx.keep("noise")
         return inputs + save_ctx.noise
 
     def look(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
         seen.append(inputs.detach().clone())
+        save_ctx.run.second = torch.randn(4)
         return inputs
 
     def zero(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
         return torch.zeros_like(inputs)
 
     torch.manual_seed(torch.distributed.get_rank())  # the ranks' own streams differ, as Megatron's do
-    state = torch.get_rng_state()
+    np.random.seed(torch.distributed.get_rank())
+    random.seed(torch.distributed.get_rank())
+    state, numpys, pythons = torch.get_rng_state(), np.random.get_state(), random.getstate()
     flex = mf.FlexModel(chunks[0])
     flex.register_forward_hook(mf.HookFunction("decoder.layers.0", editing_function=noise))
     flex.register_forward_hook(mf.HookFunction("decoder.layers.0", editing_function=look))
     ranks.call(chunks, model=flex)
-    untouched = torch.equal(state, torch.get_rng_state())
+    untouched = torch.equal(state, torch.get_rng_state()) and pythons == random.getstate()
+    untouched = untouched and np.array_equal(numpys[1], np.random.get_state()[1])
     before = flex.output_dict["decoder.layers.0"][0] if flex.output_dict else None
     drawn = flex.save_ctx.noise
+    untouched = untouched and not torch.equal(flex.save_ctx.run.first, flex.save_ctx.run.second)
     flex.restore()
     flex = mf.FlexModel(chunks[0])
     flex.register_full_backward_pre_hook(mf.HookFunction("decoder.layers.1", editing_function=zero))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,7 +87,8 @@ def test_upstream_as_it_is(case: Case, cells: list[Any]) -> None:
     (truth,) = run(1, oracle.run, case.single(), sites, [])
     answers = run(case.world, matrix.sharded, case, truth["state"], sites, [])
     plain = run(case.world, plainly, case, truth["state"], sites)
-    found = [c for c in matrix._readings(case, sites, truth, answers) if c.check == "value"]
+    values = [c for c in matrix._readings(case, sites, truth, answers) if c.check == "value"]
+    found = [replace(c, model=case.model) for c in values]
     found += gradients(case, truth, answers, plain)
     cells += found
     assert [c for c in found if not c.good] == []

@@ -82,16 +82,16 @@ def test_edits_on_the_leader_equal_those_of_one_process(case: Case, cells: list[
 
 
 def noisy(case: Case, run_on: str) -> tuple[list[float], list[Tensor], int]:
-    """An edit with numpy's random numbers and a state of its own, which would differ from rank to rank."""
+    """An edit with a generator and a state of its own, which would differ from rank to rank."""
     import megatron_flex as mf
 
     chunks = ranks.start(case)
-    np.random.seed(torch.distributed.get_rank())
+    generator = np.random.default_rng(torch.distributed.get_rank())
     kept: list[Tensor] = []
 
     def edit(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
         kept.append(inputs)
-        noise = torch.from_numpy(np.random.standard_normal(inputs.shape)).to(inputs.dtype)
+        noise = torch.from_numpy(generator.standard_normal(inputs.shape)).to(inputs.dtype)
         return inputs + 0.1 * len(kept) * noise
 
     hooks = [
@@ -119,6 +119,7 @@ def failing(case: Case) -> str:
     import megatron_flex as mf
 
     def edit(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+        save_ctx.shape = inputs.shape
         return inputs[:1]
 
     chunks = ranks.start(case)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,28 +121,30 @@ def test_every_site_is_compared(case: Case) -> None:
     assert sorted(run(case.world, names_of, case)[0]) == sorted(oracle.sites_of(case))
 
 
-def t5() -> str:
+def t5(case: Case) -> str:
     import megatron_flex as mf
     from megatron_flex import cpu
 
     cpu.enable()
-    gpt.initialize(Case("t5"))
+    gpt.initialize(case)
     from megatron.core.models.T5 import t5_spec
     from megatron.core.models.T5.t5_model import T5Model
 
-    config = gpt.config(Case("t5", layers=1, groups=gpt.HEADS))
+    config = gpt.config(case)
     specs = t5_spec.get_t5_encoder_with_local_block_spec(1), t5_spec.get_t5_decoder_with_local_block_spec(1)
     try:
-        mf.FlexModel(T5Model(config, config, *specs, gpt.VOCABULARY, gpt.SEQUENCE))
+        flex = mf.FlexModel(T5Model(config, config, *specs, gpt.VOCABULARY, gpt.SEQUENCE))
     except mf.FlexError as error:
         return str(error)
-    return ""
+    return flex.sites("decoder.layers.0:output")[0].name
 
 
-def test_an_unknown_model_is_refused_by_its_name() -> None:
-    (told,) = run(1, t5)
-    assert told.startswith("T5Model")
-    assert "BertModel" in told
+def test_an_unknown_model_is_refused_by_its_name_where_it_is_sharded() -> None:
+    case = Case("t5", layers=1, groups=gpt.HEADS)
+    for told in run(2, t5, replace(case, tp=2)):
+        assert told.startswith("T5Model")
+        assert "BertModel" in told
+    assert run(1, t5, case) == ["decoder.layers.0:output"], "on one process every module is a plain one"
 
 
 def shared_embedding(case: Case) -> list[str]:

@@ -20,8 +20,8 @@ SEQUENCE, BATCH, VOCABULARY, HIDDEN, FFN, HEADS, GROUPS = 16, 2, 64, 32, 48, 4, 
 class Case:
     """A model and the way it is spread.
 
-    `microbatches` is for each data parallel rank; `extra` goes to the config, `split` too: how the
-    pipeline divides the layers, of which one process knows nothing.
+    `microbatches` is for each data parallel rank, of which `joint` may be put together; `extra` goes to the
+    config, `split` too: how the pipeline divides the layers, of which one process knows nothing.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Case:
     etp: int = 1
     sp: bool = False
     microbatches: int = 2
+    joint: int = 1  # so many data parallel ranks' samples in one batch
     hybrid: bool = False
     gated: bool = True
     rms: bool = True
@@ -353,7 +354,8 @@ def forward_step(iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tup
     """What a pretrain script hands to Megatron's schedule."""
     batch = next(iterator)
     here = context.here(SEQUENCE)
-    positions = here.expand(BATCH, -1)
+    samples = len(batch["tokens"])
+    positions = here.expand(samples, -1)
     mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), diagonal=1)
     if hasattr(model, "bert_extended_attention_mask"):
         output = bert.call(model, batch)
@@ -361,7 +363,7 @@ def forward_step(iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tup
         output = model(batch["tokens"][:, here], positions, mask, labels=batch["labels"][:, here])
 
     def loss_function(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = output.sum() / (BATCH * SEQUENCE)  # of a context parallel rank: its share of the mean
+        loss = output.sum() / (samples * SEQUENCE)  # of a context parallel rank: its share of the mean
         return loss, {"loss": context.total(loss.detach().clone())}
 
     return output, loss_function
@@ -375,6 +377,12 @@ def step(case: Case, chunks: list[nn.Module], rank: int, forward_only: bool = Fa
         for parameter in chunk.parameters():
             parameter.grad = None
     mine = data(case.microbatches * case.dp)[rank * case.microbatches : (rank + 1) * case.microbatches]
+    if case.joint > 1:
+        every = data(case.microbatches * case.joint)
+        mine = [
+            {k: torch.cat([b[k] for b in every[m :: case.microbatches]]) for k in every[m]}
+            for m in range(case.microbatches)
+        ]
     context = torch.no_grad() if forward_only else contextlib.nullcontext()
     with context:
         losses = get_forward_backward_func()(
@@ -383,7 +391,7 @@ def step(case: Case, chunks: list[nn.Module], rank: int, forward_only: bool = Fa
             model=chunks if case.vpp else chunks[0],
             num_microbatches=case.microbatches,
             seq_length=SEQUENCE,
-            micro_batch_size=BATCH,
+            micro_batch_size=BATCH * case.joint,
             forward_only=forward_only,
         )
     if not forward_only:

@@ -22,7 +22,9 @@ UPSTREAM = ("megatron", "fairscale", "apex", "transformer_engine")
 # Top to bottom. A room is a file or a folder of megatron_flex.
 ROWS = (
     ("cli", "launch", "view"),
-    ("model", "edits", "compare", "compat"),
+    ("compat",),
+    ("model", "compare"),
+    ("edits", "lens"),
     ("runtime",),
     ("adapters", "dump"),
     ("collectives",),
@@ -383,7 +385,9 @@ def test_sizes_check_can_fail():
 DIAGRAM = """
 ```
 cli · launch/ · view/          the doors
-model · edits · compare        FlexModel and HookFunction
+compat/                        another interface
+model · compare                FlexModel and HookFunction
+edits · lens                   ready-made
 runtime/                       taps · hooks
 adapters/ · dump/              one file per framework │ manifest
 collectives                    gather and scatter

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from megatron_flex.adapters.base import Listener, LocalGradient, ParameterSite, Undo
+from megatron_flex.adapters.base import Architecture, Listener, LocalGradient, ParameterSite, Undo
+from megatron_flex.adapters.megatron_core.freezing import freeze, open_recomputed
 from megatron_flex.adapters.megatron_core.gradients import Gradients
 from megatron_flex.adapters.megatron_core.groups import mesh_of
-from megatron_flex.adapters.megatron_core.kinds import ROOTS, is_a, unwrap
+from megatron_flex.adapters.megatron_core.kinds import ROOTS, global_modules, is_a, unwrap
 from megatron_flex.adapters.megatron_core.parameters import parameters_of, unknown_of
+from megatron_flex.adapters.megatron_core.running import architecture, run
 from megatron_flex.adapters.megatron_core.schedule import watch
 from megatron_flex.adapters.megatron_core.sites import sites_of
 from megatron_flex.adapters.megatron_core.ssm import refuse
@@ -38,10 +42,12 @@ class MegatronCore:
     """megatron-core's view of a model, given as its chunks, wrapped or not."""
 
     name = "megatron-core"
+    logits = "output_layer:output"
 
     def __init__(self, chunks: list[nn.Module]) -> None:
-        self.roots = [unwrap(c) for c in chunks]
+        self.chunks, self.roots = chunks, [unwrap(c) for c in chunks]
         self.mesh = mesh_of(self.roots[0])
+        self.prefix = next(f"{n}." if n else "" for n, m in chunks[0].named_modules() if m is self.roots[0])
         self._gradients = Gradients(chunks, self.roots)
 
     def check(self) -> None:
@@ -67,17 +73,32 @@ class MegatronCore:
                 "merged, past the modules that hooks stand on; turn it off"
             )
 
+    def module_names(self) -> list[str]:
+        """The modules of all chunks on this rank, layers counted over the whole model."""
+        return [name for root in self.roots for name, _ in global_modules(root)]
+
     def sites(self) -> list[Site]:
         """The sites of all chunks on this rank."""
-        return [s for root in self.roots for s in sites_of(root, self.mesh)]
+        chunks = enumerate(self.roots)
+        return [replace(s, chunk=i) for i, root in chunks for s in sites_of(root, self.mesh)]
 
     def parameters(self) -> list[ParameterSite]:
         """The parameters of all chunks on this rank that belong to modules with a known layout."""
-        return [p for root in self.roots for p in parameters_of(root, self.mesh)]
+        chunks = enumerate(self.roots)
+        return [replace(p, chunk=i) for i, root in chunks for p in parameters_of(root, self.mesh)]
 
     def without_layout(self) -> dict[str, str]:
         """The other parameters of all chunks on this rank."""
         return {name: kind for root in self.roots for name, kind in unknown_of(root, self.mesh).items()}
+
+    def lengths(self) -> dict[str, int]:
+        """The lengths of sequence and microbatch, as far as `megatron.training` was given them."""
+        state = sys.modules.get("megatron.training.global_vars")
+        args = getattr(state, "_GLOBAL_ARGS", None)
+        found = {"s": getattr(args, "seq_length", None), "b": getattr(args, "micro_batch_size", None)}
+        if getattr(args, "variable_seq_lengths", False):
+            found["s"] = None
+        return {name: length for name, length in found.items() if isinstance(length, int)}
 
     def settle(self) -> None:
         """Wait for the parameters that the distributed optimizer gathers while the model runs."""
@@ -90,6 +111,23 @@ class MegatronCore:
     def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
         """`main_grad` where Megatron keeps it, `grad` otherwise."""
         return self._gradients.of(parameter, reduced)
+
+    def freeze(self) -> Undo:
+        """Turn `requires_grad` off, and let DistributedDataParallel wait for no gradient."""
+        return freeze(self.roots, self._gradients.wrappers)
+
+    def open_recomputed(self) -> Undo:
+        """Let what enters the layers require a gradient, where some are recomputed."""
+        return open_recomputed(self.roots)
+
+    def architecture(self) -> Architecture | None:
+        """Of a GPT or hybrid model."""
+        return architecture(self.roots[0])
+
+    def run(self, tokens: Tensor, microbatch_size: int | None = None) -> None:
+        """Run the model forward by Megatron's schedule, after what the distributed optimizer left to do."""
+        self.settle()
+        run(self.chunks, self.roots[0], self.mesh, tokens, microbatch_size)
 
     def watch(self, listener: Listener) -> Undo:
         """Follow Megatron's schedules, and calls of the model outside them."""

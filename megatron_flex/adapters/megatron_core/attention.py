@@ -26,7 +26,7 @@ def attention(b: Builder, path: str, module: Any) -> Iterator[Site]:
     """Self-attention with one fused projection."""
     of, core, config = b.of, module.core_attention, b.config
     gated = bool(getattr(config, "attention_output_gate", False))
-    yield from b.both(path, module, of.stream(), "hidden_states")
+    yield from b.both(path, module, of.stream(), "hidden_states", beside=(of.bias_beside(),))
     per_group = config.num_attention_heads // b.sizes["g"] * (2 if gated else 1) + 2
     width = b.sizes["g"] * per_group * config.kv_channels
     yield from b.column(f"{path}.linear_qkv", module.linear_qkv, of.features("qkv"), width)

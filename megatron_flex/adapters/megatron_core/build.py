@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from megatron_flex.adapters.megatron_core.kinds import is_a
 from megatron_flex.adapters.megatron_core.layouts import Layouts
 from megatron_flex.adapters.megatron_core.taps import Gemm
 from megatron_flex.adapters.taps import ModuleInput, ModuleOutput
-from megatron_flex.layout import Layout
+from megatron_flex.layout import Cut, Layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Site, Tap
 
@@ -121,6 +121,7 @@ class Builder:
         hidden: str = "",
         width: int | None = None,
         fixed: str = "",
+        beside: tuple[Layout, ...] = (),
     ) -> Site:
         """A site on this stage; `width` is the whole's last dim where its name does not tell."""
         names = [d.name for d in layout.dims]
@@ -129,12 +130,20 @@ class Builder:
         shape: list[int | str] = [self.sizes.get(n, n) for n in names]
         if width is not None:
             shape[-1] = width
-        return Site(name, layout, tuple(shape), self.mesh["pp"].coord, hidden, fixed, tap)
+        return Site(name, layout, tuple(shape), self.mesh["pp"].coord, hidden, fixed, tap, beside=beside)
 
-    def both(self, path: str, module: Any, layout: Layout, keyword: str, hidden: str = "") -> Iterator[Site]:
-        """A module's input and output, alike in layout."""
+    def both(
+        self,
+        path: str,
+        module: Any,
+        layout: Layout,
+        keyword: str,
+        hidden: str = "",
+        beside: tuple[Layout, ...] = (),
+    ) -> Iterator[Site]:
+        """A module's input and output, alike in layout; `beside` is of what it returns behind that."""
         yield self.site(f"{path}:input", layout, ModuleInput(module, 0, keyword), hidden)
-        yield self.site(f"{path}:output", layout, ModuleOutput(module), hidden)
+        yield self.site(f"{path}:output", layout, ModuleOutput(module), hidden, beside=beside)
 
     def column(
         self,
@@ -163,7 +172,10 @@ class Builder:
         yield self.site(f"{path}:input", self.of.stream(self.sequence_cut(module)), entry, no, within)
         gemm = Gemm(module, before=True)
         yield self.site(f"{path}:gemm_input", self.of.gathered(), gemm, inside, within)
-        yield self.site(f"{path}:output", out, ModuleOutput(module, 0, resolve), no, width)
+        tap, features = ModuleOutput(module, 0, resolve), out.dims[-1]
+        # An output that is gathered comes with a bias that is not.
+        features = features if features.cuts else replace(features, cuts=(Cut("tp"),))
+        yield self.site(f"{path}:output", out, tap, no, width, beside=(self.of.bias_beside(features),))
 
     def row(self, path: str, module: Any, name: str, width: int, no: str = "") -> Iterator[Site]:
         """The sites of a row-parallel linear, whose input has the features called `name`."""
@@ -172,7 +184,8 @@ class Builder:
         entry = ModuleInput(module, 0, "x" if inside else "input_")
         yield self.site(f"{path}:input", self.of.features(name), entry, no, width)
         yield self.site(f"{path}:partial", self.of.partial(), Gemm(module, before=False), inside)
-        yield self.site(f"{path}:output", self.of.stream(self.sequence_cut(module)), ModuleOutput(module), no)
+        stream, beside = self.of.stream(self.sequence_cut(module)), (self.of.bias_beside(),)
+        yield self.site(f"{path}:output", stream, ModuleOutput(module), no, beside=beside)
 
     def sequence_cut(self, module: Any) -> bool:
         """Whether the tensor on a parallel linear's uncut side is cut over the sequence."""

@@ -74,7 +74,7 @@ def norm(b: Builder, path: str, module: Any) -> Iterator[Site]:
 
 def mlp(b: Builder, path: str, module: Any, width: int | None = None, no: str = "") -> Iterator[Site]:
     """A dense MLP, of the model's width unless another is given."""
-    yield from b.both(path, module, b.of.stream(), "hidden_states", no)
+    yield from b.both(path, module, b.of.stream(), "hidden_states", no, (b.of.bias_beside(),))
     fused = OP_FUSER if is_a(module, "TEFusedMLP", "TEFusedMLPWithGroupedLinear") else ""
     for site in _linears(b, path, module, width or b.config.ffn_hidden_size, no):
         yield replace(site, hidden=fused or site.hidden)

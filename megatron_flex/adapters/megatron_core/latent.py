@@ -33,7 +33,7 @@ def latent_attention(b: Builder, path: str, module: Any) -> Iterator[Site]:
     """Self-attention over latents."""
     config, heads = b.config, b.sizes["n"]
     query, value = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
-    yield from b.both(path, module, b.of.stream(), "hidden_states")
+    yield from b.both(path, module, b.of.stream(), "hidden_states", beside=(b.of.bias_beside(),))
     yield from _down(b, path, module)
     for name, rank in (("q", config.q_lora_rank), ("kv", config.kv_lora_rank)):
         norm, up = (getattr(module, n, None) for n in (f"{name}_layernorm", f"linear_{name}_up_proj"))

@@ -106,6 +106,14 @@ class Layouts:
         rest = (Dim("in"),) if dims == 2 else ()
         return Layout((Dim("out", (Cut("tp"),), segments), *rest))
 
+    def bias_beside(self, features: Dim | None = None) -> Layout:
+        """The bias that a parallel linear hands on beside its output, with `features` cut or none.
+
+        Ranks add it to different tokens, so each has a share of its gradient.
+        """
+        axes = ("cp",) if features is not None or not self.sequence_parallel else ("tp", "cp")
+        return Layout((features or Dim("out"),), shared=tuple(a for a in axes if self.mesh[a].size > 1))
+
     def vocabulary_cut(self, dims: int) -> Layout:
         """A weight or bias with a row for each token, the vocabulary without its padding."""
         rest = (Dim("h"),) if dims == 2 else ()

@@ -67,7 +67,7 @@ class _State:
         if self.running or not self.ours(kwargs.get("model")):
             return schedule(*args, **kwargs)
         count = int(kwargs["num_microbatches"])
-        self.listener.step_begins(current_iteration(), partial(self.gradient_factor, count))
+        self.listener.step_begins(current_iteration(), partial(self.gradient_factor, count), count)
         self.running, failed = True, True
         try:
             result = schedule(*args, **kwargs)
@@ -80,7 +80,7 @@ class _State:
         return result
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        model = kwargs.get("model", args[2] if len(args) > 2 else None)
+        model: Any = kwargs.get("model", args[2] if len(args) > 2 else None)
         if not self.ours(model):
             return step(*args, **kwargs)
         if not self.running:
@@ -88,15 +88,21 @@ class _State:
                 "the schedule that runs was fetched before the hooks were attached and cannot be followed; "
                 "call get_forward_backward_func() after attaching"
             )
-        self.listener.forward_begins(int(kwargs.get("current_microbatch") or 0))
+        chunk = next((i for i, root in enumerate(self.roots) if unwrap(model) is root), 0)
+        self.listener.forward_begins(int(kwargs.get("current_microbatch") or 0), chunk)
         result = step(*args, **kwargs)
-        self.listener.forward_ends(result[0] if isinstance(result, tuple) else result)
+        output, tokens = result if isinstance(result, tuple) else (result, None)
+        per_token = getattr(self.roots[0].config, "calculate_per_token_loss", False)
+        self.listener.forward_ends(output, tokens if per_token else None)
         return result
 
     def backward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.running:
             self.listener.backward_begins(kwargs.get("output_tensor", args[1] if len(args) > 1 else None))
-        return step(*args, **kwargs)
+        result = step(*args, **kwargs)
+        if self.running:
+            self.listener.backward_ends()
+        return result
 
     def gradient_factor(self, microbatches: int) -> float:
         """By how much Megatron's gradients are greater than those of one microbatch's own loss.

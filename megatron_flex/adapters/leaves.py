@@ -1,0 +1,76 @@
+"""Taps at any tensor that a module gets or returns, however deep in tuples, mappings and dataclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from megatron_flex.adapters.base import Undo
+from megatron_flex.adapters.trees import position, tensors, with_tensor
+from megatron_flex.sites import Fire
+
+
+@dataclass(frozen=True, eq=False)
+class AnyOutput:
+    """A tensor of what a module returns.
+
+    Attributes:
+        module: the module.
+        index: which of them, counted depth first; a negative one from the end.
+    """
+
+    module: nn.Module
+    index: int = 0
+
+    def leaf(self, index: int) -> AnyOutput:
+        """The tap at another tensor of the same call."""
+        return replace(self, index=index)
+
+    def install(self, fire: Fire) -> Undo:
+        """Inject `fire` after the module ran."""
+
+        def hook(_: nn.Module, __: Any, output: Any) -> Any:
+            return _passed(output, self.index, fire)
+
+        return self.module.register_forward_hook(hook).remove
+
+
+@dataclass(frozen=True, eq=False)
+class AnyInput:
+    """A tensor of what a module gets: those given by position first, then those by keyword as they are given.
+
+    Attributes:
+        module: the module.
+        index: which of them, counted depth first; a negative one from the end.
+    """
+
+    module: nn.Module
+    index: int = 0
+
+    def leaf(self, index: int) -> AnyInput:
+        """The tap at another tensor of the same call."""
+        return replace(self, index=index)
+
+    def install(self, fire: Fire) -> Undo:
+        """Inject `fire` before the module runs."""
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return _passed((args, kwargs), self.index, fire)
+
+        return self.module.register_forward_pre_hook(hook, with_kwargs=True).remove
+
+
+def _passed(tree: Any, index: int, fire: Fire) -> Any:
+    """The tree with what `fire` makes of one of its tensors; None if it stays as it is."""
+    found: list[Tensor] = tensors(tree)
+    at = position(index, len(found))
+    if at is None:
+        absent = cast(Callable[[int], None] | None, getattr(fire, "absent", None))
+        if absent is not None:
+            absent(len(found))
+        return None
+    new = fire(found[at])
+    return None if new is found[at] else with_tensor(tree, at, new)

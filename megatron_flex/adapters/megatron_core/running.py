@@ -1,0 +1,156 @@
+"""Runs a GPT or hybrid model over whole tokens, by Megatron's own schedule; and what it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.adapters.base import Architecture
+from megatron_flex.adapters.megatron_core.kinds import is_a
+from megatron_flex.adapters.megatron_core.layouts import Layouts
+from megatron_flex.errors import FlexError
+from megatron_flex.layout import extract
+from megatron_flex.mesh import Mesh
+
+DECODERS = ("GPTModel", "HybridModel", "MambaModel")
+ROTARY = ("rope", "mrope", "yarn")
+LEARNED = "learned_absolute"
+LABELLED = (
+    "this megatron-core runs a model with mtp_num_layers={} with labels only, and here are tokens alone; run "
+    "your own step in `with flex.trace()`, or take a megatron-core that has process_mtp_loss (0.19)"
+)
+
+
+def architecture(root: Any) -> Architecture | None:
+    """What a model is made of, from its configuration."""
+    if not is_a(root, *DECODERS):
+        return None
+    config = root.config
+    return Architecture(
+        heads=config.num_attention_heads,
+        rms=config.normalization == "RMSNorm",
+        epsilon=config.layernorm_epsilon,
+        unit_offset=bool(getattr(config, "layernorm_zero_centered_gamma", False)),
+        gated=bool(config.gated_linear_unit),
+        rotary=getattr(root, "position_embedding_type", "") in ROTARY,
+        causal=getattr(config, "window_size", None) is None,
+        scaled_by_layer=bool(getattr(config, "apply_query_key_layer_scaling", False)),
+        tied=bool(getattr(root, "share_embeddings_and_output_weights", False)),
+    )
+
+
+def run(chunks: list[nn.Module], root: Any, mesh: Mesh, tokens: Tensor, size: int | None) -> None:
+    """Run all chunks forward; see `Adapter.run`."""
+    size = tokens.shape[0] if size is None and tokens.ndim == 2 else size
+    if not is_a(root, *DECODERS):
+        raise FlexError(
+            f"a {type(root).__name__} cannot be run on tokens alone; run your step in `with flex.trace()`"
+        )
+    check(root, mesh, tokens, size)
+    _needs_no_labels(root.config)
+    microbatches = [_batch(root, mesh, piece) for piece in tokens.split(size or 1)]
+    missing = _enough(root.config, len(microbatches), len(chunks)) - len(microbatches)
+    microbatches += microbatches[-1:] * missing
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    interleaved = len(chunks) > 1
+    with torch.no_grad(), _random_states():
+        get_forward_backward_func()(
+            forward_step_func=_step,
+            data_iterator=[iter(microbatches) for _ in chunks] if interleaved else iter(microbatches),
+            model=chunks if interleaved else chunks[0],
+            num_microbatches=len(microbatches),
+            seq_length=tokens.shape[1],
+            micro_batch_size=size,
+            forward_only=True,
+            collect_non_loss_data=True,  # so that the output is not taken for a loss
+        )
+
+
+def check(root: Any, mesh: Mesh, tokens: Tensor, size: int | None) -> None:
+    """Refuse tokens that would fail on some ranks only, or in the midst of the model.
+
+    Raises:
+        FlexError: on all ranks, which are given the same tokens.
+    """
+    if tokens.ndim != 2 or tokens.is_floating_point() or not tokens.numel():
+        raise FlexError(
+            f"tokens of shape {tuple(tokens.shape)} and dtype {tokens.dtype}; give integers [batch, sequence]"
+        )
+    batch, length = tokens.shape
+    if not size or size < 0 or batch % size:
+        raise FlexError(f"microbatch_size={size} must divide the batch of {batch}; choose one that does")
+    cp, tp, parallel = mesh["cp"].size, mesh["tp"].size, bool(root.config.sequence_parallel)
+    parts = (2 * cp if cp > 1 else 1) * (tp if parallel else 1)
+    if length % parts:
+        why = f"context parallel size {cp}, tensor parallel size {tp}, sequence_parallel={parallel}"
+        raise FlexError(
+            f"a sequence of {length} cannot be cut into {parts} equal parts ({why}); pad them at the "
+            f"end to {-(-length // parts) * parts}: later tokens do not change what is before them"
+        )
+    longest = getattr(root, "max_sequence_length", length)
+    if getattr(root, "position_embedding_type", "") == LEARNED and length > longest:
+        raise FlexError(
+            f"a sequence of {length} has no positions in this model; give at most {longest} tokens"
+        )
+    known = getattr(root, "vocab_size", None)
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or (isinstance(known, int) and high >= known):
+        raise FlexError(f"tokens from {low} to {high} are not all in the vocabulary of {known}; give its own")
+
+
+def _needs_no_labels(config: Any) -> None:
+    """Refuse prediction of several tokens where Megatron takes its losses with or without labels."""
+    depths = getattr(config, "mtp_num_layers", None)
+    if depths is None:
+        return
+    from megatron.core.transformer import multi_token_prediction
+
+    if not hasattr(multi_token_prediction, "process_mtp_loss"):
+        raise FlexError(LABELLED.format(depths))
+
+
+def _batch(root: Any, mesh: Mesh, tokens: Tensor) -> dict[str, Tensor]:
+    """This rank's share of one microbatch, under context parallelism."""
+    device = next(root.parameters()).device
+    layout = Layouts(root.config, mesh, None).loss()
+    places = torch.arange(tokens.shape[1]).expand_as(tokens)
+    share = [extract(layout, t.cpu(), mesh.coords, mesh.sizes) for t in (tokens.long(), places)]
+    return dict(zip(("tokens", "positions"), (t.contiguous().to(device) for t in share), strict=True))
+
+
+def _step(iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
+    batch = next(iterator)
+    return model(batch["tokens"], batch["positions"], None), _nothing
+
+
+def _nothing(output: Tensor, non_loss_data: bool = False) -> None:
+    """What Megatron keeps of the logits."""
+
+
+def _enough(config: Any, count: int, chunks: int) -> int:
+    """How many microbatches the schedule needs at least: an interleaved one runs them in groups."""
+    if chunks == 1:
+        return count
+    stages = config.pipeline_model_parallel_size
+    group = getattr(config, "microbatch_group_size_per_vp_stage", None) or stages
+    return int(-(-count // group) * group)
+
+
+@contextmanager
+def _random_states() -> Iterator[None]:
+    """Leave the generators as they were, so that a training run goes on as if nothing had been run."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tracker: Any = get_cuda_rng_tracker()
+    states = tracker.get_states()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices, device_type="cuda"):
+        try:
+            yield
+        finally:
+            tracker.set_states(states)

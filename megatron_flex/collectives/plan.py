@@ -1,0 +1,91 @@
+"""What an edit will communicate, known without communicating."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from megatron_flex.collectives.edit import replicas
+from megatron_flex.collectives.send import plan_read
+from megatron_flex.layout import Layout, parts
+from megatron_flex.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One collective to come.
+
+    Attributes:
+        op: its name.
+        axis: along which axis.
+        number: bytes of its result on one rank, for each combination of the dims in `names`.
+        names: dims whose length only the data tell.
+    """
+
+    op: str
+    axis: str
+    number: float
+    names: tuple[str, ...]
+
+    def nbytes(self, lengths: Mapping[str, int]) -> float:
+        """The bytes for given lengths."""
+        return self.number * prod(lengths[n] for n in self.names)
+
+    def describe(self) -> str:
+        """In words: `all_gather along tp, 128*s*b bytes`."""
+        amount = "*".join([f"{self.number:g}", *self.names])
+        return f"{self.op} along {self.axis}, {amount} bytes"
+
+
+def plan_whole(layout: Layout, shape: Sequence[int | str], itemsize: int, mesh: Mesh) -> list[Planned]:
+    """What putting the whole together on every rank takes.
+
+    Args:
+        layout: how the shards relate.
+        shape: the whole's, dims in its order; names where only the data tell.
+        itemsize: bytes of an entry.
+        mesh: the run's axes.
+    """
+    cut = prod(parts(d, mesh.sizes) for d in layout.dims)
+    number = itemsize * prod(_padded(layout, shape, mesh)) / cut
+    names = tuple(n for n in shape if isinstance(n, str))
+    out = []
+    for step in plan_read(layout, mesh):
+        if step.op == "sum":
+            out.append(Planned("all_reduce", step.axis, number, names))
+        else:
+            number *= mesh[step.axis].size
+            out.append(Planned("all_gather", step.axis, number, names))
+    return out
+
+
+def plan_lead(layout: Layout, shape: Sequence[int | str], itemsize: int, mesh: Mesh) -> list[Planned]:
+    """What handing one rank's result to the others takes, and likewise its gradient.
+
+    Args:
+        layout: how the shards relate.
+        shape: the whole's.
+        itemsize: bytes of an entry.
+        mesh: the run's axes.
+    """
+    number = float(itemsize * prod(n for n in shape if isinstance(n, int)))
+    names = tuple(n for n in shape if isinstance(n, str))
+    axes = list(replicas(layout, mesh))
+    return [
+        Planned("broadcast", a.name, number, names)
+        for i, a in enumerate(axes)
+        if a.size > 1 and mesh.is_first(later.name for later in axes[i + 1 :])
+    ]
+
+
+def _padded(layout: Layout, shape: Sequence[int | str], mesh: Mesh) -> list[int]:
+    """The lengths that are known, with the least padding that a cut needs."""
+    order = layout.permute or tuple(range(len(layout.dims)))
+    out = []
+    for place, length in zip(order, shape, strict=True):
+        dim = layout.dims[place]
+        if isinstance(length, int):
+            count = parts(dim, mesh.sizes) if dim.keep is not None else 1
+            out.append(-(-length // count) * count)
+    return out

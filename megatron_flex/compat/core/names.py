@@ -1,0 +1,97 @@
+"""The names that a person uses, with or without wrappers' prefixes, and the global ones behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from megatron_flex.collectives import everyone
+from megatron_flex.errors import HookError, SiteError
+from megatron_flex.runtime import Session
+from megatron_flex.runtime.hooks import POINTS, HookType
+
+# What wrappers call the module inside them, wherever in a path they stand.
+INNER = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+class Names:
+    """The names of one model's modules and parameters, over all pipeline stages.
+
+    Making one is collective over the stages.
+
+    Attributes:
+        modules: as the given model has them, with layers counted over the whole model.
+    """
+
+    def __init__(self, session: Session, module: nn.Module) -> None:
+        self._session, self._prefix = session, session.adapter.prefix
+        told = everyone(session.adapter.module_names(), session.mesh, ["pp"])
+        inside = list(dict.fromkeys(name for names in told for name in names))
+        parts = self._prefix.rstrip(".").split(".") if self._prefix else []
+        wrappers = [".".join(parts[:n]) for n in range(len(parts))]
+        self.modules = [*wrappers, *(self._outside(name) for name in inside)]
+        self._pieces = pieces_of(module)
+        self._known = {*inside, *session.survey.sites, *(s.name for s in session.sites)}
+
+    def _outside(self, name: str) -> str:
+        return f"{self._prefix}{name}" if name else self._prefix.rstrip(".")
+
+    def resolve(self, name: str) -> str:
+        """The global name of what a person calls `name`; without prefixes if there is no such thing."""
+        bare = ".".join(p for p in name.split(".") if p not in INNER)
+        for candidate in (name, name.removeprefix(self._prefix), *_shorter(name), bare, *_shorter(bare)):
+            if candidate in self._known:
+                return candidate
+        return (_shorter(bare) or [bare])[-1]
+
+    def check_whole(self, name: str) -> None:
+        """See that a parameter is one tensor on a rank, or a framework's shard of it.
+
+        Raises:
+            SiteError: it is kept in pieces by fully sharded data parallelism.
+        """
+        if name in self._pieces:
+            raise SiteError(
+                f"parameters such as {name} are kept in pieces by fully sharded data parallelism and cannot "
+                "be had here; use torch's summon_full_params() or full_tensor(), or hook a module"
+            )
+
+    def matching(self, text: str, kind: HookType, edits: bool) -> list[str]:
+        """The modules (for `tensor` parameters) with a text in their names that can have such a hook.
+
+        Raises:
+            HookError: one of them can be read only, and the hook edits.
+        """
+        if kind == "tensor":
+            names: Iterable[str] = (
+                n for n, sites in self._session.survey.sites.items() if not sites[0].hidden
+            )
+        else:
+            sites = [s for s in self._session.sites if s.point == POINTS[kind] and not s.hidden]
+            names = dict.fromkeys(s.module for s in sites)
+            fixed = next((s for s in sites if s.fixed and text in self._outside(s.module)), None)
+            if fixed is not None and (edits or kind.startswith("full_backward")):
+                raise HookError(
+                    f"{fixed.name} has {text!r} in its name and cannot have such a hook: {fixed.fixed}"
+                )
+        return [outside for n in names if text in (outside := self._outside(n))]
+
+
+def pieces_of(module: nn.Module) -> set[str]:
+    """The names of the parameters that torch keeps in pieces."""
+    flat = any(_is_a(m, "FullyShardedDataParallel") for m in module.modules())
+    return {n for n, p in module.named_parameters() if flat or _is_a(p, "DTensor")}
+
+
+def _is_a(thing: object, name: str) -> bool:
+    return any(c.__name__ == name and c.__module__.startswith("torch.") for c in type(thing).__mro__)
+
+
+def _shorter(name: str) -> list[str]:
+    """The name with one `module.` less in front, with two less, and so on."""
+    out = []
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+        out.append(name)
+    return out

@@ -1,0 +1,200 @@
+"""Kinds of objects: those that hold others, those that are leaves; all else is left as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from megatron_flex.adapters import trees
+
+
+class InternalNode:
+    """An object that holds others. Subclasses say how it is taken apart and made again.
+
+    Attributes:
+        children: the nodes of what it holds; what is neither node nor leaf stands there itself.
+    """
+
+    def __init__(self, children: Iterable[Any] | None = None) -> None:
+        self.children = list(children or ())
+
+    def flatten(self, instance: Any) -> tuple[Any, ...]:
+        """What an instance holds."""
+        raise NotImplementedError(f"{type(self).__name__} must implement flatten(instance)")
+
+    def unflatten(self, children: Iterable[Any]) -> Any:
+        """Make an instance of what it is to hold."""
+        raise NotImplementedError(f"{type(self).__name__} must implement unflatten(children)")
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.children})"
+
+
+class LeafNode:
+    """A leaf, mostly a tensor.
+
+    Attributes:
+        val: what is remembered of it: a tensor's shape.
+    """
+
+    def __init__(self, val: Any = None) -> None:
+        self.val = val
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.val == getattr(other, "val", None)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.val})"
+
+
+Internal = TypeVar("Internal", bound=type[InternalNode])
+Leaf = TypeVar("Leaf", bound=type[LeafNode])
+_internal: dict[type, type[InternalNode]] = {}
+_leaves: dict[type, type[LeafNode]] = {}
+
+
+def register_internal_node_type(kind: type) -> Callable[[Internal], Internal]:
+    """A decorator: this InternalNode is for objects of exactly that type, in what hooks see too.
+
+    Args:
+        kind: the type.
+    """
+
+    def register(node: Internal) -> Internal:
+        _internal[kind] = node
+        if kind not in (tuple, list):  # which hooks look into anyway
+            trees.register(kind, partial(_opened, node))
+        return node
+
+    return register
+
+
+def register_leaf_node_type(kind: type) -> Callable[[Leaf], Leaf]:
+    """A decorator: this LeafNode is for objects of that type, or of one that derives from it.
+
+    Args:
+        kind: the type.
+    """
+
+    def register(node: Leaf) -> Leaf:
+        _leaves[kind] = node
+        return node
+
+    return register
+
+
+def _opened(node: type[InternalNode], obj: Any) -> trees.Opened:
+    made = node()
+    return made.flatten(obj), made.unflatten
+
+
+@register_leaf_node_type(Tensor)
+class TensorNode(LeafNode):
+    """A tensor."""
+
+
+@register_internal_node_type(tuple)
+class TupleNode(InternalNode):
+    """A tuple."""
+
+    def flatten(self, instance: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Its items."""
+        return instance
+
+    def unflatten(self, children: Iterable[Any]) -> tuple[Any, ...]:
+        """A tuple of them."""
+        return tuple(children)
+
+
+@register_internal_node_type(list)
+class ListNode(InternalNode):
+    """A list."""
+
+    def flatten(self, instance: list[Any]) -> tuple[Any, ...]:
+        """Its items."""
+        return tuple(instance)
+
+    def unflatten(self, children: Iterable[Any]) -> list[Any]:
+        """A list of them."""
+        return list(children)
+
+
+class RecordNode(InternalNode):
+    """A mapping, a named tuple or a dataclass of whatever type.
+
+    Attributes:
+        kind: its type.
+        keys: those of the mapping, or the names of its fields.
+    """
+
+    def __init__(self, children: Iterable[Any] | None = None) -> None:
+        super().__init__(children)
+        self.kind: type = dict
+        self.keys: tuple[Any, ...] = ()
+        self._shell: list[Any] = []
+
+    def flatten(self, instance: Any) -> tuple[Any, ...]:
+        """Its values, in its own order."""
+        self.kind = type(instance)
+        if isinstance(instance, Mapping):
+            self.keys = tuple(instance)
+            self._shell = [_emptied(instance)]
+            return tuple(instance.values())
+        names = getattr(instance, "_fields", None) or [f.name for f in fields(instance)]
+        self.keys = tuple(n for n in names if hasattr(instance, n))
+        self._shell = [] if isinstance(instance, tuple) else [_emptied(instance)]
+        return tuple(getattr(instance, n) for n in self.keys)
+
+    def unflatten(self, children: Iterable[Any]) -> Any:
+        """One of the same type with these values."""
+        if not self._shell:
+            return self.kind(*children)
+        made = copy.copy(self._shell[0])
+        for key, value in zip(self.keys, children, strict=True):
+            if isinstance(made, Mapping):
+                made[key] = value  # type: ignore[index]
+            else:
+                object.__setattr__(made, key, value)
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RecordNode) and (self.kind, self.keys, self.children) == (
+            other.kind,
+            other.keys,
+            other.children,
+        )
+
+
+def _emptied(instance: Any) -> Any:
+    """A copy that holds on to no tensor."""
+    shell = copy.copy(instance)
+    if isinstance(instance, Mapping):
+        for key in instance:
+            shell[key] = None
+    else:
+        for field in fields(instance):
+            object.__setattr__(shell, field.name, None)
+    return shell
+
+
+def node_of(obj: Any) -> InternalNode | LeafNode | None:
+    """A fresh node for an object; None if it is neither leaf nor holds anything."""
+    exact = _internal.get(type(obj))
+    if exact is not None:
+        return exact()
+    for kind, leaf in _leaves.items():
+        if isinstance(obj, kind):
+            return leaf(getattr(obj, "shape", None))
+    if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+        return RecordNode()
+    if isinstance(obj, dict) or (is_dataclass(obj) and not isinstance(obj, type)):
+        return RecordNode()
+    return None

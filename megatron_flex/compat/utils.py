@@ -1,0 +1,32 @@
+"""Log messages of hooks, by a level's name."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from megatron_flex.errors import FlexError
+
+VARIABLE = "FLEXMODEL_DEBUG"
+LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+def setup_logger(level: str) -> None:
+    """Show log messages of this package from a level on.
+
+    Args:
+        level: `debug`, `info`, `warning`, `error` or `critical`, in any case.
+
+    Raises:
+        FlexError: it is none of them.
+    """
+    if level.lower() not in LEVELS:
+        raise FlexError(f"log level {level!r} ({VARIABLE}) is none of {', '.join(LEVELS)}")
+    logging.basicConfig(format="%(asctime)s | %(name)s | %(funcName)s | %(message)s")
+    logging.getLogger("megatron_flex").setLevel(level.upper())
+
+
+def setup_from_environment() -> None:
+    """Do so if FLEXMODEL_DEBUG names a level."""
+    if level := os.environ.get(VARIABLE):
+        setup_logger(level)

@@ -1,0 +1,45 @@
+"""Ready-made editing functions, each one line: `HookFunction(place, editing_function=edits.scale(2.0))`.
+
+They work on the whole tensor, and so know nothing of ranks. `a | b` runs one after the other, `parse` makes
+them from words. Each can be restricted to `positions`, `samples`, `heads` and `features`.
+"""
+
+from megatron_flex.edits.base import Edit
+from megatron_flex.edits.files import write
+from megatron_flex.edits.parsing import PRESETS, parse
+from megatron_flex.edits.preset import Local, Preset, chain
+from megatron_flex.edits.sources import patch, resample, swap
+from megatron_flex.edits.tensors import Indices
+from megatron_flex.edits.trained import LowRank, low_rank, splice
+from megatron_flex.edits.values import clamp, heads, mean, neurons, noise, scale, zero
+from megatron_flex.edits.vectors import project, project_out, steer
+
+add = steer
+
+__all__ = [
+    "PRESETS",
+    "Edit",
+    "Indices",
+    "Local",
+    "LowRank",
+    "Preset",
+    "add",
+    "chain",
+    "clamp",
+    "heads",
+    "low_rank",
+    "mean",
+    "neurons",
+    "noise",
+    "parse",
+    "patch",
+    "project",
+    "project_out",
+    "resample",
+    "scale",
+    "splice",
+    "steer",
+    "swap",
+    "write",
+    "zero",
+]

@@ -1,0 +1,101 @@
+"""Presets from words, for command lines: `scale=2`, `steer=vector.safetensors@4.0@positions=-1`, `a | b`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import Field, fields
+from typing import Any
+
+from megatron_flex.edits import sources, trained, values, vectors
+from megatron_flex.edits.base import Edit
+from megatron_flex.edits.preset import Preset, chain
+from megatron_flex.errors import HookError, nearest
+
+PRESETS: dict[str, type[Edit]] = {
+    "scale": values.scale,
+    "steer": vectors.steer,
+    "add": vectors.steer,
+    "zero": values.zero,
+    "mean": values.mean,
+    "resample": sources.resample,
+    "heads": values.heads,
+    "neurons": values.neurons,
+    "project_out": vectors.project_out,
+    "project": vectors.project,
+    "clamp": values.clamp,
+    "noise": values.noise,
+    "patch": sources.patch,
+    "swap": sources.swap,
+    "low_rank": trained.low_rank,
+    "splice": trained.splice,
+}
+
+
+def parse(text: str) -> Preset:
+    """The preset that a text names.
+
+    `name`, or `name=value`, and behind it `@value` for each further argument or `@argument=value`; `|`
+    between presets that follow one another. Indices are `3`, `0,3`, `-2` or `0:4`; tensors are files.
+
+    Raises:
+        HookError: no such preset, no such argument, or a value that it cannot take.
+    """
+    found = [_one(part.strip()) for part in text.split("|")]
+    return found[0] if len(found) == 1 else chain(*found)
+
+
+def _one(text: str) -> Preset:
+    head, *rest = text.split("@")
+    name, given, first = head.partition("=")
+    name = name.strip()
+    if name not in PRESETS:
+        raise HookError(f"no preset {name!r}{nearest(name, PRESETS)}; known: {', '.join(PRESETS)}")
+    kind = PRESETS[name]
+    takes = {f.name: f for f in fields(kind) if f.init}
+    by_place = [f for f in takes.values() if not f.kw_only]
+    arguments: dict[str, Any] = {}
+    for value in [first, *rest] if given else rest:
+        named = re.match(r"(\w+)=(.*)", value)
+        if named:
+            field, value = takes.get(named[1]), named[2]
+        else:
+            field = next((f for f in by_place if f.name not in arguments), None)
+        if field is None or field.name in arguments:
+            what = f"argument {named[1]!r}" if named else f"place for {value!r}"
+            raise HookError(f"{name} has no {what}; it takes {', '.join(takes)}")
+        arguments[field.name] = _value(name, field, value.strip())
+    try:
+        return kind(**arguments)
+    except TypeError:
+        missing = [f.name for f in by_place if f.name not in arguments]
+        raise HookError(f"{name} needs {', '.join(missing)}: {name}=...") from None
+
+
+def _value(name: str, field: Field[Any], text: str) -> Any:
+    kind = str(field.type).partition(" ")[0]
+    try:
+        return CONVERT.get(kind, str)(text)
+    except ValueError:
+        raise HookError(f"{name}: {field.name}={text!r} is not {WANTED[kind]}") from None
+
+
+def _indices(text: str) -> Any:
+    if ":" in text:
+        return slice(*(int(end) if end.strip() else None for end in text.split(":")))
+    return [int(i) for i in text.split(",")]
+
+
+def _yes(text: str) -> bool:
+    if text.lower() not in ("true", "false", "yes", "no", "1", "0"):
+        raise ValueError
+    return text.lower() in ("true", "yes", "1")
+
+
+CONVERT: dict[str, Callable[[str], Any]] = {"float": float, "int": int, "bool": _yes, "Indices": _indices}
+WANTED = {
+    "float": "a number",
+    "int": "a whole number",
+    "bool": "true or false",
+    "Indices": "indices: 3, or 0,3, or 0:4",
+}

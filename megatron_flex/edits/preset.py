@@ -1,0 +1,97 @@
+"""What a ready-made editing function says of itself, and one after the other."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from argparse import Namespace
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from megatron_flex.errors import HookError
+from megatron_flex.runtime.captures import Key
+from megatron_flex.runtime.hooks import EditingFunction, for_pass, for_site, name_of
+from megatron_flex.sites import Site
+
+Local = Literal["all"] | tuple[str, ...]
+
+
+class Preset(ABC):
+    """An editing function that says what it is.
+
+    Attributes:
+        pure: whether it depends on nothing but the tensor, and changes nothing.
+        local: the dims along which it may be applied slice by slice with the same result; `all`, or names,
+            which are known once the site is.
+        linear: whether it is a linear function of the tensor.
+    """
+
+    pure = True
+
+    @property
+    def local(self) -> Local:
+        return ()
+
+    @property
+    def linear(self) -> bool:
+        return False
+
+    @abstractmethod
+    def __call__(
+        self, current_module: nn.Module | None, inputs: Tensor, save_ctx: Namespace, modules: Any
+    ) -> Tensor:
+        """Edit a tensor."""
+
+    def __or__(self, other: EditingFunction) -> chain:
+        return chain(self, other)
+
+    def __ror__(self, other: EditingFunction) -> chain:
+        return chain(other, self)
+
+    def in_words(self) -> str:
+        """What ranks compare to see that they hold the same edit."""
+        return repr(self)
+
+
+class chain(Preset):
+    """One edit after the other: `chain(a, b)`, or `a | b` where one of them is a preset."""
+
+    def __init__(self, *edits: EditingFunction) -> None:
+        if not edits:
+            raise HookError("chain() of no edits; name at least one")
+        self.edits: tuple[EditingFunction, ...] = tuple(
+            inner for e in edits for inner in (e.edits if isinstance(e, chain) else (e,))
+        )
+        self.pure = all(getattr(e, "pure", False) for e in self.edits)
+
+    @property
+    def local(self) -> Local:
+        found = [getattr(e, "local", ()) for e in self.edits]
+        named = [f for f in found if f != "all"]
+        return tuple(d for d in named[0] if all(d in f for f in named)) if named else "all"
+
+    @property
+    def linear(self) -> bool:
+        return all(getattr(e, "linear", False) for e in self.edits)
+
+    def for_site(self, site: Site) -> chain:
+        """The chain at a site."""
+        return chain(*(for_site(e, site) for e in self.edits))
+
+    def for_pass(self, key: Key) -> chain:
+        """The chain in one pass."""
+        return chain(*(for_pass(e, key) for e in self.edits))
+
+    def __call__(
+        self, current_module: nn.Module | None, inputs: Tensor, save_ctx: Namespace, modules: Any
+    ) -> Tensor:
+        for edit in self.edits:
+            inputs = edit(current_module, inputs, save_ctx, modules)
+            if not isinstance(inputs, Tensor):
+                raise HookError(
+                    f"{name_of(edit)} in a chain returned {type(inputs).__name__}; return a tensor"
+                )
+        return inputs
+
+    def __repr__(self) -> str:
+        return " | ".join(name_of(e) for e in self.edits)

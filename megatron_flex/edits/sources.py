@@ -1,0 +1,159 @@
+"""Presets that put other values in: of another run, of other samples or positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.edits.base import Edit
+from megatron_flex.edits.files import by_pass, read
+from megatron_flex.edits.tensors import Held, fits
+from megatron_flex.errors import HookError, SiteError, nearest
+from megatron_flex.runtime import Readings
+from megatron_flex.runtime.captures import Key
+from megatron_flex.sites import Site
+
+Source = Tensor | Sequence[Tensor] | Mapping[str, Any] | str | Path
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class resample(Edit):
+    """Give each sample the values of another one, drawn at random; or each position, of any dim.
+
+    No one keeps its own. All ranks draw the same, and again in recomputation.
+
+    Attributes:
+        over: the name of the dim.
+    """
+
+    over: str = "b"
+
+    def mixes(self) -> set[str]:
+        return {"*"}
+
+    def check(self, site: Site) -> None:
+        self.place(self.over, "over", site.name)
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        dim = self.place(self.over, "over")
+        order = torch.randperm(inputs.shape[dim])
+        source = torch.empty_like(order)
+        source[order] = order.roll(1)
+        return inputs.index_select(dim, source.to(inputs.device))
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class swap(Edit):
+    """Exchange two samples of the microbatch.
+
+    Attributes:
+        first: the one.
+        second: the other.
+    """
+
+    first: int
+    second: int
+
+    @property
+    def linear(self) -> bool:
+        return True
+
+    def mixes(self) -> set[str]:
+        return {"b"}
+
+    def check(self, site: Site) -> None:
+        self.place("b", "samples", site.name)
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        dim = self.place("b", "samples")
+        size = inputs.shape[dim]
+        if not all(-size <= i < size for i in (self.first, self.second)):
+            raise HookError(f"{self!r}: the microbatch has {size} samples; name two of them, from 0")
+        order = torch.arange(size)
+        order[[self.first, self.second]] = order[[self.second, self.first]]
+        return inputs.index_select(dim, order.to(inputs.device))
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class patch(Edit):
+    """Put in what another run had.
+
+    Attributes:
+        source: a tensor for every microbatch; a list of one for each microbatch; what a run has read
+            (`flex.output_dict`, or the readings of one site); a mapping from sites to any of these; a
+            file that `edits.write` made. Of the whole's shape, or of its last dims.
+    """
+
+    source: Source
+    _found: Any = field(init=False)
+    _now: Held | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        found: Any = self.source
+        if isinstance(found, (str, Path)):
+            found = read(found)
+        if isinstance(found, dict):
+            found = by_pass(found)
+        object.__setattr__(self, "_found", found)
+        if isinstance(found, Tensor):
+            object.__setattr__(self, "_now", Held(found))
+
+    def mixes(self) -> set[str]:
+        return {"*"}
+
+    def check(self, site: Site) -> None:
+        if isinstance(self._found, dict):
+            self._of(site.name)
+
+    def for_pass(self, key: Key) -> patch:
+        """The same with the tensor of one pass."""
+        if isinstance(self._found, Tensor):
+            return self
+        found = self._of(key.site) if isinstance(self._found, Mapping) else self._found
+        return self._with(_now=Held(_one(found, key)))
+
+    def _of(self, site: str) -> Any:
+        """What the source has for a site."""
+        for name in (site, site.partition(":")[0]):
+            try:
+                return self._found[name]
+            except (KeyError, SiteError) as error:
+                last = error
+        raise HookError(
+            f"{self!r}: nothing for {site} in the source{nearest(site, self._found)}; what a run reads "
+            "arrives on its leader: write it to a file with edits.write() for all ranks"
+        ) from last
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        if self._now is None:
+            raise HookError(
+                f"{self!r}: which of its tensors is meant is known in a hook only; pass one tensor"
+            )
+        return fits(self._now.like(inputs), inputs, "a patch").expand_as(inputs)
+
+
+def _one(found: Any, key: Key) -> Tensor:
+    """The tensor of a microbatch, and call."""
+    if isinstance(found, Tensor):
+        return found
+    passes: dict[tuple[int, int], Tensor]
+    if isinstance(found, Readings):
+        last = max((k.step for k in found.keys), default=0)
+        keyed = zip(found.keys, found, strict=True)
+        passes = {(k.microbatch, k.call): t for k, t in keyed if k.step == last}
+    elif isinstance(found, dict):
+        passes = found
+    else:
+        passes = {(n, 0): t for n, t in enumerate(found)}
+    if (key.microbatch, key.call) not in passes:
+        raise HookError(
+            f"the source of a patch has {len(passes)} tensors and none of microbatch {key.microbatch}, call "
+            f"{key.call}; give one for each, or one tensor for all"
+        )
+    return passes[key.microbatch, key.call]

@@ -1,0 +1,164 @@
+"""Presets that change values where they are: scale, zero, clamp, noise, heads, neurons, mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.edits.base import HEADS, PACKED, Edit
+from megatron_flex.edits.files import read_one
+from megatron_flex.edits.tensors import Held, Indices, along, fits
+from megatron_flex.errors import HookError
+from megatron_flex.sites import Site
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class scale(Edit):
+    """Multiply by a factor."""
+
+    factor: float
+
+    @property
+    def linear(self) -> bool:
+        return True
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        return inputs * self.factor
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class zero(Edit):
+    """Replace by zeros."""
+
+    @property
+    def linear(self) -> bool:
+        return True
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        return torch.zeros_like(inputs)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class clamp(Edit):
+    """Keep values between two bounds, of which one may be left out."""
+
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.low is None and self.high is None:
+            raise HookError("clamp() has no bound; give it low, high or both")
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        return inputs.clamp(self.low, self.high)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class noise(Edit):
+    """Add Gaussian noise of a standard deviation; the same on all ranks, and again in recomputation."""
+
+    std: float
+
+    def mixes(self) -> set[str]:
+        return {"*"}
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        return inputs + self.std * torch.randn_like(inputs)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class heads(Edit):
+    """Silence attention heads; with `keep`, all others.
+
+    At q, k, v, scores, probs and at the packed heads of `core_attention:output` and `linear_proj:input`. At
+    keys and values heads are those of keys and values.
+
+    Attributes:
+        which: the heads.
+        keep: silence the others instead.
+        of: how many heads a packed dim has, where the module's configuration does not tell.
+    """
+
+    which: Indices
+    keep: bool = False
+    of: int | None = field(default=None, kw_only=True)
+
+    @property
+    def linear(self) -> bool:
+        return True
+
+    def mixes(self) -> set[str]:
+        return {*HEADS, *PACKED}
+
+    def check(self, site: Site) -> None:
+        self.head_dim(len(site.dims), site.name)
+
+    def asks_module(self, site: Site) -> bool:
+        return self.of is None and site.dims[self.head_dim(len(site.dims))] in PACKED
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        chosen = self.head_mask(inputs, self.which, module, self.of)
+        return torch.where(~chosen if self.keep else chosen, torch.zeros_like(inputs), inputs)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class neurons(Edit):
+    """Silence entries of the last dim; with `keep`, all others."""
+
+    which: Indices
+    keep: bool = False
+
+    @property
+    def linear(self) -> bool:
+        return True
+
+    def mixes(self) -> set[str]:
+        return {self._last}
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        chosen = along(inputs, inputs.ndim - 1, self.which, "neurons")
+        return torch.where(~chosen if self.keep else chosen, torch.zeros_like(inputs), inputs)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class mean(Edit):
+    """Replace by the mean over dims, or by a mean that is given.
+
+    Attributes:
+        over: names of dims; of `s b` the mean is one vector for the whole microbatch.
+        value: a tensor, or a file of one; of the whole's shape or of its last dims.
+    """
+
+    over: str | Sequence[str] = ("s", "b")
+    value: Tensor | str | Path | None = None
+    _value: Held | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        over = self.over.replace(",", " ").split() if isinstance(self.over, str) else self.over
+        object.__setattr__(self, "over", tuple(over))
+        if self.value is not None:
+            given = self.value if isinstance(self.value, Tensor) else read_one(self.value)
+            object.__setattr__(self, "_value", Held(given))
+
+    @property
+    def linear(self) -> bool:
+        return self.value is None
+
+    def mixes(self) -> set[str]:
+        return {"*"} if self._value is not None else set(self.over)
+
+    def check(self, site: Site) -> None:
+        for dim in self.over if self._value is None else ():
+            self.place(dim, "over", site.name)
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        if self._value is not None:
+            return fits(self._value.like(inputs), inputs, "a mean").expand_as(inputs)
+        dims = [self.place(d, "over") for d in self.over]
+        return inputs.mean(dims, keepdim=True).expand_as(inputs)

@@ -1,0 +1,97 @@
+"""What a hook will do, and what it did: its plan in words, and a trace of each firing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_flex.collectives import Planned, plan_lead, plan_read, plan_whole
+from megatron_flex.errors import HookError
+from megatron_flex.runtime import HookFunction, Session
+from megatron_flex.runtime.debugging.tracing import moves_in_words
+from megatron_flex.runtime.hooks import name_of
+from megatron_flex.sites import GRAD, Site
+
+
+class Explaining:
+    """What FlexModel says of hooks."""
+
+    session: Session
+
+    def debug(self, on: bool = True) -> None:
+        """Tell on stderr of each firing from now on, or no longer. FLEX_DEBUG=1 does so from the start.
+
+        On a GPU each firing then waits for its own end, so that it can tell the time.
+        """
+        self.session.trace(on)
+
+    def explain(self, hook: HookFunction) -> str:
+        """What a registered hook does at each of its sites, and what was measured there last.
+
+        Communicates nothing; any rank may call it alone. Bytes are those of a collective's result on one
+        rank, by the names of dims whose length only the data tell. With `debug` on, or FLEX_DEBUG=1, it has
+        what was measured at the last firing on this rank.
+
+        Raises:
+            HookError: the hook is not registered.
+        """
+        entry = next((e for e in self.session.registry.entries if e.hook is hook), None)
+        if entry is None:
+            raise HookError(f"this HookFunction on {hook.where!r} is not registered; nothing to explain")
+        lines = [f"hook: {hook.describe()}"]
+        sites = [*entry.sites, *(Site(p.name, p.layout, p.shape, p.stage) for p in entry.parameters)]
+        for site in sites:
+            lines += [
+                f"{site.name}{GRAD if hook.backward else ''}",
+                *(f"  {t}" for t in self._plan(hook, site)),
+            ]
+        return "\n".join(lines)
+
+    def _plan(self, hook: HookFunction, site: Site) -> Iterator[str]:
+        session, mesh = self.session, self.session.mesh
+        if len(site.shape) != len(site.dims) or not site.dims:
+            yield f"layout found when a tensor passes, stage {site.stage}"
+            yield from self._measured(site, hook)
+            return
+        layout = site.layout.gradient() if hook.backward else site.layout
+        shape = [session.rehearsal.stage.lengths.get(n, n) if isinstance(n, str) else n for n in site.shape]
+        whole = ", ".join(
+            f"{d}={n}" if d and d != n else str(n) for d, n in zip(site.dims, shape, strict=True)
+        )
+        yield f"layout {layout.describe(mesh.sizes)}, whole [{whole}], stage {site.stage}"
+        if "experts" in site.module.split("."):
+            yield "rows of experts: first home to their tokens along ep and etp, as many as the router sends"
+        size = session.rehearsal.stage.dtypes[0].itemsize
+        if hook.editing_function is None:
+            steps = [f"{s.op} along {s.axis}" for s in plan_read(layout, mesh)]
+            yield f"read: kept, and sent to the leader when the step is over: {_listed(steps)}"
+        else:
+            leads = hook.run == "leader"
+            yield f"gather: {_planned(plan_whole(layout, shape, size, mesh))}"
+            told = plan_lead(layout, shape, size, mesh)
+            who = f"the leader: {_planned(told)}" if leads else "every rank that holds a part of it"
+            yield f"edit: {name_of(hook.editing_function)}, run by {who}"
+            yield "scatter: nothing sent"
+            if not hook.backward:
+                back = plan_whole(layout.gradient(), shape, size, mesh) + (told if leads else [])
+                yield f"backward: {_planned(back)}"
+        yield from self._measured(site, hook)
+
+    def _measured(self, site: Site, hook: HookFunction) -> Iterator[str]:
+        tracer = self.session.tracer
+        seen = None if tracer is None else tracer.last.get(site.name + (GRAD if hook.backward else ""))
+        if tracer is None:
+            yield "measured: nothing; call flex.debug() or set FLEX_DEBUG=1 before the step"
+        elif seen is None:
+            yield "measured: nothing on this rank yet"
+        else:
+            yield f"measured: {seen.describe()}"
+            if seen.whole is not None and not hook.backward:
+                yield f"measured backward: {'; '.join(moves_in_words(seen.back))}"
+
+
+def _planned(plan: list[Planned]) -> str:
+    return _listed([p.describe() for p in plan])
+
+
+def _listed(items: list[str]) -> str:
+    return "; ".join(items) or "nothing sent"

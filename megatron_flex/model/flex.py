@@ -1,0 +1,224 @@
+"""The face: `FlexModel` wraps a model, `attach` does the same without a wrapper, for a training script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from megatron_flex.adapters import detect
+from megatron_flex.errors import HookError
+from megatron_flex.model.explaining import Explaining
+from megatron_flex.model.lens import Lens
+from megatron_flex.model.registering import Registering
+from megatron_flex.model.rehearsing import Rehearsing
+from megatron_flex.model.training import Training
+from megatron_flex.model.whole import WholeParameters
+from megatron_flex.runtime import Captures, Context, HookFunction, Session
+from megatron_flex.sites import Pattern, Site
+
+Model = nn.Module | Sequence[nn.Module]
+
+
+class FlexModel(  # type: ignore[misc]
+    Registering, Training, Rehearsing, Explaining, WholeParameters, Lens, nn.Module
+):
+    """A distributed model whose tensors are read and edited as one device would hold them.
+
+    Every rank makes one, on the same model, and registers the same hooks in the same order. The `register_*`
+    methods have the names of torch's and take a HookFunction instead.
+
+    Args:
+        module: the model or the list of its virtual pipeline chunks, bare or wrapped by the framework.
+            Framework, groups and layouts are found. Any other module is taken as it is.
+        tensor_parallel_size: if given, compared with what was found; likewise the two others. A module of
+            no framework has the mesh that they say, ranks divided as (pipeline, data, tensor): 1 where none
+            is given, and all that is left as data parallel ranks.
+        pipeline_parallel_size: likewise.
+        data_parallel_size: likewise.
+        gather_data_parallel: put the samples of all data parallel ranks together along the batch dim, in
+            their order, instead of each replica's for itself: reads arrive on the first rank of all, edits
+            see all samples. All replicas must then run in step. Tensors without a batch dim (rows of experts)
+            stay each replica's own. A gradient is that of each sample's own replica's loss.
+        process_group: the ranks of a module of no framework; None for the default group, or one process
+            where torch.distributed is not in use.
+        verify: check the first step, as `verify()` does.
+
+    Raises:
+        FlexError: sizes contradict, or hooks cannot work at all here.
+    """
+
+    def __init__(
+        self,
+        module: Model,
+        *,
+        tensor_parallel_size: int | None = None,
+        pipeline_parallel_size: int | None = None,
+        data_parallel_size: int | None = None,
+        gather_data_parallel: bool = False,
+        process_group: Any = None,
+        verify: bool = False,
+    ) -> None:
+        super().__init__()
+        self._given = module
+        self.chunks = nn.ModuleList([module] if isinstance(module, nn.Module) else list(module))
+        sizes = {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "dp": data_parallel_size}
+        adapter = detect(list(self.chunks), sizes, process_group)
+        self.session = Session(adapter, gather_data_parallel)
+        self.trainable_modules = self.session.trainable.modules
+        if verify:
+            self.verify()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, as it is called without hooks.
+
+        Raises:
+            HookError: there are several chunks, which only the framework's schedule can run.
+        """
+        if len(self.chunks) != 1:
+            raise HookError(
+                f"{len(self.chunks)} virtual chunks cannot be called; run the framework's schedule over them"
+            )
+        return self.chunks[0](*args, **kwargs)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Take all calls of the model in a scope, with their backward passes, as microbatches of one step.
+
+        For training loops of one's own; a framework's schedule is a step as it is. Ranks then meet where the
+        scope begins and ends, and not at the end of each call and backward pass, as pipeline stages need that
+        wait for each other's tensors. Every rank opens the scope alike.
+
+        Raises:
+            HookError: as a step does, when the scope ends; or another step is under way.
+        """
+        self.session.step_begins(None)
+        try:
+            yield
+        except BaseException:
+            self.session.step_ends(True)
+            raise
+        self.session.step_ends(False)
+
+    def sites(self, pattern: Pattern = "**") -> list[Site]:
+        """The places of the whole model, all pipeline stages, where hooks can stand.
+
+        Args:
+            pattern: a name or glob of modules, or with `:` of points in them; `*` stays within one step of
+                the path, `**` does not.
+        """
+        return self.session.sites.match(pattern)
+
+    def verify(self, steps: int = 1) -> None:
+        """Check this run against its layouts in the next steps. Every rank calls it.
+
+        Each rank notes what passes through every site that is not hidden; when the step is over they compare:
+        replicated tensors and duplicated heads have the same bits on all ranks that hold them, shards make
+        the shapes that their sites promise, each site is passed on all ranks alike and by no tensor twice;
+        parameters that layouts call replicated are equal, over data parallel ranks too. It costs a checksum
+        of every such tensor. Values and parameters are checked; the gradients of sites are not.
+
+        Args:
+            steps: how many runs of the schedule, or calls of the model, from the next one on.
+
+        Raises:
+            VerifyError: at the end of such a step, on all ranks, with the findings of all ranks.
+        """
+        self.session.verify(steps)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether what is read arrives on this rank: the first one of each model replica, or of all."""
+        return self.session.is_leader
+
+    @property
+    def output_dict(self) -> Captures:
+        """On the leader (the first rank of each model replica) what was read, by site; elsewhere empty.
+
+        Filled at the end of each run of the schedule, or call of the model, or backward pass behind it.
+        """
+        return self.session.captures
+
+    @property
+    def save_ctx(self) -> Context:
+        """What editing functions share; outside of them what stays on this rank, and what was kept."""
+        return self.session.editing.save_ctx
+
+    def restore(self) -> Model:
+        """Take everything out again. Every rank calls it.
+
+        Returns:
+            The model as it was given, with each function, class and attribute as it was.
+
+        Raises:
+            HookError: a hook fired on no rank in any step that it stood in, or no step ran that `verify()`
+                was to check; the model is restored even so.
+        """
+        silent, unverified = self.session.standing.silent(), self.session.unverified
+        self.session.close()
+        if silent:
+            names = ", ".join(h.describe() + (f" ({why})" if why else "") for h, why in silent)
+            raise HookError(
+                f"never fired on any rank: {names}; the path did not run (no labels, no backward pass, a "
+                "frozen part, a fused kernel): hook another place, or remove the hook before the end"
+            )
+        if unverified:
+            raise HookError("verify() was asked for and no step ran after it; call it before a step")
+        return self._given
+
+    def __enter__(self) -> FlexModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.restore()
+        else:
+            self.session.close()  # what went wrong first is what matters
+
+
+def attach(
+    model: Model,
+    hooks: Sequence[HookFunction] = (),
+    *,
+    tensor_parallel_size: int | None = None,
+    pipeline_parallel_size: int | None = None,
+    data_parallel_size: int | None = None,
+    gather_data_parallel: bool = False,
+    process_group: Any = None,
+    verify: bool = False,
+) -> FlexModel:
+    """Put hooks on a model without wrapping it.
+
+    Every rank calls it alike. Use it as a context manager, or call `restore()` at the end.
+
+    Args:
+        model: the model or its chunks.
+        hooks: each with its `hook_type`.
+        tensor_parallel_size: as for FlexModel, and likewise what follows.
+        pipeline_parallel_size: likewise.
+        data_parallel_size: likewise.
+        gather_data_parallel: likewise.
+        process_group: likewise.
+        verify: likewise.
+    """
+    flex = FlexModel(
+        model,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+        data_parallel_size=data_parallel_size,
+        gather_data_parallel=gather_data_parallel,
+        process_group=process_group,
+        verify=verify,
+    )
+    try:
+        for hook in hooks:
+            flex.session.add(hook)
+    except Exception:
+        flex.session.close()
+        raise
+    return flex

@@ -1,0 +1,91 @@
+"""Hooks go in and out, carry tags, and are chosen by them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron_flex.errors import HookError
+from megatron_flex.runtime import HookFunction, Session
+from megatron_flex.runtime.groups import checked_tags, selection
+from megatron_flex.runtime.hooks import HookType
+
+
+class Registering:
+    """What FlexModel does with hooks; the `register_*` methods have the names of torch's."""
+
+    session: Session
+
+    def register_forward_hook(self, hook: HookFunction) -> None:
+        """See, and perhaps edit, what a module returns."""
+        self._register(hook, "forward")
+
+    def register_forward_pre_hook(self, hook: HookFunction) -> None:
+        """See, and perhaps edit, what a module gets."""
+        self._register(hook, "forward_pre")
+
+    def register_full_backward_hook(self, hook: HookFunction) -> None:
+        """See, and perhaps edit, the gradient of what a module gets."""
+        self._register(hook, "full_backward")
+
+    def register_full_backward_pre_hook(self, hook: HookFunction) -> None:
+        """See, and perhaps edit, the gradient of what a module returns."""
+        self._register(hook, "full_backward_pre")
+
+    def register_hook(self, hook: HookFunction) -> None:
+        """See, and perhaps edit, the gradient of a parameter or site."""
+        self._register(hook, "tensor")
+
+    def remove_hook(self, hook: HookFunction) -> None:
+        """Take one hook out."""
+        self.session.remove(hook)
+
+    def _register(self, hook: HookFunction, kind: HookType) -> None:
+        hook.hook_type = kind
+        self.session.add(hook)
+
+    @property
+    def groups(self) -> dict[str, list[HookFunction]]:
+        """The hooks of each tag; a tag that no hook carries is not there. `all` is every hook."""
+        return self.session.registry.groups()
+
+    def tag(self, hook: HookFunction, *tags: str) -> None:
+        """Put a registered hook into further groups, on every rank alike."""
+        hook.tags |= checked_tags(tags)
+        self.session.registry.retagged()
+
+    def untag(self, hook: HookFunction, *tags: str) -> None:
+        """Take a hook out of groups, on every rank alike.
+
+        Raises:
+            HookError: it is not in one of them.
+        """
+        missing = checked_tags(tags) - hook.tags
+        if missing:
+            names = ", ".join(sorted(missing))
+            raise HookError(f"hook ({hook.describe()}) is not in {names}; it is in {sorted(hook.tags)}")
+        hook.tags -= set(tags)
+        self.session.registry.retagged()
+
+    @contextmanager
+    def hooks(self, *groups: str, complement: bool = False) -> Iterator[None]:
+        """Choose which hooks are active in a scope, on every rank alike.
+
+        It counts for the steps, and calls of the model, that begin inside, with their backward passes. Where
+        no hook is active the model runs as if none were there. Scopes may be nested; the inner one counts.
+
+        Args:
+            groups: names of groups, whose union it is; with a `-` in front, without those. `all` is every
+                hook, and what is meant where only groups to leave out are named.
+            complement: the other hooks instead.
+
+        Raises:
+            HookError: no hook is in such a group.
+        """
+        registry = self.session.registry
+        before = registry.selection
+        registry.selection = selection(groups, self.groups, complement)
+        try:
+            yield
+        finally:
+            registry.selection = before

@@ -1,0 +1,86 @@
+"""Whose line raised an error, and errors that come up in the backward pass of what a person wrote."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+OURS = str(Path(__file__).parents[2])
+TORCH = str(Path(torch.__file__).parent)
+STANDARD = sysconfig.get_paths()["stdlib"]
+INSTALLED = "site-packages"
+MOST = 10_000  # nodes of an edit's graph that are looked at
+
+
+def users_place(error: BaseException) -> tuple[str, int] | None:
+    """File and line of the person's code in which an error came up, and not of what that called.
+
+    Of their files those in the folder of the first one, and below it, count as theirs; torch, the standard
+    library and this package do not.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if not _library(f.filename)]
+    if not theirs:
+        return None
+    home = str(Path(theirs[0].filename).parent)
+    near = [f for f in theirs if f.filename.startswith(home)]
+    frame = [f for f in near if INSTALLED in home or INSTALLED not in f.filename][-1]
+    return frame.filename, frame.lineno or 0
+
+
+def _library(file: str) -> bool:
+    return file.startswith((OURS, TORCH, "<frozen")) or (file.startswith(STANDARD) and INSTALLED not in file)
+
+
+def users_line(error: BaseException) -> str:
+    """The same in words; of an error that came up in nobody's code but ours, our line."""
+    found = users_place(error)
+    if found is None:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        found = last.filename, last.lineno or 0
+    return f"{found[0]}:{found[1]}"
+
+
+def guard_backward(made: Tensor, whole: Tensor, keep: Callable[[BaseException], None]) -> None:
+    """Keep errors of a person's own autograd Functions, that their rank may not leave the others waiting.
+
+    A backward pass that raises then gives no gradient, and the step goes on to its end.
+
+    Args:
+        made: what an editing function returned.
+        whole: what it got, where looking ends.
+        keep: what is done with an error.
+    """
+    stop, todo = whole.grad_fn, deque([made.grad_fn])
+    seen: set[Any] = set()
+    while todo and len(seen) < MOST:
+        node: Any = todo.popleft()
+        if node is None or node is stop or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction):
+            if vars(type(node))["_forward_cls"].__module__.startswith("megatron_flex."):
+                continue  # ours, of another place: what lies behind is not this edit's
+            if "apply" not in vars(node):
+                vars(node)["apply"] = partial(_guarded, weakref.ref(node), keep)
+        todo.extend(n for n, _ in node.next_functions)
+
+
+def _guarded(reference: weakref.ref[Any], keep: Callable[[BaseException], None], *gradients: Any) -> Any:
+    node = reference()
+    assert node is not None
+    try:
+        return type(node).apply(node, *gradients)
+    except Exception as error:
+        keep(error)
+        return (None,) * len(node.needs_input_grad)

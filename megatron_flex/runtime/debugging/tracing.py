@@ -1,0 +1,160 @@
+"""Telling of each firing of a hook: shapes, what was sent, how long it took; not there unless asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from megatron_flex.collectives import Moved, Route, Stamp, meter
+from megatron_flex.layout import Layout
+from megatron_flex.runtime.captures import Key
+from megatron_flex.runtime.debugging.telling import to_stderr
+from megatron_flex.runtime.firing import Firing
+from megatron_flex.runtime.hooks import HookFunction, name_of
+
+
+@dataclass
+class Pass:
+    """One firing at one site, as this rank saw it.
+
+    Attributes:
+        key: when it was.
+        layout: the layout, in words.
+        local: the shape of this rank's tensor.
+        whole: that of the whole; None where it was only read.
+        out: that of what went on.
+        edits: the editing functions, in words.
+        moves: the collectives of the forward way, in order.
+        seconds: of the editing functions, without those of collectives between them.
+        back: the collectives of the backward way.
+    """
+
+    key: Key
+    layout: str
+    local: tuple[int, ...]
+    whole: tuple[int, ...] | None = None
+    out: tuple[int, ...] = ()
+    edits: str = ""
+    moves: list[Moved] = field(default_factory=list)
+    seconds: float = 0.0
+    back: list[Moved] = field(default_factory=list)
+
+    def describe(self) -> str:
+        """In one line."""
+        if self.whole is None:
+            return f"{_when(self.key)}: {self.local} in {self.layout}, kept to be sent later"
+        parts = [f"{_when(self.key)}: {self.local} -> {self.whole} in {self.layout}"]
+        parts += moves_in_words(self.moves)
+        parts += [f"edit {self.seconds * 1e3:.2f} ms ({self.edits})", f"-> {self.out}"]
+        return " | ".join(parts)
+
+    def describe_back(self) -> str:
+        """What its backward way sent, in one line."""
+        return " | ".join([f"{_when(self.key)}, backward", *moves_in_words(self.back)])
+
+
+def moves_in_words(moves: list[Moved]) -> list[str]:
+    """Each collective with its bytes and time."""
+    told = [f"{m.op} along {m.axis}, {m.nbytes} bytes, {m.seconds * 1e3:.2f} ms" for m in moves]
+    return told or ["nothing sent"]
+
+
+def _when(key: Key) -> str:
+    call = f" call {key.call}" if key.call else ""
+    return f"{key.site} iteration {key.iteration} microbatch {key.microbatch}{call}"
+
+
+class Tracer:
+    """Stands in for two methods of a Firing until it is taken out.
+
+    Attributes:
+        last: the last firing at each site.
+    """
+
+    def __init__(self, firing: Firing, say: Callable[[str], None] | None = None) -> None:
+        self.firing, self.say = firing, say or to_stderr
+        self.last: dict[str, Pass] = {}
+        self._open: Pass | None = None  # whose backward way is going on
+        vars(firing).update(edited=self.edited, read=self.read)
+
+    def stop(self) -> None:
+        """Take it out."""
+        self._close()
+        vars(self.firing).pop("edited", None)
+        vars(self.firing).pop("read", None)
+
+    def read(
+        self, hooks: list[HookFunction], key: Key, local: Tensor, layout: Layout, route: Route | None
+    ) -> None:
+        """As `Firing.read`, and tell of it."""
+        self._close()
+        words = (route.home_layout if route else layout).describe(self.firing.mesh.sizes)
+        self.last[key.site] = seen = Pass(key, words, tuple(local.shape), out=tuple(local.shape))
+        Firing.read(self.firing, hooks, key, local, layout, route)
+        self.say(seen.describe())
+
+    def edited(
+        self,
+        hooks: list[HookFunction],
+        key: Key,
+        module: Any,
+        local: Tensor,
+        layout: Layout,
+        route: Route | None,
+        record: bool,
+    ) -> Tensor:
+        """As `Firing.edited`, and tell of it."""
+        self._close()
+        firing = self.firing
+        words = (route.home_layout if route else layout).describe(firing.mesh.sizes)
+        edits = " | ".join(name_of(h.editing_function) for h in hooks if h.editing_function is not None)
+        seen = Pass(key, words, tuple(local.shape), edits=edits)
+        meter.sink = seen.moves.append
+        try:
+            whole = firing.gather(local, layout, route)
+            seen.whole = tuple(whole.shape)
+            if record:
+                firing.recorder.whole(key, whole, layout)
+            before, start = len(seen.moves), Stamp(whole)
+            made = firing.edit(hooks, key, module, whole, layout, record)
+            seen.seconds = Stamp(made).since(start) - sum(m.seconds for m in seen.moves[before:])
+            out = firing.scatter(made, local, layout, route)
+        finally:
+            meter.sink = None
+        seen.out = tuple(out.shape)
+        self.last[key.site] = seen
+        self.say(seen.describe())
+        self._follow(seen, whole, out)
+        return out
+
+    def _follow(self, seen: Pass, whole: Tensor, out: Tensor) -> None:
+        """Count what the backward way sends: from the node that scattered to the one that gathered."""
+        first, last = out.grad_fn, whole.grad_fn
+        if first is None:
+            return
+
+        def begins(_: Any) -> None:
+            self._close()
+            self._open = seen
+            meter.sink = seen.back.append
+
+        first.register_prehook(begins)
+        if last is not None:
+            _deepest(last).register_hook(lambda *_: self._close())
+
+    def _close(self) -> None:
+        if self._open is not None:
+            seen, self._open, meter.sink = self._open, None, None
+            self.say(seen.describe_back())
+
+
+def _deepest(node: Any) -> Any:
+    """Of the nodes that made a whole the first: that of experts' rows on their way home, if there is one."""
+    for _ in range(2):
+        before = node.next_functions[0][0] if node.next_functions else None
+        if type(before).__name__ in ("_GatherBackward", "_HomeBackward"):
+            node = before
+    return node

@@ -1,0 +1,295 @@
+"""What an editing function's source says before it runs: where it may not do what its author thinks."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from megatron_flex.errors import FlexWarning
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+WAITING = {"item", "tolist", "cpu", "numpy"}  # methods for which the host waits for the device
+PLAIN = {"shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda", "requires_grad"}
+TALKING = {
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_coalesced", "all_reduce"),
+    *("all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast"),
+    *("broadcast_object_list", "gather", "gather_object", "irecv", "isend", "monitored_barrier", "new_group"),
+    *("recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send"),
+}
+
+
+class Finding(NamedTuple):
+    """Something worth knowing, and the line in which it is."""
+
+    text: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """The code that an editing function runs.
+
+    Attributes:
+        node: its syntax tree.
+        file: the file it is in.
+        inputs: what it calls the tensor; empty where arguments are taken together.
+        arguments: what it calls its other arguments, those apart that have a value of their own.
+        names: what its free names, and arguments with a value of their own, stand for.
+    """
+
+    node: Function
+    file: str
+    inputs: str
+    arguments: frozenset[str]
+    names: dict[str, Any]
+
+    @property
+    def body(self) -> list[ast.stmt]:
+        """Its statements; of a lambda, that it returns its expression."""
+        if isinstance(self.node, ast.Lambda):
+            value = self.node.body
+            return [ast.Return(value, lineno=value.lineno, col_offset=value.col_offset)]
+        return self.node.body
+
+
+def source_of(edit: Callable[..., Any]) -> Source | None:
+    """The source of an editing function, if it is Python code in a file that can be read."""
+    function = function_of(edit)
+    if function is None:
+        return None
+    node = _node(function.__code__)
+    if node is None:
+        return None
+    places, defaults = _arguments(edit)
+    names = {**function.__globals__, **inspect.getclosurevars(function).nonlocals, **defaults}
+    inputs = places[1] if len(places) == 4 else ""
+    others = {a.arg for a in ast.walk(node.args) if isinstance(a, ast.arg)} - {inputs} - defaults.keys()
+    return Source(node, function.__code__.co_filename, inputs, frozenset(others), names)
+
+
+def function_of(edit: Callable[..., Any]) -> types.FunctionType | None:
+    """The Python function behind a partial, a bound method, a module or another callable object."""
+    while isinstance(edit, partial):
+        edit = edit.func
+    if isinstance(edit, nn.Module):
+        edit = edit.forward
+    elif not isinstance(edit, (types.FunctionType, types.MethodType, types.BuiltinFunctionType)):
+        edit = getattr(type(edit), "__call__", edit)  # noqa: B004
+    edit = getattr(edit, "__func__", edit)
+    return edit if isinstance(edit, types.FunctionType) else None
+
+
+def _arguments(edit: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
+    """What the four arguments are called, if each has a name, and the values that others have."""
+    called = edit.forward if isinstance(edit, nn.Module) else edit
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        found = list(inspect.signature(called).parameters.values())
+    except (TypeError, ValueError):
+        return [], {}
+    places = [p.name for p in found if p.kind in positional][:4]
+    set_already = {p.name: p.default for p in found if p.default is not p.empty and p.name not in places}
+    return places, set_already
+
+
+@cache
+def _tree(file: str, size: int) -> list[Function]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return []
+    return [n for n in ast.walk(tree) if isinstance(n, Function)]
+
+
+def _node(code: types.CodeType) -> Function | None:
+    """The syntax tree that a code object was compiled from."""
+    lines = linecache.getlines(code.co_filename)
+    first, spans = code.co_firstlineno, [p for p in code.co_positions() if p[0] and p[2] is not None]
+    found: list[Function] = []
+    for node in _tree(code.co_filename, len(lines)):
+        if isinstance(node, ast.Lambda):
+            inside = [
+                (p[0] or 0, p[2] or 0) >= (node.lineno, node.col_offset)
+                and (p[1] or 0, p[3] or 0) <= (node.end_lineno or 0, node.end_col_offset or 0)
+                for p in spans
+                if p[0] != p[1] or p[2] != p[3]
+            ]
+            fits = code.co_name == "<lambda>" and node.lineno == first and all(inside)
+        else:
+            start = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            fits = code.co_name == node.name and start == first
+        if fits:
+            found.append(node)
+    return found[-1] if found else None  # of lambdas in lambdas the inner one
+
+
+# -- findings ----------------------------------------------------------------------------------------
+
+
+def findings(source: Source, on_gpu: bool, leads: bool) -> list[Finding]:
+    """What is worth a warning.
+
+    Args:
+        source: the editing function's.
+        on_gpu: whether the model is on a device that the host would have to wait for.
+        leads: whether one rank runs the function for all.
+    """
+    found = [*_returns(source)]
+    if on_gpu:
+        found += _waits(source)
+    found += _talks(source, leads)
+    return found
+
+
+def warn(edit: Callable[..., Any], name: Callable[[], str], on_gpu: bool, leads: bool) -> None:
+    """Warn of what an editing function's source says, at its lines.
+
+    Args:
+        edit: the function.
+        name: tells what the hook is called.
+        on_gpu: as in `findings`.
+        leads: as in `findings`.
+    """
+    source = source_of(edit)
+    for finding in findings(source, on_gpu, leads) if source else ():
+        assert source is not None
+        warnings.warn_explicit(f"hook ({name()}): {finding.text}", FlexWarning, source.file, finding.line)
+
+
+def within(nodes: list[ast.stmt]) -> Iterator[ast.AST]:
+    """All that runs when these statements do; not what functions inside them hold."""
+    todo: list[ast.AST] = list(nodes)
+    while todo:
+        node = todo.pop()
+        yield node
+        if not isinstance(node, (*Function.__args__, ast.ClassDef)):
+            todo += ast.iter_child_nodes(node)
+
+
+def _returns(source: Source) -> Iterator[Finding]:
+    inside = list(within(source.body))
+    if any(isinstance(n, (ast.Yield, ast.YieldFrom)) for n in inside) or isinstance(
+        source.node, ast.AsyncFunctionDef
+    ):
+        yield Finding("it is a generator or coroutine and returns no tensor; return one", source.node.lineno)
+        return
+    for node in inside:
+        if isinstance(node, ast.Return) and _may_be_none(node.value):
+            yield Finding("it can return None here; return a tensor on every path", node.lineno)
+    if not _ends(source.body):
+        last = source.body[-1]
+        yield Finding(
+            "it can end without a return, which is None; return a tensor on every path", last.lineno
+        )
+
+
+def _may_be_none(value: ast.expr | None) -> bool:
+    if isinstance(value, ast.IfExp):
+        return _may_be_none(value.body) or _may_be_none(value.orelse)
+    return value is None or (isinstance(value, ast.Constant) and value.value is None)
+
+
+def _ends(body: list[ast.stmt]) -> bool:
+    """Whether no way leads out of these statements at their end."""
+    for node in body:
+        if isinstance(node, (ast.Return, ast.Raise, ast.Continue, ast.Break)):
+            return True
+        if isinstance(node, ast.If) and _ends(node.body) and _ends(node.orelse):
+            return True
+        if isinstance(node, (ast.With, ast.AsyncWith)) and _ends(node.body):
+            return True
+        if isinstance(node, (ast.Try, ast.TryStar)):
+            through = _ends([*node.body, *node.orelse]) and all(_ends(h.body) for h in node.handlers)
+            if through or _ends(node.finalbody):
+                return True
+        if isinstance(node, ast.While) and isinstance(node.test, ast.Constant) and node.test.value:
+            return not any(isinstance(n, ast.Break) for n in within(node.body))
+        if isinstance(node, ast.Match) and _ends_match(node):
+            return True
+    return False
+
+
+def _ends_match(node: ast.Match) -> bool:
+    last = node.cases[-1]
+    anything = isinstance(last.pattern, ast.MatchAs) and last.pattern.pattern is None and last.guard is None
+    return anything and all(_ends(c.body) for c in node.cases)
+
+
+def derived(source: Source) -> set[str]:
+    """The names of what is computed from the tensor, as far as one can see."""
+    found = {source.inputs} if source.inputs else set()
+    for _ in range(3):  # names may be given in loops, before what they are made of
+        for node in within(source.body):
+            targets: list[ast.expr] = []
+            if isinstance(node, ast.Assign):
+                targets = node.targets
+            elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.NamedExpr)):
+                targets = [node.target]
+            value = getattr(node, "value", None)
+            if targets and value is not None and is_derived(value, found):
+                found |= {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
+    return found
+
+
+def is_derived(node: ast.AST, names: set[str]) -> bool:
+    """Whether the value of an expression is a tensor's content, and not its shape or the like."""
+    if isinstance(node, ast.Name):
+        return node.id in names
+    if isinstance(node, ast.Attribute) and node.attr in PLAIN | WAITING:
+        return False
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("len", "isinstance", "type", "id"):
+        return False
+    if isinstance(node, ast.Compare) and any(isinstance(o, (ast.Is, ast.IsNot)) for o in node.ops):
+        return False
+    return any(is_derived(child, names) for child in ast.iter_child_nodes(node))
+
+
+def _waits(source: Source) -> Iterator[Finding]:
+    names = derived(source)
+    told = "makes the host wait for the GPU at each microbatch; compute with tensors, or read with a hook"
+    for node in within(source.body):
+        if isinstance(node, ast.Call):
+            name, of = getattr(node.func, "id", ""), node.args
+            method, owner = getattr(node.func, "attr", ""), getattr(node.func, "value", None)
+            if method in WAITING and owner is not None and is_derived(owner, names):
+                yield Finding(f".{method}() {told}", node.lineno)
+            elif name in ("print", "bool", "int", "float", "str") and any(is_derived(a, names) for a in of):
+                yield Finding(f"{name}() of a tensor {told}", node.lineno)
+        elif isinstance(node, (ast.If, ast.While, ast.IfExp, ast.Assert)) and is_derived(node.test, names):
+            yield Finding(f"a decision on a tensor's content {told}", node.lineno)
+
+
+def _talks(source: Source, leads: bool) -> Iterator[Finding]:
+    for node in within(source.body):
+        if not isinstance(node, ast.Call):
+            continue
+        found = resolve(node.func, source.names)
+        name, home = getattr(found, "__name__", ""), getattr(found, "__module__", "") or ""
+        if name in TALKING and home.startswith("torch.distributed"):
+            why = (
+                "only the leader runs it, so the others never come"
+                if leads
+                else "if not every rank comes here, the others wait for ever"
+            )
+            yield Finding(
+                f"torch.distributed.{name}() in an edit: {why}; the tensor is whole already", node.lineno
+            )
+
+
+def resolve(node: ast.AST, names: dict[str, Any]) -> Any:
+    """What a dotted name stands for, if it is one of modules and what they hold; else None."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute):
+        owner = resolve(node.value, names)
+        return getattr(owner, node.attr, None) if isinstance(owner, types.ModuleType) else None
+    return None

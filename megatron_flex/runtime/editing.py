@@ -1,0 +1,161 @@
+"""Running what a person wrote: an editing function on a whole tensor, its errors kept for the step's end."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from megatron_flex.collectives import from_leader, leads, replicas, towards_leader
+from megatron_flex.errors import FlexError, HookError
+from megatron_flex.layout import Layout
+from megatron_flex.mesh import Mesh
+from megatron_flex.runtime.captures import Key
+from megatron_flex.runtime.clock import Clock
+from megatron_flex.runtime.debugging.blame import guard_backward, users_line
+from megatron_flex.runtime.debugging.stopping import inside
+from megatron_flex.runtime.hooks import HookFunction
+from megatron_flex.runtime.sharing.context import Context
+from megatron_flex.runtime.sharing.passing import Passing
+from megatron_flex.runtime.sharing.scopes import Scopes
+from megatron_flex.runtime.streams import same_stream
+from megatron_flex.runtime.trainable import Trainable
+
+Result = TypeVar("Result")
+# By this torch's checkpointing ends a replay that has recomputed all that it needs.
+ENOUGH = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
+
+
+class Editing:
+    """Runs editing functions.
+
+    Attributes:
+        save_ctx: what editing functions share.
+        scopes: where that is kept.
+        passing: brings it from one pipeline stage to the next.
+        modules: the trainable modules that they are given.
+        fired: the hooks that something has passed through.
+        failure: what went wrong first in this step, in words, and the error.
+        reasons: by a site's name why nothing could pass its hooks.
+    """
+
+    def __init__(
+        self, mesh: Mesh, clock: Clock, trainable: Trainable, name: str, gather_data_parallel: bool
+    ) -> None:
+        self.mesh, self.trainable = mesh, trainable
+        self.scopes = Scopes(mesh, clock, gather_data_parallel)
+        self.passing = Passing(mesh, clock, self.scopes, self.note, name)
+        self.save_ctx = Context(self.scopes)
+        self.modules = trainable.modules
+        self.fired: set[HookFunction] = set()
+        self.failure: tuple[str, BaseException] | None = None
+        self.reasons: dict[str, str] = {}
+
+    def edit(self, hooks: list[HookFunction], key: Key, module: Any, whole: Tensor, layout: Layout) -> Tensor:
+        """Run editing functions one after the other; one that fails leaves the tensor as it was."""
+        for index, hook in enumerate(hooks):
+            self.fired.add(hook)
+            self.guard(hook, key, partial(hook.check_shape, whole.shape))
+            if hook.editing_function is not None:
+                if hook in self.passing.plan.hooks:
+                    self.passing.arrive()
+                if hook.run == "leader":
+                    whole = self._lead(hook, index, key, module, whole, layout)
+                else:
+                    edited = self._run(hook, index, key, module, whole)
+                    whole = whole if edited is None else edited
+        return self.scopes.anchored(whole, replicas(layout, self.mesh), leads(layout, self.mesh))
+
+    def _run(self, hook: HookFunction, index: int, key: Key, module: Any, whole: Tensor) -> Tensor | None:
+        replay = Clock.replaying() and not hook.backward
+        stream = same_stream(key, index, whole)
+        with stream, self.trainable.editing(replay), inside(hook, key, self.mesh):
+            if self.modules or hook.run == "leader":  # what the leader does backward, others do not
+                self.trainable.contain(whole)
+            edit = partial(call_editing, hook, key, module, whole, self.save_ctx, self.modules)
+            if hook in self.passing.plan.hooks:
+                edit = partial(self.scopes.call, hook, index, key, edit)
+            made = self.guard(hook, key, edit)
+        if made is not None and made.grad_fn is not None:
+            guard_backward(made, whole, partial(self._failed, hook, key))
+        return made.detach() if made is not None and not torch.is_grad_enabled() else made
+
+    def _lead(
+        self, hook: HookFunction, index: int, key: Key, module: Any, whole: Tensor, layout: Layout
+    ) -> Tensor:
+        """Let the leader edit for all ranks that hold this whole."""
+        holders, here = replicas(layout, self.mesh), leads(layout, self.mesh)
+        whole = towards_leader(whole, holders)
+        made = self._run(hook, index, key, module, whole) if here else whole
+        if hook in self.passing.plan.hooks:
+            self.scopes.share(hook, partial(self._refused, hook, key), holders, here)
+        return from_leader(whole if made is None else made, whole, holders)
+
+    def _refused(self, hook: HookFunction, key: Key, name: str, error: Exception) -> None:
+        self.note(
+            f"{_where(hook, key)}: save_ctx.{name} cannot be sent to the other ranks of the stage "
+            f"({type(error).__name__}: {error}); save tensors, numbers, strings or what can be pickled",
+            error,
+        )
+
+    def note(self, message: str, error: BaseException) -> None:
+        """Keep an error for the end of the step, if it is the first."""
+        self.failure = self.failure or (message, error)
+
+    def guard(self, hook: HookFunction, key: Key, call: Callable[[], Result]) -> Result | None:
+        """Run what a person wrote; keep an error for the end of the step, where all ranks raise it."""
+        try:
+            return call()
+        except Exception as error:
+            if isinstance(error, ENOUGH):
+                raise
+            self._failed(hook, key, error)
+            return None
+
+    def _failed(self, hook: HookFunction, key: Key, error: BaseException) -> None:
+        line = "" if isinstance(error, FlexError) else f" in {users_line(error)}"
+        kind = "" if isinstance(error, FlexError) else f"{type(error).__name__}: "
+        self.note(f"{_where(hook, key)}: {kind}{' '.join(str(error).split())}{line}", error)
+
+    def check_shapes(self, hooks: list[HookFunction], key: Key, shape: Sequence[int]) -> None:
+        """Compare a whole's shape with what hooks expect."""
+        for hook in hooks:
+            self.guard(hook, key, partial(hook.check_shape, shape))
+
+
+def call_editing(
+    hook: HookFunction, key: Key, module: Any, whole: Tensor, context: Namespace, modules: nn.ModuleDict
+) -> Tensor:
+    """Run an editing function and check what it returns.
+
+    Raises:
+        HookError: it returns no tensor, or one of another shape, dtype or device.
+    """
+    edit = hook.editing_at(key)
+    assert edit is not None
+    shape, dtype, device = whole.shape, whole.dtype, whole.device
+    out = edit(module, whole, context, modules)
+    if not isinstance(out, Tensor):
+        raise HookError(
+            f"the editing function returned {type(out).__name__}; return a tensor like the one it got"
+        )
+    for what, got, want in (
+        ("shape", tuple(out.shape), tuple(shape)),
+        ("dtype", out.dtype, dtype),
+        ("device", out.device, device),
+    ):
+        if got != want:
+            raise HookError(
+                f"the editing function returned {what} {got} for {want}; return the {what} it got"
+            )
+    return out
+
+
+def _where(hook: HookFunction, key: Key) -> str:
+    when = f"iteration {key.iteration}, microbatch {key.microbatch}"
+    return f"hook ({hook.describe()}) at {key.site}, {when}"

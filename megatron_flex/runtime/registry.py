@@ -1,0 +1,191 @@
+"""The hooks of a session, where each stands, and which are active."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_flex.adapters import ParameterSite
+from megatron_flex.errors import HookError, SiteError
+from megatron_flex.runtime.groups import Selection
+from megatron_flex.runtime.hooks import POINTS, HookFunction
+from megatron_flex.sites import Site, SiteTable
+
+
+@dataclass(slots=True)
+class Registered:
+    """A hook with the places it stands at, on whichever rank they are."""
+
+    hook: HookFunction
+    always: bool = False  # whatever groups are selected
+    sites: list[Site] = field(default_factory=list)
+    parameters: list[ParameterSite] = field(default_factory=list)
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the places."""
+        return {s.name for s in self.sites} | {p.name for p in self.parameters}
+
+
+class Registry:
+    """The hooks of a session in the order of registration; `version` changes whenever they do.
+
+    Attributes:
+        entries: all that are registered.
+        active: those among them that stand in this step.
+        selection: which groups are wanted; `adopt` makes it count.
+    """
+
+    def __init__(self, sites: SiteTable, parameters: dict[str, ParameterSite]) -> None:
+        self._sites, self._parameters = sites, parameters
+        self.entries: list[Registered] = []
+        self.active: list[Registered] = []
+        self.selection = Selection()
+        self._adopted, self._stale = Selection(), False
+        self.version = 0
+        self._at: dict[str, list[HookFunction]] = {}
+        self._expected: dict[str, tuple[int | None, ...]] = {}
+
+    def add(self, hook: HookFunction, always: bool = False) -> Registered:
+        """Register a hook everywhere its pattern matches; `always`: active whatever is selected.
+
+        Raises:
+            SiteError: nothing matches, or the configuration hides the place.
+            HookError: the hook is registered already, wants a gradient on a scale that cannot be, or expects
+                another shape than one at the same place of a plain module.
+        """
+        if any(e.hook is hook for e in self.entries):
+            raise HookError(f"this HookFunction on {hook.where!r} is registered already; make another one")
+        entry = Registered(hook, always)
+        name = hook.module_name
+        if hook.hook_type == "tensor" and isinstance(name, str) and name in self._parameters:
+            told = self._parameters[name]
+            if told.hidden:
+                raise HookError(f"no hook can stand at the gradient of {told.name}: {told.hidden}")
+            if hook.unpack_idx:
+                raise HookError(
+                    f"unpack_idx={hook.unpack_idx} on {told.name}: a parameter is one tensor; drop it"
+                )
+            entry.parameters = [told]
+        else:
+            found = self._sites.match(hook.module_name, POINTS[hook.hook_type])
+            entry.sites = [self._leaf(s, hook.unpack_idx) for s in found]
+            for site in entry.sites:
+                if site.hidden:
+                    raise HookError(f"no hook can stand at {site.name}: {site.hidden}")
+                if site.fixed and (hook.backward or hook.editing_function is not None):
+                    what = "has no gradient to be had" if hook.backward else "can be read and not edited"
+                    raise HookError(f"{site.name} {what}: {site.fixed}")
+        self._check_scale(entry)
+        hook.stand([*entry.sites, *(Site(p.name, p.layout, p.shape, p.stage) for p in entry.parameters)])
+        self._expected |= self._shapes(entry)
+        self._set([*self.entries, entry])
+        return entry
+
+    def _leaf(self, site: Site, index: int) -> Site:
+        try:
+            return site.leaf(index)
+        except SiteError as error:
+            points = ", ".join(s.name for s in self._sites if s.module == site.module)
+            raise SiteError(f"{error}; places with names are {points}") from None
+
+    def _shapes(self, entry: Registered) -> dict[str, tuple[int | None, ...]]:
+        """What is expected at the plain modules' places of a hook, of this one and those before it."""
+        want = entry.hook.expected_shape
+        out: dict[str, tuple[int | None, ...]] = {}
+        places: list[Site | ParameterSite] = [*entry.sites, *entry.parameters]
+        for place in places:
+            if want is None or not place.inferred:
+                continue
+            other = self._expected.get(place.name, want)
+            pairs = list(zip(other, want, strict=False))
+            if len(other) != len(want) or any(None not in p and p[0] != p[1] for p in pairs):
+                raise HookError(
+                    f"hook ({entry.hook.describe()}) at {place.name} contradicts another one there, which "
+                    f"expects {other}; a tensor has one shape: give both the same"
+                )
+            out[place.name] = tuple(b if a is None else a for a, b in pairs)
+        return out
+
+    @property
+    def expects(self) -> bool:
+        """Whether some hook expects a shape at a plain module's place."""
+        return bool(self._expected)
+
+    def expected(self, name: str) -> tuple[int | None, ...] | None:
+        """The whole's shape that hooks, active or not, expect at a plain module's place; None for nothing."""
+        return self._expected.get(name)
+
+    def _check_scale(self, entry: Registered) -> None:
+        scale = entry.hook.gradient_scale
+        if scale != "raw" and not entry.hook.backward:
+            raise HookError(
+                f"gradient_scale={scale!r} on {entry.hook.where!r}: a {entry.hook.hook_type} hook sees "
+                "no gradient; drop it or choose a backward hook"
+            )
+        for name in sorted(entry.names) if entry.hook.backward else ():
+            if any(h.backward and h.gradient_scale != scale for h in self.at(name)):
+                raise HookError(
+                    f"another hook has the gradient at {name} on another scale than {scale!r}; give both the "
+                    "same gradient_scale"
+                )
+
+    def remove(self, hook: HookFunction) -> None:
+        """Take a hook out again.
+
+        Raises:
+            HookError: it is not registered.
+        """
+        kept = [e for e in self.entries if e.hook is not hook]
+        if len(kept) == len(self.entries):
+            raise HookError(f"this HookFunction on {hook.where!r} is not registered; nothing to remove")
+        self._expected = {}
+        for entry in kept:
+            self._expected |= self._shapes(entry)
+        self._set(kept)
+
+    def clear(self) -> None:
+        """Take all hooks out."""
+        self._expected = {}
+        self._set([])
+
+    def _set(self, entries: list[Registered]) -> None:
+        self.entries = entries
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self.version += 1
+        self.active = [e for e in self.entries if e.always or self._adopted.takes(e.hook.tags)]
+        self._at = {}
+        for entry in self.active:
+            for name in entry.names:
+                self._at.setdefault(name, []).append(entry.hook)
+
+    def groups(self) -> dict[str, list[HookFunction]]:
+        """The hooks of each group, in the order of registration; a group without any does not exist."""
+        out: dict[str, list[HookFunction]] = {}
+        for entry in self.entries:
+            for tag in sorted(entry.hook.tags):
+                out.setdefault(tag, []).append(entry.hook)
+        return out
+
+    def retagged(self) -> None:
+        """Tags of hooks have changed, which counts from the next step on."""
+        self._stale = True
+
+    def adopt(self) -> bool:
+        """Make the wanted selection count; whether that changes anything."""
+        if self._adopted == self.selection and not self._stale:
+            return False
+        self._adopted, self._stale = self.selection, False
+        self._refresh()
+        return True
+
+    def at(self, name: str) -> list[HookFunction]:
+        """The active hooks at a site or parameter, in the order of registration."""
+        return self._at.get(name, [])
+
+    def describe(self) -> str:
+        """Return all hooks in words, for comparing ranks."""
+        idle = len(self.entries) - len(self.active)
+        told = [e.hook.describe() for e in self.active] + ([f"{idle} not active"] if idle else [])
+        return ", ".join(told)

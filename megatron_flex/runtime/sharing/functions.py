@@ -1,0 +1,44 @@
+"""What can be known of a person's function without running it."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from functools import partial
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+SEES_ALL = {"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"}
+STORES = {"STORE_FAST", "DELETE_FAST"}
+
+
+def uses_argument(fn: Any, index: int) -> bool:
+    """Whether a function may look at an argument that it is given by position.
+
+    Read off the bytecode of plain functions, lambdas, methods, and partials of these. It errs on one side:
+    anything else, and a function that could see its variables otherwise, counts as using it.
+
+    Args:
+        fn: what would be called.
+        index: the argument's place in the call, from 0.
+    """
+    if isinstance(fn, partial):
+        return uses_argument(fn.func, index + len(fn.args))
+    if isinstance(fn, MethodType):
+        return uses_argument(fn.__func__, index + 1)
+    if not isinstance(fn, FunctionType):
+        return True
+    code = fn.__code__
+    if index >= code.co_argcount:
+        return bool(code.co_flags & inspect.CO_VARARGS)
+    name = code.co_varnames[index]
+    return name in code.co_cellvars or bool(SEES_ALL & set(code.co_names)) or _loads(code, name)
+
+
+def _loads(code: CodeType, name: str) -> bool:
+    """Whether an instruction reads a local variable; one that reads two names both."""
+    return any(
+        i.argval == name or (isinstance(i.argval, tuple) and name in i.argval)
+        for i in dis.get_instructions(code)
+        if i.opname not in STORES and "FAST" in i.opname
+    )

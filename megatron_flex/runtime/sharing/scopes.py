@@ -1,0 +1,272 @@
+"""The values of microbatches and of the run on this rank, and how tensors among them keep their gradients.
+
+Within one graph a tensor is handed on as it is. From one graph to another (a later virtual stage; in and out
+of a region whose activations are recomputed) it is lent without one: what its readers send back is put to its
+account, and an anchor on the output of the edit that made it lets that flow on in the backward pass there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import count
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megatron_flex.collectives import pack, share, unpack
+from megatron_flex.errors import HookError
+from megatron_flex.mesh import Mesh
+from megatron_flex.runtime.captures import Key
+from megatron_flex.runtime.clock import Clock
+from megatron_flex.runtime.hooks import HookFunction
+from megatron_flex.runtime.sharing.frames import Delta, Frame, Mode
+from megatron_flex.runtime.sharing.graphs import Anchor, Lend, Micro
+from megatron_flex.runtime.sharing.values import (
+    UNCHANGING,
+    Entry,
+    Layer,
+    Ticket,
+    Version,
+    detached,
+    rebuild,
+    tensors,
+)
+
+
+class Scopes:
+    """What editing functions of this rank share.
+
+    Attributes:
+        run: values that stay, by name.
+        kept: values of microbatches that were kept, by name and microbatch.
+        micros: the microbatches under way.
+        frame: the call that is running, if one is.
+        led: whether functions that the leader runs use the context on this stage.
+        shared: whether others do; then every rank of the stage has every value.
+    """
+
+    def __init__(self, mesh: Mesh, clock: Clock, gather_data_parallel: bool) -> None:
+        self.mesh, self.clock = mesh, clock
+        self.run: dict[str, Any] = {}
+        self.kept: dict[str, dict[int, Any]] = {}
+        self.micros: dict[int, Micro] = {}
+        self.frame: Frame | None = None
+        self.led = self.shared = False
+        data = mesh["dp"].size if gather_data_parallel else 1
+        self.alone = mesh["tp"].size * mesh["cp"].size * data == 1
+        self.stage, self.stages = mesh["pp"].coord, mesh["pp"].size
+        self._anchors: list[tuple[bool, Ticket, Tensor]] = []
+        self._delta = Delta()
+
+    @property
+    def place(self) -> int:
+        """The virtual stage that is running."""
+        return self.clock.chunk * self.stages + self.stage
+
+    def begin(self) -> Micro:
+        """The clock's microbatch, which starts here if this is the first that is heard of it."""
+        number = self.clock.microbatch
+        if number not in self.micros:
+            self.micros[number] = Micro(torch.is_grad_enabled())
+        return self.micros[number]
+
+    def drop(self, *numbers: int) -> None:
+        """Forget microbatches; their graphs know them, so that they must let go of their tensors."""
+        for number in numbers:
+            micro = self.micros.pop(number, None)
+            if micro is not None:
+                micro.clear()
+
+    # -- one call --------------------------------------------------------------------------------------
+
+    def call(self, hook: HookFunction, index: int, key: Key, function: Callable[[], Tensor]) -> Tensor:
+        """Run an editing function, given as a call without arguments, with the context of its microbatch."""
+        self._delta = Delta()
+        frame = self.frame = self._frame(hook, index, key)
+        try:
+            out = function()
+        finally:
+            self.frame = None
+        self._commit(frame)
+        return out
+
+    def _frame(self, hook: HookFunction, index: int, key: Key) -> Frame:
+        micro, mode = self.begin(), self._mode(hook)
+        values: Mapping[str, Entry] = micro.state
+        run: Mapping[str, Any] = self.run
+        if mode is Mode.FIRST:
+            values, run = micro.snapshots[key.site, key.call, index] = dict(micro.state), dict(self.run)
+        elif mode is Mode.REPLAY:
+            values, run = micro.snapshots.get((key.site, key.call, index), (micro.state, self.run))
+            known = {entry.version for entry in values.values()}
+            micro.made = {ticket: t for ticket, t in micro.made.items() if ticket[0] in known}
+        replayed = mode in (Mode.FIRST, Mode.REPLAY)
+        return Frame(
+            hook,
+            index,
+            key,
+            mode,
+            micro,
+            Layer(values, partial(self._lend, micro, mode, hook.run == "leader")),
+            Layer(run, _copied if replayed else _as_it_is),
+        )
+
+    def _mode(self, hook: HookFunction) -> Mode:
+        if hook.backward:
+            return Mode.APART
+        if self.clock.replaying():
+            return Mode.REPLAY
+        if not self.begin().training:
+            return Mode.APART
+        return Mode.PLAIN if torch.is_grad_enabled() else Mode.FIRST
+
+    def _lend(self, micro: Micro, mode: Mode, led: bool, entry: Entry) -> Any:
+        """A value as one call gets it: containers of its own, and tensors with a way back."""
+        # What every rank has made, and the leader alone reads, has no way back along the leader's graph.
+        same = self.alone or entry.led or not led
+        numbers = count()
+
+        def leaf(item: Any) -> Any:
+            if not isinstance(item, Tensor):
+                return _own(item) if mode is Mode.FIRST else item
+            number = next(numbers)
+            if mode in (Mode.FIRST, Mode.APART) or not entry.wants[number]:
+                return item
+            ticket = entry.version, number
+            if same and mode is Mode.PLAIN and entry.place == self.place:
+                return item
+            if same and mode is Mode.REPLAY and ticket in micro.made:
+                return micro.made[ticket]
+            token = torch.empty(0, requires_grad=True)
+            return Lend.apply(token, [item], partial(micro.credit, ticket))  # type: ignore[no-untyped-call]
+
+        return rebuild(entry.value, leaf)
+
+    def _commit(self, frame: Frame) -> None:
+        if frame.mode is Mode.FIRST:
+            changed = [*frame.values.changed_in_place(), *frame.run.changed_in_place()]
+            if changed:
+                raise HookError(
+                    f"save_ctx.{changed[0]} was changed in place, and activation recomputation needs it as "
+                    f"it was; write save_ctx.{changed[0]} = ... with a new tensor"
+                )
+        delta, key, mode = Delta(), frame.key, frame.mode
+        led = frame.hook.run == "leader"
+        for name, value in frame.values.touched().items():
+            version = Version(self.place, key.site, key.call, frame.index, name)
+            found = list(enumerate(tensors(value)))
+            if mode in (Mode.PLAIN, Mode.REPLAY):
+                self._anchors += [(led, (version, n), t) for n, t in found if t.requires_grad]
+            if mode is Mode.REPLAY:
+                frame.micro.made.update({(version, n): t for n, t in found if t.requires_grad})
+                continue
+            wants = tuple(_wants(t, mode) for _, t in found)
+            place = self.place if mode is Mode.PLAIN else None
+            delta.written[name] = Entry(value, version, wants, place, led, frozenset({self.stage}))
+        if mode is Mode.REPLAY:
+            return
+        delta.removed, delta.run_removed = frame.values.removed, frame.run.removed
+        delta.run = {name: detached(value) for name, value in frame.run.touched().items()}
+        self._apply(frame.micro, delta)
+        self._delta = delta
+
+    def _apply(self, micro: Micro, delta: Delta) -> None:
+        for names, gone, new in (
+            (micro.state, delta.removed, delta.written),
+            (self.run, delta.run_removed, delta.run),
+        ):
+            for name in gone:
+                names.pop(name, None)
+            names.update(new)
+
+    def keep(self, name: str) -> None:
+        """Keep a value of the running call's microbatch beyond its end."""
+        if self.frame is not None and self.frame.mode is not Mode.REPLAY:
+            value = detached(self.frame.values.get(name))
+            self.kept.setdefault(name, {}).pop(self.clock.microbatch, None)  # so that it comes to be the last
+            self.kept[name][self.clock.microbatch] = value
+
+    # -- the leader's ----------------------------------------------------------------------------------
+
+    def share(
+        self, hook: HookFunction, refused: Callable[[str, Exception], None], holders: Mesh, here: bool
+    ) -> None:
+        """Give the other ranks what the leader's call has changed. Collective over `holders`.
+
+        Args:
+            hook: whose call it was.
+            refused: told about a value that cannot be sent, by name.
+            holders: the axes of the ranks that the leader runs it for.
+            here: whether this rank does.
+        """
+        if self.alone or not self.shared or self._mode(hook) is Mode.REPLAY:
+            return
+        micro, delta = self.begin(), self._delta
+        items: dict[Any, Any] = {("removed", ""): delta.removed, ("run removed", ""): delta.run_removed}
+        items |= {("run", name): value for name, value in delta.run.items()}
+        items |= {("value", n): (e.value, e.version, e.wants) for n, e in delta.written.items()}
+
+        def refuse(key: tuple[str, str], error: Exception) -> None:
+            (self.run if key[0] == "run" else micro.state).pop(key[1], None)
+            refused(key[1], error)
+
+        came = unpack(share(pack(items, refuse) if here else None, holders))
+        if not here:
+            entries = {name: item for (kind, name), item in came.items() if kind == "value"}
+            mine = frozenset({self.stage})
+            delta = Delta(
+                {n: Entry(v, version, w, None, True, mine) for n, (v, version, w) in entries.items()},
+                came["removed", ""],
+                {name: item for (kind, name), item in came.items() if kind == "run"},
+                came["run removed", ""],
+            )
+            self._apply(micro, delta)
+
+    # -- gradients -------------------------------------------------------------------------------------
+
+    def anchored(self, whole: Tensor, holders: Mesh, leads: bool) -> Tensor:
+        """The output of the edits at a site, by which gradients come back to the tensors that they saved."""
+        anchors, self._anchors = self._anchors, []
+        for led in (False, True) if whole.is_floating_point() else ():
+            mine = [(ticket, tensor) for by, ticket, tensor in anchors if by is led]
+            if mine:
+                tickets = [ticket for ticket, _ in mine]
+                # Of what every rank has made, the leader alone may have read: then its account counts.
+                spread = self.led and self.shared and not led and not self.alone
+                take = partial(self._take, self.begin(), tickets, holders if spread else None, leads)
+                whole = cast(Tensor, Anchor.apply(whole, take, *(t for _, t in mine)))  # type: ignore[no-untyped-call]
+        return whole
+
+    def _take(
+        self, micro: Micro, tickets: list[Ticket], holders: Mesh | None, leads: bool
+    ) -> list[Tensor | None]:
+        found = {n: micro.account.pop(t) for n, t in enumerate(tickets) if t in micro.account}
+        if holders is not None:
+            found = unpack(share(pack(found, _impossible) if leads else None, holders))
+        return [found.get(n) for n in range(len(tickets))]
+
+
+def _wants(tensor: Tensor, mode: Mode) -> bool:
+    """Whether a gradient shall come back; only its replay knows that of what a first pass makes."""
+    if mode is Mode.FIRST:
+        return tensor.is_floating_point() or tensor.is_complex()
+    return mode is Mode.PLAIN and tensor.requires_grad
+
+
+def _own(item: Any) -> Any:
+    return item if isinstance(item, UNCHANGING) else copy.deepcopy(item)
+
+
+def _copied(value: Any) -> Any:
+    return rebuild(value, _own)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _impossible(key: Any, error: Exception) -> None:
+    raise error

@@ -1,0 +1,432 @@
+"""Values that editing functions share, across pipeline stages, against one process that runs the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed import matrix
+from tests.support import gpt, ranks, sharing
+from tests.support.gpt import Case
+from tests.support.pool import run
+
+pytest.importorskip("megatron.core")
+
+ALL = list(sharing.SCENARIOS)
+FORWARD = [n for n in ALL if n != "gradients"]
+EVERYWHERE, LEADER = ["replicated"], ["leader"]
+MIXED, OTHERWISE = ["replicated", "leader"], ["leader", "replicated"]
+
+CASES = [
+    (Case("one rank"), ALL, [EVERYWHERE]),
+    (Case("one rank, all recomputed", recompute=("full",)), FORWARD, [EVERYWHERE]),
+    (Case("pp2", pp=2, microbatches=4), ALL, [EVERYWHERE]),
+    (Case("pp4", pp=4, microbatches=4), ALL, [EVERYWHERE]),
+    (Case("pp2 vpp2", pp=2, vpp=2, microbatches=4), ALL, [EVERYWHERE]),
+    (Case("tp2 sp", tp=2, sp=True), ALL, [MIXED, OTHERWISE, LEADER]),
+    (Case("tp2 sp pp2", tp=2, sp=True, pp=2), ALL, [EVERYWHERE, LEADER, MIXED, OTHERWISE]),
+    (Case("cp2 pp2", cp=2, pp=2), [n for n in FORWARD if n != "attention"], [EVERYWHERE, LEADER]),
+    (
+        Case("tp2 sp pp2, all recomputed", tp=2, sp=True, pp=2, recompute=("full",)),
+        FORWARD,
+        [EVERYWHERE, LEADER, MIXED, OTHERWISE],
+    ),
+    (Case("pp2 vpp2, all recomputed", pp=2, vpp=2, recompute=("full",)), FORWARD, [EVERYWHERE]),
+    (Case("pp2 dp2, attention recomputed", pp=2, dp=2, recompute=("core_attn",)), FORWARD, [EVERYWHERE]),
+]
+
+OLD = ("pp2 vpp2", "tp2 sp pp2, all recomputed")
+
+
+def sharded(case: Case, state: dict[str, Tensor], names: list[str], runs: list[list[str]]) -> dict[str, Any]:
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    gpt.load(chunks, state)
+    dp = ranks.mine(chunks)
+    answer: dict[str, Any] = {"edited": {}}
+    for name in names:
+        for where in runs:
+            with mf.attach(chunks, sharing.hooks(name, where)) as flex:
+                mesh = flex.session.mesh
+                answer |= {"coords": dict(mesh.coords), "sizes": dict(mesh.sizes), "dp": dp}
+                result = gpt.step(case, chunks, dp), matrix._gradients(flex, chunks)
+                answer["edited"][f"{name}, {'/'.join(where)}"] = answer["plain"] = result
+                if name != "gradients":
+                    assert gpt.step(case, chunks, dp, forward_only=True) == pytest.approx(result[0])
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("case", "names", "runs"),
+    [pytest.param(*c, id=c[0].name, marks=[pytest.mark.versions] if c[0].name in OLD else []) for c in CASES],
+)
+def test_shared_values_are_those_of_one_process(
+    case: Case, names: list[str], runs: list[list[str]], cells: list[Any]
+) -> None:
+    (truth,) = run(1, sharing.truth, case.single(), names)
+    answers = run(case.world, sharded, case, truth["state"], names, runs, timeout=100)
+    edits = list(answers[0]["edited"])
+    truth["edited"] = {edit: truth["edited"][edit.rpartition(", ")[0]] for edit in edits}
+    truth |= {"losses": truth["edited"][edits[-1]][0], "parameters": truth["edited"][edits[-1]][1]}
+    found = [c for c in matrix._effects(case, edits, truth, answers) if c.site != "(none)"]
+    assert len(found) == 2 * len(names) * len(runs)
+    matrix.judge([_filed(c) for c in found], cells)
+
+
+def _filed(cell: matrix.Cell) -> matrix.Cell:
+    """Under its scenario; where edits run, where not everywhere, belongs to the case."""
+    scenario, _, where = cell.site.rpartition(", ")
+    case = cell.case if where == "replicated" else f"{cell.case}, {where}"
+    return replace(cell, case=case, site=scenario, model="GPT, values shared by edits")
+
+
+# -- messages --------------------------------------------------------------------------------------------
+
+
+def left_behind() -> list[Any]:
+    """A message that nobody took, and a later one with the same tag."""
+    from megatron_flex.collectives import Message, Relay, pack, unpack
+    from megatron_flex.mesh import Axis, Mesh
+
+    rank = torch.distributed.get_rank()
+    relay = Relay(Mesh((Axis("pp", 2, rank, torch.distributed.group.WORLD, (0, 1)),)), "test")
+    relay.open()
+    old, new = (Message(step, 3, 1, False) for step in (0, 1024))
+    assert old.tag == new.tag
+    found: list[Any] = []
+    if rank == 0:
+        for message in (old, new):
+            half = torch.arange(5).bfloat16()
+            items = {"step": message.step, "x": [half, {"y": half[1]}, half.bool(), torch.empty(0, 3)]}
+            items["f"] = lambda: 0
+            relay.send(pack(items, lambda key, error: found.append((key, type(error).__name__))), 1, message)
+            if message is old:
+                relay.abandon()
+        relay.settle()
+    else:
+        found.append(unpack(relay.receive(0, new)))
+    relay.close()
+    return found
+
+
+def test_a_message_left_behind_is_not_taken_for_another() -> None:
+    refused, (items,) = run(2, left_behind, timeout=60)
+    assert [key for key, _ in refused] == ["f", "f"]
+    assert items["step"] == 1024
+    first, inner, bits, nothing = items["x"]
+    assert first.dtype == torch.bfloat16
+    assert first.tolist() == [0, 1, 2, 3, 4]
+    assert (inner["y"].item(), inner["y"].shape) == (1, ())
+    assert bits.tolist() == [False, True, True, True, True]
+    assert nothing.shape == (0, 3)
+
+
+# -- what travels, and when ----------------------------------------------------------------------------
+
+
+def ignores(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    return inputs * 1.5
+
+
+def traffic(case: Case) -> dict[str, Any]:
+    """How often packages leave, and how large; and which groups there are."""
+    import megatron_flex as mf
+    from megatron_flex.collectives import Relay
+
+    chunks = ranks.start(case)
+    sent: list[tuple[int, bool, int]] = []
+    original = Relay.send
+
+    def send(self: Any, package: Tensor, stage: int, message: Any) -> None:
+        sent.append((message.place, message.backward, package.numel()))
+        original(self, package, stage, message)
+
+    Relay.send = send  # type: ignore[method-assign]
+    out: dict[str, Any] = {}
+    for name, hooks in (
+        ("not used", [mf.HookFunction("decoder.layers.*", editing_function=ignores)]),
+        ("one stage", [mf.HookFunction("decoder.layers.0", editing_function=sharing.save)]),
+        ("patch", sharing.hooks("patch", EVERYWHERE)),
+        ("chain", sharing.hooks("chain", EVERYWHERE)),
+    ):
+        for way in ("training", "evaluation"):
+            sent.clear()
+            with mf.attach(chunks, hooks) as flex:
+                gpt.step(case, chunks, 0, forward_only=way == "evaluation")
+                open_group = flex.session.passing._relay._group is not None
+                left = len(flex.session.editing.scopes.micros), len(flex.session.passing._relay._posted)
+            out[f"{name}, {way}"] = list(sent), open_group, left
+    return out
+
+
+@pytest.mark.versions
+def test_only_what_is_used_travels_and_once() -> None:
+    answers = run(4, traffic, Case("tp2 pp2", tp=2, pp=2))
+    stream = gpt.SEQUENCE * gpt.BATCH * gpt.HIDDEN * 4
+    for rank, answer in enumerate(answers):
+        for name in ("not used", "one stage"):
+            for way in ("training", "evaluation"):
+                assert answer[f"{name}, {way}"] == ([], False, (0, 0)), (rank, name)
+        for name in ("patch", "chain"):
+            for way in ("training", "evaluation"):
+                sent, is_open, left = answer[f"{name}, {way}"]
+                assert left == (0, 0), "nothing is left of a step"
+                assert is_open == (rank % 2 == 0), "the leaders of stages alone have a group"
+                forward, back = ([s for s in sent if s[1] is way_back] for way_back in (False, True))
+                assert len(forward) == (2 if rank == 0 else 0), "one package for each microbatch"
+                assert len(back) == (2 if rank == 2 and way == "training" else 0)
+                count = 1 if name == "patch" else 2
+                assert all(count * stream <= size < count * stream + 2000 for _, _, size in forward)
+                if name == "patch":
+                    assert all(size < 1000 for _, _, size in back), "it is detached: no gradient goes back"
+
+
+def revisits(case: Case) -> list[int]:
+    import megatron_flex as mf
+    from megatron_flex.collectives import Relay
+
+    chunks = ranks.start(case)
+    sizes: list[int] = []
+    original = Relay.send
+
+    def send(self: Any, package: Tensor, stage: int, message: Any) -> None:
+        sizes.append(package.numel())
+        original(self, package, stage, message)
+
+    Relay.send = send  # type: ignore[method-assign]
+    with mf.attach(chunks, sharing.hooks("count", EVERYWHERE)[1:] + sharing.hooks("patch", EVERYWHERE)):
+        gpt.step(case, chunks, 0, forward_only=True)
+    return sizes
+
+
+def test_a_stage_is_not_sent_what_it_has() -> None:
+    first, second = run(2, revisits, Case("pp2 vpp2", pp=2, vpp=2))
+    stream = gpt.SEQUENCE * gpt.BATCH * gpt.HIDDEN * 4
+    assert (len(first), sum(n > stream for n in first)) == (4, 2), "once for each microbatch"
+    assert all(n < stream for n in second), "the first stage had the value before the second one"
+
+
+# -- runs, what is kept, and what ends with the step ---------------------------------------------------
+
+
+def steer(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    """A counter of the run, one of the microbatch, and a coefficient that was set outside."""
+    save_ctx.run.calls = getattr(save_ctx.run, "calls", 0) + 1
+    save_ctx.run.seen = [*getattr(save_ctx.run, "seen", []), save_ctx.strength]
+    save_ctx.calls = save_ctx.calls + 100
+    save_ctx.mean = inputs.mean()
+    save_ctx.keep("calls", "mean")
+    return inputs * save_ctx.strength
+
+
+def whole_run(case: Case) -> dict[str, Any]:
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    out: dict[str, Any] = {}
+    flex = mf.attach(chunks, [mf.HookFunction("decoder.layers.1", editing_function=steer, save=False)])
+    flex.save_ctx.strength = 0.5
+    gpt.step(case, chunks, 0)
+    gpt.step(case, chunks, 0, forward_only=True)
+    context = flex.save_ctx
+    out["names"] = sorted(context)
+    if "calls" in context.run:
+        out["calls"], out["seen"] = context.calls, context.run.seen
+        out["kept"] = {n: sorted(found) for n, found in context.kept.items()}
+        out["last"], out["graph"] = context.kept["calls"], context.mean.requires_grad
+        del context.run.calls
+        out["fallen back"] = context.calls
+        del context.calls
+        out["deleted"] = "calls" in context, getattr(context, "calls", "nothing")
+    flex.restore()
+    out["restored"] = list(context), dict(vars(context)), repr(context)
+    return out
+
+
+@pytest.mark.parametrize(
+    "case", [Case("tp2 sp pp2", tp=2, sp=True, pp=2), Case("recomputed", recompute=("full",))]
+)
+def test_what_stays_for_the_run_and_what_is_kept(case: Case) -> None:
+    answers = run(case.world, whole_run, case)
+    first = [a for a in answers if "calls" in a]
+    assert len(first) == (2 if case.pp > 1 else 1), "it stays on the stage where it was written"
+    for answer in first:
+        assert answer["calls"] == 2 * case.microbatches, "a replay does not count again"
+        assert answer["seen"] == [0.5] * 2 * case.microbatches
+        assert answer["kept"] == {"calls": [0, 1], "mean": [0, 1]}
+        assert answer["last"] == {0: 103, 1: 104}, "a microbatch's name starts from the run's"
+        assert answer["fallen back"] == 104
+        assert answer["graph"] is False
+        assert answer["deleted"] == (False, "nothing")
+    for answer in answers:
+        assert "strength" in answer["names"]
+        assert answer["restored"] == ([], {}, "Context()")
+
+
+def hoard(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    for n in range(5):
+        setattr(save_ctx, f"copy{n}", [inputs * n, {"x": inputs.detach()}])
+    save_ctx.keep("copy0")
+    return inputs
+
+
+def live(case: Case) -> list[int]:
+    """The number of tensors that are there after each of some steps."""
+    import gc
+
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    hooks = [
+        mf.HookFunction(f"decoder.layers.{n}", editing_function=hoard, save=False, run=where)
+        for n, where in ((0, "replicated"), (1, "leader"), (3, "replicated"))
+    ]
+    counts = []
+    with mf.attach(chunks, [*hooks, *sharing.hooks("skip", EVERYWHERE)]):
+        for _ in range(6):
+            gpt.step(case, chunks, 0)
+            gc.collect()
+            counts.append(sum(isinstance(o, Tensor) for o in gc.get_objects()))
+    return counts
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case("tp2 sp pp2", tp=2, sp=True, pp=2), Case("pp2 vpp2, recomputed", pp=2, vpp=2, recompute=("full",))],
+    ids=lambda c: c.name,
+)
+def test_nothing_is_left_of_a_step(case: Case) -> None:
+    for counts in run(case.world, live, case):
+        assert len(set(counts[1:])) == 1, counts
+
+
+# -- errors --------------------------------------------------------------------------------------------
+
+
+def misspelt(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    return inputs + save_ctx.straem
+
+
+def lambdas(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    save_ctx.function = lambda x: x
+    return inputs
+
+
+def in_place(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    save_ctx.stream += 1
+    return inputs
+
+
+def own_name(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    save_ctx.kept = inputs
+    return inputs
+
+
+def fails_after_saving(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    save_ctx.stream = inputs
+    raise RuntimeError("on purpose")
+
+
+def wrong(case: Case) -> dict[str, str]:
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    out: dict[str, str] = {}
+    late = mf.HookFunction("decoder.layers.3", editing_function=sharing.skip)
+    for name, function, where in (
+        ("misspelt", misspelt, "replicated"),
+        ("misspelt on the leader", misspelt, "leader"),
+        ("lambdas", lambdas, "replicated"),
+        ("lambdas on the leader", lambdas, "leader"),
+        ("in place", in_place, "replicated"),
+        ("own name", own_name, "replicated"),
+        ("fails", fails_after_saving, "replicated"),
+    ):
+        first = sharing.save if name != "fails" else sharing.nest
+        hooks = [
+            mf.HookFunction("decoder.layers.0", editing_function=first),
+            mf.HookFunction("decoder.layers.1", editing_function=function, run=where),
+            late,
+        ]
+        flex = mf.attach(chunks, hooks)
+        out[name] = ranks.step_says(case, chunks, flex)
+    with mf.attach(
+        chunks, [mf.HookFunction("decoder.layers.0", editing_function=sharing.save), late]
+    ) as flex:
+        gpt.step(case, chunks, 0)
+        try:
+            out["outside"] = str(flex.save_ctx.stream)
+        except AttributeError as error:
+            out["outside"] = str(error)
+    return out
+
+
+WRONG = {
+    "misspelt": ["has no 'straem' in microbatch 0 of iteration", "it has stream", "nearest: stream"],
+    "misspelt on the leader": ["has no 'straem'", "on the leader", "it has stream"],
+    "lambdas": ["save_ctx.function cannot be sent to the next pipeline stage", "pickle"],
+    "lambdas on the leader": ["save_ctx.function cannot be sent", "other ranks of the stage"],
+    "in place": ["save_ctx.stream was changed in place", "write save_ctx.stream = ..."],
+    "own name": ["save_ctx.kept is its own"],
+    "fails": ["RuntimeError: on purpose", "has no 'stream' in microbatch 0", "it has all"],
+    "outside": ["has no 'stream' outside of editing functions", "save_ctx.keep(name)"],
+}
+
+
+@pytest.mark.parametrize("recompute", [(), ("full",)], ids=["plain", "recomputed"])
+def test_what_goes_wrong_is_raised_on_all_ranks(recompute: tuple[str, ...]) -> None:
+    answers = run(4, wrong, Case("tp2 sp pp2", tp=2, sp=True, pp=2, recompute=recompute), timeout=60)
+    for name, words in WRONG.items():
+        assert len({a[name] for a in answers}) == 1, [a[name] for a in answers]
+        if name == "in place" and not recompute:
+            assert answers[0][name] == ""
+            continue
+        for word in words:
+            assert word in answers[0][name], (name, answers[0][name])
+
+
+def breaks_down(case: Case) -> Any:
+    """A step that the model itself breaks off on all ranks, after a package has left, and one behind it."""
+    from megatron.core.pipeline_parallel import p2p_communication, schedules
+
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    sender: Any = getattr(p2p_communication, "P2PCommunicator", schedules)  # functions before 0.14
+    with mf.attach(chunks, sharing.hooks("skip", EVERYWHERE)) as flex:
+        before = gpt.step(case, chunks, 0)
+        original = sender.send_forward
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("the model itself")
+
+        def send(*arguments: Any, **keywords: Any) -> None:
+            original(*arguments, **keywords)
+            fail()
+
+        handle = chunks[-1].decoder.layers[-1].register_forward_pre_hook(fail)
+        if torch.distributed.get_rank() == 0:
+            handle.remove()
+            sender.send_forward = send
+        said = ""
+        try:
+            gpt.step(case, chunks, 0)
+        except RuntimeError as error:
+            said = str(error)
+        sender.send_forward = original
+        handle.remove()
+        left = len(flex.session.editing.scopes.micros), len(flex.session.passing._relay._posted)
+        return said, left, gpt.step(case, chunks, 0) == before
+
+
+@pytest.mark.versions
+def test_a_step_that_the_model_breaks_off_does_not_spoil_the_next() -> None:
+    for said, left, same in run(2, breaks_down, Case("pp2", pp=2, microbatches=1), timeout=60):
+        assert said == "the model itself"
+        assert left == (0, 0)
+        assert same

@@ -1,0 +1,71 @@
+"""What a long run leaves behind: nothing, once what was read is cleared."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.support import ranks
+from tests.support.gpt import Case
+from tests.support.pool import run
+
+pytest.importorskip("megatron.core")
+
+FORWARDS = 1000
+SETTLED = 200  # by then allocators and caches have what they need
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+def _tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+
+
+def many(case: Case) -> dict[str, Any]:
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+
+    def edit(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+        save_ctx.last = inputs.mean(0)
+        return inputs + 0.01 * save_ctx.last
+
+    hooks = [
+        mf.HookFunction("decoder.layers.*"),
+        mf.HookFunction("decoder.layers.0.mlp.linear_fc1", editing_function=edit),
+        mf.HookFunction("decoder.layers.1:mid", editing_function=edit, run="leader"),
+        mf.HookFunction("decoder.layers.1", hook_type="full_backward_pre", gradient_scale="loss"),
+    ]
+    found: dict[str, Any] = {"tensors": [], "bytes": [], "read": 0}
+    with mf.attach(chunks, hooks) as flex:
+        for number in range(FORWARDS + 1):
+            ranks.call(chunks).mean().backward()
+            chunks[0].zero_grad(set_to_none=True)
+            found["read"] += sum(len(r) for r in flex.output_dict.values())
+            flex.output_dict.clear()
+            if number % 100 == 0:
+                gc.collect()  # when Python itself would do so depends on what else it has to hold
+            if number in (SETTLED, FORWARDS):
+                found["tensors"].append(_tensors())
+                found["bytes"].append(_resident())
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="/proc tells how much memory is resident")
+@pytest.mark.slow
+def test_memory_is_flat_over_a_thousand_forwards() -> None:
+    answers = run(2, many, Case("tp2 sp", tp=2, sp=True, layers=2), timeout=280)
+    assert answers[0]["read"] == (2 + 1 + 1 + 1) * (FORWARDS + 1)
+    for answer in answers:
+        assert answer["tensors"][0] == answer["tensors"][1]
+        # one tensor of the stream kept from each forward would be 3 MiB
+        assert answer["bytes"][1] - answer["bytes"][0] < 2 << 20, answer["bytes"]

@@ -1,0 +1,58 @@
+"""What the compatible interface hands to native hooks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_flex import HookError
+from megatron_flex.compat import FlexModel, HookFunction
+from megatron_flex.runtime.sharing.functions import uses_argument
+
+
+def test_the_native_save_ctx_is_not_kept_up_for_it() -> None:
+    flex = FlexModel(nn.Sequential(nn.Identity()), {})
+
+    def mine(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+        save_ctx.seen = 1
+        return inputs
+
+    flex.register_forward_hook(HookFunction("0", editing_function=mine))
+    native = flex._flex.session.registry.entries[0].hook
+    assert not uses_argument(native.editing_function, 2)
+    assert mine.__qualname__ in native.describe()
+
+
+def test_a_function_with_other_arguments_is_refused_at_once() -> None:
+    flex = FlexModel(nn.Sequential(nn.Identity()), {})
+
+    def few(module: Any, inputs: Tensor) -> Tensor:
+        return inputs
+
+    with pytest.raises(HookError, match="take all four, by position"):
+        flex.register_forward_hook(HookFunction("0", editing_function=few))  # type: ignore[arg-type]
+
+
+def test_functions_with_further_arguments() -> None:
+    """As the tests of FlexModel had them."""
+    seen: dict[str, Tensor] = {}
+
+    def verify(module: Any, inputs: Tensor, save_ctx: Any, modules: Any, act_dict: Any) -> Tensor:
+        act_dict["seen"] = inputs
+        return inputs
+
+    flex = FlexModel(nn.Sequential(nn.Identity()), {})
+    flex.register_forward_hook(HookFunction("0", editing_function=partial(verify, act_dict=seen)))
+    inputs = torch.ones(2)
+    flex(inputs)
+    assert torch.equal(seen["seen"], inputs)
+
+
+@pytest.mark.parametrize("name", ["decoder.*", "layer?", "a[0]", None])
+def test_a_hook_function_has_one_modules_name(name: Any) -> None:
+    with pytest.raises(HookError, match="must be one module's name"):
+        HookFunction(name)

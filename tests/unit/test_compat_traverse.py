@@ -1,0 +1,144 @@
+"""Objects taken apart and put together again, by the compatible calls."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_flex import FlexError
+from megatron_flex.compat import FlexModel, HookFunction
+from megatron_flex.compat.traverse import (
+    InternalNode,
+    LeafNode,
+    flatten,
+    nodes,
+    register_internal_node_type,
+    register_leaf_node_type,
+    unflatten,
+)
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass(frozen=True)
+class Record:
+    hidden: Tensor
+    name: str
+    more: Any = None
+
+
+class Output(OrderedDict[str, Any]):
+    """Like the outputs of transformers: a mapping with attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+def ones(number: int) -> Tensor:
+    return torch.full((number,), float(number))
+
+
+TREES = [
+    [1, 2, ones(1), "zzz", (ones(2), ones(3))],
+    {"a": ones(1), "b": [None, ones(2)], "c": 3.0},
+    Pair(ones(1), Pair(ones(2), None)),
+    Record(ones(1), "name", {"more": (ones(2),)}),
+    Output(last=ones(1), cache=(ones(2), ones(3))),
+    ones(1),
+]
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda t: type(t).__name__)
+def test_flatten_and_unflatten(tree: Any) -> None:
+    treedef, leaves = flatten(tree)
+    assert [len(t) for t in leaves] == list(range(1, len(leaves) + 1)), "depth first"
+    made = unflatten(treedef, [t * 2 for t in leaves])
+    assert type(made) is type(tree)
+    again, doubled = flatten(made)
+    assert again == treedef
+    assert all(torch.equal(a, b * 2) for a, b in zip(doubled, leaves, strict=True))
+    assert all(float(t[0]) == len(t) for t in flatten(tree)[1]), "the given one stays as it is"
+
+
+def test_what_is_no_tensor_stays() -> None:
+    treedef, leaves = flatten(TREES[0])
+    assert unflatten(treedef, leaves)[3] == "zzz"
+    assert unflatten(*flatten(TREES[3])).name == "name"
+    assert flatten(TREES[0])[0] != flatten(TREES[1])[0]
+
+
+def test_too_few_and_too_many_leaves() -> None:
+    treedef, leaves = flatten(TREES[1])
+    with pytest.raises(FlexError, match="1 leaves are too few"):
+        unflatten(treedef, leaves[:1])
+    with pytest.raises(FlexError, match="3 leaves are 1 too many"):
+        unflatten(treedef, [*leaves, leaves[0]])
+
+
+class Box:
+    """Nothing that anybody knows how to look into."""
+
+    def __init__(self, tensor: Tensor, label: str) -> None:
+        self.tensor, self.label = tensor, label
+
+
+class Boxed(nn.Module):
+    def forward(self, inputs: Tensor) -> Box:
+        return Box(inputs * 2, "mine")
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.boxed = Boxed()
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, str]:
+        box = self.boxed(inputs)
+        return box.tensor + 1, box.label
+
+
+def test_register_internal_node_type() -> None:
+    """Hooks find tensors in it, too."""
+
+    @nodes.register_internal_node_type(Box)
+    class BoxNode(InternalNode):
+        def flatten(self, instance: Box) -> tuple[Any, ...]:
+            self.label = instance.label
+            return (instance.tensor,)
+
+        def unflatten(self, children: Iterable[Any]) -> Box:
+            (tensor,) = children
+            return Box(tensor, self.label)
+
+    assert nodes.register_internal_node_type is register_internal_node_type
+    treedef, (leaf,) = flatten((Box(ones(1), "label"), 3))
+    made, three = unflatten(treedef, [leaf + 1])
+    assert (float(made.tensor), made.label, three) == (2.0, "label", 3)
+
+    output: dict[str, list[Tensor]] = {}
+    flex = FlexModel(Model(), output)
+    flex.register_forward_hook(HookFunction("boxed", editing_function=lambda m, x, c, t: x * 10))
+    made, label = flex(ones(1))
+    assert (float(made), label) == (21.0, "mine")
+    assert float(output["boxed"][0]) == 2.0
+    flex.restore()
+
+
+def test_register_leaf_node_type() -> None:
+    class Weight(float):
+        pass
+
+    @nodes.register_leaf_node_type(Weight)
+    class WeightNode(LeafNode):
+        pass
+
+    assert nodes.register_leaf_node_type is register_leaf_node_type
+    treedef, leaves = flatten([Weight(2), 3.0])
+    assert leaves == [2.0]
+    assert unflatten(treedef, ["new"]) == ["new", 3.0]
