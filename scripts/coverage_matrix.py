@@ -42,6 +42,11 @@ FEATURES = {  # what stands behind the models, in this order: the rows of its ta
     "Other models, by TransformerLens' names": FORMULAS,
     "GPT-2 and Llama, against TransformerLens": "Rows are names, and methods of the cache, as it has them.",
     "GPT, interface of FlexModel (2023)": "Rows are the calls that register a hook.",
+    "fairscale": "",
+    "apex": "",
+    "PyTorch": "",
+    "Hugging Face": "",
+    "DeepSpeed": "",
     "Plain modules": "",
 }
 

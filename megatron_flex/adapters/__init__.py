@@ -1,14 +1,12 @@
-"""One file per framework: how it lays out tensors, where hooks can go, and how to follow its schedule."""
+"""How each framework lays out tensors, where hooks can go, and how to follow its schedule."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from megatron_flex.adapters import plain
 from megatron_flex.adapters.base import (
     Adapter,
     Architecture,
@@ -18,6 +16,7 @@ from megatron_flex.adapters.base import (
     Undo,
     replaying,
 )
+from megatron_flex.adapters.registry import find
 
 __all__ = [
     "Adapter",
@@ -45,12 +44,4 @@ def detect(
     Raises:
         FlexError: sizes contradict, or the module can be hooked neither as a framework's nor as a plain one.
     """
-    said = sizes or {}
-    if "megatron" in sys.modules:  # else nothing here is of its making
-        from megatron_flex.adapters import megatron_core
-
-        adapter = megatron_core.detect(chunks)
-        if adapter is not None:
-            adapter.mesh.check_sizes(said)
-            return adapter
-    return plain.take(chunks, said, process_group)
+    return find(chunks, sizes or {}, process_group).make()

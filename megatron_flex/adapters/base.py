@@ -77,6 +77,7 @@ class ParameterSite:
         hidden: why its gradient cannot be hooked; empty if it can.
         inferred: whether nothing tells the layout: every rank holds the whole, unless an `expected_shape`
             says what is cut. `layout` and `shape` are then those of the local parameter.
+        local: the shape of what `Adapter.value` gives for it.
     """
 
     name: str
@@ -89,6 +90,7 @@ class ParameterSite:
     hidden: str = ""
     inferred: bool = False
     chunk: int = 0
+    local: tuple[int, ...] = ()
 
     def remote(self) -> ParameterSite:
         """The parameter as ranks know it that do not own it."""
@@ -175,8 +177,20 @@ class Adapter(Protocol):
         None if only the person who wrote the loop knows.
         """
 
+    def value(self, parameter: nn.Parameter) -> Tensor:
+        """A parameter as its layout speaks of it: without what shards it over data parallel ranks.
+
+        Not to be written to. All `dp` ranks of a stage call it alike.
+        """
+
+    def put(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Set a parameter to what `value` would return then. Called likewise."""
+
+    def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
+        """Set its gradient to a tensor of that shape. Called likewise."""
+
     def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
-        """A parameter's gradient, reduced or not yet.
+        """A parameter's gradient, reduced or not yet. Called likewise.
 
         Raises:
             FlexError: what is asked for does not exist at this moment.

@@ -9,7 +9,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from megatron_flex.adapters.base import Undo
+from megatron_flex.adapters.spread import Tell, Unknown
 from megatron_flex.adapters.trees import position, tensors, with_tensor
+from megatron_flex.layout import Layout
 from megatron_flex.sites import Fire
 
 
@@ -61,6 +63,49 @@ class AnyInput:
             return _passed((args, kwargs), self.index, fire)
 
         return self.module.register_forward_pre_hook(hook, with_kwargs=True).remove
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """Another tap, with what a rule or the follower tells of each tensor that passes.
+
+    Attributes:
+        tap: the other tap.
+        tell: how a tensor lies on the ranks.
+        gradient: the layout of its gradient, asked for in the backward pass; by the tensor's own if None.
+    """
+
+    tap: Any
+    tell: Tell
+    gradient: Callable[[Tensor, Layout], Layout] | None = None
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that the other tap stands at."""
+        return getattr(self.tap, "module", None)
+
+    def leaf(self, index: int) -> Placed:
+        """The tap at another tensor of the same call."""
+        return replace(self, tap=self.tap.leaf(index))
+
+    def install(self, fire: Fire) -> Undo:
+        """Inject `fire` by way of the other tap."""
+        return cast(Undo, self.tap.install(_Telling(fire, self)))
+
+
+class _Telling:
+    """What the other tap calls: looks up the layout and goes on to the hooks."""
+
+    def __init__(self, fire: Fire, placed: Placed) -> None:
+        self.fire, self.placed = fire, placed
+        self.absent = getattr(fire, "absent", None)
+
+    def __call__(self, local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
+        told = self.placed.tell(local)
+        if isinstance(told, Unknown):
+            unknown = cast(Callable[[Tensor, str], Tensor] | None, getattr(self.fire, "unknown", None))
+            return local if unknown is None else unknown(local, told.why)
+        return self.fire(local, told.layout(local.ndim), route)
 
 
 def _passed(tree: Any, index: int, fire: Fire) -> Any:

@@ -55,7 +55,8 @@ class Firing:
         hooks = self.registry.at(site.name)
         acting = any(h.backward or h.editing_function for h in hooks)
         key = self.clock.key(site.name, local if acting else None)
-        layout = self.declared.layout(site, key, local) if site.inferred else layout or site.layout
+        if layout is None:
+            layout = self.declared.layout(site, key, local) if site.inferred else site.layout
         if self._over_data and not route:
             layout = over_data(batch_first(layout) if site.inferred else layout)
         module = getattr(site.tap, "module", None)
@@ -71,8 +72,25 @@ class Firing:
             # a gradient from there as well, and a view that is masked in place loses its hooks.
             out = out.clone()
             back = route and route.gradient()
-            out.register_hook(partial(self.gradient, site.name, layout.gradient(), module, seen, route=back))
+            turned = self._turned(site, local, layout)
+            out.register_hook(partial(self._came_back, site.name, turned, module, seen, back))
         return out
+
+    def _turned(self, site: Site, local: Tensor, layout: Layout) -> Callable[[], Layout]:
+        """What tells the gradient's layout, once the whole forward pass is known."""
+        follow = getattr(site.tap, "gradient", None)
+        return layout.gradient if follow is None else partial(follow, local, layout)
+
+    def _came_back(
+        self,
+        name: str,
+        turned: Callable[[], Layout],
+        module: Any,
+        key: Key,
+        route: Route | None,
+        grad: Tensor,
+    ) -> Tensor | None:
+        return self.gradient(name, turned(), module, key, grad, route)
 
     def _forward(
         self,
@@ -136,6 +154,14 @@ class Firing:
             return
         for hook in self.registry.at(site.name):
             self.editing.guard(hook, self.clock.key(site.name), partial(_refuse, site, count))
+
+    def unknown(self, site: Site, local: Tensor, why: str) -> Tensor:
+        """Pass a tensor of which no rule tells how it lies on the ranks: only a hook's shape can."""
+        if self.registry.expected(site.name) is not None:
+            return self.fire(site, local)
+        for hook in self.registry.at(site.name):
+            self.editing.guard(hook, self.clock.key(site.name), partial(_no_layout, site, why))
+        return local
 
     def parameter(self, site: ParameterSite, grad: Tensor) -> Tensor | None:
         """Pass a parameter's local gradient through the hooks that want it."""
@@ -227,9 +253,19 @@ class Place:
         """Pass a tensor through the hooks."""
         return self._firing.fire(self._site, local, layout, route)
 
+    def unknown(self, local: Tensor, why: str) -> Tensor:
+        """Pass a tensor that no rule tells the layout of."""
+        return self._firing.unknown(self._site, local, why)
+
     def absent(self, count: int) -> None:
         """Note that it was not there."""
         self._firing.absent(self._site, count)
+
+
+def _no_layout(site: Site, why: str) -> None:
+    raise HookError(
+        f"how {site.name} lies on the ranks is not known: {why}; hook another place, or say expected_shape"
+    )
 
 
 def _refuse(site: Site, count: int) -> None:

@@ -91,9 +91,10 @@ def _whole(survey: Survey, name: str, want: Want, note: Note) -> Tensor | None:
 def _local(survey: Survey, name: str, want: Want, note: Note) -> Tensor | None:
     held = [parameter for _, parameter in survey.held(name)]
     if not held or not want.gradient:
-        return held[0].detach() if held else None
+        return survey.adapter.value(held[0]) if held else None
     # A rank without a gradient where others have one: nothing came through here.
-    nothing = torch.zeros(held[0].shape, dtype=note.dtype, device=held[0].device)
+    shape = survey.own[name][0].local
+    nothing = torch.zeros(shape, dtype=note.dtype, device=held[0].device)
     if want.reduced:
         local = survey.adapter.gradient(held[0], True)
         return joined(nothing if local.tensor is None else local.tensor.detach(), local.part, local.group)
@@ -138,15 +139,15 @@ def _agreed(survey: Survey, name: str, value: Tensor | None, want: Want) -> Tens
 
 
 def _put(survey: Survey, site: ParameterSite, parameter: nn.Parameter, value: Tensor, want: Want) -> None:
-    old = parameter.data
+    mesh, adapter = survey.mesh, survey.adapter
+    old = adapter.value(parameter)
+    layout = want.layout(site, mesh.sizes)
     if want.gradient:
-        found = survey.adapter.gradient(parameter, not want.summands).tensor
-        if found is None:
-            parameter.grad = torch.zeros_like(parameter)
-            found = parameter.grad
-        old = found
-    mesh = survey.mesh
+        found = adapter.gradient(parameter, not want.summands).tensor
+        old = torch.zeros_like(old) if found is None else found
     # A local tensor keeps the padding that the whole comes without.
-    shard = extract(want.layout(site, mesh.sizes), value.to(old.device), mesh.coords, mesh.sizes, old)
-    with torch.no_grad():
-        old.copy_(shard)
+    shard = extract(layout, value.to(old.device), mesh.coords, mesh.sizes, old)
+    if want.gradient:
+        adapter.put_gradient(parameter, shard, not want.summands)
+    else:
+        adapter.put(parameter, shard)

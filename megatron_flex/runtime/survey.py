@@ -155,7 +155,7 @@ class Survey:
                 layout = want.layout(site, self.mesh.sizes)
             except LayoutError as error:
                 return Note(None, parameter.dtype, site.shape, str(error))
-            shape = whole_shape(layout, parameter.shape, self.mesh.sizes)
+            shape = whole_shape(layout, site.local, self.mesh.sizes)
             note = Note(
                 parameter.dtype, parameter.dtype, shape, layout=layout.describe() if site.inferred else ""
             )

@@ -409,7 +409,17 @@ def owned(case: Case) -> list[Any]:
             shard = extract(layout, whole, mesh.coords, mesh.sizes)
             mine = torch.nn.Parameter(shard) if mesh["ep"].coord == number else None
             stage, name = mesh["pp"].coord, f"decoder.layers.{mesh['pp'].coord}.expert{number}"
-            out.append(ParameterSite(name, layout, (8, 4), mine, stage, owner=(("ep", number),)))
+            out.append(
+                ParameterSite(
+                    name,
+                    layout,
+                    (8, 4),
+                    mine,
+                    stage,
+                    owner=(("ep", number),),
+                    local=tuple(mine.shape) if mine is not None else (),
+                )
+            )
         return out
 
     MegatronCore.parameters = parameters  # type: ignore[method-assign]

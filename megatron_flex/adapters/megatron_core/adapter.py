@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters.base import Architecture, Listener, LocalGradient, ParameterSite, Undo
@@ -111,6 +112,24 @@ class MegatronCore:
     def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
         """`main_grad` where Megatron keeps it, `grad` otherwise."""
         return self._gradients.of(parameter, reduced)
+
+    def value(self, parameter: nn.Parameter) -> Tensor:
+        """Each rank has all of its own."""
+        return parameter.detach()
+
+    def put(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Write into it."""
+        with torch.no_grad():
+            parameter.copy_(value)
+
+    def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
+        """Write where Megatron keeps it."""
+        found = self._gradients.of(parameter, reduced).tensor
+        if found is None:
+            parameter.grad = torch.zeros_like(parameter)
+            found = parameter.grad
+        with torch.no_grad():
+            found.copy_(value)
 
     def freeze(self) -> Undo:
         """Turn `requires_grad` off, and let DistributedDataParallel wait for no gradient."""

@@ -75,6 +75,7 @@ def parameters_of(root: Any, mesh: Mesh) -> list[ParameterSite]:
             mesh["pp"].coord,
             copy_of=WORDS if tied and f"{path}.{name}" == LOGITS else "",
             hidden=SUMMED_LATER if _on_two_stages(root, path, mesh) else "",
+            local=tuple(parameter.shape),
         )
         out += _of_all_ranks(site, inside, mesh, root.config) if inside else [site]
     return out

@@ -1,0 +1,35 @@
+"""An adapter of parts: a framework's rules, with whoever keeps the parameters and whoever calls the model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from megatron_flex.adapters.driving import Called, Driving
+from megatron_flex.adapters.keeping import Keeping, Resident
+from megatron_flex.adapters.modules import Modules
+from megatron_flex.adapters.naming import unwrap
+from megatron_flex.adapters.rules import Rules
+from megatron_flex.mesh import Mesh
+
+
+def keeping_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> Keeping:
+    """Who keeps the parameters of a model: the outermost wrapper that shards or reduces them."""
+    return Resident(root)
+
+
+def driving_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> Driving:
+    """Who calls a model."""
+    return Called(root, mesh)
+
+
+def compose(chunk: nn.Module, mesh: Mesh, rules: Rules | None = None, name: str = "plain") -> Modules:
+    """The adapter of one module with what is found around it.
+
+    Args:
+        chunk: the module as it was given, with wrappers.
+        mesh: the axes of the run.
+        rules: of the framework whose parallel modules are in it; None where a person says the shapes.
+        name: the framework's.
+    """
+    root = unwrap(chunk)
+    return Modules(chunk, mesh, rules, keeping_of(chunk, root, mesh), driving_of(chunk, root, mesh), name)

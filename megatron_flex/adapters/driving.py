@@ -1,0 +1,74 @@
+"""Who calls a model, and what the runtime is told of that."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.adapters.base import Listener, Undo, replaying
+from megatron_flex.adapters.taps import intercept
+from megatron_flex.errors import FlexError
+from megatron_flex.mesh import Mesh
+
+
+class Driving(Protocol):
+    """How a model is run."""
+
+    def watch(self, listener: Listener) -> Undo:
+        """Tell `listener` of steps and calls, until the returned function is called."""
+
+    def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
+        """Run it over whole tokens, as a step of its own, without differentiating."""
+
+
+class Called:
+    """A module that a person's own loop calls."""
+
+    def __init__(self, root: nn.Module, mesh: Mesh) -> None:
+        self.root, self.mesh = root, mesh
+        self._listener: Listener | None = None
+
+    def watch(self, listener: Listener) -> Undo:
+        """Tell each call of the module, but not its recomputation."""
+        self._listener = listener
+        running: list[bool] = []
+
+        def around(call: Any, *args: Any, **kwargs: Any) -> Any:
+            if running or replaying():
+                return call(*args, **kwargs)
+            listener.call_begins()
+            running.append(True)
+            try:
+                output = call(*args, **kwargs)
+            except BaseException:
+                running.clear()
+                listener.call_ends(True)
+                raise
+            running.clear()
+            listener.call_ends(False)
+            return output
+
+        # About all hooks, also those that are put on later: what they see belongs to the call.
+        return intercept(self.root, "_call_impl", around)
+
+    def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
+        """Call the module with tokens, whatever they are to it; microbatches along their first dim."""
+        if self.mesh["pp"].size > 1:
+            raise FlexError(
+                "a module on several pipeline stages cannot be run from here, since only your loop knows "
+                "what they hand on; run that in `with flex.trace(), flex.step():`"
+            )
+        assert self._listener is not None
+        self._listener.step_begins(None)
+        failed = True
+        try:
+            with torch.no_grad():
+                for part in tokens.split(microbatch_size or max(len(tokens), 1)):
+                    self.root(part)
+            failed = False
+        finally:
+            if failed:
+                self._listener.step_ends(True)
+        self._listener.step_ends(False)

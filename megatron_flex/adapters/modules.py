@@ -1,0 +1,200 @@
+"""The adapter of any tree of modules, put together of three parts.
+
+Rules tell how a framework's parallel modules cut tensors, keeping where parameters and gradients are, driving
+who calls the model. A new framework mostly needs one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor, nn
+
+from megatron_flex.adapters.base import Architecture, Listener, LocalGradient, ParameterSite, Undo
+from megatron_flex.adapters.driving import Called, Driving
+from megatron_flex.adapters.following import Follower
+from megatron_flex.adapters.keeping import Keeping, Resident
+from megatron_flex.adapters.leaves import AnyInput, AnyOutput, Placed
+from megatron_flex.adapters.naming import ROOT, can_be_called, named_modules, unwrap
+from megatron_flex.adapters.rules import NoRules, Rule, Rules
+from megatron_flex.adapters.spread import Spread
+from megatron_flex.collectives import everyone
+from megatron_flex.errors import FlexError
+from megatron_flex.layout import Dim, Layout, whole_shape
+from megatron_flex.mesh import Mesh
+from megatron_flex.sites import Site, Tap
+
+
+class Modules:
+    """One module on each rank, whose submodules are the places.
+
+    Args:
+        chunk: the module as it was given, with wrappers.
+        mesh: the axes of the run.
+        rules: of the framework whose parallel modules are in it; None where a person says the shapes.
+        keeping: who keeps the parameters; the modules themselves if None.
+        driving: who calls it; a person's loop if None.
+        name: the framework's.
+    """
+
+    def __init__(
+        self,
+        chunk: nn.Module,
+        mesh: Mesh,
+        rules: Rules | None = None,
+        keeping: Keeping | None = None,
+        driving: Driving | None = None,
+        name: str = "plain",
+    ) -> None:
+        self.name, self.mesh, self.root = name, mesh, unwrap(chunk)
+        self.rules: Rules = rules or NoRules()
+        self.prefix = next(f"{n}." if n else "" for n, m in chunk.named_modules() if m is self.root)
+        self._own = ROOT if mesh["pp"].size == 1 else f"stage{mesh['pp'].coord}"
+        self.logits = f"{self._own}:output"
+        self._named = list(named_modules(self.root))
+        self._modules = list(self._callable())
+        self._known = {m: r for n, m in self._named if (r := self.rules.of(n, m)) is not None}
+        self.keeping: Keeping = keeping or Resident(self.root)
+        self.driving: Driving = driving or Called(self.root, mesh)
+        follow = rules is not None and any(mesh[a].size > 1 for a in ("tp", "cp"))
+        self.follower = Follower(self.root, self._known, mesh) if follow else None
+
+    def _callable(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules that can be called, by name."""
+        taken = any(n == self._own for n, _ in self._named)  # a part has that name
+        for name, module in self._named:
+            if can_be_called(module) and not (taken and not name):
+                yield name or self._own, module
+
+    def module_names(self) -> list[str]:
+        """All modules, also those that only hold others; the outermost has an empty name."""
+        return [name for name, _ in self._named]
+
+    def check(self) -> None:
+        """Refuse what runs past its modules, and two stages with the same names. Collective over `pp`."""
+        for name, module in self.root.named_modules():
+            kind = type(module).__name__
+            if kind in ("OptimizedModule", "RecursiveScriptModule"):
+                raise FlexError(
+                    f"{name or ROOT} is a {kind}, compiled code that runs past hooks; give the "
+                    "module as it was before torch.compile or torch.jit.script"
+                )
+        mine = [*(n for n, _ in self._modules), *(k.name for k in self.keeping.parameters())]
+        seen: dict[str, int] = {}
+        for stage, names in enumerate(everyone(mine, self.mesh, ["pp"])):
+            for name in names:
+                if seen.setdefault(name, stage) != stage:
+                    raise FlexError(
+                        f"pipeline stages {seen[name]} and {stage} both have a {name!r}; a name must "
+                        "stand for one place: give the modules of each stage names of their own"
+                    )
+
+    # -- places ----------------------------------------------------------------------------------------
+
+    def sites(self) -> list[Site]:
+        """Input and output of every module that can be called, parents first, and what rules know inside."""
+        return [site for name, module in self._modules for site in self._of(name, module)]
+
+    def _of(self, name: str, module: nn.Module) -> Iterator[Site]:
+        rule = self._known.get(module, Rule())
+        yield self._site(f"{name}:input", AnyInput(module), rule)
+        for point in rule.points:
+            yield self._bare(f"{name}:{point.name}", Placed(point.tap, partial(_always, point.spread)))
+        yield self._site(f"{name}:output", AnyOutput(module), rule)
+
+    def _site(self, name: str, tap: AnyInput | AnyOutput, rule: Rule) -> Site:
+        spread = rule.inputs if isinstance(tap, AnyInput) else rule.outputs
+        placed: Tap = tap
+        if self.follower is not None:
+            placed = Placed(tap, partial(self.follower.tell, name, spread), self.follower.gradient)
+        return self._bare(name, placed, rule.hidden)
+
+    def _bare(self, name: str, tap: Tap, hidden: str = "") -> Site:
+        return Site(name, Layout(()), (), self.mesh["pp"].coord, hidden, tap=tap, inferred=True)
+
+    # -- parameters ------------------------------------------------------------------------------------
+
+    def parameters(self) -> list[ParameterSite]:
+        """All parameters that have a shape already."""
+        stage, layouts = self.mesh["pp"].coord, self._layouts()
+        out = []
+        for kept in self.keeping.parameters():
+            found = layouts.get(kept.name)
+            layout = found or Layout(tuple(Dim() for _ in kept.shape))
+            shape = whole_shape(layout, kept.shape, self.mesh.sizes)
+            said = found is None and self.follower is None  # by a person, or nobody
+            site = ParameterSite(kept.name, layout, shape, kept.parameter, stage, inferred=said)
+            out.append(replace(site, hidden=kept.hidden, local=kept.shape))
+        return out
+
+    def _layouts(self) -> dict[str, Layout]:
+        return {
+            f"{name}.{own}" if name else own: layout
+            for name, module in self._named
+            if module in self._known
+            for own, layout in self._known[module].parameters.items()
+        }
+
+    def without_layout(self) -> dict[str, str]:
+        """Those without a shape or a layout."""
+        return self.keeping.without_layout()
+
+    def settle(self) -> None:
+        """Wait for whoever keeps the parameters."""
+        self.keeping.settle()
+
+    def gradients_reduced(self) -> bool | None:
+        """Whether who keeps them reduces them."""
+        return self.keeping.reduced()
+
+    def value(self, parameter: nn.Parameter) -> Tensor:
+        """A parameter, whole but for tensor parallelism."""
+        return self.keeping.value(parameter)
+
+    def put(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Set it."""
+        self.keeping.put(parameter, value)
+
+    def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
+        """A parameter's gradient."""
+        return self.keeping.gradient(parameter, reduced)
+
+    def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
+        """Set that."""
+        self.keeping.put_gradient(parameter, value)
+
+    def freeze(self) -> Undo:
+        """Let no parameter get a gradient, until the returned function is called."""
+        return self.keeping.freeze()
+
+    def open_recomputed(self) -> Undo:
+        """Nothing: how a module recomputes is its own."""
+        return lambda: None
+
+    def architecture(self) -> Architecture | None:
+        """Not known."""
+        return None
+
+    # -- running ---------------------------------------------------------------------------------------
+
+    def run(self, tokens: Tensor, microbatch_size: int | None = None) -> None:
+        """Run it over whole tokens."""
+        self.driving.run(tokens, microbatch_size)
+
+    def watch(self, listener: Listener) -> Undo:
+        """Tell of steps and calls, and follow layouts in them."""
+        undos = [self.driving.watch(listener)]
+        if self.follower is not None:
+            undos.append(self.follower.watch())
+
+        def undo() -> None:
+            for one in reversed(undos):
+                one()
+
+        return undo
+
+
+def _always(spread: Spread, tensor: Tensor) -> Spread:
+    return spread

@@ -1,0 +1,48 @@
+"""Modules by the names that they would have without wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+ROOT = "root"  # what the outermost module is called, which torch gives an empty name
+# What wrappers call the module inside them, which stands in its place in the model's tree.
+INSIDE = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The model inside the wrappers that stand about all of it."""
+    while True:
+        if isinstance(module, (DistributedDataParallel, DataParallel)):
+            module = module.module
+            continue
+        inner = next((m for n in INSIDE if (m := module._modules.get(n)) is not None), None)
+        if inner is None:
+            return module
+        module = inner
+
+
+def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules below wrappers, parents first, each once; the outermost has an empty name."""
+    yield from _named(unwrap(root), "", set())
+
+
+def _named(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    if module in seen:
+        return
+    seen.add(module)
+    yield path, module
+    for name, child in module.named_children():
+        yield from _named(unwrap(child), f"{path}.{name}" if path else name, seen)
+
+
+def clean(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    return ".".join(step for step in name.split(".") if step not in INSIDE)
+
+
+def can_be_called(module: nn.Module) -> bool:
+    """Whether it has a `forward`; a ModuleList has none."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward

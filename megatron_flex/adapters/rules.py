@@ -1,0 +1,65 @@
+"""What a framework tells of its parallel modules: how their tensors and parameters lie on the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import nn
+
+from megatron_flex.adapters.spread import Spread
+from megatron_flex.layout import Layout
+from megatron_flex.sites import Tap
+
+
+@dataclass(frozen=True)
+class Point:
+    """A place inside a module's forward.
+
+    Attributes:
+        name: `gemm_input`, `partial`, ...
+        spread: how its tensor lies on the ranks.
+        tap: how to get at it.
+    """
+
+    name: str
+    spread: Spread
+    tap: Tap
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is known of one module.
+
+    Attributes:
+        inputs: how its first tensor lies on the ranks; None if that depends on where it comes from.
+        outputs: likewise of what it returns.
+        parameters: the layouts of its own parameters by their names in it; those not here every rank holds.
+        points: what there is inside.
+        hidden: why neither input nor output can be had; empty if they can.
+    """
+
+    inputs: Spread | None = None
+    outputs: Spread | None = None
+    parameters: Mapping[str, Layout] = field(default_factory=dict)
+    points: tuple[Point, ...] = ()
+    hidden: str = ""
+
+
+class Rules(Protocol):
+    """One framework's rules."""
+
+    def of(self, path: str, module: nn.Module) -> Rule | None:
+        """What is known of a module; None of one that is not the framework's.
+
+        What happens inside of a known module is its own; between known modules, layouts are followed.
+        """
+
+
+class NoRules:
+    """Of modules that no framework made: their layouts follow from what a person says."""
+
+    def of(self, path: str, module: nn.Module) -> Rule | None:
+        """Nothing."""
+        return None

@@ -1,0 +1,210 @@
+"""The same test of every framework: value, gradient, edit, parameter, trainable module, against one process.
+
+A framework's test hands over a function that builds its part of the model on a rank; everything else is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import megatron_flex as mf
+from tests.distributed.matrix import Cell, greatest, judge, relative
+from tests.support import llama
+from tests.support.pool import run
+
+
+@dataclass
+class Built:
+    """One rank's part of a model, and how a step of it is run.
+
+    Attributes:
+        model: what is handed to FlexModel, wrapped as people do.
+        step: forward and backward on (tokens, labels); returns the loss, averaged over nothing.
+        options: for FlexModel.
+        name: a site of the single-process model to the name that it has here.
+        averaged: whether gradients are those of the mean of the replicas' losses when a step is over.
+        whole: what else makes a tensor comparable with one process's, site and tensor to tensor.
+    """
+
+    model: Any
+    step: Callable[[Tensor, Tensor], Tensor]
+    options: dict[str, Any] = field(default_factory=dict)
+    name: Callable[[str], str] = lambda site: site
+    averaged: bool = False
+    whole: Callable[[str, Tensor], Tensor] = lambda site, tensor: tensor
+
+
+Build = Callable[..., Built]
+
+
+def _edit(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    return llama.mixed(inputs)
+
+
+def _bias(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    return inputs + modules.probe(inputs)
+
+
+def probe() -> nn.Linear:
+    """A trainable module, with the same weights everywhere."""
+    torch.manual_seed(3)
+    return nn.Linear(llama.HIDDEN, llama.HIDDEN)
+
+
+PROBED = "layers.1:output"
+
+
+def answer(build: Build, args: Sequence[Any], sites: Sequence[str], edits: Sequence[str]) -> dict[str, Any]:
+    """What one rank says."""
+    built = build(*args)
+    flex = mf.FlexModel(built.model, **built.options)
+    mesh = flex.session.mesh
+    replica = mesh["dp"].coord
+    data = llama.batch(replica)
+    out: dict[str, Any] = {
+        "replica": replica,
+        "leader": flex.is_leader,
+        "edited": {},
+        "averaged": built.averaged,
+    }
+    out["mesh"] = mesh.describe()
+    plain = built.step(*data)
+    _clear(built.model)
+    flex.restore()
+    for kind in ("forward", "tensor"):
+        hooks = [mf.HookFunction(built.name(s), hook_type=kind) for s in sites]
+        with mf.attach(built.model, hooks, **built.options) as flex:
+            loss = built.step(*data)
+            assert torch.equal(loss, plain), "reading changes nothing"
+            # by the single process's names
+            names = {built.name(s): s for s in sites}
+            for name, read in flex.output_dict.items():
+                at, grad = (name.removesuffix(".grad"), ".grad") if name.endswith(".grad") else (name, "")
+                site = names[at]
+                out.setdefault("read", {})[site + grad] = built.whole(site, read[0])
+            if kind == "tensor":
+                out["gradients"] = _gradients(flex)
+                out["parameters"] = {n: t.clone() for n, t in flex.named_whole_parameters(everywhere=True)}
+        _clear(built.model)
+    out["loss"] = plain.detach()
+    for site in edits:
+        hook = mf.HookFunction(built.name(site), editing_function=_edit, save=False)
+        with mf.attach(built.model, [hook], **built.options) as flex:
+            loss = built.step(*data)
+            out["edited"][site] = loss.detach(), _gradients(flex)
+        _clear(built.model)
+    with mf.FlexModel(built.model, **built.options) as flex:
+        flex.register_trainable_module("probe", probe())
+        flex.register_forward_hook(mf.HookFunction(built.name(PROBED), editing_function=_bias, save=False))
+        built.step(*data)
+        out["trained"] = {n: p.grad.clone() for n, p in flex.trainable_modules["probe"].named_parameters()}
+    _clear(built.model)
+    return out
+
+
+def _clear(model: Any) -> None:
+    for chunk in [model] if isinstance(model, nn.Module) else model:
+        chunk.zero_grad()
+
+
+def _gradients(flex: mf.FlexModel) -> dict[str, Tensor]:
+    return {n: t.clone() for n, t in flex.named_whole_parameters(gradients=True, everywhere=True)}
+
+
+def compare(
+    framework: str,
+    case: str,
+    world: int,
+    build: Build,
+    *args: Any,
+    sites: Sequence[str] = llama.SITES,
+    edits: Sequence[str] = llama.EDITED,
+    parameter: Callable[[str], str] = lambda name: name,
+    timeout: float = 240.0,
+) -> list[Cell]:
+    """All cells of one configuration of a framework.
+
+    Args:
+        framework: the section of the coverage page.
+        case: the configuration.
+        world: number of ranks.
+        build: runs on each rank, with `args`; must be picklable by name.
+        sites: of the single-process model.
+        edits: likewise.
+        parameter: a parameter's name here to that of the single process.
+    """
+    answers = run(world, answer, build, args, list(sites), list(edits), timeout=timeout)
+    replicas = 1 + max(a["replica"] for a in answers)
+    wanted = llama.truth(replicas)
+    found: list[Cell] = []
+
+    def cell(site: str, check: str, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        error = greatest(relative(got.detach(), want.detach()) for got, want in pairs)
+        found.append(Cell(case, site, check, error, model=framework))
+
+    leaders = [a for a in answers if a["leader"]]
+    assert {a["replica"] for a in leaders} == set(range(replicas))
+    for site in sites:
+        cell(site, "value", [(a["read"][site], wanted[a["replica"]]["values"][site]) for a in leaders])
+        scale = replicas if leaders[0].get("mean loss") else 1
+        pairs = [
+            (a["read"][f"{site}.grad"] * scale, wanted[a["replica"]]["gradients"][site]) for a in leaders
+        ]
+        cell(site, "gradient", pairs)
+    cell("(none)", "unedited loss", [(a["loss"], wanted[a["replica"]]["loss"]) for a in answers])
+    for check, key in (("parameter", "parameters"), ("unedited parameter gradients", "gradients")):
+        theirs = [w["parameters" if key == "parameters" else "parameter gradients"] for w in wanted]
+        cell(
+            "(none)", check, _pairs(answers, [a[key] for a in answers], theirs, parameter, key == "gradients")
+        )
+    for site in edits:
+        losses = [(a["edited"][site][0], wanted[a["replica"]]["edited"][site][0]) for a in answers]
+        cell(site, "edited loss", losses)
+        theirs = [w["edited"][site][1] for w in wanted]
+        ours = [a["edited"][site][1] for a in answers]
+        cell(site, "edited parameter gradients", _pairs(answers, ours, theirs, parameter, True))
+    pairs = []
+    for a in answers:
+        for name, got in a["trained"].items():
+            pairs.append((got, _trained(replicas)[name]))
+    cell(PROBED, "trained gradient", pairs)
+    return found
+
+
+def _pairs(
+    answers: list[dict[str, Any]],
+    ours: list[dict[str, Tensor]],
+    theirs: list[dict[str, Tensor]],
+    parameter: Callable[[str], str],
+    gradients: bool,
+) -> list[tuple[Tensor, Tensor]]:
+    """Whole parameters of every rank, or their gradients, with those of one process."""
+    out = []
+    for a, mine in zip(answers, ours, strict=True):
+        named = {parameter(n): t for n, t in mine.items()}
+        assert named.keys() == theirs[0].keys(), sorted(named)
+        for name, tensor in named.items():
+            if gradients and a["averaged"]:
+                want = torch.stack([w[name] for w in theirs]).mean(0)
+            else:
+                want = theirs[a["replica"]][name]
+            out.append((tensor, want))
+    return out
+
+
+def _trained(replicas: int) -> dict[str, Tensor]:
+    """The probe's gradient on one process, of the mean of the replicas' losses."""
+    module, model = probe(), llama.single()
+    llama.install(model, PROBED, lambda t: t + module(t))
+    for r in range(replicas):
+        tokens, labels = llama.batch(r)
+        (llama.loss_of(model(tokens), labels) / replicas).backward()
+    return {n: p.grad for n, p in module.named_parameters()}
+
+
+__all__ = ["Built", "answer", "compare", "judge", "run"]
