@@ -194,7 +194,7 @@ EDITED = (
 
 
 def truth(replicas: int = 1) -> list[dict[str, Any]]:
-    """What one process has for each replica's batch, by torch's own hooks: values, gradients, effects of edits."""
+    """What one process has for each replica's batch, by torch's own hooks: values, gradients, edits."""
     return [_truth(batch(r)) for r in range(replicas)]
 
 
