@@ -29,7 +29,15 @@ class Kept(NamedTuple):
 
 
 class Keeping(Protocol):
-    """Where parameters and gradients are. Whatever takes a parameter is called alike on all `dp` ranks."""
+    """Where parameters and gradients are. Whatever takes a parameter is called alike on all `dp` ranks.
+
+    Attributes:
+        name: whose way of keeping it is, `FSDP2`.
+        why: what in the model shows it, in words.
+    """
+
+    name: str
+    why: str
 
     def parameters(self) -> list[Kept]:
         """All that have a shape."""
@@ -61,6 +69,9 @@ class Keeping(Protocol):
 
 class Resident:
     """Each rank has all of its parameters in its modules, wrapped in DistributedDataParallel or not."""
+
+    name = "the modules themselves"
+    why = "nothing that shards or reduces parameters is around or in it"
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
