@@ -58,13 +58,20 @@ class Version:
     def inside(self) -> bool | None:
         """Whether it is in the tested range; None where no version is said.
 
-        What a build adds to a release (`+cu130`, `.post1`) makes no difference. A pre-release of the
-        version that is too new counts as that.
+        What a build adds to a release (`+cu130`, `.post1`) makes no difference.
         """
         found = release(self.text)
         if not found:
             return None
         return release(self.tested.first) <= found < release(self.tested.below)
+
+    @property
+    def early(self) -> bool:
+        """Whether it is a pre-release of the version that is too new, as repositories under work are."""
+        numbers = re.sub(r"[^\d.].*", "", self.text)
+        return release(numbers) == release(self.tested.below) and bool(
+            re.match(r"\.?(a|b|rc|dev)\d*", self.text[len(numbers.rstrip(".")) :])
+        )
 
     def __str__(self) -> str:
         tested = f"{self.tested.first} to below {self.tested.below}"
@@ -95,6 +102,8 @@ def version_of(package: str) -> Version | None:
 def check_versions(versions: tuple[Version, ...]) -> None:
     """Refuse what no test has run on. What says no version, as forks may, is taken as it is.
 
+    A pre-release right behind the range is warned of: it may still be what was tested, or not any more.
+
     Raises:
         FlexError: one is outside the tested range, and nobody said to go on.
     """
@@ -102,10 +111,10 @@ def check_versions(versions: tuple[Version, ...]) -> None:
         if version.inside is not False:
             continue
         tested = version.tested
-        if not knobs.untested:
+        if not knobs.untested and not version.early:
             raise FlexError(
                 f"{version}: layouts there may differ from those known here, so that a shard could pass for "
                 f"the whole; install {tested.distribution}>={tested.first},<{tested.below}, or set "
                 "FLEX_UNTESTED=1 (megatron_flex.knobs.knobs.untested = True) to go on, and call verify()"
             )
-        warnings.warn(f"{version}; going on, as FLEX_UNTESTED says", FlexWarning, stacklevel=2)
+        warnings.warn(f"{version}; going on, call verify() to be sure", FlexWarning, stacklevel=2)
