@@ -26,10 +26,11 @@ from megatron_flex.adapters.driving import Driving
 from megatron_flex.adapters.keeping import Keeping, Kept
 from megatron_flex.adapters.leaves import AnyInput, AnyOutput
 from megatron_flex.adapters.modules import Modules
-from megatron_flex.adapters.plain import mesh_of
+from megatron_flex.adapters.plain import axis_of, mesh_of
 from megatron_flex.adapters.registry import Finder, Found, find, register_adapter
 from megatron_flex.adapters.rules import Point, Rule, Rules
 from megatron_flex.adapters.spread import WHOLE, Spread, Unknown
+from megatron_flex.adapters.taps import intercept
 
 __all__ = [
     "WHOLE",
@@ -54,8 +55,10 @@ __all__ = [
     "Spread",
     "Undo",
     "Unknown",
+    "axis_of",
     "compose",
     "detect",
+    "intercept",
     "mesh_of",
     "register_adapter",
     "replaying",
