@@ -21,7 +21,7 @@ PARALLEL = ("megatron.", "fairscale.", "transformer_engine.")  # whose modules h
 
 Said = Mapping[str, int | None]  # axis name to the size that a person gave
 Ranks = tuple[int, ...]
-Groups = dict[tuple[Ranks, Ranks], list[Any]]  # by all ranks and the sizes of the axes
+Groups = dict[Any, list[Any]]  # by all ranks and the sizes of the axes, or by the lines themselves
 
 _made: WeakKeyDictionary[Any, Groups] = WeakKeyDictionary()  # by the process group of the whole job
 
@@ -81,7 +81,7 @@ def mesh_of(said: Said, process_group: Any = None) -> Mesh:
     sizes = (pp, dp, tp)
     groups = _groups(ranks, sizes, process_group) if joined else [None] * len(AXES)
     axes = []
-    for name, group, lines in zip(AXES, groups, _lines(ranks, sizes), strict=True):
+    for name, group, lines in zip(AXES, groups, division(ranks, sizes), strict=True):
         line = next(n for n in lines if rank in n)
         axes.append(Axis(name, len(line), line.index(rank), group, line))
     return Mesh(tuple(axes), ranks=ranks)
@@ -95,7 +95,7 @@ def axis_of(name: str, group: Any) -> Axis:
     return Axis(name, len(ranks), dist.get_rank(group), group if len(ranks) > 1 else None, ranks)
 
 
-def _lines(ranks: Ranks, sizes: Ranks) -> list[list[Ranks]]:
+def division(ranks: Ranks, sizes: Ranks) -> list[list[Ranks]]:
     """For each axis the ranks along it, from every place on the other axes."""
     out = []
     for axis, size in enumerate(sizes):
@@ -114,8 +114,21 @@ def _groups(ranks: Ranks, sizes: Ranks, given: Any) -> list[Any]:
             return [given if size > 1 else None for size in sizes]
         if part:
             _check_names(given)
-        known[ranks, sizes] = [_group(lines, part) for lines in _lines(ranks, sizes)]
+        known[ranks, sizes] = [_group(lines, part) for lines in division(ranks, sizes)]
     return known[ranks, sizes]
+
+
+def groups_of(divided: list[list[Ranks]], part: bool) -> list[Any]:
+    """This rank's process group of each division of ranks into lines; made once for the same ones.
+
+    Args:
+        divided: each division.
+        part: whether only a part of the job's ranks are in them, and call this.
+    """
+    known, key = _made.setdefault(dist.group.WORLD, {}), tuple(tuple(lines) for lines in divided)
+    if key not in known:
+        known[key] = [_group(lines, part) for lines in divided]
+    return known[key]
 
 
 def _group(lines: list[Ranks], part: bool) -> Any:

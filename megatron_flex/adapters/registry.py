@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch.distributed as dist
 from torch import nn
 
-from megatron_flex.adapters import plain
+from megatron_flex.adapters import plain, pytorch
 from megatron_flex.adapters.base import Adapter, Part, Undo
 from megatron_flex.adapters.versions import Version, check_versions, version_of
 from megatron_flex.errors import FlexError, FlexWarning
@@ -209,7 +209,7 @@ def search(chunks: list[nn.Module], said: Said, process_group: Any = None) -> Se
     if claims and len(left) != 1:
         raise FlexError(_several(claims))
     others += [Part(c.found.name, f"it gives way to {left[0].found.name}") for c in claims if c not in left]
-    found = left[0].found if left else _plain(chunks, said, process_group, failed)
+    found = left[0].found if left else _of_none(chunks, said, process_group, failed)
     for text in failed:
         warnings.warn(f"{text}; mend or uninstall it, or set FLEX_ADAPTERS_OFF", FlexWarning, stacklevel=3)
     return Search(found, _versions(chunks, left), tuple(others))
@@ -236,13 +236,17 @@ def _several(claims: list[Claim]) -> str:
     )
 
 
-def _plain(chunks: list[nn.Module], said: Said, process_group: Any, failed: list[str]) -> Found:
+def _of_none(chunks: list[nn.Module], said: Said, process_group: Any, failed: list[str]) -> Found:
+    """A model that no framework claims: what torch's wrappers around it tell, or a plain one."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
     if failed and several:
         raise FlexError(
             f"no framework claims this model, and one could not be asked: {'; '.join(failed)}; mend or "
             "uninstall it, or set FLEX_ADAPTERS_OFF to its name, so that shards are not taken for the whole"
         )
+    wrapped = pytorch.look(chunks, said, process_group)
+    if wrapped is not None:
+        return Found("pytorch", *wrapped, alone=not several)
     why = "no framework's parallel modules are in it"
     return Found("plain", why, lambda: plain.take(chunks, said, process_group), alone=not several)
 
