@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatron_flex.adapters import transformers_tp
 from megatron_flex.adapters.base import Adapter, Undo
 from megatron_flex.adapters.composing import compose
 from megatron_flex.adapters.device_mesh import NAMES, axes_of, mesh_of, uses_in
@@ -286,6 +287,10 @@ class Styles:
     def of(self, path: str, module: nn.Module) -> Rule | None:
         """What a module's styles and parameters tell."""
         parameters = {n: layout_of(p, self.mesh) for n, p in _sharded(module)}
+        theirs = transformers_tp.style_of(module)
+        if theirs is not None:
+            tell = partial(self._local, theirs[1])
+            return transformers_tp.rule_of(module, tell, parameters)
         styles = list(styles_of(module))
         if not styles and not parameters:
             return None
@@ -360,6 +365,9 @@ def find(chunks: list[nn.Module], said: Mapping[str, int | None], process_group:
 def _shows(root: nn.Module) -> str:
     """What shows that a model is tensor parallel; empty if nothing does."""
     for path, module in named_modules(root):
+        theirs = transformers_tp.style_of(module)
+        if theirs is not None:
+            return f"{path or 'the module'} has transformers' parallel style {type(theirs[0]).__name__}"
         style = next(styles_of(module), None)
         if style is not None:
             return f"{path or 'the module'} has the parallel style {style.name}"
