@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_flex.adapters.base import Architecture, Listener, LocalGradient, ParameterSite, Undo
 from megatron_flex.adapters.driving import Called, Driving
 from megatron_flex.adapters.following import Follower
-from megatron_flex.adapters.keeping import Keeping, Resident
+from megatron_flex.adapters.keeping import SAY_REDUCED, Keeping, Resident
 from megatron_flex.adapters.leaves import AnyInput, AnyOutput, Placed
 from megatron_flex.adapters.naming import ROOT, can_be_called, named_modules, unwrap
 from megatron_flex.adapters.rules import NoRules, Rule, Rules
@@ -135,12 +135,12 @@ class Modules:
         stage, layouts = self.mesh["pp"].coord, self._layouts()
         out = []
         for kept in self.keeping.parameters():
-            found = layouts.get(kept.name)
+            found = kept.layout or layouts.get(kept.name)
             layout = found or Layout(tuple(Dim() for _ in kept.shape))
             shape = whole_shape(layout, kept.shape, self.mesh.sizes)
             said = found is None and self.follower is None  # by a person, or nobody
             site = ParameterSite(kept.name, layout, shape, kept.parameter, stage, inferred=said)
-            out.append(replace(site, hidden=kept.hidden, local=kept.shape))
+            out.append(replace(site, hidden=kept.hidden, local=kept.shape, sharded=kept.sharded))
         return out
 
     def _layouts(self) -> dict[str, Layout]:
@@ -159,9 +159,10 @@ class Modules:
         """Wait for whoever keeps the parameters."""
         self.keeping.settle()
 
-    def gradients_reduced(self) -> bool | None:
-        """Whether who keeps them reduces them."""
-        return self.keeping.reduced()
+    def gradients_reduced(self, called: bool = False) -> bool | str:
+        """Whether who keeps them reduces them, whoever calls the model."""
+        known = self.keeping.reduced()
+        return f"{self.name} does not tell; {SAY_REDUCED}" if known is None else known
 
     def value(self, parameter: nn.Parameter) -> Tensor:
         """A parameter, whole but for tensor parallelism."""
