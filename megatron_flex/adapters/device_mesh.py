@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from megatron_flex.adapters.plain import Ranks, division, groups_of
+from megatron_flex.adapters.ranks import Ranks, division, groups_of
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Axis, Mesh
 

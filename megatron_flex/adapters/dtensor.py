@@ -24,8 +24,7 @@ from megatron_flex.adapters.naming import named_modules, unwrap
 from megatron_flex.adapters.registry import Found
 from megatron_flex.adapters.rules import Point, Rule
 from megatron_flex.adapters.spread import WHOLE, Spread, Told, Unknown
-from megatron_flex.errors import FlexError
-from megatron_flex.layout import Cut, Dim, Layout
+from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Fire, Tap
 
@@ -96,35 +95,6 @@ def _refused(axis: str, placement: Any) -> str:
     if isinstance(placement, Partial):
         return "which becomes a tensor of its own only when it is reduced; redistribute it first"
     return f"a {type(placement).__name__} without a rule"
-
-
-def layout_of(parameter: Any, mesh: Mesh) -> Layout:
-    """The layout of a DTensor parameter's local part, whole over data parallel ranks.
-
-    Raises:
-        FlexError: its mesh has a dim that is no axis of the run, or nothing tells where its entries are.
-    """
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    dims = [Dim() for _ in parameter.shape]
-    for axis, placement in zip(axes_of(parameter.device_mesh, mesh), parameter.placements, strict=True):
-        if axis in ("", "dp") or placement.is_replicate():
-            continue
-        strided = isinstance(placement, _StridedShard)
-        why = (
-            ""
-            if strided
-            else _refused(axis, placement) or ("no parameter's" if placement.is_partial() else "")
-        )
-        if why:
-            raise FlexError(f"a parameter is a DTensor with {placement!r} over {axis}, {why}")
-        at = placement.dim % len(dims)
-        cuts = (*dims[at].cuts, Cut(axis))
-        if strided:  # packed projections, such as `[gate | up]`
-            dims[at] = Dim("", cuts, segments=(1,) * placement.split_factor)
-        else:
-            dims[at] = Dim("", cuts, uneven=dims[at].uneven or parameter.shape[at] % mesh[axis].size != 0)
-    return Layout(tuple(dims))
 
 
 # -- taps ----------------------------------------------------------------------------------------------
@@ -279,24 +249,23 @@ def _hooks(module: nn.Module) -> Iterator[tuple[bool, Any]]:
 
 
 class Styles:
-    """The rules of one model's parallel styles and DTensor parameters."""
+    """The rules of one model's parallel styles. Its DTensor parameters tell their layouts themselves."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
 
     def of(self, path: str, module: nn.Module) -> Rule | None:
-        """What a module's styles and parameters tell."""
-        parameters = {n: layout_of(p, self.mesh) for n, p in _sharded(module)}
+        """What a module's styles tell."""
         theirs = transformers_tp.style_of(module)
         if theirs is not None:
             tell = partial(self._local, theirs[1])
-            return transformers_tp.rule_of(module, tell, parameters)
+            return transformers_tp.rule_of(module, tell)
         styles = list(styles_of(module))
-        if not styles and not parameters:
+        if not styles:
             return None
         inputs = next((s for s in styles if s.inputs is not None), None)
         outputs = [s for s in styles if s.outputs is not None]
-        rule = Rule(parameters=parameters, points=tuple(self._points(module, styles)))
+        rule = Rule(points=tuple(self._points(module, styles)))
         if inputs is not None:
             rule = replace(rule, inputs=self._local(inputs.device_mesh, inputs.inputs))
         if outputs:

@@ -25,7 +25,9 @@ HIDDEN = (
 def units_of(chunk: nn.Module) -> list[Any]:
     """The wrappers around a model or parts of it, the outermost first."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return [] if fsdp is None else [m for m in chunk.modules() if isinstance(m, fsdp.FullyShardedDataParallel)]
+    return (
+        [] if fsdp is None else [m for m in chunk.modules() if isinstance(m, fsdp.FullyShardedDataParallel)]
+    )
 
 
 class Place(NamedTuple):
@@ -139,7 +141,9 @@ class Flattened(Resident):
         if place is None:
             return super().gradient(parameter, reduced)
         if not reduced:
-            raise FlexError("FullyShardedDataParallel keeps no gradients of each rank's own; reduced=True reads")
+            raise FlexError(
+                "FullyShardedDataParallel keeps no gradients of each rank's own; reduced=True reads"
+            )
         with self._with_gradients(place.unit) as gradient_of:
             found = gradient_of(_at(place))
             return LocalGradient(None if found is None else found.detach().clone())

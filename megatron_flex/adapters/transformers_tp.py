@@ -7,7 +7,6 @@ at the module sees local tensors, which lie as the style says.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -43,13 +42,12 @@ def style_of(module: nn.Module) -> tuple[Any, Any] | None:
     return style, device_mesh
 
 
-def rule_of(module: nn.Module, tell: Any, parameters: Mapping[str, Any]) -> Rule | None:
+def rule_of(module: nn.Module, tell: Any) -> Rule | None:
     """What a module's style says; None if tensors pass the module as they came.
 
     Args:
         module: the module.
         tell: from a placement to how a tensor lies, None if nothing tells that.
-        parameters: the layouts of its DTensor parameters.
     """
     found = style_of(module)
     if found is None:
@@ -59,20 +57,19 @@ def rule_of(module: nn.Module, tell: Any, parameters: Mapping[str, Any]) -> Rule
     if kind in FOLLOWED:
         return None
     if kind in WHOLES:
-        return Rule(WHOLE, WHOLE, parameters)
+        return Rule(WHOLE, WHOLE)
     if kind in ("ColwiseParallel", "RowwiseParallel"):
         outputs = tell(style.output_layouts, module.out_features) if local else None
         gets = tell(style.input_layouts, module.in_features)
-        return Rule(gets, outputs, parameters)
+        return Rule(gets, outputs)
     if kind == "SequenceParallel":
         cut = Spread(((style.sequence_dim, "tp"),))
-        return Rule(cut, cut if local else None, parameters)
+        return Rule(cut, cut if local else None)
     if kind == "AllReduceParallel":
-        return Rule(None, WHOLE, parameters)
+        return Rule(None, WHOLE)
     if kind == "MoeIdentityParallel":
-        return Rule(WHOLE, Spread(partial=("tp",)), parameters)
+        return Rule(WHOLE, Spread(partial=("tp",)))
     return Rule(
-        parameters=parameters,
         hidden=f"its tensor parallel style {kind} has no rule for how its tensors lie on the ranks; hook the "
         "modules before and behind it",
     )

@@ -12,7 +12,6 @@ from megatron_flex.adapters.ddp import all_synchronized
 from megatron_flex.adapters.megatron_core.kinds import ROOTS, is_a
 from megatron_flex.errors import FlexError
 
-
 SAY_WHICH = "say reduced=True behind finalize_model_grads(), reduced=False before it"
 
 
