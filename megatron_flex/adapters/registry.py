@@ -113,9 +113,16 @@ def _dtensor(chunks: list[nn.Module], said: Said, process_group: Any) -> Found |
     return dtensor.find(chunks, said, process_group)
 
 
+def _fairscale(chunks: list[nn.Module], said: Said, process_group: Any) -> Found | None:
+    from megatron_flex.adapters import fairscale
+
+    return fairscale.find(chunks, said, process_group)
+
+
 # By the package without which there is nothing to find, in the order in which they are asked.
 BUILT_IN: tuple[tuple[str, Callable[..., Found | None]], ...] = (
     ("megatron", _megatron_core),
+    ("fairscale", _fairscale),
     ("torch.distributed.tensor", _dtensor),
 )
 
