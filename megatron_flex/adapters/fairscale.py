@@ -78,7 +78,9 @@ def _stages() -> int:
 
 def _make(chunks: list[nn.Module], modules: list[nn.Module], said: Said) -> Modules:
     if len(chunks) != 1:
-        raise FlexError(f"{len(chunks)} chunks of a fairscale model; fairscale has one on each rank: give that")
+        raise FlexError(
+            f"{len(chunks)} chunks of a fairscale model; fairscale has one on each rank: give that"
+        )
     odd = next((m for m in modules if is_a(m, *NO_RULE)), None)
     if odd is not None:
         raise FlexError(
