@@ -59,7 +59,8 @@ class Modules:
         self.keeping: Keeping = keeping or Resident(self.root)
         self.driving: Driving = driving or Called(self.root, mesh)
         follow = rules is not None and any(mesh[a].size > 1 for a in ("tp", "cp"))
-        self.follower = Follower(self.root, self._known, mesh) if follow else None
+        placing = {m: r for m, r in self._known.items() if r.places}
+        self.follower = Follower(self.root, placing, mesh) if follow else None
 
     def _callable(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules that can be called, by name."""

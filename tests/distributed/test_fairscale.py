@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,10 +45,76 @@ CASES = {
     "mp2, vocabulary": (2, 1, False, {"vocabulary": True}),
     "mp4, gathered, vocabulary": (4, 1, False, {"gather": True, "vocabulary": True}),
 }
-BETWEEN = "followed"
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_matrix(case: str, cells: list[Any]) -> None:
     tp, dp, wrapped, switches = CASES[case]
     proof.judge(proof.compare("fairscale", case, tp * dp, build, tp, wrapped, switches), cells)
+
+
+INNER = {  # a place inside, by the place of the single process that has the same tensor
+    "tok_embeddings:output": "tok_embeddings:local",
+    "layers.0.attention.wq:input": "layers.0.attention.wq:gemm_input",
+    "layers.1.attention.wo:input": "layers.1.attention.wo:gemm_input",
+    "layers.1.attention.wo:output": "layers.1.attention.wo:partial",
+    "layers.1.feed_forward.w1:output": "layers.1.feed_forward.w1:local",
+    "layers.2.feed_forward.w2:output": "layers.2.feed_forward.w2:partial",
+    "output:input": "output:gemm_input",
+    "output:output": "output:local",
+}
+
+
+def inside(tp: int, wrapped: bool, switches: dict[str, bool]) -> proof.Built:
+    embedding = {"tok_embeddings:output": "tok_embeddings:partial"} if switches.get("vocabulary") else {}
+    return replace(build(tp, wrapped, switches), name=lambda site: {**INNER, **embedding}.get(site, site))
+
+
+@pytest.mark.parametrize("vocabulary", [False, True])
+def test_inside(vocabulary: bool, cells: list[Any]) -> None:
+    switches = {"gather": True, "vocabulary": vocabulary}
+    case = f"mp2 dp2, inside, {'vocabulary' if vocabulary else 'width'}"
+    found = proof.compare(
+        "fairscale", case, 4, inside, 2, True, switches, sites=list(INNER), edits=list(INNER)
+    )
+    proof.judge(found, cells)
+
+
+def staged(stages: int) -> proof.Built:
+    """A pipeline by hand: forward through the stages, and backward from the last."""
+    from fairscale.nn.model_parallel import initialize
+
+    parallel.initialize(2, stages)
+    ranks = initialize.get_pipeline_parallel_ranks()
+    me = ranks.index(dist.get_rank())
+    first, last = me == 0, me == stages - 1
+    model = parallel.stage(me, stages)
+    shape = (llama.SAMPLES, llama.TOKENS, llama.HIDDEN)
+
+    def step(tokens: Tensor, labels: Tensor) -> Tensor:
+        given = tokens
+        if not first:
+            given = torch.empty(shape)
+            dist.recv(given, ranks[me - 1])
+            given.requires_grad_()
+        out = model(given)
+        loss = llama.loss_of(out, labels) if last else torch.zeros(())
+        if last:
+            loss.backward()
+        else:
+            dist.send(out.detach(), ranks[me + 1])
+            back = torch.empty(shape)
+            dist.recv(back, ranks[me + 1])
+            out.backward(back)
+        if not first:
+            dist.send(given.grad, ranks[me - 1])
+        told = loss.detach().clone()
+        dist.broadcast(told, ranks[-1], group=initialize.get_pipeline_parallel_group())
+        return told
+
+    return proof.Built(model, step, stepped=True)
+
+
+def test_stages(cells: list[Any]) -> None:
+    """Fairscale numbers ranks by data, pipeline and model parallel place, in this order."""
+    proof.judge(proof.compare("fairscale", "mp2 pp2 dp2", 8, staged, 2), cells)
