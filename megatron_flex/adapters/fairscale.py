@@ -25,7 +25,13 @@ from megatron_flex.mesh import Axis, Mesh
 COLUMN, ROW = "ColumnParallelLinear", "RowParallelLinear"
 EMBEDDING, VOCABULARY = "ParallelEmbedding", "VocabParallelEmbedding"
 PARALLEL = (COLUMN, ROW, EMBEDDING, VOCABULARY)
-NO_RULE = ("MOELayer",)  # holds other experts on each rank
+NO_RULE = {  # what a model may not have in it, and why
+    "MOELayer": "whose experts are others on each rank, and no rule tells how they lie there; give the part of "
+    "the model without it",
+    "FullyShardedDataParallel": "which does not run without a GPU (`KeyError: 'all_gather'` in its forward: it "
+    "makes its streams only there), and whose parameters nothing here puts together; use torch's "
+    "FullyShardedDataParallel or fully_shard",
+}
 
 # From the outermost to the innermost: ranks are numbered so.
 GROUPS = {
@@ -48,13 +54,9 @@ def is_a(module: Any, *names: str) -> bool:
 
 
 def find(chunks: list[nn.Module], said: Said, process_group: Any) -> Found | None:
-    """A model with fairscale's parallel layers in it, or a stage of a pipeline that fairscale made.
-
-    Raises:
-        FlexError: a layer is in it whose parts nothing tells how to put together.
-    """
+    """A model with fairscale's parallel layers in it, or a stage of a pipeline that fairscale made."""
     modules = [m for chunk in chunks for m in chunk.modules()]
-    layer = next((m for m in modules if is_a(m, *PARALLEL)), None)
+    layer = next((m for m in modules if is_a(m, *PARALLEL, *NO_RULE)), None)
     if layer is not None:
         why = f"it holds a {type(layer).__name__} of fairscale's"
     elif _stages() > 1:
@@ -77,12 +79,10 @@ def _make(chunks: list[nn.Module], modules: list[nn.Module], said: Said) -> Modu
         raise FlexError(
             f"{len(chunks)} chunks of a fairscale model; fairscale has one on each rank: give that"
         )
-    odd = next((m for m in modules if is_a(m, *NO_RULE)), None)
-    if odd is not None:
-        raise FlexError(
-            f"the model holds a {type(odd).__name__} of fairscale's, whose experts are others on each rank, "
-            "and no rule tells how they lie there; give the part of the model without it"
-        )
+    for module in modules:
+        for name, why in NO_RULE.items():
+            if is_a(module, name):
+                raise FlexError(f"the model holds a {name} of fairscale's, {why}")
     mesh = mesh_of()
     mesh.check_sizes(said)
     for module in modules:

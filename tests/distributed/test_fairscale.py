@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import megatron_flex as mf
 from tests.support import llama, proof
 from tests.support import llama_fairscale as parallel
+from tests.support.pool import run
 
 pytest.importorskip("fairscale")
 
@@ -118,3 +120,74 @@ def staged(stages: int) -> proof.Built:
 def test_stages(cells: list[Any]) -> None:
     """Fairscale numbers ranks by data, pipeline and model parallel place, in this order."""
     proof.judge(proof.compare("fairscale", "mp2 pp2 dp2", 8, staged, 2), cells)
+
+
+def cut_logits() -> proof.Built:
+    """The loss is computed from cut logits, by fairscale's function, which writes into them."""
+    from fairscale.nn.model_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+    built = build(2)
+    built.model.output.gather_output = False
+
+    def step(tokens: Tensor, labels: Tensor) -> Tensor:
+        loss = vocab_parallel_cross_entropy(built.model(tokens), labels).mean()
+        loss.backward()
+        return loss
+
+    return replace(built, step=step)
+
+
+def test_logits_that_are_overwritten(cells: list[Any]) -> None:
+    places = ["output:output"]
+    found = proof.compare("fairscale", "mp2, cut logits", 2, cut_logits, sites=places, edits=places)
+    proof.judge(found, cells)
+
+
+def refused() -> list[str]:
+    """What is said where groups and model do not fit."""
+    from fairscale.nn.model_parallel import initialize, layers
+    from fairscale.nn.moe import MOELayer, Top2Gate
+
+    def said(module: Any, **options: Any) -> str:
+        with pytest.raises(mf.FlexError) as error:
+            mf.FlexModel(module, **options)
+        return str(error.value)
+
+    parallel.initialize(2)
+    column = layers.ColumnParallelLinear(4, 4)
+    out = [said(column, tensor_parallel_size=4), said([column, nn.Linear(4, 4)])]
+    experts = nn.Sequential(column, MOELayer(Top2Gate(4, 2), nn.Linear(4, 4)))
+    out.append(said(experts))
+    initialize.destroy_model_parallel()
+    out.append(said(column))
+    parallel.initialize(1)
+    out.append(said(column))
+    return out
+
+
+def test_refusals() -> None:
+    for told in run(2, refused):
+        sizes, chunks, experts, groups, again = told
+        assert "tp=4 (found 2)" in sizes
+        assert "2 chunks" in chunks
+        assert "MOELayer" in experts
+        assert "initialize_model_parallel" in groups
+        assert "build the model again" in again
+
+
+def sharded() -> tuple[str, str]:
+    from fairscale.nn import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(nn.Linear(4, 4), compute_device=torch.device("cpu"))
+    with pytest.raises(KeyError) as upstream:
+        model(torch.zeros(1, 4))
+    with pytest.raises(mf.FlexError) as ours:
+        mf.FlexModel(model)
+    return f"{type(upstream.value).__name__}: {upstream.value}", str(ours.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it has streams")
+def test_its_sharded_data_parallel_does_not_run() -> None:
+    for upstream, ours in run(2, sharded):
+        assert upstream in ours
+        assert "fully_shard" in ours
