@@ -6,30 +6,32 @@ from the model parallel region. A tap inside stands about these names, while its
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from megatron_flex.adapters.base import Undo
 from megatron_flex.adapters.composing import compose
 from megatron_flex.adapters.modules import Modules
 from megatron_flex.adapters.registry import Found, Said
 from megatron_flex.adapters.rules import Point, Rule
 from megatron_flex.adapters.spread import WHOLE, Spread
-from megatron_flex.adapters.taps import intercept
+from megatron_flex.adapters.taps import Called
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Axis, Mesh
-from megatron_flex.sites import Fire
 
 COLUMN, ROW = "ColumnParallelLinear", "RowParallelLinear"
 EMBEDDING, VOCABULARY = "ParallelEmbedding", "VocabParallelEmbedding"
 PARALLEL = (COLUMN, ROW, EMBEDDING, VOCABULARY)
-NO_RULE = ("MOELayer",)  # holds other experts on each rank
+NO_RULE = {  # what a model may not have in it, and why
+    "MOELayer": "whose experts are others on each rank, and no rule tells how they lie there; give the part of "
+    "the model without it",
+    "FullyShardedDataParallel": "which does not run without a GPU (`KeyError: 'all_gather'` in its forward: it "
+    "makes its streams only there), and whose parameters nothing here puts together; use torch's "
+    "FullyShardedDataParallel or fully_shard",
+}
 
 # From the outermost to the innermost: ranks are numbered so.
 GROUPS = {
@@ -52,13 +54,9 @@ def is_a(module: Any, *names: str) -> bool:
 
 
 def find(chunks: list[nn.Module], said: Said, process_group: Any) -> Found | None:
-    """A model with fairscale's parallel layers in it, or a stage of a pipeline that fairscale made.
-
-    Raises:
-        FlexError: a layer is in it whose parts nothing tells how to put together.
-    """
+    """A model with fairscale's parallel layers in it, or a stage of a pipeline that fairscale made."""
     modules = [m for chunk in chunks for m in chunk.modules()]
-    layer = next((m for m in modules if is_a(m, *PARALLEL)), None)
+    layer = next((m for m in modules if is_a(m, *PARALLEL, *NO_RULE)), None)
     if layer is not None:
         why = f"it holds a {type(layer).__name__} of fairscale's"
     elif _stages() > 1:
@@ -81,12 +79,10 @@ def _make(chunks: list[nn.Module], modules: list[nn.Module], said: Said) -> Modu
         raise FlexError(
             f"{len(chunks)} chunks of a fairscale model; fairscale has one on each rank: give that"
         )
-    odd = next((m for m in modules if is_a(m, *NO_RULE)), None)
-    if odd is not None:
-        raise FlexError(
-            f"the model holds a {type(odd).__name__} of fairscale's, whose experts are others on each rank and "
-            "of which no rule tells how they lie there; give the part of the model without it"
-        )
+    for module in modules:
+        for name, why in NO_RULE.items():
+            if is_a(module, name):
+                raise FlexError(f"the model holds a {name} of fairscale's, {why}")
     mesh = mesh_of()
     mesh.check_sizes(said)
     for module in modules:
@@ -131,8 +127,8 @@ def _check_built(module: Any, size: int) -> None:
         return
     if part * size != whole:
         raise FlexError(
-            f"a {type(module).__name__} holds {part} of {whole} entries, which {size} model parallel ranks do "
-            "not make up; it was built before fairscale was initialized anew: build the model again"
+            f"a {type(module).__name__} holds {part} of {whole} entries, which {size} model parallel ranks "
+            "do not make up; fairscale was initialized anew since it was built: build the model again"
         )
 
 
@@ -148,67 +144,31 @@ class Fairscale:
         layer: Any = module
         if is_a(module, COLUMN):
             gathered = layer.gather_output
-            points = [Point("gemm_input", SHARED, Inside(module, "copy_to"))]
+            points = [Point("gemm_input", SHARED, _inside(module, "copy_to"))]
             if gathered:
-                points.append(Point("local", LAST, Inside(module, "gather_from")))
+                points.append(Point("local", LAST, _inside(module, "gather_from")))
             outputs = WHOLE if gathered else LAST
             return Rule(WHOLE, outputs, {"weight": ROWS, "bias": ENTRIES}, tuple(points))
         if is_a(module, ROW):
-            points = [Point("partial", SUMMAND, Inside(module, "reduce_from"))]
+            points = [Point("partial", SUMMAND, _inside(module, "reduce_from"))]
             if not layer.input_is_parallel:
-                points.insert(0, Point("gemm_input", LAST, Inside(module, "scatter_to")))
+                points.insert(0, Point("gemm_input", LAST, _inside(module, "scatter_to")))
             inputs = LAST if layer.input_is_parallel else WHOLE
             return Rule(inputs, WHOLE, {"weight": COLUMNS}, tuple(points))
         if is_a(module, VOCABULARY):
-            point = Point("partial", SUMMAND, Inside(module, "reduce_from"))
+            point = Point("partial", SUMMAND, _inside(module, "reduce_from"))
             return Rule(WHOLE, WHOLE, {"weight": ROWS}, (point,))
         if is_a(module, EMBEDDING):
-            point = Point("local", LAST, Inside(module, "gather_from"))
+            point = Point("local", LAST, _inside(module, "gather_from"))
             return Rule(WHOLE, WHOLE, {"weight": COLUMNS}, (point,))
         return None
 
 
-@dataclass(frozen=True, eq=False)
-class Inside:
-    """A tensor at one of the four functions that parallel layers call.
+def _inside(module: nn.Module, function: str) -> Called:
+    """The tap at one of the four functions.
 
-    What enters the region is taken behind the function, as the ranks compute with it; what leaves it, before.
+    What enters the region is taken behind the function, as the rank computes with it; what leaves it, before.
     The reduction writes its sum into the tensor that it gets.
-
-    Attributes:
-        module: the layer.
-        function: the function's name, as far as `_model_parallel_region`.
     """
-
-    module: nn.Module
-    function: str
-
-    def install(self, fire: Fire) -> Undo:
-        """Inject `fire` about the function in fairscale's module `layers`, while the layer's forward runs."""
-        from fairscale.nn.model_parallel import layers
-
-        running: list[bool] = []  # other layers call the same names
-        enters = self.function in ("copy_to", "scatter_to")
-
-        def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            running.append(True)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                running.pop()
-
-        def region(original: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-            if not running:
-                return original(tensor)
-            return fire(original(tensor)) if enters else original(fire(tensor))
-
-        undos = [
-            intercept(self.module, "forward", forward),
-            intercept(layers, f"{self.function}_model_parallel_region", region),
-        ]
-
-        def undo() -> None:
-            for one in undos:
-                one()
-
-        return undo
+    file, leaves = "fairscale.nn.model_parallel.layers", function in ("reduce_from", "gather_from")
+    return Called(module, file, f"{function}_model_parallel_region", before=leaves)

@@ -73,11 +73,13 @@ class Placed:
         tap: the other tap.
         tell: how a tensor lies on the ranks.
         gradient: the layout of its gradient, asked for in the backward pass; by the tensor's own if None.
+        beside: what tells of another tensor of the same call, by its number; `tell` does if None.
     """
 
     tap: Any
     tell: Tell
     gradient: Callable[[Tensor, Layout], Layout] | None = None
+    beside: Callable[[int], Tell] | None = None
 
     @property
     def module(self) -> nn.Module | None:
@@ -86,7 +88,8 @@ class Placed:
 
     def leaf(self, index: int) -> Placed:
         """The tap at another tensor of the same call."""
-        return replace(self, tap=self.tap.leaf(index))
+        tell = self.tell if self.beside is None else self.beside(index)
+        return replace(self, tap=self.tap.leaf(index), tell=tell)
 
     def install(self, fire: Fire) -> Undo:
         """Inject `fire` by way of the other tap."""

@@ -6,7 +6,7 @@ who calls the model. A new framework mostly needs one of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -20,7 +20,7 @@ from megatron_flex.adapters.keeping import SAY_REDUCED, Keeping, Resident
 from megatron_flex.adapters.leaves import AnyInput, AnyOutput, Placed
 from megatron_flex.adapters.naming import ROOT, can_be_called, named_modules, unwrap
 from megatron_flex.adapters.rules import NoRules, Rule, Rules
-from megatron_flex.adapters.spread import Spread
+from megatron_flex.adapters.spread import Spread, Tell
 from megatron_flex.collectives import everyone
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Dim, Layout, whole_shape
@@ -60,7 +60,8 @@ class Modules:
         self.keeping: Keeping = keeping or Resident(self.root)
         self.driving: Driving = driving or Called(self.root, mesh)
         follow = rules is not None and any(mesh[a].size > 1 for a in ("tp", "cp"))
-        self.follower = Follower(self.root, self._known, mesh) if follow else None
+        placing = {m: r for m, r in self._known.items() if r.places}
+        self.follower = Follower(self.root, placing, mesh) if follow else None
 
     def _callable(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules that can be called, by name."""
@@ -111,11 +112,18 @@ class Modules:
         yield self._site(f"{name}:output", AnyOutput(module), rule)
 
     def _site(self, name: str, tap: AnyInput | AnyOutput, rule: Rule) -> Site:
-        spread = rule.inputs if isinstance(tap, AnyInput) else rule.outputs
         placed = self._opened(tap)
-        if self.follower is not None:
-            placed = Placed(placed, partial(self.follower.tell, name, spread), self._turned)
-        return self._bare(name, placed, rule.hidden)
+        if self.follower is None:
+            return self._bare(name, placed, rule.hidden)
+        told = (rule.inputs,) if isinstance(tap, AnyInput) else (rule.outputs, *rule.beside)
+        tells = partial(self._tell, name, told)
+        return self._bare(name, Placed(placed, tells(0), self._turned, tells), rule.hidden)
+
+    def _tell(self, name: str, told: Sequence[Spread | None], index: int) -> Tell:
+        """What tells of the tensors that pass a site, by their numbers; of most the follower alone."""
+        assert self.follower is not None
+        spread = told[index] if 0 <= index < len(told) else None
+        return partial(self.follower.tell, name, spread)
 
     def _opened(self, tap: Tap) -> Tap:
         """The tap as rules want it: some tensors tell their layouts themselves."""

@@ -119,10 +119,17 @@ def _fairscale(chunks: list[nn.Module], said: Said, process_group: Any) -> Found
     return fairscale.find(chunks, said, process_group)
 
 
+def _apex(chunks: list[nn.Module], said: Said, process_group: Any) -> Found | None:
+    from megatron_flex.adapters import apex
+
+    return apex.find(chunks, said, process_group)
+
+
 # By the package without which there is nothing to find, in the order in which they are asked.
 BUILT_IN: tuple[tuple[str, Callable[..., Found | None]], ...] = (
     ("megatron", _megatron_core),
     ("fairscale", _fairscale),
+    ("apex", _apex),
     ("torch.distributed.tensor", _dtensor),
 )
 
