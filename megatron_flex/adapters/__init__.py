@@ -16,6 +16,7 @@ from megatron_flex.adapters.base import (
     Undo,
     replaying,
 )
+from megatron_flex.adapters.pipelining import opened
 from megatron_flex.adapters.registry import find
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "ParameterSite",
     "Undo",
     "detect",
+    "opened",
     "replaying",
 ]
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from megatron_flex.adapters import plain
+from megatron_flex.adapters import pipelining, plain
 from megatron_flex.adapters.base import Adapter
 from megatron_flex.errors import FlexError
 
@@ -74,6 +74,8 @@ def find(chunks: list[nn.Module], said: Said, process_group: Any = None) -> Foun
     Raises:
         FlexError: two frameworks claim it.
     """
+    if isinstance(chunks, pipelining.Stages):
+        return _staged(chunks, said, process_group)
     found = [f for finder in finders() if (f := finder(chunks, said, process_group)) is not None]
     if len(found) > 1:
         claims = "; ".join(f"{f.name}, because {f.why}" for f in found)
@@ -83,3 +85,13 @@ def find(chunks: list[nn.Module], said: Said, process_group: Any = None) -> Foun
     return Found(
         "plain", "no framework's parallel modules are in it", lambda: plain.take(chunks, said, process_group)
     )
+
+
+def _staged(chunks: pipelining.Stages, said: Said, process_group: Any) -> Found:
+    """What is found in a pipeline's stages, under their schedule."""
+
+    def adapter_of(modules: list[nn.Module], sizes: Said) -> Adapter:
+        return find(modules, sizes, process_group).make()
+
+    why = f"a {type(chunks.schedule).__name__} of torch.distributed.pipelining runs it"
+    return Found("pipelining", why, lambda: pipelining.take(chunks, said, adapter_of))
