@@ -8,10 +8,10 @@ and its stages' passes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,16 @@ from megatron_flex.adapters.base import Architecture, Listener, LocalGradient, P
 from megatron_flex.adapters.driving import Called
 from megatron_flex.adapters.modules import Modules, distinct
 from megatron_flex.adapters.taps import intercept
-from megatron_flex.adapters.trees import tensors
+from megatron_flex.adapters.trees import tensors, with_tensor
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Fire, Site
 
 Said = Mapping[str, int | None]  # axis name to the size that a person gave
 UNPLANNED = (
-    "the output of pipeline stage {stage} {now} a gradient, and when the schedule was set up it {then}, so that "
-    "gradients would not pass between stages as they must; do not freeze a whole stage before which something "
-    "is trained: leave its parameters out of the optimizer instead, or freeze before the schedule's first step"
+    "what pipeline stage {stage} hands on needs a gradient, and when the schedule learned shapes it needed "
+    "none, so that nothing would come back; make the schedule of a model whose parameters need gradients, and "
+    "call the FlexModel's freeze()"
 )
 
 
@@ -91,7 +91,8 @@ def take(chunks: Stages, said: Said, adapter_of: Callable[[list[nn.Module], Said
     size = int(first.group_size)
     if said.get("pp") not in (None, size):
         raise FlexError(
-            f"pipeline_parallel_size={said['pp']}, but the schedule's stages are on {size} ranks; leave it out"
+            f"pipeline_parallel_size={said['pp']}, but the schedule's stages are on {size} ranks; leave it "
+            "out"
         )
     parts: list[Modules] = []
     for stage, chunk in zip(chunks.stages, chunks, strict=True):
@@ -107,9 +108,9 @@ def take(chunks: Stages, said: Said, adapter_of: Callable[[list[nn.Module], Said
         if part.mesh["pp"].ranks != ranks and size > 1:
             raise FlexError(
                 f"the schedule's stages are on ranks {list(ranks)}, and the model's mesh "
-                f"({part.mesh.describe()}) has {list(part.mesh['pp'].ranks)} in their place; number the ranks "
-                "of stages, replicas and tensor parallel shards in that order, as init_device_mesh does with "
-                "mesh_dim_names=('pp', 'dp', 'tp')"
+                f"({part.mesh.describe()}) has {list(part.mesh['pp'].ranks)} in their place; number the "
+                "ranks of stages, replicas and tensor parallel shards in that order, as init_device_mesh "
+                "does with mesh_dim_names=('pp', 'dp', 'tp')"
             )
     return Staged(chunks, parts)
 
@@ -207,7 +208,8 @@ class Staged:
 
     def freeze(self) -> Undo:
         """Let no parameter get a gradient."""
-        return _all([part.freeze() for part in self.parts])
+        self.driving.frozen = True
+        return _all([partial(setattr, self.driving, "frozen", False), *(p.freeze() for p in self.parts)])
 
     def open_recomputed(self) -> Undo:
         """Nothing: how a module recomputes is its own."""
@@ -242,12 +244,13 @@ class Scheduled:
 
     Attributes:
         trying: whether it runs them only to learn shapes.
+        frozen: whether no parameter gets a gradient.
     """
 
     def __init__(self, chunks: Stages, turns: list[int], mesh: Mesh) -> None:
         self.schedule, self.stages, self.turns, self.mesh = chunks.schedule, chunks.stages, turns, mesh
         self._called = [Called(stage.submod, mesh) for stage in chunks.stages]
-        self.trying = self._running = False
+        self.trying = self.frozen = self._running = False
         self._listener: Listener | None = None
         self._whole: set[tuple[int, int]] = set()  # backward passes that were not split: stage, microbatch
 
@@ -255,14 +258,15 @@ class Scheduled:
         """Stand around the schedule's step and its stages' passes."""
         self._listener = listener
         undos = [intercept(self.schedule, "step", self._step)]
-        for name in ("_initialize_stage", "_initialize_stages"):
-            if hasattr(self.schedule, name):
-                undos.append(intercept(self.schedule, name, self._try))
+        names = [n for n in ("_initialize_stage", "_initialize_stages") if hasattr(self.schedule, n)]
+        undos += [intercept(self.schedule, name, self._try) for name in names]
         for stage, turn in zip(self.stages, self.turns, strict=True):
             undos.append(intercept(stage, "forward_one_chunk", partial(self._forward, stage, turn)))
+            undos.append(intercept(stage, "forward_maybe_with_nosync", partial(self._compute, stage)))
             undos.append(intercept(stage, "backward_one_chunk", partial(self._backward, stage)))
             undos.append(intercept(stage, "backward_weight_one_chunk", partial(self._weights, stage)))
-        undos += [called.watch(_Outside(listener, self)) for called in self._called]
+        outside = cast(Listener, _Outside(listener, self))
+        undos += [called.watch(outside) for called in self._called]
         return _all(undos)
 
     @property
@@ -290,30 +294,36 @@ class Scheduled:
         return result
 
     def _try(self, initialize: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # What edits add to a frozen model needs gradients, which stages then have to be ready to send.
+        frozen = self.frozen and self.schedule._has_backward
+        undo = _all([s.submod.register_forward_hook(_as_trained).remove for s in self.stages if frozen])
         self.trying = True
         try:
             return initialize(*args, **kwargs)
         finally:
             self.trying = False
+            undo()
 
     def _forward(self, stage: Any, turn: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         listener = self._listener
         assert listener is not None
         listener.forward_begins(int(args[0] if args else kwargs["fwd_chunk_id"]), turn)
         output = forward(*args, **kwargs)
-        self._planned(stage, output, listener)
         listener.forward_ends(tensors(output))
         return output
 
-    def _planned(self, stage: Any, output: Any, listener: Listener) -> None:
-        """Tell if edits make gradients flow where the stages have not agreed on that, or no longer."""
+    def _compute(self, stage: Any, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The stage's output; without a graph, and all ranks raise, where stages have not agreed on one."""
+        output = compute(*args, **kwargs)
         told = getattr(getattr(stage, "_stage_meta", None), "outputs", None)
         if not stage.has_backward or stage.is_last or told is None:
-            return
-        for tensor, meta in zip(tensors(output), told, strict=False):
-            if tensor.requires_grad != meta.requires_grad:
-                now, then = ("needs", "needed none") if tensor.requires_grad else ("no longer needs", "did")
-                listener.cannot(UNPLANNED.format(stage=stage.stage_index, now=now, then=then))
+            return output
+        for index, (tensor, meta) in enumerate(zip(tensors(output), told, strict=False)):
+            if tensor.requires_grad and not meta.requires_grad:
+                assert self._listener is not None
+                self._listener.fails(UNPLANNED.format(stage=stage.stage_index))
+                output = with_tensor(output, index, tensor.detach())
+        return output
 
     def _backward(self, stage: Any, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         listener = self._listener
@@ -345,15 +355,16 @@ class Scheduled:
         count = int(self.schedule._n_microbatches)
         if len(tokens) % size or len(pieces) > count:
             raise FlexError(
-                f"microbatch_size={size} makes {len(pieces)} microbatches of {len(tokens)} sequences, and the "
-                f"schedule runs at most {count} of equal size; choose another"
+                f"microbatch_size={size} makes {len(pieces)} microbatches of {len(tokens)} sequences, and "
+                f"the schedule runs at most {count} of equal size; choose another"
             )
         pieces += pieces[-1:] * (count - len(pieces))
         first = any(stage.is_first for stage in self.stages)
         loss, self.schedule._loss_fn = self.schedule._loss_fn, None  # there are no targets
         try:
             self._forget_shapes()
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            devices = {torch.device(stage.device) for stage in self.stages}
+            with torch.no_grad(), torch.random.fork_rng([d for d in devices if d.type == "cuda"]):
                 self.schedule.eval(*([torch.cat(pieces)] if first else []))
         finally:
             self.schedule._loss_fn = loss
@@ -368,12 +379,20 @@ class Scheduled:
 
 
 def _undivided(stage: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call one of a stage's backward functions as for a module that computes its weights' gradients itself."""
+    """Call a backward function of a stage as for a module that sees to its weights' gradients itself."""
     stage.dw_builder = lambda: lambda: None
     try:
         return call(*args, **kwargs)
     finally:
         stage.dw_builder = None
+
+
+def _as_trained(_: nn.Module, __: Any, output: Any) -> Any:
+    """What a module returned, as if all of it needed a gradient."""
+    for index, tensor in enumerate(tensors(output)):
+        if tensor.is_floating_point() and not tensor.requires_grad:
+            output = with_tensor(output, index, tensor.detach().requires_grad_())
+    return output
 
 
 class _Outside:

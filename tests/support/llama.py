@@ -199,7 +199,7 @@ def truth(replicas: int = 1, microbatches: int = 1) -> list[dict[str, Any]]:
 
 
 def _of_microbatches(data: tuple[Tensor, Tensor], count: int) -> dict[str, Any]:
-    """Each microbatch by itself: tensors one behind the other, losses and gradients of parameters averaged."""
+    """Each microbatch by itself: tensors one behind the other, losses and parameter gradients averaged."""
     found = [_truth(part) for part in zip(*(t.chunk(count) for t in data), strict=True)]
 
     def mean(of: Callable[[dict[str, Any]], Tensor]) -> Tensor:
