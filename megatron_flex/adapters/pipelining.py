@@ -29,8 +29,8 @@ from megatron_flex.sites import Fire, Site
 Said = Mapping[str, int | None]  # axis name to the size that a person gave
 UNPLANNED = (
     "what pipeline stage {stage} hands on needs a gradient, and when the schedule learned shapes it needed "
-    "none, so that nothing would come back; make the schedule of a model whose parameters need gradients, and "
-    "call the FlexModel's freeze()"
+    "none, so that nothing would come back; make the schedule of a model whose parameters need gradients, "
+    "and call the FlexModel's freeze()"
 )
 
 

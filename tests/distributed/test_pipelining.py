@@ -33,7 +33,12 @@ def stage_of(model: llama.Llama, index: int, stages: int) -> llama.Llama:
 
 
 def schedule_of(
-    kind: str, microbatches: int, chunks: int, group: Any = None, scale_grads: bool = True
+    kind: str,
+    microbatches: int,
+    chunks: int,
+    group: Any = None,
+    scale_grads: bool = True,
+    wrap: Callable[[nn.Module], nn.Module] = lambda module: module,
 ) -> Any:
     """This rank's schedule of the model in as many stages as ranks times chunks."""
     from torch.distributed import pipelining
