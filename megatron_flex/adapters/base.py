@@ -84,6 +84,7 @@ class ParameterSite:
         inferred: whether nothing tells the layout: every rank holds the whole, unless an `expected_shape`
             says what is cut. `layout` and `shape` are then those of the local parameter.
         local: the shape of what `Adapter.value` gives for it.
+        sharded: whether `parameter` is only a part of that, or is kept in a form of its own.
     """
 
     name: str
@@ -97,6 +98,7 @@ class ParameterSite:
     inferred: bool = False
     chunk: int = 0
     local: tuple[int, ...] = ()
+    sharded: bool = False
 
     def remote(self) -> ParameterSite:
         """The parameter as ranks know it that do not own it."""
@@ -177,10 +179,15 @@ class Adapter(Protocol):
     def settle(self) -> None:
         """Wait for whatever the framework is still doing to the parameters. Every rank calls it."""
 
-    def gradients_reduced(self) -> bool | None:
+    def gradients_reduced(self, called: bool = False) -> bool | str:
         """Whether gradients are reduced over data (and so over tensor) parallel ranks when a step is over.
 
-        None if only the person who wrote the loop knows.
+        Args:
+            called: whether the model ran outside the framework's schedule.
+
+        Returns:
+            In words why that is not known, and when a person would say what, if only the person who wrote
+            the loop knows.
         """
 
     def value(self, parameter: nn.Parameter) -> Tensor:

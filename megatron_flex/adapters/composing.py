@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from megatron_flex.adapters import sharded
 from megatron_flex.adapters.driving import Called, Driving
 from megatron_flex.adapters.keeping import Keeping, Resident
 from megatron_flex.adapters.modules import Modules
@@ -14,6 +15,8 @@ from megatron_flex.mesh import Mesh
 
 def keeping_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> Keeping:
     """Who keeps the parameters of a model: the outermost wrapper that shards or reduces them."""
+    if sharded.has_dtensors(chunk):
+        return sharded.Sharded(root, mesh)
     return Resident(root)
 
 

@@ -9,7 +9,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from megatron_flex.adapters.base import LocalGradient, Undo
-from megatron_flex.adapters.naming import clean
+from megatron_flex.adapters.naming import named_parameters
+from megatron_flex.layout import Layout
+
+SAY_REDUCED = "say reduced=True if each data parallel rank has the same gradients now, reduced=False if each has its own"
 
 
 class Kept(NamedTuple):
@@ -20,12 +23,16 @@ class Kept(NamedTuple):
         parameter: what stands for it on this rank.
         shape: its local shape, cut over tensor parallel ranks only.
         hidden: why its gradient cannot be hooked while it comes; empty if it can.
+        layout: how tensor parallel ranks cut it, if who keeps it knows; None if rules do.
+        sharded: whether `parameter` is only a part of what `value` gives, or is kept in a form of its own.
     """
 
     name: str
     parameter: nn.Parameter
     shape: tuple[int, ...]
     hidden: str = ""
+    layout: Layout | None = None
+    sharded: bool = False
 
 
 class Keeping(Protocol):
@@ -49,8 +56,11 @@ class Keeping(Protocol):
     def put_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Set that."""
 
-    def reduced(self) -> bool | None:
-        """Whether gradients are reduced over data parallel ranks; None if only a person knows."""
+    def reduced(self) -> bool | str | None:
+        """Whether gradients are reduced over data parallel ranks now.
+
+        If only a person knows, why, and when to say what; or None.
+        """
 
     def settle(self) -> None:
         """Wait for whatever is still done to parameters."""
@@ -60,11 +70,11 @@ class Keeping(Protocol):
 
 
 class Resident:
-    """Each rank has all of its parameters in its modules, wrapped in DistributedDataParallel or not."""
+    """Each rank has all of its parameters in its modules, and nothing reduces their gradients."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
-        named = [(clean(n), p) for n, p in root.named_parameters()]
+        named = list(named_parameters(root))
         self._lazy = {n: type(p).__name__ for n, p in named if is_lazy(p)}
         self._kept = [Kept(n, p, tuple(p.shape)) for n, p in named if not is_lazy(p)]
 
@@ -96,7 +106,7 @@ class Resident:
         with torch.no_grad():
             parameter.grad.copy_(value)
 
-    def reduced(self) -> bool | None:
+    def reduced(self) -> bool | str | None:
         """Never known to be without a wrapper: each replica is asked for its own, which may be reduced."""
         return False
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 from torch import Tensor, nn
 
 from megatron_flex.adapters.base import Architecture, Listener, LocalGradient, ParameterSite, Undo
 from megatron_flex.adapters.driving import Called, Driving
 from megatron_flex.adapters.following import Follower
-from megatron_flex.adapters.keeping import Keeping, Resident
+from megatron_flex.adapters.keeping import SAY_REDUCED, Keeping, Resident
 from megatron_flex.adapters.leaves import AnyInput, AnyOutput, Placed
 from megatron_flex.adapters.naming import ROOT, can_be_called, named_modules, unwrap
 from megatron_flex.adapters.rules import NoRules, Rule, Rules
@@ -104,15 +105,28 @@ class Modules:
         rule = self._known.get(module, Rule())
         yield self._site(f"{name}:input", AnyInput(module), rule)
         for point in rule.points:
-            yield self._bare(f"{name}:{point.name}", Placed(point.tap, partial(_always, point.spread)))
+            tap = Placed(self._opened(point.tap), partial(_always, point.spread))
+            yield self._bare(f"{name}:{point.name}", tap)
         yield self._site(f"{name}:output", AnyOutput(module), rule)
 
     def _site(self, name: str, tap: AnyInput | AnyOutput, rule: Rule) -> Site:
         spread = rule.inputs if isinstance(tap, AnyInput) else rule.outputs
-        placed: Tap = tap
+        placed = self._opened(tap)
         if self.follower is not None:
-            placed = Placed(tap, partial(self.follower.tell, name, spread), self.follower.gradient)
+            placed = Placed(placed, partial(self.follower.tell, name, spread), self._turned)
         return self._bare(name, placed, rule.hidden)
+
+    def _opened(self, tap: Tap) -> Tap:
+        """The tap as rules want it: some tensors tell their layouts themselves."""
+        opened = getattr(self.rules, "opened", None)
+        return tap if opened is None else cast(Tap, opened(tap))
+
+    def _turned(self, tensor: Tensor, layout: Layout) -> Layout:
+        """The layout of a gradient."""
+        tells = getattr(self.rules, "tells", None)
+        if self.follower is None or (tells is not None and tells(tensor)):
+            return layout.gradient()
+        return self.follower.gradient(tensor, layout)
 
     def _bare(self, name: str, tap: Tap, hidden: str = "") -> Site:
         return Site(name, Layout(()), (), self.mesh["pp"].coord, hidden, tap=tap, inferred=True)
@@ -124,12 +138,12 @@ class Modules:
         stage, layouts = self.mesh["pp"].coord, self._layouts()
         out = []
         for kept in self.keeping.parameters():
-            found = layouts.get(kept.name)
+            found = kept.layout or layouts.get(kept.name)
             layout = found or Layout(tuple(Dim() for _ in kept.shape))
             shape = whole_shape(layout, kept.shape, self.mesh.sizes)
             said = found is None and self.follower is None  # by a person, or nobody
             site = ParameterSite(kept.name, layout, shape, kept.parameter, stage, inferred=said)
-            out.append(replace(site, hidden=kept.hidden, local=kept.shape))
+            out.append(replace(site, hidden=kept.hidden, local=kept.shape, sharded=kept.sharded))
         return out
 
     def _layouts(self) -> dict[str, Layout]:
@@ -148,9 +162,10 @@ class Modules:
         """Wait for whoever keeps the parameters."""
         self.keeping.settle()
 
-    def gradients_reduced(self) -> bool | None:
-        """Whether who keeps them reduces them."""
-        return self.keeping.reduced()
+    def gradients_reduced(self, called: bool = False) -> bool | str:
+        """Whether who keeps them reduces them, whoever calls the model."""
+        known = self.keeping.reduced()
+        return f"{self.name} does not tell; {SAY_REDUCED}" if known is None else known
 
     def value(self, parameter: nn.Parameter) -> Tensor:
         """A parameter, whole but for tensor parallelism."""

@@ -38,6 +38,16 @@ def _named(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple
         yield from _named(unwrap(child), f"{path}.{name}" if path else name, seen)
 
 
+def named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """All parameters by name, in model order, each once."""
+    seen: set[nn.Parameter] = set()
+    for path, module in named_modules(root):
+        for own, parameter in module._parameters.items():
+            if parameter is not None and parameter not in seen:
+                seen.add(parameter)
+                yield f"{path}.{own}" if path else own, parameter
+
+
 def clean(name: str) -> str:
     """A parameter's name without what wrappers put into it."""
     return ".".join(step for step in name.split(".") if step not in INSIDE)

@@ -17,10 +17,7 @@ from megatron_flex.sites import model_order
 
 EXPERT = {"ep", "etp", "edp"}
 SHOWN = 8  # names in one error
-SAY_WHICH = (
-    "whether these gradients are reduced is not known: {why}; say reduced=True behind "
-    "finalize_model_grads(), reduced=False before it"
-)
+SAY_WHICH = "whether these gradients are reduced is not known: {why}"
 
 
 class Want(NamedTuple):
@@ -138,15 +135,14 @@ class Survey:
         if not want.gradient:
             self.adapter.settle()
             return want
-        known = self.adapter.gradients_reduced()
-        by_hand = bool(known) and self.called
-        known = None if by_hand else known
-        if known is None and want.reduced is None:
-            why = "the model ran outside the schedule" if by_hand else "no finalize_model_grads_func is set"
-            raise FlexError(SAY_WHICH.format(why=why))
-        if known and want.reduced is False:
-            raise FlexError("the schedule has reduced these gradients already; drop reduced=False")
-        return want._replace(reduced=known if want.reduced is None else want.reduced)
+        known = self.adapter.gradients_reduced(self.called)
+        if want.reduced is None:
+            if isinstance(known, str):
+                raise FlexError(SAY_WHICH.format(why=known))
+            return want._replace(reduced=known)
+        if known is True and not want.reduced:
+            raise FlexError("these gradients are reduced already when a step is over; drop reduced=False")
+        return want
 
     def note(self, name: str, want: Want) -> Note | None:
         """What this rank has to say about a parameter; None if it holds nothing of it."""
@@ -160,7 +156,7 @@ class Survey:
                 parameter.dtype, parameter.dtype, shape, layout=layout.describe() if site.inferred else ""
             )
             kind = type(parameter.data)
-            if kind is not Tensor:
+            if kind is not Tensor and not site.sharded:
                 problem = f"it is kept as a {kind.__name__}, whose parts are not known; read those yourself"
                 return note._replace(problem=problem)
             if not want.gradient:

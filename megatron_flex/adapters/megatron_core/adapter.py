@@ -105,9 +105,9 @@ class MegatronCore:
         """Wait for the parameters that the distributed optimizer gathers while the model runs."""
         self._gradients.gather_parameters()
 
-    def gradients_reduced(self) -> bool | None:
+    def gradients_reduced(self, called: bool = False) -> bool | str:
         """Whether the schedule finalizes gradients at its end."""
-        return self._gradients.reduced()
+        return self._gradients.reduced(called)
 
     def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
         """`main_grad` where Megatron keeps it, `grad` otherwise."""

@@ -5,18 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron_flex.adapters.base import LocalGradient
+from megatron_flex.adapters.ddp import all_synchronized
 from megatron_flex.adapters.megatron_core.kinds import ROOTS, is_a
 from megatron_flex.errors import FlexError
 
+SAY_WHICH = "say reduced=True behind finalize_model_grads(), reduced=False before it"
+
 
 class Gradients:
-    """The gradients of one model, with the DistributedDataParallel around its chunks, if there is one."""
+    """The gradients of one model, with the DistributedDataParallel around its chunks, if there is one.
+
+    Attributes:
+        wrappers: Megatron's own.
+        torchs: torch's.
+    """
 
     def __init__(self, chunks: list[nn.Module], roots: list[Any]) -> None:
         self.config: Any = roots[0].config
         self.wrappers = [w for chunk in chunks if (w := _wrapper(chunk)) is not None]
+        self.torchs = [m for c in chunks for m in c.modules() if isinstance(m, DistributedDataParallel)]
         self._by_parameter = {p: w for w in self.wrappers for p in w.parameters()}
 
     def gather_parameters(self) -> None:
@@ -25,11 +35,25 @@ class Gradients:
             if wrapper.ddp_config.overlap_param_gather:
                 wrapper.start_param_sync(force_sync=True)
 
-    def reduced(self) -> bool | None:
-        """True where the schedule finalizes gradients, False where nothing can, None where a person might."""
-        if self.wrappers:
-            return True if self.config.finalize_model_grads_func is not None else None
-        return False
+    def reduced(self, called: bool) -> bool | str:
+        """True where the schedule finalizes gradients, False where nothing can, words where a person might."""
+        if self.torchs:
+            return self._reduced_by_torch()
+        if not self.wrappers:
+            return False
+        if self.config.finalize_model_grads_func is None:
+            return f"no finalize_model_grads_func is set; {SAY_WHICH}"
+        return f"the model ran outside the schedule; {SAY_WHICH}" if called else True
+
+    def _reduced_by_torch(self) -> bool | str:
+        """Likewise where torch's own wrapper averages over data parallel ranks, and does no more than that."""
+        config = self.config
+        if getattr(config, "sequence_parallel", False) or config.pipeline_model_parallel_size > 1:
+            return (
+                "torch's DistributedDataParallel leaves what finalize_model_grads() does over tensor and "
+                f"pipeline parallel ranks undone; {SAY_WHICH}"
+            )
+        return all_synchronized(self.torchs)
 
     def of(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
         """A parameter's gradient; the distributed optimizer reduces only a part of it on each rank."""
