@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -88,7 +89,9 @@ def replicated(wrapper: str, kind: str) -> proof.Built:
 
     def wrap(module: nn.Module) -> nn.Module:
         if wrapper == "DDP":
-            return DistributedDataParallel(module, process_group=mesh["dp"].get_group())
+            # Without looking for unused parameters torch 2.13 counts those of each microbatch, and stops.
+            group = mesh["dp"].get_group()
+            return DistributedDataParallel(module, process_group=group, find_unused_parameters=True)
         from torch.distributed.fsdp import fully_shard
 
         for layer in module.layers.values():
