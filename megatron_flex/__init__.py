@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megatron_flex.adapters.detection import Detection, detect
+from megatron_flex.adapters.registry import register_adapter
 from megatron_flex.errors import FlexError, FlexWarning, HookError, LayoutError, SiteError, VerifyError
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Axis, Mesh
@@ -19,6 +21,7 @@ __all__ = [
     "Axis",
     "Captures",
     "Cut",
+    "Detection",
     "Dim",
     "FlexError",
     "FlexModel",
@@ -36,7 +39,9 @@ __all__ = [
     "__version__",
     "attach",
     "breakpoint",
+    "detect",
     "edits",
+    "register_adapter",
 ]
 
 

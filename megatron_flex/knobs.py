@@ -21,6 +21,8 @@ class Knobs:
     """Settings of the process.
 
     Attributes:
+        adapters_off: names of other people's adapters that are not asked, with commas between
+            (FLEX_ADAPTERS_OFF).
         agree_seconds: how long a rank waits for the others when hooks are compared (FLEX_AGREE_SECONDS).
         bucket_bytes: shards smaller than this travel together when they are gathered
             (FLEX_BUCKET_BYTES).
@@ -32,8 +34,11 @@ class Knobs:
         pending_bytes: read shards are sent to the leader at a microbatch's end once their wholes are
             together larger than this, and at the step's end otherwise (FLEX_PENDING_BYTES).
         seed: where the random streams of editing functions start (FLEX_SEED).
+        untested: whether versions of frameworks outside the tested range are hooked, with a warning
+            (FLEX_UNTESTED=1: yes).
     """
 
+    adapters_off: str = os.environ.get("FLEX_ADAPTERS_OFF", "")
     agree_seconds: float = _number("FLEX_AGREE_SECONDS", 60.0)
     bucket_bytes: int = int(_number("FLEX_BUCKET_BYTES", 4 << 20))
     debug: bool = _number("FLEX_DEBUG", 0) != 0
@@ -41,6 +46,7 @@ class Knobs:
     dry_run: bool = _number("FLEX_DRY_RUN", 1) != 0
     pending_bytes: int = int(_number("FLEX_PENDING_BYTES", 1 << 30))
     seed: int = int(_number("FLEX_SEED", 0))
+    untested: bool = _number("FLEX_UNTESTED", 0) != 0
 
 
 knobs = Knobs()

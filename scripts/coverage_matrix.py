@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,13 @@ HEAD = """# Coverage
 
 Written by `scripts/coverage_matrix` from a run of the tests, never by hand: {versions}; {seconds} of tests
 on {cores} cores. Each configuration is compared with a single process of plain Megatron on the same weights
-and data, whose tensors are taken by plain PyTorch hooks (plain modules: with plain torch; where a title says
-so, with TransformerLens). An entry has three figures, each the greatest difference relative to the greatest
-entry of the true tensor, over all layers and microbatches: the **value** / the **gradient** / the effect of
-an **edit** there (on the loss and on every parameter's gradient, the greater; of runs over tokens, on the
-logits). `-`: not checked there (integers have no gradient; edits are checked in the last layers, and where
-one stage hands on to the next). The bound is 1e-5 (fp32) where a table says no other; what is beyond it is
-bold.
+and data, whose tensors are taken by plain PyTorch hooks (other frameworks and plain modules: with plain
+torch; where a title says so, with TransformerLens). An entry has three figures, each the greatest difference
+relative to the greatest entry of the true tensor, over all layers and microbatches: the **value** / the
+**gradient** / the effect of an **edit** there (on the loss and on every parameter's gradient, the greater; of
+runs over tokens, on the logits). `-`: not checked there (integers have no gradient; edits are checked in the
+last layers, and where one stage hands on to the next). The bound is 1e-5 (fp32) where a table says no other;
+what is beyond it is bold. A framework that this machine has not is named with the reason.
 
 {counts}
 """
@@ -42,12 +42,21 @@ FEATURES = {  # what stands behind the models, in this order: the rows of its ta
     "Other models, by TransformerLens' names": FORMULAS,
     "GPT-2 and Llama, against TransformerLens": "Rows are names, and methods of the cache, as it has them.",
     "GPT, interface of FlexModel (2023)": "Rows are the calls that register a hook.",
+    "The same hooks, framework by framework": "The same hook code on one model of the same weights: "
+    "rows are the names that one process has.",
     "fairscale": "",
     "apex": "",
     "PyTorch": "",
     "Hugging Face": "",
     "DeepSpeed": "",
     "Plain modules": "",
+}
+FRAMEWORKS = {  # each has a section, run or not: the packages that it is run with
+    "fairscale": ("fairscale",),
+    "apex": ("apex",),
+    "PyTorch": ("torch",),
+    "Hugging Face": ("transformers", "accelerate"),
+    "DeepSpeed": ("deepspeed",),
 }
 
 
@@ -62,11 +71,28 @@ def told(case: str) -> str:
     return re.sub(r"([|*])", r"\\\1", case)
 
 
-def models(cells: list[Cell]) -> list[str]:
-    """The models, the plain one first, and then the features."""
+def models(cells: list[Cell], not_run: Iterable[str] = ()) -> list[str]:
+    """The models, the plain one first, and then the features, with those that were not run."""
     order = ["GPT", "", *FEATURES]
-    found = dict.fromkeys(str(c["model"]) for c in cells)
+    found = dict.fromkeys([*(str(c["model"]) for c in cells), *not_run])
     return sorted(found, key=lambda model: order.index(model if model in order else ""))
+
+
+def missing(run: dict[str, Any]) -> dict[str, str]:
+    """The frameworks of which a run has no cells, and why."""
+    have = {c["model"] for c in run["cells"] if not c["hidden"]}
+    return {name: why_not(name, run) for name in FRAMEWORKS if name not in have}
+
+
+def why_not(name: str, run: dict[str, Any]) -> str:
+    """Why a framework was not run: what its tests said when they were skipped, or what is not installed."""
+    absent = [p for p in FRAMEWORKS[name] if run.get("packages", {}).get(p) is None]
+    if absent:
+        verb = "are" if len(absent) > 1 else "is"
+        return f"{' and '.join(absent)} {verb} not installed"
+    stems = tuple(f"test_{p}" for p in FRAMEWORKS[name])
+    said = {why: None for test, why in run.get("skipped", {}).items() if Path(test).name.startswith(stems)}
+    return "; ".join(said) or "no test of it was chosen"
 
 
 def group_of(check: str) -> str | None:
@@ -104,9 +130,12 @@ def bounds(cells: list[Cell]) -> list[str]:
     return [f"{b:.0e}".replace("e-0", "e-") for b in sorted({float(c["bound"]) for c in cells})]
 
 
-def section(model: str, cells: list[Cell]) -> Iterator[str]:
+def section(model: str, cells: list[Cell], not_run: str = "") -> Iterator[str]:
     """One model's title, what its rows and bounds are where they are not as ever, and its table."""
     yield f"\n## {model}\n"
+    if not_run:
+        yield f"**Not run**: {not_run}.\n"
+        return
     notes = [FEATURES[model]] if FEATURES.get(model) else []
     if {float(c["bound"]) for c in cells} != {BOUND}:
         notes.append(f"Bound: {' or '.join(bounds(cells))}.")
@@ -160,7 +189,7 @@ def reasons(cells: list[Cell]) -> Iterator[str]:
         yield ""
 
 
-def summary(cells: list[Cell]) -> str:
+def summary(cells: list[Cell], not_run: dict[str, str]) -> str:
     """The README's table: one row for each model."""
     compared = [c for c in cells if not c["hidden"]]
     good = sum(c["good"] for c in compared)
@@ -172,7 +201,10 @@ def summary(cells: list[Cell]) -> str:
         "| model, feature | configurations | kinds of sites, names | cells | value | gradient | edit |",
         "|---" * 7 + "|",
     ]
-    for model in models(compared):
+    for model in models(compared, not_run):
+        if model in not_run:
+            lines.append(f"| {model} | not run: {not_run[model]} | | | | | |")
+            continue
         mine = [c for c in compared if c["model"] == model]
         sites = {kind(c["site"]) for c in mine} - {"(none)"}
         own = [c for c in mine if not c["upstream"]]
@@ -194,14 +226,15 @@ def main(path: str) -> None:
     minutes = f"{run['seconds'] / 60:.0f} minutes"
     sums = counts([c for c in cells if not c["hidden"]])
     parts = [HEAD.format(versions=run["versions"], seconds=minutes, cores=run["cores"], counts=sums)]
-    for model in models(cells):
-        parts += section(model, [c for c in cells if c["model"] == model])
+    not_run = missing(run)
+    for model in models(cells, not_run):
+        parts += section(model, [c for c in cells if c["model"] == model], not_run.get(model, ""))
     PAGE.write_text("\n".join([*parts, "", *why]).rstrip() + "\n", encoding="utf-8")
     head, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not end:
         sys.exit(f"error: {README.name} has no '{BEGIN.strip()}' ... '{END}' to write between; put them back")
-    README.write_text(head + BEGIN + summary(cells) + END + tail, encoding="utf-8")
+    README.write_text(head + BEGIN + summary(cells, not_run) + END + tail, encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)} and the table in {README.name}: {len(cells)} cells")
 
 

@@ -13,6 +13,16 @@ import pytest
 
 CELLS = pytest.StashKey[list[Any]]()
 STARTED = pytest.StashKey[float]()
+SKIPPED: dict[str, str] = {}  # file of a test to why it was skipped
+PACKAGES = (
+    "megatron-core",
+    "torch",
+    "fairscale",
+    "apex",
+    "transformers",
+    "accelerate",
+    "deepspeed",
+)  # what tests run on, as far as it is installed
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,6 +46,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cells", metavar="FILE", help="write every compared cell to a JSON file")
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _skipped(report)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    _skipped(report)
+
+
+def _skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if report.skipped and isinstance(report.longrepr, tuple):
+        SKIPPED[report.nodeid.partition("::")[0]] = report.longrepr[2].removeprefix("Skipped: ")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     all_found = config.stash[CELLS]
     found = [c for c in all_found if not c.hidden]
@@ -57,7 +87,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if path := config.getoption("--cells"):
         names = ("model", "case", "site", "check", "error", "bound", "upstream", "own", "hidden")
         run = {
-            "versions": ", ".join(f"{p} {importlib.metadata.version(p)}" for p in ("megatron-core", "torch")),
+            "versions": ", ".join(f"{p} {v}" for p in PACKAGES if (v := _version(p)) is not None),
+            "packages": {p: _version(p) for p in PACKAGES},
+            "skipped": SKIPPED,
             "seconds": time.monotonic() - config.stash[STARTED],
             "cores": os.cpu_count(),
             "cells": [{n: getattr(c, n) for n in names} for c in all_found],

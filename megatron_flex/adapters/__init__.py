@@ -1,4 +1,7 @@
-"""How each framework lays out tensors, where hooks can go, and how to follow its schedule."""
+"""How each framework lays out tensors, where hooks can go, and how to follow its schedule.
+
+What is here is what an adapter for another framework is made of: docs/adapters.md.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,53 @@ from megatron_flex.adapters.base import (
     Listener,
     LocalGradient,
     ParameterSite,
+    Part,
     Undo,
     replaying,
 )
+from megatron_flex.adapters.composing import compose
+from megatron_flex.adapters.detection import Detection
+from megatron_flex.adapters.driving import Driving
+from megatron_flex.adapters.keeping import Keeping, Kept
+from megatron_flex.adapters.leaves import AnyInput, AnyOutput
+from megatron_flex.adapters.modules import Modules
 from megatron_flex.adapters.pipelining import opened
-from megatron_flex.adapters.registry import find
+from megatron_flex.adapters.plain import axis_of, mesh_of
+from megatron_flex.adapters.registry import Finder, Found, find, register_adapter
+from megatron_flex.adapters.rules import Point, Rule, Rules
+from megatron_flex.adapters.spread import WHOLE, Spread, Unknown
+from megatron_flex.adapters.taps import intercept
 
 __all__ = [
+    "WHOLE",
     "Adapter",
+    "AnyInput",
+    "AnyOutput",
     "Architecture",
+    "Detection",
+    "Driving",
+    "Finder",
+    "Found",
+    "Keeping",
+    "Kept",
     "Listener",
     "LocalGradient",
+    "Modules",
     "ParameterSite",
+    "Part",
+    "Point",
+    "Rule",
+    "Rules",
+    "Spread",
     "Undo",
+    "Unknown",
+    "axis_of",
+    "compose",
     "detect",
+    "intercept",
+    "mesh_of",
     "opened",
+    "register_adapter",
     "replaying",
 ]
 
@@ -44,6 +79,7 @@ def detect(
         process_group: the ranks of a plain module; the default group if None.
 
     Raises:
-        FlexError: sizes contradict, or the module can be hooked neither as a framework's nor as a plain one.
+        FlexError: sizes contradict, the module can be hooked neither as a framework's nor as a plain one, two
+            frameworks claim it, or one is of a version that no test has run on.
     """
     return find(chunks, sizes or {}, process_group).make()

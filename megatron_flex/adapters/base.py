@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,18 @@ class Listener(Protocol):
 
     def call_ends(self, failed: bool) -> None:
         """That call returned, or raised."""
+
+
+class Part(NamedTuple):
+    """What was found in or around a model: who keeps its parameters, who calls it, what wraps it.
+
+    Attributes:
+        name: its own name, `DistributedDataParallel`.
+        why: what in the model shows it, in words.
+    """
+
+    name: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +175,9 @@ class Adapter(Protocol):
 
     def module_names(self) -> list[str]:
         """Global names of this rank's modules, in model order, without `prefix`; the model's is empty."""
+
+    def parts(self) -> list[Part]:
+        """What it found in and around the model, the outermost first."""
 
     def check(self) -> None:
         """Raise a FlexError if this configuration cannot be hooked at all."""

@@ -14,7 +14,15 @@ from megatron_flex.mesh import Mesh
 
 
 class Driving(Protocol):
-    """How a model is run."""
+    """How a model is run.
+
+    Attributes:
+        name: who runs it, `a pipeline schedule`.
+        why: what in the model shows it, in words.
+    """
+
+    name: str
+    why: str
 
     def watch(self, listener: Listener) -> Undo:
         """Tell `listener` of steps and calls, until the returned function is called."""
@@ -25,6 +33,9 @@ class Driving(Protocol):
 
 class Called:
     """A module that a person's own loop calls."""
+
+    name = "a loop of one's own"
+    why = "no schedule of a framework's is there to call it"
 
     def __init__(self, root: nn.Module, mesh: Mesh) -> None:
         self.root, self.mesh = root, mesh

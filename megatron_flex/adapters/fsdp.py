@@ -214,7 +214,7 @@ def _territory(module: nn.Module) -> Iterator[nn.Module]:
     """A module and those below it that no other wrapper keeps."""
     yield module
     for child in module.children():
-        if not units_of(child)[:1] == [child]:
+        if units_of(child)[:1] != [child]:
             yield from _territory(child)
 
 

@@ -12,7 +12,9 @@ from megatron_flex.adapters.base import LocalGradient, Undo
 from megatron_flex.adapters.naming import named_parameters
 from megatron_flex.layout import Layout
 
-SAY_REDUCED = "say reduced=True if each data parallel rank has the same gradients now, reduced=False if each has its own"
+SAY_REDUCED = (
+    "say reduced=True if all data parallel ranks have the same gradients, reduced=False if each has its own"
+)
 
 
 class Kept(NamedTuple):
@@ -36,7 +38,15 @@ class Kept(NamedTuple):
 
 
 class Keeping(Protocol):
-    """Where parameters and gradients are. Whatever takes a parameter is called alike on all `dp` ranks."""
+    """Where parameters and gradients are. Whatever takes a parameter is called alike on all `dp` ranks.
+
+    Attributes:
+        name: whose way of keeping it is, `FSDP2`.
+        why: what in the model shows it, in words.
+    """
+
+    name: str
+    why: str
 
     def parameters(self) -> list[Kept]:
         """All that have a shape."""
@@ -71,6 +81,9 @@ class Keeping(Protocol):
 
 class Resident:
     """Each rank has all of its parameters in its modules, and nothing reduces their gradients."""
+
+    name = "the modules themselves"
+    why = "nothing that shards or reduces parameters is around or in it"
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root

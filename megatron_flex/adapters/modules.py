@@ -13,7 +13,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from megatron_flex.adapters.base import Architecture, Listener, LocalGradient, ParameterSite, Undo
+from megatron_flex.adapters.base import Architecture, Listener, LocalGradient, ParameterSite, Part, Undo
 from megatron_flex.adapters.driving import Called, Driving
 from megatron_flex.adapters.following import Follower
 from megatron_flex.adapters.keeping import SAY_REDUCED, Keeping, Resident
@@ -75,6 +75,10 @@ class Modules:
     def module_names(self) -> list[str]:
         """All modules, also those that only hold others; the outermost has an empty name."""
         return [name for name, _ in self._named]
+
+    def parts(self) -> list[Part]:
+        """Who keeps its parameters, and who calls it."""
+        return [Part(part.name, part.why) for part in (self.keeping, self.driving)]
 
     def check(self) -> None:
         """Refuse what runs past its modules, and two stages with the same names. Collective over `pp`."""

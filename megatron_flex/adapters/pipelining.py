@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_flex.adapters.base import Architecture, Listener, LocalGradient, ParameterSite, Undo
+from megatron_flex.adapters.base import Architecture, Listener, LocalGradient, ParameterSite, Part, Undo
 from megatron_flex.adapters.driving import Called
 from megatron_flex.adapters.modules import Modules, distinct
 from megatron_flex.adapters.taps import intercept
@@ -136,7 +136,7 @@ class Staged:
     """
 
     def __init__(self, chunks: Stages, parts: list[Modules]) -> None:
-        self.parts, self.mesh, self.name = parts, parts[0].mesh, parts[0].name
+        self._parts, self.mesh, self.name = parts, parts[0].mesh, parts[0].name
         self.prefix = parts[0].prefix
         count = int(chunks.stages[0].num_stages)
         self.logits = f"stage{count - 1}:output"
@@ -153,19 +153,24 @@ class Staged:
 
     def module_names(self) -> list[str]:
         """Those of all stages here."""
-        return list(dict.fromkeys(n for part in self.parts for n in part.module_names()))
+        return list(dict.fromkeys(n for part in self._parts for n in part.module_names()))
+
+    def parts(self) -> list[Part]:
+        """What is in the stages, and the schedule."""
+        inside = [p for part in self._parts for p in part.parts() if p.name != Nobody.name]
+        return [Part(self.driving.name, self.driving.why), *dict.fromkeys(inside)]
 
     def check(self) -> None:
         """Refuse what a module alone would be refused for, and names that two stages have."""
-        for part in self.parts:
+        for part in self._parts:
             part.check_modules()
-        distinct([part.names() for part in self.parts], self.mesh)
+        distinct([part.names() for part in self._parts], self.mesh)
 
     def sites(self) -> list[Site]:
         """Those of all stages, quiet while the schedule tries shapes."""
         return [
             replace(site, chunk=turn, tap=Awake(site.tap, self.driving))
-            for turn, part in zip(self.turns, self.parts, strict=True)
+            for turn, part in zip(self.turns, self._parts, strict=True)
             for site in part.sites()
         ]
 
@@ -173,22 +178,23 @@ class Staged:
         """Those of all stages."""
         return [
             replace(p, chunk=turn)
-            for turn, part in zip(self.turns, self.parts, strict=True)
+            for turn, part in zip(self.turns, self._parts, strict=True)
             for p in part.parameters()
         ]
 
     def without_layout(self) -> dict[str, str]:
         """Those of all stages."""
-        return {name: kind for part in self.parts for name, kind in part.without_layout().items()}
+        return {name: kind for part in self._parts for name, kind in part.without_layout().items()}
 
     def settle(self) -> None:
         """Wait for who keeps the parameters."""
-        for part in self.parts:
+        for part in self._parts:
             part.settle()
 
-    def gradients_reduced(self) -> bool | None:
-        """Whether who keeps them reduces them."""
-        return self.parts[0].gradients_reduced()
+    def gradients_reduced(self, called: bool = False) -> bool | str:
+        """Whether who keeps them reduces them; in words, if that is not known of one stage."""
+        told = [part.gradients_reduced(called) for part in self._parts]
+        return next((t for t in told if isinstance(t, str)), all(told))
 
     def value(self, parameter: nn.Parameter) -> Tensor:
         """A parameter."""
@@ -209,7 +215,7 @@ class Staged:
     def freeze(self) -> Undo:
         """Let no parameter get a gradient."""
         self.driving.frozen = True
-        return _all([partial(setattr, self.driving, "frozen", False), *(p.freeze() for p in self.parts)])
+        return _all([partial(setattr, self.driving, "frozen", False), *(p.freeze() for p in self._parts)])
 
     def open_recomputed(self) -> Undo:
         """Nothing: how a module recomputes is its own."""
@@ -225,11 +231,13 @@ class Staged:
 
     def watch(self, listener: Listener) -> Undo:
         """Tell of the schedule's steps, and follow layouts in them."""
-        return _all([self.driving.watch(listener), *(part.watch(listener) for part in self.parts)])
+        return _all([self.driving.watch(listener), *(part.watch(listener) for part in self._parts)])
 
 
 class Nobody:
     """Tells nothing: what runs a stage is told of for all stages together."""
+
+    name, why = "nobody", ""
 
     def watch(self, listener: Listener) -> Undo:
         """Nothing."""
@@ -249,6 +257,7 @@ class Scheduled:
 
     def __init__(self, chunks: Stages, turns: list[int], mesh: Mesh) -> None:
         self.schedule, self.stages, self.turns, self.mesh = chunks.schedule, chunks.stages, turns, mesh
+        self.name, self.why = type(self.schedule).__name__, "it was given, and runs this rank's stages"
         self._called = [Called(stage.submod, mesh) for stage in chunks.stages]
         self.trying = self.frozen = self._running = False
         self._listener: Listener | None = None

@@ -1,4 +1,4 @@
-"""Parameters that are DTensors: of `fully_shard` (FSDP2), replicated or not, of tensor parallel styles, or both."""
+"""Parameters that are DTensors: of `fully_shard` (FSDP2), of tensor parallel styles, or of both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from megatron_flex.adapters.base import LocalGradient, Undo
-from megatron_flex.adapters.device_mesh import axes_of
 from megatron_flex.adapters.keeping import SAY_REDUCED, Kept
 from megatron_flex.adapters.naming import named_parameters
 from megatron_flex.errors import FlexError
@@ -19,8 +18,8 @@ from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
 
 BESIDE = (
-    "fully_shard reduces its gradient past any hook; read get_module_parameter(name, gradient=True) after the "
-    "step"
+    "fully_shard reduces its gradient past any hook; read get_module_parameter(name, gradient=True) after "
+    "the step"
 )
 WRAPPED = (
     "its gradient comes as a DTensor, whose parts no hook is told; read get_module_parameter(name, "
@@ -93,6 +92,8 @@ class Sharded:
             yield placement, axis
 
     def _axes(self, parameter: Any) -> list[str]:
+        from megatron_flex.adapters.device_mesh import axes_of
+
         return axes_of(parameter.device_mesh, self.mesh)
 
     def _whole(self, parameter: Any) -> list[Any]:
@@ -130,8 +131,8 @@ class Sharded:
         self.settle()
         if any(_waits(group) for group in self._groups()):
             raise FlexError(
-                "gradients are kept unreduced since a backward pass behind set_requires_gradient_sync(False); "
-                "run the last one with True first"
+                "gradients are kept unreduced since a backward pass behind "
+                "set_requires_gradient_sync(False); run the last one with True first"
             )
         if parameter.grad is None:
             return LocalGradient(None)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support import gpt, handmade, moe, ranks
+from tests.support import distribution, gpt, handmade, moe, ranks
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -155,6 +157,57 @@ def test_the_page_on_shared_values_runs() -> None:
     answers = run(4, execute, code)
     told = [f"{CASE.microbatches} {list(range(CASE.microbatches))}"]
     assert answers == [[], [], told, told]
+
+
+def test_the_page_on_adapters_runs(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "adapters.md"
+    toy, adapter, use = blocks(page)
+    assert len(adapter.splitlines()) < 100
+    (line,) = re.findall(r"^toy = .*", page.read_text(encoding="utf-8"), re.MULTILINE)
+    distribution.install(tmp_path, "toy_flex", adapter, line.replace('"', ""))
+    (tmp_path / "toy.py").write_text(toy, encoding="utf-8")
+    (first, *read), others = run(2, _run_adapter, use, str(tmp_path))
+    shown = re.search(
+        r"^```text\n(toy: .*?)\n```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    assert shown is not None
+    told = set(shown[1].splitlines())
+    for text in (first, *others):
+        assert {line for line in text.splitlines() if not line.startswith("  not ")} < told
+    assert len(others) == 1
+    assert set(read) == {
+        "0:output (4, 16)",
+        "0:output.grad (4, 16)",
+        "2:partial (4, 8)",
+        "2.weight.grad (8, 16)",
+    }
+
+
+def _run_adapter(code: str, folder: str) -> list[str]:
+    sys.path.insert(0, folder)
+    printed: list[str] = []
+    names: dict[str, Any] = {"print": lambda *words: printed.append(" ".join(map(str, words)))}
+    exec(code, names)
+    _compare_toy(names)
+    return printed
+
+
+def _compare_toy(names: dict[str, Any]) -> None:
+    """The example's tensors are those of one process with the same weights."""
+    import megatron_flex as mf
+
+    flex, functional = names["flex"], torch.nn.functional
+    with mf.FlexModel(names["model"]) as whole:
+        up, down = (t.clone().requires_grad_() for _, t in whole.named_whole_parameters(everywhere=True))
+    assert (tuple(up.shape), tuple(down.shape)) == ((16, 6), (8, 16))
+    x = functional.linear(torch.arange(24.0).view(4, 6) / 24, up)
+    edited = x / x.norm(dim=-1, keepdim=True)
+    y = functional.linear(functional.gelu(edited), down)
+    truth = {"0:output": x, "2:partial": y}
+    found = torch.autograd.grad(y.square().sum(), [edited, down])
+    truth |= dict(zip(("0:output.grad", "2.weight.grad"), found, strict=True))
+    for name, tensors in flex.output_dict.items():
+        torch.testing.assert_close(tensors[0], truth[name].detach(), rtol=1e-5, atol=1e-5)
 
 
 def _run_plainly(code: str) -> None:

@@ -30,8 +30,10 @@ def cell(model: str, site: str, check: str, error: float, bound: float = 1e-5, *
     return {"model": model, "site": site, "check": check, "error": error, "bound": bound, **plain, **more}
 
 
-def written(page: Any, tmp_path: Path, cells: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
-    run = {"versions": "torch 0", "seconds": 60.0, "cores": 2, "cells": cells}
+def written(
+    page: Any, tmp_path: Path, cells: list[dict[str, Any]], **more: Any
+) -> tuple[list[str], list[str]]:
+    run = {"versions": "torch 0", "seconds": 60.0, "cores": 2, "cells": cells, **more}
     (tmp_path / "cells.json").write_text(json.dumps(run))
     page.main(str(tmp_path / "cells.json"))
     return page.PAGE.read_text().splitlines(), page.README.read_text().splitlines()
@@ -65,7 +67,8 @@ def test_models_come_first_and_features_say_their_rows_and_bounds(page: Any, tmp
         cell("GPT", "decoder.layers.1:mid", "value", 3e-5),
     ]
     found, readme = written(page, tmp_path, cells)
-    assert [line for line in found if line.startswith("## ")] == ["## GPT", "## BERT", f"## {trained}"]
+    titles = [line.removeprefix("## ") for line in found if line.startswith("## ")]
+    assert titles == ["GPT", "BERT", trained, *page.FRAMEWORKS]
     assert "Rows are the modules' parameters, in several steps. Bound: 1e-4." in found
     assert "| `lens.weight` | 3e-5 / 2e-5 / - |" in found
     assert "| `blocks.N.hook_k` | 2e-6 / - / - |" in found
@@ -79,6 +82,32 @@ def test_models_come_first_and_features_say_their_rows_and_bounds(page: Any, tmp
     assert "old" not in readme
 
 
+def test_a_framework_that_was_not_run_has_a_section_that_says_why(page: Any, tmp_path: Path) -> None:
+    packages = {
+        "fairscale": "0.4.13",
+        "torch": "2",
+        "transformers": "5",
+        "accelerate": "1",
+        "deepspeed": "0.19",
+    }
+    skipped = {
+        "tests/distributed/test_deepspeed_zero.py": "it wants a compiler",
+        "tests/unit/test_te.py": "no",
+    }
+    cells = [cell("GPT", "decoder:output", "value", 0.0), cell("fairscale", "output:output", "value", 1e-7)]
+    found, readme = written(page, tmp_path, cells, packages=packages, skipped=skipped)
+    told = {found[i]: found[i + 2] for i, line in enumerate(found) if line.startswith("## ")}
+    assert told["## apex"] == "**Not run**: apex is not installed."
+    assert told["## DeepSpeed"] == "**Not run**: it wants a compiler."
+    assert told["## PyTorch"] == "**Not run**: no test of it was chosen."
+    assert told["## fairscale"].startswith("| site |")
+    assert list(told) == ["## GPT", *(f"## {name}" for name in page.FRAMEWORKS)]
+    assert "| apex | not run: apex is not installed | | | | | |" in readme
+    assert sum("not run" in line for line in readme) == 4
+
+
 def test_the_features_are_those_of_the_tests(page: Any) -> None:
-    tests = "".join(path.read_text() for path in (ROOT / "tests" / "distributed").glob("test_*.py"))
-    assert [name for name in page.FEATURES if f'"{name}"' not in tests] == []
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("*/test_*.py"))
+    features = [name for name in page.FEATURES if name not in page.FRAMEWORKS]
+    assert [name for name in features if f'"{name}"' not in tests] == []
+    assert set(page.FRAMEWORKS) < set(page.FEATURES), "these say for themselves that they were not run"

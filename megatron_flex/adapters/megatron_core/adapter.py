@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.adapters.base import Architecture, Listener, LocalGradient, ParameterSite, Undo
+from megatron_flex.adapters.base import Architecture, Listener, LocalGradient, ParameterSite, Part, Undo
 from megatron_flex.adapters.megatron_core.freezing import freeze, open_recomputed
 from megatron_flex.adapters.megatron_core.gradients import Gradients
 from megatron_flex.adapters.megatron_core.groups import mesh_of
-from megatron_flex.adapters.megatron_core.kinds import ROOTS, global_modules, is_a, unwrap
+from megatron_flex.adapters.megatron_core.kinds import ROOTS, global_modules, is_a, unwrap, wrappers
 from megatron_flex.adapters.megatron_core.parameters import parameters_of, unknown_of
 from megatron_flex.adapters.megatron_core.running import architecture, run
 from megatron_flex.adapters.megatron_core.schedule import watch
@@ -73,6 +73,11 @@ class MegatronCore:
                 "overlap_moe_expert_parallel_comm=True runs forward and backward of different microbatches "
                 "merged, past the modules that hooks stand on; turn it off"
             )
+
+    def parts(self) -> list[Part]:
+        """What is around the chunks, and Megatron's schedules."""
+        around = [Part(type(w).__name__, "it is around the model") for w in wrappers(self.chunks[0])]
+        return [*around, Part("Megatron's schedules", "they call the chunks, or a loop of one's own does")]
 
     def module_names(self) -> list[str]:
         """The modules of all chunks on this rank, layers counted over the whole model."""

@@ -22,12 +22,22 @@ def is_identity(module: Any) -> bool:
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The model inside DistributedDataParallel, Float16Module and the like."""
-    while not is_a(module, *ROOTS):
-        inner = getattr(module, "module", None)
+    return _inwards(module)[-1]
+
+
+def wrappers(module: nn.Module) -> list[nn.Module]:
+    """What is around the model, the outermost first."""
+    return _inwards(module)[:-1]
+
+
+def _inwards(module: nn.Module) -> list[nn.Module]:
+    passed = [module]
+    while not is_a(passed[-1], *ROOTS):
+        inner = getattr(passed[-1], "module", None)
         if not isinstance(inner, nn.Module):
             break
-        module = inner
-    return module
+        passed.append(inner)
+    return passed
 
 
 def global_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -1,0 +1,214 @@
+"""Fairscale's model parallel layers: how they cut tensors, the groups they work in, and what is inside them.
+
+Their forwards are plain code that calls four functions by name: copy to, scatter to, reduce from and gather
+from the model parallel region. A tap inside stands about these names, while its own layer runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_flex.adapters.base import Undo
+from megatron_flex.adapters.composing import compose
+from megatron_flex.adapters.modules import Modules
+from megatron_flex.adapters.registry import Found, Said
+from megatron_flex.adapters.rules import Point, Rule
+from megatron_flex.adapters.spread import WHOLE, Spread
+from megatron_flex.adapters.taps import intercept
+from megatron_flex.errors import FlexError
+from megatron_flex.layout import Cut, Dim, Layout
+from megatron_flex.mesh import Axis, Mesh
+from megatron_flex.sites import Fire
+
+COLUMN, ROW = "ColumnParallelLinear", "RowParallelLinear"
+EMBEDDING, VOCABULARY = "ParallelEmbedding", "VocabParallelEmbedding"
+PARALLEL = (COLUMN, ROW, EMBEDDING, VOCABULARY)
+NO_RULE = ("MOELayer",)  # holds other experts on each rank
+
+# From the outermost to the innermost: ranks are numbered so.
+GROUPS = {
+    "dp": "get_data_parallel_group",
+    "pp": "get_pipeline_parallel_group",
+    "tp": "get_model_parallel_group",
+}
+
+LAST = Spread(cuts=((-1, "tp"),))
+SUMMAND = Spread(partial=("tp",))
+SHARED = Spread(shared=("tp",))
+
+_cut, _all = Dim("", (Cut("tp"),)), Dim()
+ROWS, COLUMNS, ENTRIES = Layout((_cut, _all)), Layout((_all, _cut)), Layout((_cut,))
+
+
+def is_a(module: Any, *names: str) -> bool:
+    """Whether a module's class, or one that it derives from, is fairscale's class of one of these names."""
+    return any(c.__name__ in names and c.__module__.startswith("fairscale.") for c in type(module).__mro__)
+
+
+def find(chunks: list[nn.Module], said: Said, process_group: Any) -> Found | None:
+    """A model with fairscale's parallel layers in it, or a stage of a pipeline that fairscale made.
+
+    Raises:
+        FlexError: a layer is in it whose parts nothing tells how to put together.
+    """
+    modules = [m for chunk in chunks for m in chunk.modules()]
+    layer = next((m for m in modules if is_a(m, *PARALLEL)), None)
+    if layer is not None:
+        why = f"it holds a {type(layer).__name__} of fairscale's"
+    elif _stages() > 1:
+        why = f"fairscale was initialized with {_stages()} pipeline stages"
+    else:
+        return None
+    return Found("fairscale", why, partial(_make, chunks, modules, said))
+
+
+def _stages() -> int:
+    from fairscale.nn.model_parallel import initialize
+
+    if not (dist.is_initialized() and initialize.model_parallel_is_initialized()):
+        return 1
+    return dist.get_world_size(initialize.get_pipeline_parallel_group())
+
+
+def _make(chunks: list[nn.Module], modules: list[nn.Module], said: Said) -> Modules:
+    if len(chunks) != 1:
+        raise FlexError(
+            f"{len(chunks)} chunks of a fairscale model; fairscale has one on each rank: give that"
+        )
+    odd = next((m for m in modules if is_a(m, *NO_RULE)), None)
+    if odd is not None:
+        raise FlexError(
+            f"the model holds a {type(odd).__name__} of fairscale's, whose experts are others on each rank and "
+            "of which no rule tells how they lie there; give the part of the model without it"
+        )
+    mesh = mesh_of()
+    mesh.check_sizes(said)
+    for module in modules:
+        _check_built(module, mesh["tp"].size)
+    return compose(chunks[0], mesh, Fairscale(), "fairscale")
+
+
+def mesh_of() -> Mesh:
+    """The axes of the run, of the groups that fairscale's layers use.
+
+    Raises:
+        FlexError: there are none.
+    """
+    from fairscale.nn.model_parallel import initialize
+
+    if not initialize.model_parallel_is_initialized():
+        raise FlexError(
+            "the model has fairscale's parallel layers, but fairscale's groups are not there; call "
+            "fairscale.nn.model_parallel.initialize_model_parallel before"
+        )
+    return Mesh(tuple(_axis(name, getattr(initialize, getter)()) for name, getter in GROUPS.items()))
+
+
+def _axis(name: str, group: Any) -> Axis:
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if len(ranks) == 1:
+        return Axis(name, ranks=ranks)
+    return Axis(name, len(ranks), dist.get_rank(group), group, ranks)
+
+
+def _check_built(module: Any, size: int) -> None:
+    """Refuse a layer that was built for another number of ranks than there are now."""
+    if is_a(module, COLUMN):
+        whole, part = module.out_features, module.output_size_per_partition
+    elif is_a(module, ROW):
+        whole, part = module.in_features, module.input_size_per_partition
+    elif is_a(module, EMBEDDING):
+        whole, part = module.embedding_dim, module.embedding_dim_per_partition
+    elif is_a(module, VOCABULARY):
+        whole, part = module.num_embeddings, module.num_embeddings_per_partition
+    else:
+        return
+    if part * size != whole:
+        raise FlexError(
+            f"a {type(module).__name__} holds {part} of {whole} entries, which {size} model parallel ranks do "
+            "not make up; it was built before fairscale was initialized anew: build the model again"
+        )
+
+
+class Fairscale:
+    """The rules of fairscale's parallel layers.
+
+    A strided layer's weight is told in the order of the ranks, as its own `get_master_weight` does: fairscale
+    keeps a layer's stride nowhere, and uses it only to initialize.
+    """
+
+    def of(self, path: str, module: nn.Module) -> Rule | None:
+        """What is known of one of them."""
+        layer: Any = module
+        if is_a(module, COLUMN):
+            gathered = layer.gather_output
+            points = [Point("gemm_input", SHARED, Inside(module, "copy_to"))]
+            if gathered:
+                points.append(Point("local", LAST, Inside(module, "gather_from")))
+            outputs = WHOLE if gathered else LAST
+            return Rule(WHOLE, outputs, {"weight": ROWS, "bias": ENTRIES}, tuple(points))
+        if is_a(module, ROW):
+            points = [Point("partial", SUMMAND, Inside(module, "reduce_from"))]
+            if not layer.input_is_parallel:
+                points.insert(0, Point("gemm_input", LAST, Inside(module, "scatter_to")))
+            inputs = LAST if layer.input_is_parallel else WHOLE
+            return Rule(inputs, WHOLE, {"weight": COLUMNS}, tuple(points))
+        if is_a(module, VOCABULARY):
+            point = Point("partial", SUMMAND, Inside(module, "reduce_from"))
+            return Rule(WHOLE, WHOLE, {"weight": ROWS}, (point,))
+        if is_a(module, EMBEDDING):
+            point = Point("local", LAST, Inside(module, "gather_from"))
+            return Rule(WHOLE, WHOLE, {"weight": COLUMNS}, (point,))
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class Inside:
+    """A tensor at one of the four functions that parallel layers call.
+
+    What enters the region is taken behind the function, as the ranks compute with it; what leaves it, before.
+    The reduction writes its sum into the tensor that it gets.
+
+    Attributes:
+        module: the layer.
+        function: the function's name, as far as `_model_parallel_region`.
+    """
+
+    module: nn.Module
+    function: str
+
+    def install(self, fire: Fire) -> Undo:
+        """Inject `fire` about the function in fairscale's module `layers`, while the layer's forward runs."""
+        from fairscale.nn.model_parallel import layers
+
+        running: list[bool] = []  # other layers call the same names
+        enters = self.function in ("copy_to", "scatter_to")
+
+        def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            running.append(True)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                running.pop()
+
+        def region(original: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+            if not running:
+                return original(tensor)
+            return fire(original(tensor)) if enters else original(fire(tensor))
+
+        undos = [
+            intercept(self.module, "forward", forward),
+            intercept(layers, f"{self.function}_model_parallel_region", region),
+        ]
+
+        def undo() -> None:
+            for one in undos:
+                one()
+
+        return undo

@@ -1,0 +1,274 @@
+"""Which framework a model is taken for, what is told of that, and what others may add."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatron_flex as mf
+from megatron_flex import FlexError, FlexWarning
+from megatron_flex.adapters import Found, compose, detect, mesh_of
+from megatron_flex.adapters.versions import TESTED, Version, check_versions, release
+from megatron_flex.knobs import knobs
+from tests.support import distribution
+
+
+class Special(nn.Linear):
+    """What a made-up framework would have as its own layer."""
+
+
+class Claiming:
+    """A finder of models that have such a layer in them."""
+
+    def __init__(self, name: str, before: tuple[str, ...] = ()) -> None:
+        self.name, self.before = name, before
+
+    def __call__(self, chunks: list[nn.Module], said: Any, process_group: Any) -> Found | None:
+        if not any(isinstance(m, Special) for m in chunks[0].modules()):
+            return None
+        why = f"{self.name}'s Special is in it"
+        make = lambda: compose(chunks[0], mesh_of(said, process_group), name=self.name)  # noqa: E731
+        return Found(self.name, why, make, alone=True)
+
+
+@pytest.fixture
+def register() -> Iterator[Any]:
+    undos = []
+
+    def one(finder: Any, **kwargs: Any) -> None:
+        undos.append(mf.register_adapter(finder, **kwargs))
+
+    yield one
+    for undo in undos:
+        undo()
+
+
+def model() -> nn.Module:
+    return nn.Sequential(Special(3, 3), nn.ReLU())
+
+
+def test_a_plain_module_is_told_in_a_few_lines():
+    found = mf.detect(nn.Linear(2, 2))
+    assert (found.framework, found.mesh) == ("plain", "one rank")
+    lines = str(found).splitlines()
+    assert lines[:2] == ["plain: no framework's parallel modules are in it", "  mesh: one rank"]
+    assert any(line.startswith("  with the modules themselves: ") for line in lines)
+    assert any(line.startswith("  not megatron-core: ") for line in lines)
+    assert not found.versions, "no framework, no version"
+
+
+def test_a_list_of_chunks_is_taken_as_flexmodel_takes_it():
+    assert mf.detect([nn.Linear(2, 2)]).framework == "plain"
+    with pytest.raises(FlexError, match="2 virtual chunks that no known framework"):
+        mf.detect([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+
+def test_a_registered_adapter_is_used_and_can_be_taken_out(register: Any):
+    undo = mf.register_adapter(Claiming("special"))
+    found = mf.detect(model())
+    assert (found.framework, found.why) == ("special", "special's Special is in it")
+    assert mf.detect(nn.Linear(2, 2)).framework == "plain"
+    assert detect([model()]).name == "special"
+    with mf.attach(model(), [mf.HookFunction("0")]) as flex:
+        assert flex.session.adapter.name == "special"
+    undo()
+    undo()
+    assert mf.detect(model()).framework == "plain"
+
+
+def test_two_names_for_two_adapters(register: Any):
+    register(Claiming("special"))
+    with pytest.raises(FlexError, match=r"an adapter 'special' is there already \(registered by"):
+        register(Claiming("special"))
+    with pytest.raises(FlexError, match=r"an adapter 'megatron-core' is there already \(built in\)"):
+        register(Claiming("megatron-core"))
+
+
+def test_two_claims_are_an_error_that_names_both(register: Any):
+    register(Claiming("special"))
+    register(Claiming("other"))
+    for ask in (mf.detect, mf.FlexModel):
+        with pytest.raises(FlexError) as error:
+            ask(model())
+        for word in (
+            "special (registered by",
+            "because special's Special",
+            "other",
+            "because other's Special",
+        ):
+            assert word in str(error.value)
+
+
+def test_an_adapter_may_come_before_another(register: Any):
+    register(Claiming("special"))
+    register(Claiming("better", before=("special",)))
+    found = mf.detect(model())
+    assert found.framework == "better"
+    assert ("special", "it gives way to better") in found.others
+
+
+def test_two_that_come_before_each_other_are_two_claims(register: Any):
+    register(Claiming("one"), before=("two",))
+    register(Claiming("two"), before=("one",))
+    with pytest.raises(FlexError, match=r"several frameworks claim this model: one .*; two "):
+        mf.detect(model())
+
+
+def test_a_refusal_of_an_adapter_is_its_own_words(register: Any):
+    def refusing(chunks: list[nn.Module], said: Any, process_group: Any) -> Found | None:
+        raise FlexError("switch the sharding of biases off")
+
+    register(refusing)
+    with pytest.raises(FlexError, match="switch the sharding of biases off"):
+        mf.FlexModel(model())
+
+
+@pytest.mark.parametrize("answer", ["raises", "nonsense"])
+def test_an_adapter_that_fails_is_told_and_harms_no_others(register: Any, answer: str):
+    def broken(chunks: list[nn.Module], said: Any, process_group: Any) -> Any:
+        return 1 / 0 if answer == "raises" else "special"
+
+    register(broken)
+    with pytest.warns(FlexWarning, match=r"adapter 'broken' \(registered by .*test_detection\) failed: "):
+        found = mf.detect(nn.Linear(2, 2))
+    assert found.framework == "plain"
+    told = "ZeroDivisionError" if answer == "raises" else "must return a Found or None"
+    assert any(told in part.why for part in found.others)
+
+
+# -- entry points
+
+
+ADAPTER = """
+from torch import nn
+from megatron_flex.adapters import Found, compose, mesh_of
+
+class Layer(nn.Linear):
+    pass
+
+def find(chunks, said, process_group):
+    if not any(isinstance(m, Layer) for m in chunks[0].modules()):
+        return None
+    return Found("thirds", "a Layer is in it", lambda: compose(chunks[0], mesh_of(said), name="thirds"))
+"""
+
+
+def test_an_installed_distribution_brings_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(
+        distribution.install(tmp_path, "flex_thirds", ADAPTER, "thirds = flex_thirds:find")
+    )
+    monkeypatch.delitem(sys.modules, "flex_thirds", raising=False)
+    assert mf.detect(nn.Linear(2, 2)).framework == "plain"
+    layer: Any = sys.modules["flex_thirds"].Layer  # found by looking at a model, not before
+    assert mf.detect(layer(2, 2)).framework == "thirds"
+    with mf.attach(nn.Sequential(layer(2, 2)), [mf.HookFunction("0")]) as flex:
+        flex.session.adapter.root(torch.ones(1, 2))
+        assert flex.session.adapter.name == "thirds"
+        assert list(flex.output_dict) == ["0:output"]
+
+
+@pytest.mark.parametrize(
+    ("code", "told"), [("import no_such_package", "no_such_package"), ("x = 1", "has no attribute 'find'")]
+)
+def test_a_broken_entry_point_is_told_with_its_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, told: str
+):
+    monkeypatch.syspath_prepend(
+        distribution.install(tmp_path, "flex_broken", code, "broken = flex_broken:find")
+    )
+    monkeypatch.delitem(sys.modules, "flex_broken", raising=False)
+    with pytest.warns(FlexWarning, match=rf"adapter 'broken' \(entry point of flex-broken 1.2\) .*{told}"):
+        mf.FlexModel(nn.Linear(2, 2)).restore()
+    monkeypatch.setattr(knobs, "adapters_off", "other, broken")
+    assert "broken" not in {part.name for part in mf.detect(nn.Linear(2, 2)).others}
+
+
+def test_importing_looks_for_no_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An adapter is loaded when a model is looked at."""
+    import os
+    import subprocess
+
+    folder = distribution.install(
+        tmp_path, "flex_loud", "raise SystemExit('loaded')", "loud = flex_loud:find"
+    )
+    path = os.pathsep.join([str(folder), str(Path(__file__).parents[2])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    for code, loaded in (("", False), ("; import torch; megatron_flex.detect(torch.nn.ReLU())", True)):
+        done = subprocess.run(
+            [sys.executable, "-c", f"import megatron_flex{code}"],
+            env=environment,
+            capture_output=True,
+            timeout=120,
+        )
+        assert (b"loaded" in done.stderr) is loaded, done.stderr
+
+
+# -- versions
+
+
+@pytest.mark.parametrize(
+    ("package", "text", "inside"),
+    [
+        ("megatron", "0.12.3", True),
+        ("megatron", "0.14.0", True),
+        ("megatron", "0.16.1", True),
+        ("megatron", "0.19.2+be23c61", True),
+        ("megatron", "0.12.2", False),
+        ("megatron", "0.11.0", False),
+        ("megatron", "0.20.0rc1", False),
+        ("megatron", "core_r0.15", None),
+        ("megatron", "", None),
+        ("fairscale", "0.4.13", True),
+        ("fairscale", "0.4.12", False),
+        ("torch", "2.13.0+cu130", True),
+        ("torch", "2.3.1", False),
+        ("torch", "2.4", True),
+    ],
+)
+def test_the_tested_range(package: str, text: str, inside: bool | None):
+    assert Version(TESTED[package], text).inside is inside
+
+
+@pytest.mark.parametrize(
+    ("text", "early"),
+    [("0.20.0rc1", True), ("0.20.dev3+x", True), ("0.20.0", False), ("0.20.1rc1", False), ("0.20+x", False)],
+)
+def test_a_pre_release_behind_the_range_is_no_error(text: str, early: bool):
+    version = Version(TESTED["megatron"], text)
+    assert version.early is early
+    assert version.inside is False
+    if early:
+        with pytest.warns(FlexWarning, match="outside the tested range"):
+            check_versions((version,))
+    else:
+        with pytest.raises(FlexError, match="outside the tested range"):
+            check_versions((version,))
+
+
+def test_release_numbers():
+    assert release("0.12.0") == release("0.12") == (0, 12)
+    assert release("1!2.3.post1") == (2, 3)
+    assert release("unknown") == ()
+
+
+def test_a_version_outside_the_range_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch):
+    wrapped = nn.DataParallel(nn.Linear(2, 2))
+    assert [str(v) for v in mf.detect(wrapped).versions] == [
+        f"torch {torch.__version__}, inside the tested range 2.4 to below 3"
+    ]
+    monkeypatch.setattr(torch, "__version__", "2.3.1")
+    with pytest.raises(FlexError) as error:
+        mf.FlexModel(wrapped)
+    for word in ("torch 2.3.1", "2.4", "FLEX_UNTESTED=1"):
+        assert word in str(error.value)
+    assert "outside the tested range" in str(mf.detect(wrapped)), "it is told, not refused, where it is asked"
+    mf.FlexModel(nn.Linear(2, 2)).restore()  # torch alone is no framework
+    monkeypatch.setattr(knobs, "untested", True)
+    with pytest.warns(FlexWarning, match=r"torch 2\.3\.1, outside the tested range"):
+        mf.FlexModel(wrapped).restore()
