@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import megatron_flex as mf
+from tests.distributed import test_dtensor
 from tests.distributed.matrix import Cell, judge, relative
-from tests.support import llama, proof, same
+from tests.support import llama, llama_fairscale, proof, same, wrapping
 from tests.support.pool import run
 
 SECTION = "The same hooks, framework by framework"
@@ -40,11 +41,32 @@ def hooks(name: Callable[[str], str]) -> list[mf.HookFunction]:
 
 
 def single() -> proof.Built:
-    return _called(llama.single())
+    return wrapping.built(llama.single())
 
 
 def ddp() -> proof.Built:
-    return _called(DistributedDataParallel(llama.single()), averaged=True)
+    return wrapping.built(DistributedDataParallel(llama.single()))
+
+
+def fsdp1() -> proof.Built:
+    return wrapping.built(wrapping.flat())
+
+
+def fsdp2() -> proof.Built:
+    return wrapping.built(wrapping.full((2,)))
+
+
+def dtensor() -> proof.Built:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    over = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return wrapping.built(parallelize_module(llama.single(), over, test_dtensor.plan(False, False)))
+
+
+def fairscale() -> proof.Built:
+    llama_fairscale.initialize(2)
+    return wrapping.built(llama_fairscale.model())
 
 
 def megatron(case: str) -> proof.Built:
@@ -52,15 +74,6 @@ def megatron(case: str) -> proof.Built:
     return proof.Built(
         chunks, lambda *data: same.step(chunks, *data), name=same.megatron, whole=same.batch_first
     )
-
-
-def _called(model: Any, **options: Any) -> proof.Built:
-    def step(tokens: Tensor, labels: Tensor) -> Tensor:
-        loss = llama.loss_of(model(tokens), labels)
-        loss.backward()
-        return loss
-
-    return proof.Built(model, step, **options)
 
 
 def read(build: proof.Build, *args: Any) -> dict[str, Any]:
@@ -109,7 +122,11 @@ FRAMEWORKS: dict[str, tuple[int, proof.Build, tuple[Any, ...], tuple[str, ...]]]
     "one process": (1, single, (), ()),
     "Megatron tp2": (2, megatron, ("tp2",), ("megatron.core",)),
     "Megatron tp2 pp2": (4, megatron, ("tp2 pp2",), ("megatron.core",)),
+    "fairscale mp2": (2, fairscale, (), ("fairscale",)),
+    "DTensor tp2": (2, dtensor, (), ()),
     "DDP dp2": (2, ddp, (), ()),
+    "FSDP1 dp2": (2, fsdp1, (), ()),
+    "FSDP2 dp2": (2, fsdp2, (), ()),
 }
 
 
