@@ -138,14 +138,19 @@ class Named(Protocol):
         """Whether it is of a plain module."""
         ...
 
+    @property
+    def chunk(self) -> int:
+        """Which of its stage's virtual chunks it is in."""
+        ...
+
 
 def model_order(site: Named) -> tuple[int, int]:
     """A key to sort sites of all stages and chunks by: embeddings, layers by number, and what follows.
 
-    What plain modules tell is in order already.
+    What plain modules tell is in order already, but for chunks.
     """
     if site.inferred:
-        return 0, 0
+        return 0, site.chunk
     if site.name.startswith("mtp"):  # layers too, behind all of the decoder's
         return 2, 0
     layer = re.search(r"\.layers\.(\d+)[.:]", site.name)

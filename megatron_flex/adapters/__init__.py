@@ -26,6 +26,7 @@ from megatron_flex.adapters.driving import Driving
 from megatron_flex.adapters.keeping import Keeping, Kept
 from megatron_flex.adapters.leaves import AnyInput, AnyOutput
 from megatron_flex.adapters.modules import Modules
+from megatron_flex.adapters.pipelining import opened
 from megatron_flex.adapters.plain import axis_of, mesh_of
 from megatron_flex.adapters.registry import Finder, Found, find, register_adapter
 from megatron_flex.adapters.rules import Point, Rule, Rules
@@ -60,6 +61,7 @@ __all__ = [
     "detect",
     "intercept",
     "mesh_of",
+    "opened",
     "register_adapter",
     "replaying",
 ]

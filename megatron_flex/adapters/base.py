@@ -52,6 +52,12 @@ class Listener(Protocol):
     def cannot(self, why: str) -> None:
         """What this step does cannot be hooked; told on every rank, which raises when the step is over."""
 
+    def fails(self, why: str) -> None:
+        """Something is wrong on this rank; all raise when the step is over."""
+
+    def hooked(self) -> bool:
+        """Whether there is any hook that counts now."""
+
     def call_begins(self) -> None:
         """The model is called by itself, outside any schedule."""
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from megatron_flex.adapters.base import Part
+from megatron_flex.adapters.pipelining import opened
 from megatron_flex.adapters.registry import search
 from megatron_flex.adapters.versions import Version
 
@@ -45,7 +43,7 @@ class Detection:
 
 
 def detect(
-    model: nn.Module | Sequence[nn.Module],
+    model: Any,
     *,
     tensor_parallel_size: int | None = None,
     pipeline_parallel_size: int | None = None,
@@ -56,7 +54,8 @@ def detect(
     """Say what a model was built with, and why; nothing is changed.
 
     Args:
-        model: the model or the list of its virtual pipeline chunks, bare or wrapped.
+        model: the model or the list of its virtual pipeline chunks, bare or wrapped; or the schedule of
+            torch.distributed.pipelining that runs it.
         tensor_parallel_size: what FlexModel would be given; likewise the next three.
         pipeline_parallel_size: likewise.
         data_parallel_size: likewise.
@@ -67,7 +66,7 @@ def detect(
     Raises:
         FlexError: two frameworks claim the model; or, where the mesh is told, it cannot be hooked.
     """
-    chunks = [model] if isinstance(model, nn.Module) else list(model)
+    chunks = opened(model)
     said = {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "dp": data_parallel_size}
     done = search(chunks, said, process_group)
     parts, mesh = None, None

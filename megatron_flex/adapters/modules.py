@@ -52,16 +52,19 @@ class Modules:
         self.name, self.mesh, self.root = name, mesh, unwrap(chunk)
         self.rules: Rules = rules or NoRules()
         self.prefix = next(f"{n}." if n else "" for n, m in chunk.named_modules() if m is self.root)
-        self._own = ROOT if mesh["pp"].size == 1 else f"stage{mesh['pp'].coord}"
-        self.logits = f"{self._own}:output"
         self._named = list(named_modules(self.root))
-        self._modules = list(self._callable())
+        self.rename(ROOT if mesh["pp"].size == 1 else f"stage{mesh['pp'].coord}")
         self._known = {m: r for n, m in self._named if (r := self.rules.of(n, m)) is not None}
         self.keeping: Keeping = keeping or Resident(self.root)
         self.driving: Driving = driving or Called(self.root, mesh)
         follow = rules is not None and any(mesh[a].size > 1 for a in ("tp", "cp"))
         placing = {m: r for m, r in self._known.items() if r.places}
         self.follower = Follower(self.root, placing, mesh) if follow else None
+
+    def rename(self, own: str) -> None:
+        """Give the outermost module a name."""
+        self._own, self.logits = own, f"{own}:output"
+        self._modules = list(self._callable())
 
     def _callable(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules that can be called, by name."""
@@ -80,6 +83,11 @@ class Modules:
 
     def check(self) -> None:
         """Refuse what runs past its modules, and two stages with the same names. Collective over `pp`."""
+        self.check_modules()
+        distinct([self.names()], self.mesh)
+
+    def check_modules(self) -> None:
+        """Refuse what runs past its modules."""
         for name, module in self.root.named_modules():
             kind = type(module).__name__
             if kind in ("OptimizedModule", "RecursiveScriptModule"):
@@ -87,15 +95,10 @@ class Modules:
                     f"{name or ROOT} is a {kind}, compiled code that runs past hooks; give the "
                     "module as it was before torch.compile or torch.jit.script"
                 )
-        mine = [*(n for n, _ in self._modules), *(k.name for k in self.keeping.parameters())]
-        seen: dict[str, int] = {}
-        for stage, names in enumerate(everyone(mine, self.mesh, ["pp"])):
-            for name in names:
-                if seen.setdefault(name, stage) != stage:
-                    raise FlexError(
-                        f"pipeline stages {seen[name]} and {stage} both have a {name!r}; a name must "
-                        "stand for one place: give the modules of each stage names of their own"
-                    )
+
+    def names(self) -> list[str]:
+        """Of the modules that can be called, and of parameters."""
+        return [*(n for n, _ in self._modules), *(k.name for k in self.keeping.parameters())]
 
     # -- places ----------------------------------------------------------------------------------------
 
@@ -221,6 +224,29 @@ class Modules:
                 one()
 
         return undo
+
+
+def distinct(mine: list[list[str]], mesh: Mesh) -> None:
+    """Refuse a name that stands for several places. Collective over `pp`.
+
+    Args:
+        mine: for each of this rank's chunks its names.
+        mesh: the axes of the run.
+
+    Raises:
+        FlexError: there is one.
+    """
+    seen: dict[str, tuple[int, int]] = {}
+    for stage, chunks in enumerate(everyone(mine, mesh, ["pp"])):
+        for chunk, names in enumerate(chunks):
+            for name in names:
+                first = seen.setdefault(name, (stage, chunk))
+                if first != (stage, chunk):
+                    which = "" if first[0] != stage else f", chunks {first[1]} and {chunk},"
+                    raise FlexError(
+                        f"pipeline stages {first[0]} and {stage}{which} both have a {name!r}; a name must "
+                        "stand for one place: give the modules of each stage names of their own"
+                    )
 
 
 def _always(spread: Spread, tensor: Tensor) -> Spread:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch.distributed as dist
 from torch import nn
 
-from megatron_flex.adapters import plain, pytorch
+from megatron_flex.adapters import pipelining, plain, pytorch
 from megatron_flex.adapters.base import Adapter, Part, Undo
 from megatron_flex.adapters.versions import Version, check_versions, version_of
 from megatron_flex.errors import FlexError, FlexWarning
@@ -207,6 +207,8 @@ def search(chunks: list[nn.Module], said: Said, process_group: Any = None) -> Se
     Raises:
         FlexError: two frameworks claim it; or nobody does, there are several ranks, and a finder failed.
     """
+    if isinstance(chunks, pipelining.Stages):
+        return _staged(chunks, said, process_group)
     claims: list[Claim] = []
     others: list[Part] = []
     failed: list[str] = []
@@ -296,3 +298,18 @@ def find(chunks: list[nn.Module], said: Said, process_group: Any = None) -> Foun
     done = search(chunks, said, process_group)
     check_versions(done.versions)
     return done.found
+
+
+def _staged(chunks: pipelining.Stages, said: Said, process_group: Any) -> Search:
+    """What is found in a pipeline's stages, under their schedule."""
+
+    def adapter_of(modules: list[nn.Module], sizes: Said) -> Adapter:
+        return find(modules, sizes, process_group).make()
+
+    inner = search(list(chunks[:1]), said, process_group)
+    name = "pytorch" if inner.found.name == "plain" else inner.found.name
+    why = (
+        f"a {type(chunks.schedule).__name__} of torch.distributed.pipelining runs its stages, and of these: "
+    )
+    made = Found(name, why + inner.found.why, lambda: pipelining.take(chunks, said, adapter_of))
+    return Search(made, inner.versions, inner.others)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_flex.adapters import detect
+from megatron_flex.adapters import detect, opened
 from megatron_flex.errors import HookError
 from megatron_flex.model.explaining import Explaining
 from megatron_flex.model.lens import Lens
@@ -20,7 +20,7 @@ from megatron_flex.model.whole import WholeParameters
 from megatron_flex.runtime import Captures, Context, HookFunction, Session
 from megatron_flex.sites import Pattern, Site
 
-Model = nn.Module | Sequence[nn.Module]
+Model = Any  # nn.Module | Sequence[nn.Module] | a schedule of torch.distributed.pipelining
 
 
 class FlexModel(  # type: ignore[misc]
@@ -33,7 +33,8 @@ class FlexModel(  # type: ignore[misc]
 
     Args:
         module: the model or the list of its virtual pipeline chunks, bare or wrapped by the framework.
-            Framework, groups and layouts are found. Any other module is taken as it is.
+            Framework, groups and layouts are found. Any other module is taken as it is. Of a model that
+            torch.distributed.pipelining runs, the schedule.
         tensor_parallel_size: if given, compared with what was found; likewise the two others. A module of
             no framework has the mesh that they say, ranks divided as (pipeline, data, tensor): 1 where none
             is given, and all that is left as data parallel ranks.
@@ -64,9 +65,10 @@ class FlexModel(  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._given = module
-        self.chunks = nn.ModuleList([module] if isinstance(module, nn.Module) else list(module))
+        chunks = opened(module)
+        self.chunks = nn.ModuleList(chunks)
         sizes = {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "dp": data_parallel_size}
-        adapter = detect(list(self.chunks), sizes, process_group)
+        adapter = detect(chunks, sizes, process_group)
         self.session = Session(adapter, gather_data_parallel)
         self.trainable_modules = self.session.trainable.modules
         if verify:

@@ -238,6 +238,14 @@ class Session:
         """What this step does cannot be hooked. Raising now would leave other stages waiting."""
         self._objection = why
 
+    def fails(self, why: str) -> None:
+        """An edit made what the schedule cannot go on with."""
+        self.editing.failure = self.editing.failure or (why, HookError(why))
+
+    def hooked(self) -> bool:
+        """Whether there is a hook that counts now."""
+        return bool(self.registry.active)
+
     def call_begins(self) -> None:
         """The model is called outside a schedule; each such call is a step, or a microbatch of one."""
         if self._in_schedule:

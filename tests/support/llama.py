@@ -195,10 +195,34 @@ EDITED = (
 
 
 def truth(
-    replicas: int = 1, sites: Sequence[str] = SITES, edits: Sequence[str] = EDITED
+    replicas: int = 1, sites: Sequence[str] = SITES, edits: Sequence[str] = EDITED, microbatches: int = 1
 ) -> list[dict[str, Any]]:
     """What one process has for each replica's batch, by torch's own hooks: values, gradients, edits."""
-    return [_truth(batch(r), sites, edits) for r in range(replicas)]
+    return [_of_microbatches(batch(r), microbatches, sites, edits) for r in range(replicas)]
+
+
+def _of_microbatches(
+    data: tuple[Tensor, Tensor], count: int, sites: Sequence[str], edits: Sequence[str]
+) -> dict[str, Any]:
+    """Each microbatch by itself: tensors one behind the other, losses and parameter gradients averaged."""
+    found = [_truth(part, sites, edits) for part in zip(*(t.chunk(count) for t in data), strict=True)]
+
+    def mean(of: Callable[[dict[str, Any]], Tensor]) -> Tensor:
+        return torch.stack([of(f) for f in found]).mean(0)
+
+    out: dict[str, Any] = {"parameters": found[0]["parameters"], "loss": mean(lambda f: f["loss"])}
+    for kind in ("values", "gradients"):
+        out[kind] = {s: torch.cat([f[kind][s] for f in found]) for s in found[0][kind]}
+    named = found[0]["parameter gradients"]
+    out["parameter gradients"] = {n: mean(lambda f, n=n: f["parameter gradients"][n]) for n in named}
+    out["edited"] = {
+        s: (
+            mean(lambda f, s=s: f["edited"][s][0]),
+            {n: mean(lambda f, s=s, n=n: f["edited"][s][1][n]) for n in named},
+        )
+        for s in found[0]["edited"]
+    }
+    return out
 
 
 def _truth(data: tuple[Tensor, Tensor], sites: Sequence[str], edits: Sequence[str]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import megatron_flex as mf
+from megatron_flex.adapters import opened
 from tests.distributed.matrix import Cell, greatest, judge, relative
 from tests.support import llama
 from tests.support.pool import run
@@ -29,6 +30,7 @@ class Built:
         options: for FlexModel.
         name: a site of the single-process model to the name that it has here.
         averaged: whether gradients are those of the mean of the replicas' losses when a step is over.
+        microbatches: in how many a step takes the samples; their losses are averaged.
         whole: what else makes a tensor comparable with one process's, site and tensor to tensor.
         stepped: whether `step` calls the model from a loop of its own, as stages of a pipeline are called.
     """
@@ -38,6 +40,7 @@ class Built:
     options: dict[str, Any] = field(default_factory=dict)
     name: Callable[[str], str] = lambda site: site
     averaged: bool = False
+    microbatches: int = 1
     whole: Callable[[str, Tensor], Tensor] = lambda site, tensor: tensor
     stepped: bool = False
 
@@ -79,6 +82,7 @@ def answer(build: Build, args: Sequence[Any], sites: Sequence[str], edits: Seque
         "leader": flex.is_leader,
         "edited": {},
         "averaged": built.averaged,
+        "microbatches": built.microbatches,
     }
     out["mesh"] = mesh.describe()
     plain = built.run(flex, data)
@@ -94,7 +98,7 @@ def answer(build: Build, args: Sequence[Any], sites: Sequence[str], edits: Seque
             for name, read in flex.output_dict.items():
                 at, grad = (name.removesuffix(".grad"), ".grad") if name.endswith(".grad") else (name, "")
                 site = names[at]
-                out.setdefault("read", {})[site + grad] = built.whole(site, read[0])
+                out.setdefault("read", {})[site + grad] = built.whole(site, _joined(read))
             if kind == "tensor":
                 out["gradients"] = _gradients(flex)
                 out["parameters"] = {n: t.clone() for n, t in flex.named_whole_parameters(everywhere=True)}
@@ -115,8 +119,16 @@ def answer(build: Build, args: Sequence[Any], sites: Sequence[str], edits: Seque
     return out
 
 
+def _joined(read: Any) -> Tensor:
+    """What was read of a step's microbatches, in their order."""
+    numbers = [key.microbatch for key in read.keys]
+    assert len(set(numbers)) == len(numbers)
+    found = [read[numbers.index(n)] for n in sorted(numbers)]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
 def _clear(model: Any) -> None:
-    for chunk in [model] if isinstance(model, nn.Module) else model:
+    for chunk in opened(model):
         chunk.zero_grad()
 
 
@@ -148,7 +160,7 @@ def compare(
     """
     answers = run(world, answer, build, args, list(sites), list(edits), timeout=timeout)
     replicas = 1 + max(a["replica"] for a in answers)
-    wanted = llama.truth(replicas, sites, edits)
+    wanted = llama.truth(replicas, sites, edits, answers[0]["microbatches"])
     found: list[Cell] = []
 
     def cell(site: str, check: str, pairs: list[tuple[Tensor, Tensor]]) -> None:

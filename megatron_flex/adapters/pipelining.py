@@ -1,0 +1,474 @@
+"""torch.distributed.pipelining: a model whose stages a schedule runs, several on one rank or one.
+
+A schedule tells the mesh's `pp` axis and which modules a rank has; each of these is taken as it would be by
+itself, whatever framework cut it further. Steps and microbatches are told from around the schedule's `step`
+and its stages' passes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_flex.adapters.base import Architecture, Listener, LocalGradient, ParameterSite, Part, Undo
+from megatron_flex.adapters.driving import Called
+from megatron_flex.adapters.modules import Modules, distinct
+from megatron_flex.adapters.taps import intercept
+from megatron_flex.adapters.trees import tensors, with_tensor
+from megatron_flex.errors import FlexError
+from megatron_flex.mesh import Mesh
+from megatron_flex.sites import Fire, Site
+
+Said = Mapping[str, int | None]  # axis name to the size that a person gave
+UNPLANNED = (
+    "what pipeline stage {stage} hands on needs a gradient, and when the schedule learned shapes it needed "
+    "none, so that nothing would come back; make the schedule of a model whose parameters need gradients, "
+    "and call the FlexModel's freeze()"
+)
+
+
+class Stages(list[nn.Module]):
+    """The modules of a schedule's stages on this rank.
+
+    Attributes:
+        schedule: the schedule.
+        stages: its stages here, in the order of the modules.
+    """
+
+    def __init__(self, schedule: Any) -> None:
+        self.schedule = schedule
+        one = getattr(schedule, "_stage", None)
+        self.stages: list[Any] = list(schedule._stages) if one is None else [one]
+        self.stages.sort(key=lambda stage: int(stage.stage_index))
+        super().__init__(stage.submod for stage in self.stages)
+
+
+def opened(model: Any) -> list[nn.Module]:
+    """The modules of what a person gives: a module, a list of them, a schedule.
+
+    Raises:
+        FlexError: it is a stage by itself.
+    """
+    if isinstance(model, nn.Module):
+        return [model]
+    library = sys.modules.get("torch.distributed.pipelining.schedules")
+    if library is not None and isinstance(model, library._PipelineSchedule):
+        return Stages(model)
+    if library is not None and _is_stage(model):
+        raise FlexError("a PipelineStage does not know what runs it; give the schedule that it is handed to")
+    parts = list(model)
+    if library is not None and any(_is_stage(part) for part in parts):
+        raise FlexError(
+            "PipelineStages do not know what runs them; give the schedule that they are handed to"
+        )
+    return parts
+
+
+def _is_stage(thing: Any) -> bool:
+    return isinstance(thing, sys.modules["torch.distributed.pipelining.stage"]._PipelineStageBase)
+
+
+def take(chunks: Stages, said: Said, adapter_of: Callable[[list[nn.Module], Said], Any]) -> Staged:
+    """The adapter of a schedule's model.
+
+    Args:
+        chunks: its modules on this rank.
+        said: the sizes that a person gave.
+        adapter_of: makes the adapter of one of them. Collective, as often on all ranks.
+
+    Raises:
+        FlexError: what a person says of pipeline stages, or what their modules tell, is not as the schedule
+            has it.
+    """
+    first = chunks.stages[0]
+    size = int(first.group_size)
+    if said.get("pp") not in (None, size):
+        raise FlexError(
+            f"pipeline_parallel_size={said['pp']}, but the schedule's stages are on {size} ranks; leave it "
+            "out"
+        )
+    parts: list[Modules] = []
+    for stage, chunk in zip(chunks.stages, chunks, strict=True):
+        part = adapter_of([chunk], {**said, "pp": size})
+        if not isinstance(part, Modules):
+            raise FlexError(
+                f"stage {stage.stage_index} is a model of {part.name}, which has a pipeline schedule of its "
+                "own; run that"
+            )
+        parts.append(part)
+    ranks = tuple(dist.get_process_group_ranks(first.group or dist.group.WORLD))
+    for part in parts:
+        if part.mesh["pp"].ranks != ranks and size > 1:
+            raise FlexError(
+                f"the schedule's stages are on ranks {list(ranks)}, and the model's mesh "
+                f"({part.mesh.describe()}) has {list(part.mesh['pp'].ranks)} in their place; number the "
+                "ranks of stages, replicas and tensor parallel shards in that order, as init_device_mesh "
+                "does with mesh_dim_names=('pp', 'dp', 'tp')"
+            )
+    return Staged(chunks, parts)
+
+
+def turns(stages: int, rank_of: Mapping[int, int], ranks: int) -> list[int]:
+    """For each stage how often the pipeline has gone round before it, 0 for those of one stage a rank.
+
+    Where stages run down and up again (a V), going up takes a round for each rank.
+    """
+    place, out = -1, []
+    for stage in range(stages):
+        place += 1 + (rank_of[stage] - place - 1) % ranks
+        out.append(place // ranks)
+    return out
+
+
+class Staged:
+    """The stages of one rank as one model.
+
+    Args:
+        chunks: the schedule's modules.
+        parts: the adapter of each.
+    """
+
+    def __init__(self, chunks: Stages, parts: list[Modules]) -> None:
+        self._parts, self.mesh, self.name = parts, parts[0].mesh, parts[0].name
+        self.prefix = parts[0].prefix
+        count = int(chunks.stages[0].num_stages)
+        self.logits = f"stage{count - 1}:output"
+        at = turns(count, chunks.stages[0].stage_index_to_group_rank, self.mesh["pp"].size)
+        self.turns = [at[stage.stage_index] for stage in chunks.stages]
+        self.driving = Scheduled(chunks, self.turns, self.mesh)
+        for stage, part in zip(chunks.stages, parts, strict=True):
+            part.rename(f"stage{stage.stage_index}")
+            part.driving = Nobody()
+        self._owners = {id(p.parameter): part for part in parts for p in part.parameters()}
+
+    def _owner(self, parameter: nn.Parameter) -> Modules:
+        return self._owners[id(parameter)]
+
+    def module_names(self) -> list[str]:
+        """Those of all stages here."""
+        return list(dict.fromkeys(n for part in self._parts for n in part.module_names()))
+
+    def parts(self) -> list[Part]:
+        """What is in the stages, and the schedule."""
+        inside = [p for part in self._parts for p in part.parts() if p.name != Nobody.name]
+        return [Part(self.driving.name, self.driving.why), *dict.fromkeys(inside)]
+
+    def check(self) -> None:
+        """Refuse what a module alone would be refused for, and names that two stages have."""
+        for part in self._parts:
+            part.check_modules()
+        distinct([part.names() for part in self._parts], self.mesh)
+
+    def sites(self) -> list[Site]:
+        """Those of all stages, quiet while the schedule tries shapes."""
+        return [
+            replace(site, chunk=turn, tap=Awake(site.tap, self.driving))
+            for turn, part in zip(self.turns, self._parts, strict=True)
+            for site in part.sites()
+        ]
+
+    def parameters(self) -> list[ParameterSite]:
+        """Those of all stages."""
+        return [
+            replace(p, chunk=turn)
+            for turn, part in zip(self.turns, self._parts, strict=True)
+            for p in part.parameters()
+        ]
+
+    def without_layout(self) -> dict[str, str]:
+        """Those of all stages."""
+        return {name: kind for part in self._parts for name, kind in part.without_layout().items()}
+
+    def settle(self) -> None:
+        """Wait for who keeps the parameters."""
+        for part in self._parts:
+            part.settle()
+
+    def gradients_reduced(self, called: bool = False) -> bool | str:
+        """Whether who keeps them reduces them; in words, if that is not known of one stage."""
+        told = [part.gradients_reduced(called) for part in self._parts]
+        return next((t for t in told if isinstance(t, str)), all(told))
+
+    def value(self, parameter: nn.Parameter) -> Tensor:
+        """A parameter."""
+        return self._owner(parameter).value(parameter)
+
+    def put(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Set it."""
+        self._owner(parameter).put(parameter, value)
+
+    def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
+        """Its gradient."""
+        return self._owner(parameter).gradient(parameter, reduced)
+
+    def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
+        """Set that."""
+        self._owner(parameter).put_gradient(parameter, value, reduced)
+
+    def freeze(self) -> Undo:
+        """Let no parameter get a gradient."""
+        self.driving.frozen = True
+        return _all([partial(setattr, self.driving, "frozen", False), *(p.freeze() for p in self._parts)])
+
+    def open_recomputed(self) -> Undo:
+        """Nothing: how a module recomputes is its own."""
+        return lambda: None
+
+    def architecture(self) -> Architecture | None:
+        """Not known."""
+        return None
+
+    def run(self, tokens: Tensor, microbatch_size: int | None = None) -> None:
+        """Run the schedule forward over whole tokens."""
+        self.driving.run(tokens, microbatch_size)
+
+    def watch(self, listener: Listener) -> Undo:
+        """Tell of the schedule's steps, and follow layouts in them."""
+        return _all([self.driving.watch(listener), *(part.watch(listener) for part in self._parts)])
+
+
+class Nobody:
+    """Tells nothing: what runs a stage is told of for all stages together."""
+
+    name, why = "nobody", ""
+
+    def watch(self, listener: Listener) -> Undo:
+        """Nothing."""
+        return lambda: None
+
+    def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
+        """Nothing."""
+
+
+class Scheduled:
+    """A schedule that runs stages.
+
+    Attributes:
+        trying: whether it runs them only to learn shapes.
+        frozen: whether no parameter gets a gradient.
+    """
+
+    def __init__(self, chunks: Stages, turns: list[int], mesh: Mesh) -> None:
+        self.schedule, self.stages, self.turns, self.mesh = chunks.schedule, chunks.stages, turns, mesh
+        self.name, self.why = type(self.schedule).__name__, "it was given, and runs this rank's stages"
+        self._called = [Called(stage.submod, mesh) for stage in chunks.stages]
+        self.trying = self.frozen = self._running = False
+        self._listener: Listener | None = None
+        self._whole: set[tuple[int, int]] = set()  # backward passes that were not split: stage, microbatch
+
+    def watch(self, listener: Listener) -> Undo:
+        """Stand around the schedule's step and its stages' passes."""
+        self._listener = listener
+        undos = [intercept(self.schedule, "step", self._step)]
+        names = [n for n in ("_initialize_stage", "_initialize_stages") if hasattr(self.schedule, n)]
+        undos += [intercept(self.schedule, name, self._try) for name in names]
+        for stage, turn in zip(self.stages, self.turns, strict=True):
+            undos.append(intercept(stage, "forward_one_chunk", partial(self._forward, stage, turn)))
+            undos.append(intercept(stage, "forward_maybe_with_nosync", partial(self._compute, stage)))
+            undos.append(intercept(stage, "backward_one_chunk", partial(self._backward, stage)))
+            undos.append(intercept(stage, "backward_weight_one_chunk", partial(self._weights, stage)))
+        outside = cast(Listener, _Outside(listener, self))
+        undos += [called.watch(outside) for called in self._called]
+        return _all(undos)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the schedule runs its stages."""
+        return self._running or self.trying
+
+    def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        listener = self._listener
+        assert listener is not None
+        # The schedule divides parameter gradients when all are there, so that those of tensors are of each
+        # microbatch's own loss. Where it does not, the loss is the sum over microbatches.
+        mean = bool(getattr(self.schedule, "scale_grads", True))
+        listener.step_begins(None, None, int(self.schedule._n_microbatches) if mean else 1)
+        self._running, failed = True, True
+        self._whole.clear()
+        try:
+            result = step(*args, **kwargs)
+            failed = False
+        finally:
+            self._running = False
+            if failed:
+                listener.step_ends(True)
+        listener.step_ends(False)
+        return result
+
+    def _try(self, initialize: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # What edits add to a frozen model needs gradients, which stages then have to be ready to send.
+        frozen = self.frozen and self.schedule._has_backward
+        undo = _all([s.submod.register_forward_hook(_as_trained).remove for s in self.stages if frozen])
+        self.trying = True
+        try:
+            return initialize(*args, **kwargs)
+        finally:
+            self.trying = False
+            undo()
+
+    def _forward(self, stage: Any, turn: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        listener = self._listener
+        assert listener is not None
+        listener.forward_begins(int(args[0] if args else kwargs["fwd_chunk_id"]), turn)
+        output = forward(*args, **kwargs)
+        listener.forward_ends(tensors(output))
+        return output
+
+    def _compute(self, stage: Any, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The stage's output; without a graph, and all ranks raise, where stages have not agreed on one."""
+        output = compute(*args, **kwargs)
+        told = getattr(getattr(stage, "_stage_meta", None), "outputs", None)
+        if not stage.has_backward or stage.is_last or told is None:
+            return output
+        for index, (tensor, meta) in enumerate(zip(tensors(output), told, strict=False)):
+            if tensor.requires_grad and not meta.requires_grad:
+                assert self._listener is not None
+                self._listener.fails(UNPLANNED.format(stage=stage.stage_index))
+                output = with_tensor(output, index, tensor.detach())
+        return output
+
+    def _backward(self, stage: Any, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        listener = self._listener
+        assert listener is not None
+        if not stage.has_backward:
+            return backward(*args, **kwargs)
+        number = int(args[0] if args else kwargs["bwd_chunk_id"])
+        listener.backward_begins(tensors(stage.fwd_cache[number][0]))
+        if listener.hooked() and stage.dw_builder is None and not kwargs.get("full_backward", True):
+            # Split, it would go to inputs and then to the stage's own parameters, and to nothing else that
+            # edits have brought in; whole, it goes everywhere.
+            self._whole.add((int(stage.stage_index), number))
+            result = _undivided(stage, backward, *args, **kwargs)
+        else:
+            result = backward(*args, **kwargs)
+        listener.backward_ends()
+        return result
+
+    def _weights(self, stage: Any, weights: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        number = int(args[0] if args else kwargs["bwd_chunk_id"])
+        if (int(stage.stage_index), number) in self._whole:
+            return _undivided(stage, weights, *args, **kwargs)
+        return weights(*args, **kwargs)
+
+    def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
+        """Evaluate the schedule, whose own number of microbatches the tokens are made up to by copies."""
+        size = microbatch_size or max(len(tokens), 1)
+        pieces = list(tokens.split(size))
+        count = int(self.schedule._n_microbatches)
+        if len(tokens) % size or len(pieces) > count:
+            raise FlexError(
+                f"microbatch_size={size} makes {len(pieces)} microbatches of {len(tokens)} sequences, and "
+                f"the schedule runs at most {count} of equal size; choose another"
+            )
+        pieces += pieces[-1:] * (count - len(pieces))
+        first = any(stage.is_first for stage in self.stages)
+        loss, self.schedule._loss_fn = self.schedule._loss_fn, None  # there are no targets
+        try:
+            self._forget_shapes()
+            devices = {torch.device(stage.device) for stage in self.stages}
+            with torch.no_grad(), torch.random.fork_rng([d for d in devices if d.type == "cuda"]):
+                self.schedule.eval(*([torch.cat(pieces)] if first else []))
+        finally:
+            self.schedule._loss_fn = loss
+            self._forget_shapes()
+
+    def _forget_shapes(self) -> None:
+        """Let the schedule learn shapes again, which may differ from those that it has run with."""
+        for name in ("_stage", "_stages"):
+            for way in ("forward", "backward"):
+                if hasattr(self.schedule, f"{name}_{way}_initialized"):
+                    setattr(self.schedule, f"{name}_{way}_initialized", False)
+
+
+def _undivided(stage: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a backward function of a stage as for a module that sees to its weights' gradients itself."""
+    stage.dw_builder = lambda: lambda: None
+    try:
+        return call(*args, **kwargs)
+    finally:
+        stage.dw_builder = None
+
+
+def _as_trained(_: nn.Module, __: Any, output: Any) -> Any:
+    """What a module returned, as if all of it needed a gradient."""
+    for index, tensor in enumerate(tensors(output)):
+        if tensor.is_floating_point() and not tensor.requires_grad:
+            output = with_tensor(output, index, tensor.detach().requires_grad_())
+    return output
+
+
+class _Outside:
+    """Hears of calls of a stage's module that no schedule makes."""
+
+    def __init__(self, listener: Listener, scheduled: Scheduled) -> None:
+        self.listener, self.scheduled = listener, scheduled
+
+    def call_begins(self) -> None:
+        if not self.scheduled.busy:
+            self.listener.call_begins()
+
+    def call_ends(self, failed: bool) -> None:
+        if not self.scheduled.busy:
+            self.listener.call_ends(failed)
+
+
+@dataclass(frozen=True, eq=False)
+class Awake:
+    """Another tap, that passes nothing on while a schedule runs its stages to learn shapes."""
+
+    tap: Any
+    scheduled: Scheduled
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that the other tap stands at."""
+        return getattr(self.tap, "module", None)
+
+    @property
+    def gradient(self) -> Any:
+        """What tells the layout of its gradient."""
+        return getattr(self.tap, "gradient", None)
+
+    def leaf(self, index: int) -> Awake:
+        """The tap at another tensor of the same call."""
+        return replace(self, tap=self.tap.leaf(index))
+
+    def install(self, fire: Fire) -> Undo:
+        """Inject `fire` by way of the other tap."""
+        undo: Undo = self.tap.install(_Waking(fire, self.scheduled))
+        return undo
+
+
+class _Waking:
+    """What the other tap calls."""
+
+    def __init__(self, fire: Fire, scheduled: Scheduled) -> None:
+        self.fire, self.scheduled = fire, scheduled
+
+    def __call__(self, local: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return local if self.scheduled.trying else self.fire(local, *args, **kwargs)
+
+    def absent(self, count: int) -> None:
+        if not self.scheduled.trying:
+            self.fire.absent(count)  # type: ignore[attr-defined]
+
+    def unknown(self, local: Tensor, why: str) -> Tensor:
+        if self.scheduled.trying:
+            return local
+        found: Tensor = self.fire.unknown(local, why)  # type: ignore[attr-defined]
+        return found
+
+
+def _all(undos: list[Undo]) -> Undo:
+    def undo() -> None:
+        for one in reversed(undos):
+            one()
+
+    return undo
