@@ -52,8 +52,8 @@ class Listener(Protocol):
     def cannot(self, why: str) -> None:
         """What this step does cannot be hooked; told on every rank, which raises when the step is over."""
 
-    def call_begins(self) -> None:
-        """The model is called by itself, outside any schedule."""
+    def call_begins(self, gradient_factor: Callable[[], float] | None = None) -> None:
+        """The model is called by itself, outside any schedule; `gradient_factor` as in `step_begins`."""
 
     def call_ends(self, failed: bool) -> None:
         """That call returned, or raised."""

@@ -57,8 +57,18 @@ def _megatron_core(chunks: list[nn.Module], said: Said, process_group: Any) -> F
     return Found("megatron-core", f"it is a {type(adapter.roots[0]).__name__} of Megatron's", make)
 
 
+def _deepspeed(chunks: list[nn.Module], said: Said, process_group: Any) -> Found | None:
+    from megatron_flex.adapters import deepspeed
+
+    why = deepspeed.claims(chunks)
+    return Found("deepspeed", why, lambda: deepspeed.take(chunks, said)) if why else None
+
+
 # By the package without which there is nothing to find, in the order in which they are asked.
-BUILT_IN: tuple[tuple[str, Callable[..., Found | None]], ...] = (("megatron", _megatron_core),)
+BUILT_IN: tuple[tuple[str, Callable[..., Found | None]], ...] = (
+    ("megatron", _megatron_core),
+    ("deepspeed", _deepspeed),
+)
 
 
 def finders() -> Iterable[Callable[..., Found | None]]:
