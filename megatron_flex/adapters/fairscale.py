@@ -63,7 +63,7 @@ def find(chunks: list[nn.Module], said: Said, process_group: Any) -> Found | Non
         why = f"fairscale was initialized with {_stages()} pipeline stages"
     else:
         return None
-    return Found("fairscale", why, partial(_make, chunks, modules, said))
+    return Found("fairscale", why, partial(_make, chunks, modules, said), alone=True)
 
 
 def _stages() -> int:

@@ -7,15 +7,21 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+ENGINE = "DeepSpeedEngine"  # DeepSpeed's wrapper
 ROOT = "root"  # what the outermost module is called, which torch gives an empty name
 # What wrappers call the module inside them, which stands in its place in the model's tree.
 INSIDE = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
+def of_deepspeed(module: nn.Module, kind: str) -> bool:
+    """Whether it is of a class of DeepSpeed's, which is not imported for that."""
+    return any(c.__name__ == kind and c.__module__.startswith("deepspeed.") for c in type(module).__mro__)
+
+
 def unwrap(module: nn.Module) -> nn.Module:
     """The model inside the wrappers that stand about all of it."""
     while True:
-        if isinstance(module, (DistributedDataParallel, DataParallel)):
+        if isinstance(module, (DistributedDataParallel, DataParallel)) or of_deepspeed(module, ENGINE):
             module = module.module
             continue
         inner = next((m for n in INSIDE if (m := module._modules.get(n)) is not None), None)

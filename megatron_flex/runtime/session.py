@@ -246,16 +246,17 @@ class Session:
         """Whether there is a hook that counts now."""
         return bool(self.registry.active)
 
-    def call_begins(self) -> None:
+    def call_begins(self, gradient_factor: Callable[[], float] | None = None) -> None:
         """The model is called outside a schedule; each such call is a step, or a microbatch of one."""
         if self._in_schedule:
+            self.clock.scale(gradient_factor)
             self.forward_begins(self._calls, 0)
             self._calls += 1
             return
         self._compare()
         self._awaits_backward = False  # of a backward pass that raised
         self.survey.called = torch.is_grad_enabled() or self.survey.called
-        self.clock.begin(None)
+        self.clock.begin(None, gradient_factor)
         self.trainable.begins(None)
         self.passing.begin()
         self.editing.scopes.begin()

@@ -1,4 +1,4 @@
-"""Two frameworks in one model, an untested version, a way of sharding that no rule tells: an error everywhere."""
+"""Two frameworks in one model, an untested version, a way of sharding without a rule: an error everywhere."""
 
 from __future__ import annotations
 
