@@ -105,14 +105,18 @@ class Modules:
         yield self._site(f"{name}:output", AnyOutput(module), rule)
 
     def _site(self, name: str, tap: AnyInput | AnyOutput, rule: Rule) -> Site:
-        spread = rule.inputs if isinstance(tap, AnyInput) else rule.outputs
         placed: Tap = tap
-        if self.follower is not None:
-            placed = Placed(tap, partial(self.follower.tell, name, spread), self.follower.gradient)
+        if self.follower is not None and isinstance(tap, AnyInput):
+            placed = self.follower.tap(name, tap, rule.inputs, tap.module)
+        elif self.follower is not None:
+            placed = self.follower.tap(name, tap, rule.outputs, None)
         return self._bare(name, placed, rule.hidden)
 
     def _bare(self, name: str, tap: Tap, hidden: str = "") -> Site:
-        return Site(name, Layout(()), (), self.mesh["pp"].coord, hidden, tap=tap, inferred=True)
+        follows = self.follower is not None
+        return Site(
+            name, Layout(()), (), self.mesh["pp"].coord, hidden, tap=tap, inferred=True, followed=follows
+        )
 
     # -- parameters ------------------------------------------------------------------------------------
 
