@@ -121,6 +121,10 @@ class Open:
         """The tap at another tensor of the same call."""
         return replace(self, tap=self.tap.leaf(index))
 
+    def tells(self, local: Tensor) -> bool:
+        """Whether a tensor is the part of a DTensor that told its layout, and so tells its gradient's."""
+        return local in _opened
+
     def install(self, fire: Fire) -> Undo:
         """Inject `fire` by way of the other tap."""
         undo: Undo = self.tap.install(_Opening(fire, self.mesh))
@@ -276,10 +280,6 @@ class Styles:
     def opened(self, tap: Tap) -> Tap:
         """A tap that opens DTensors."""
         return Open(tap, self.mesh)
-
-    def tells(self, local: Tensor) -> bool:
-        """Whether a tensor is the part of a DTensor that told its layout, and so tells its gradient's."""
-        return local in _opened
 
     def _local(self, device_mesh: Any, placement: Any, width: int | None = None) -> Spread | None:
         told = spread_of([placement], device_mesh, self.mesh)

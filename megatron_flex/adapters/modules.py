@@ -6,7 +6,7 @@ who calls the model. A new framework mostly needs one of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -20,7 +20,7 @@ from megatron_flex.adapters.keeping import SAY_REDUCED, Keeping, Resident
 from megatron_flex.adapters.leaves import AnyInput, AnyOutput, Placed
 from megatron_flex.adapters.naming import ROOT, can_be_called, named_modules, unwrap
 from megatron_flex.adapters.rules import NoRules, Rule, Rules
-from megatron_flex.adapters.spread import Spread, Tell
+from megatron_flex.adapters.spread import Spread
 from megatron_flex.collectives import everyone
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Dim, Layout, whole_shape
@@ -116,32 +116,22 @@ class Modules:
 
     def _site(self, name: str, tap: AnyInput | AnyOutput, rule: Rule) -> Site:
         placed = self._opened(tap)
-        if self.follower is None:
-            return self._bare(name, placed, rule.hidden)
-        told = (rule.inputs,) if isinstance(tap, AnyInput) else (rule.outputs, *rule.beside)
-        tells = partial(self._tell, name, told)
-        return self._bare(name, Placed(placed, tells(0), self._turned, tells), rule.hidden)
-
-    def _tell(self, name: str, told: Sequence[Spread | None], index: int) -> Tell:
-        """What tells of the tensors that pass a site, by their numbers; of most the follower alone."""
-        assert self.follower is not None
-        spread = told[index] if 0 <= index < len(told) else None
-        return partial(self.follower.tell, name, spread)
+        if self.follower is not None:
+            gets = tap.module if isinstance(tap, AnyInput) else None
+            told = (rule.outputs, *rule.beside) if gets is None else (rule.inputs,)
+            placed = self.follower.tap(name, placed, told, gets)
+        return self._bare(name, placed, rule.hidden)
 
     def _opened(self, tap: Tap) -> Tap:
         """The tap as rules want it: some tensors tell their layouts themselves."""
         opened = getattr(self.rules, "opened", None)
         return tap if opened is None else cast(Tap, opened(tap))
 
-    def _turned(self, tensor: Tensor, layout: Layout) -> Layout:
-        """The layout of a gradient."""
-        tells = getattr(self.rules, "tells", None)
-        if self.follower is None or (tells is not None and tells(tensor)):
-            return layout.gradient()
-        return self.follower.gradient(tensor, layout)
-
     def _bare(self, name: str, tap: Tap, hidden: str = "") -> Site:
-        return Site(name, Layout(()), (), self.mesh["pp"].coord, hidden, tap=tap, inferred=True)
+        follows = self.follower is not None
+        return Site(
+            name, Layout(()), (), self.mesh["pp"].coord, hidden, tap=tap, inferred=True, followed=follows
+        )
 
     # -- parameters ------------------------------------------------------------------------------------
 
