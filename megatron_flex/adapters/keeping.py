@@ -12,7 +12,9 @@ from megatron_flex.adapters.base import LocalGradient, Undo
 from megatron_flex.adapters.naming import named_parameters
 from megatron_flex.layout import Layout
 
-SAY_REDUCED = "say reduced=True if each data parallel rank has the same gradients now, reduced=False if each has its own"
+SAY_REDUCED = (
+    "say reduced=True if all data parallel ranks have the same gradients, reduced=False if each has its own"
+)
 
 
 class Kept(NamedTuple):

@@ -1,4 +1,4 @@
-"""Parameters that are DTensors: of `fully_shard` (FSDP2), replicated or not, of tensor parallel styles, or both."""
+"""Parameters that are DTensors: of `fully_shard` (FSDP2), of tensor parallel styles, or of both."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
 
 BESIDE = (
-    "fully_shard reduces its gradient past any hook; read get_module_parameter(name, gradient=True) after the "
-    "step"
+    "fully_shard reduces its gradient past any hook; read get_module_parameter(name, gradient=True) after "
+    "the step"
 )
 WRAPPED = (
     "its gradient comes as a DTensor, whose parts no hook is told; read get_module_parameter(name, "
@@ -130,8 +130,8 @@ class Sharded:
         self.settle()
         if any(_waits(group) for group in self._groups()):
             raise FlexError(
-                "gradients are kept unreduced since a backward pass behind set_requires_gradient_sync(False); "
-                "run the last one with True first"
+                "gradients are kept unreduced since a backward pass behind "
+                "set_requires_gradient_sync(False); run the last one with True first"
             )
         if parameter.grad is None:
             return LocalGradient(None)

@@ -36,7 +36,7 @@ class Gradients:
                 wrapper.start_param_sync(force_sync=True)
 
     def reduced(self, called: bool) -> bool | str:
-        """True where the schedule finalizes gradients, False where nothing can, words where a person might."""
+        """True where the schedule finalizes gradients, False where nothing can, words if a person might."""
         if self.torchs:
             return self._reduced_by_torch()
         if not self.wrappers:
@@ -46,7 +46,7 @@ class Gradients:
         return f"the model ran outside the schedule; {SAY_WHICH}" if called else True
 
     def _reduced_by_torch(self) -> bool | str:
-        """Likewise where torch's own wrapper averages over data parallel ranks, and does no more than that."""
+        """Likewise where torch's own wrapper averages over data parallel ranks, and does no more."""
         config = self.config
         if getattr(config, "sequence_parallel", False) or config.pipeline_model_parallel_size > 1:
             return (
