@@ -276,8 +276,8 @@ class Partitioned(Resident):
 
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Write into it where it is whole, and into this rank's part of the copy that the optimizer steps."""
-        from deepspeed.utils import safe_set_local_fp32_param
         from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.utils import safe_set_local_fp32_param
 
         with GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
             parameter.copy_(value)

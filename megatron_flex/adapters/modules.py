@@ -110,16 +110,15 @@ class Modules:
         rule = self._known.get(module, Rule())
         yield self._site(f"{name}:input", AnyInput(module), rule)
         for point in rule.points:
-            tap = Placed(self._opened(point.tap), partial(_always, point.spread))
-            yield self._bare(f"{name}:{point.name}", tap)
+            yield self._bare(f"{name}:{point.name}", Placed(point.tap, partial(_always, point.spread)))
         yield self._site(f"{name}:output", AnyOutput(module), rule)
 
     def _site(self, name: str, tap: AnyInput | AnyOutput, rule: Rule) -> Site:
-        placed = self._opened(tap)
+        placed: Tap = tap
         if self.follower is not None:
             gets = tap.module if isinstance(tap, AnyInput) else None
             told = (rule.outputs, *rule.beside) if gets is None else (rule.inputs,)
-            placed = self.follower.tap(name, placed, told, gets)
+            placed = self.follower.tap(name, tap, told, gets)
         return self._bare(name, placed, rule.hidden)
 
     def _opened(self, tap: Tap) -> Tap:
@@ -129,9 +128,8 @@ class Modules:
 
     def _bare(self, name: str, tap: Tap, hidden: str = "") -> Site:
         follows = self.follower is not None
-        return Site(
-            name, Layout(()), (), self.mesh["pp"].coord, hidden, tap=tap, inferred=True, followed=follows
-        )
+        stage, opened = self.mesh["pp"].coord, self._opened(tap)
+        return Site(name, Layout(()), (), stage, hidden, tap=opened, inferred=True, followed=follows)
 
     # -- parameters ------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import megatron_flex as mf
 from megatron_flex.adapters.registry import Found
 from megatron_flex.knobs import knobs
-from tests.distributed.test_dtensor import plan
+from tests.distributed.test_dtensor import Plan, styles
 from tests.distributed.test_errors import told
 from tests.support import llama, llama_fairscale, wrapping
 from tests.support.pool import run
@@ -25,11 +25,11 @@ def _column(outputs: int = 8) -> nn.Module:
     return ColumnParallelLinear(4, outputs, bias=False, gather_output=False)
 
 
-def _tensor_parallel(model: nn.Module, styles: Any) -> nn.Module:
+def _tensor_parallel(model: nn.Module, how: Any) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import parallelize_module
 
-    return parallelize_module(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), styles)
+    return parallelize_module(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), how)
 
 
 def two_frameworks() -> list[str]:
@@ -177,7 +177,7 @@ def composites() -> list[str]:
     from torch.distributed.tensor.parallel import parallelize_module
 
     over = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = parallelize_module(llama.single(), over["tp"], plan(False, False))
+    model = parallelize_module(llama.single(), over["tp"], styles(Plan()))
     fully_shard(model, mesh=over["dp"])
     out = [str(mf.detect(model, everywhere=True))]
     llama_fairscale.initialize(2)

@@ -61,7 +61,7 @@ def dtensor() -> proof.Built:
     from torch.distributed.tensor.parallel import parallelize_module
 
     over = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    return wrapping.built(parallelize_module(llama.single(), over, test_dtensor.plan(False, False)))
+    return wrapping.built(parallelize_module(llama.single(), over, test_dtensor.styles(test_dtensor.Plan())))
 
 
 def fairscale() -> proof.Built:

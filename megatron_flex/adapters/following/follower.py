@@ -93,9 +93,6 @@ class Followed:
 
     def gradient(self, local: Tensor, layout: Layout) -> Layout | str:
         """The layout of the gradient of a tensor in that layout, once the forward pass is over."""
-        tells = getattr(self.tap, "tells", None)
-        if tells is not None and tells(local):
-            return layout.gradient()
         return self.follower.turned(self, layout)
 
     def install(self, fire: Fire) -> Undo:

@@ -287,7 +287,7 @@ class Trace(TorchFunctionMode):
             for theirs in marks:
                 if isinstance(told, Unknown):
                     theirs.node.ends.append(f"it is used by {name}, a custom autograd.Function")
-                elif name in REGIONS:
+                elif name in REGIONS or name == "_FromTorchTensor":
                     theirs.node.ends.append(NONE)
                 else:
                     _use(theirs, mark)
@@ -311,5 +311,5 @@ def spread_of_dtensor(tensor: Any, mesh: Mesh) -> Told:
         from megatron_flex.adapters.dtensor import spread_of
     except ImportError:
         return Unknown("it is a DTensor")
-    found: Spread | Unknown = spread_of(tensor.placements, tensor.device_mesh, mesh)
+    found: Spread | Unknown = spread_of(tensor.placements, tensor.device_mesh, mesh, tensor.shape)
     return found if isinstance(found, Unknown) else normal(found, tensor.ndim)
