@@ -26,11 +26,15 @@ COLUMN, ROW = "ColumnParallelLinear", "RowParallelLinear"
 EMBEDDING, VOCABULARY = "ParallelEmbedding", "VocabParallelEmbedding"
 PARALLEL = (COLUMN, ROW, EMBEDDING, VOCABULARY)
 NO_RULE = {  # what a model may not have in it, and why
-    "MOELayer": "whose experts are others on each rank, and no rule tells how they lie there; give the part of "
-    "the model without it",
-    "FullyShardedDataParallel": "which does not run without a GPU (`KeyError: 'all_gather'` in its forward: it "
-    "makes its streams only there), and whose parameters nothing here puts together; use torch's "
-    "FullyShardedDataParallel or fully_shard",
+    "MOELayer": (
+        "whose experts are others on each rank, and no rule tells how they lie there; give the part of the "
+        "model without it"
+    ),
+    "FullyShardedDataParallel": (
+        "which does not run without a GPU (`KeyError: 'all_gather'` in its forward: it makes streams only "
+        "there), and whose parameters nothing here puts together; use torch's FullyShardedDataParallel or "
+        "fully_shard"
+    ),
 }
 
 # From the outermost to the innermost: ranks are numbered so.
