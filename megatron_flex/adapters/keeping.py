@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from megatron_flex.adapters.base import LocalGradient, Undo
-from megatron_flex.adapters.naming import clean
+from megatron_flex.adapters.naming import named_parameters
 
 
 class Kept(NamedTuple):
@@ -64,7 +64,7 @@ class Resident:
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
-        named = [(clean(n), p) for n, p in root.named_parameters()]
+        named = list(named_parameters(root))
         self._lazy = {n: type(p).__name__ for n, p in named if is_lazy(p)}
         self._kept = [Kept(n, p, tuple(p.shape)) for n, p in named if not is_lazy(p)]
 
