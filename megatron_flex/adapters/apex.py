@@ -125,8 +125,9 @@ class Apex:
             tap = CalledName(module, LAYERS, "reduce_from_tensor_model_parallel_region", before=True)
             return Rule(WHOLE, WHOLE, {"weight": _of(module, "weight", 0)}, (Point("partial", SUMMAND, tap),))
         shares = {n: _of(module, n, None) for n, p in module.named_parameters(recurse=False) if _shared(p)}
-        norm = is_a(module, *NORMS)
-        return Rule(parameters=shares, follows=norm) if norm or shares else None
+        if is_a(module, *NORMS):
+            return Rule(parameters=shares, follows=len(getattr(module, "normalized_shape", (0,))))
+        return Rule(parameters=shares) if shares else None
 
 
 def _column(module: Any) -> Rule:

@@ -6,7 +6,7 @@ who calls the model. A new framework mostly needs one of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +19,7 @@ from megatron_flex.adapters.keeping import Keeping, Resident
 from megatron_flex.adapters.leaves import AnyInput, AnyOutput, Placed
 from megatron_flex.adapters.naming import ROOT, can_be_called, named_modules, unwrap
 from megatron_flex.adapters.rules import NoRules, Rule, Rules
-from megatron_flex.adapters.spread import Spread, Tell
+from megatron_flex.adapters.spread import Spread
 from megatron_flex.collectives import everyone
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Dim, Layout, whole_shape
@@ -106,20 +106,18 @@ class Modules:
         yield self._site(f"{name}:output", AnyOutput(module), rule)
 
     def _site(self, name: str, tap: AnyInput | AnyOutput, rule: Rule) -> Site:
-        if self.follower is None:
-            return self._bare(name, tap, rule.hidden)
-        told = (rule.inputs,) if isinstance(tap, AnyInput) else (rule.outputs, *rule.beside)
-        tells = partial(self._tell, name, told)
-        return self._bare(name, Placed(tap, tells(0), self.follower.gradient, tells), rule.hidden)
-
-    def _tell(self, name: str, told: Sequence[Spread | None], index: int) -> Tell:
-        """What tells of the tensors that pass a site, by their numbers; of most the follower alone."""
-        assert self.follower is not None
-        spread = told[index] if 0 <= index < len(told) else None
-        return partial(self.follower.tell, name, spread)
+        placed: Tap = tap
+        if self.follower is not None and isinstance(tap, AnyInput):
+            placed = self.follower.tap(name, tap, rule.inputs, tap.module)
+        elif self.follower is not None:
+            placed = self.follower.tap(name, tap, rule.outputs, None, rule.beside)
+        return self._bare(name, placed, rule.hidden)
 
     def _bare(self, name: str, tap: Tap, hidden: str = "") -> Site:
-        return Site(name, Layout(()), (), self.mesh["pp"].coord, hidden, tap=tap, inferred=True)
+        follows = self.follower is not None
+        return Site(
+            name, Layout(()), (), self.mesh["pp"].coord, hidden, tap=tap, inferred=True, followed=follows
+        )
 
     # -- parameters ------------------------------------------------------------------------------------
 
