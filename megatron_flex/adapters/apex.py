@@ -22,7 +22,7 @@ from megatron_flex.adapters.modules import Modules
 from megatron_flex.adapters.registry import Found, Said
 from megatron_flex.adapters.rules import Point, Rule
 from megatron_flex.adapters.spread import WHOLE, Spread
-from megatron_flex.adapters.taps import Called, intercept
+from megatron_flex.adapters.taps import CalledName, intercept
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Axis, Mesh
@@ -122,11 +122,12 @@ class Apex:
             stride = getattr(module.weight, "partition_stride", 1)
             return rule if stride == 1 else replace(rule, points=(), hidden=STRIDED.format(stride))
         if is_a(module, VOCABULARY):
-            tap = Called(module, LAYERS, "reduce_from_tensor_model_parallel_region", before=True)
+            tap = CalledName(module, LAYERS, "reduce_from_tensor_model_parallel_region", before=True)
             return Rule(WHOLE, WHOLE, {"weight": _of(module, "weight", 0)}, (Point("partial", SUMMAND, tap),))
         shares = {n: _of(module, n, None) for n, p in module.named_parameters(recurse=False) if _shared(p)}
-        norm = is_a(module, *NORMS)
-        return Rule(parameters=shares, follows=norm) if norm or shares else None
+        if is_a(module, *NORMS):
+            return Rule(parameters=shares, follows=len(getattr(module, "normalized_shape", (0,))))
+        return Rule(parameters=shares) if shares else None
 
 
 def _column(module: Any) -> Rule:

@@ -6,18 +6,24 @@ from the model parallel region. A tap inside stands about these names, while its
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from megatron_flex.adapters import plain
+from megatron_flex.adapters.base import Listener, Undo
 from megatron_flex.adapters.composing import compose
+from megatron_flex.adapters.driving import Called
 from megatron_flex.adapters.modules import Modules
+from megatron_flex.adapters.naming import unwrap
 from megatron_flex.adapters.registry import Found, Said
 from megatron_flex.adapters.rules import Point, Rule
 from megatron_flex.adapters.spread import WHOLE, Spread
-from megatron_flex.adapters.taps import Called
+from megatron_flex.adapters.taps import CalledName, intercept
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Axis, Mesh
@@ -26,11 +32,15 @@ COLUMN, ROW = "ColumnParallelLinear", "RowParallelLinear"
 EMBEDDING, VOCABULARY = "ParallelEmbedding", "VocabParallelEmbedding"
 PARALLEL = (COLUMN, ROW, EMBEDDING, VOCABULARY)
 NO_RULE = {  # what a model may not have in it, and why
-    "MOELayer": "whose experts are others on each rank, and no rule tells how they lie there; give the part of "
-    "the model without it",
-    "FullyShardedDataParallel": "which does not run without a GPU (`KeyError: 'all_gather'` in its forward: it "
-    "makes its streams only there), and whose parameters nothing here puts together; use torch's "
-    "FullyShardedDataParallel or fully_shard",
+    "MOELayer": (
+        "whose experts are others on each rank, and no rule tells how they lie there; give the part of the "
+        "model without it"
+    ),
+    "FullyShardedDataParallel": (
+        "which does not run without a GPU (`KeyError: 'all_gather'` in its forward: it makes streams only "
+        "there), and whose parameters nothing here puts together; use torch's FullyShardedDataParallel or "
+        "fully_shard"
+    ),
 }
 
 # From the outermost to the innermost: ranks are numbered so.
@@ -57,13 +67,15 @@ def find(chunks: list[nn.Module], said: Said, process_group: Any) -> Found | Non
     """A model with fairscale's parallel layers in it, or a stage of a pipeline that fairscale made."""
     modules = [m for chunk in chunks for m in chunk.modules()]
     layer = next((m for m in modules if is_a(m, *PARALLEL, *NO_RULE)), None)
-    if layer is not None:
+    if len(chunks) == 1 and is_a(unwrap(chunks[0]), "Pipe"):
+        why = "it is a Pipe of fairscale's"
+    elif layer is not None:
         why = f"it holds a {type(layer).__name__} of fairscale's"
     elif _stages() > 1:
         why = f"fairscale was initialized with {_stages()} pipeline stages"
     else:
         return None
-    return Found("fairscale", why, partial(_make, chunks, modules, said), alone=True)
+    return Found("fairscale", why, partial(_make, chunks, modules, said, process_group), alone=True)
 
 
 def _stages() -> int:
@@ -74,7 +86,7 @@ def _stages() -> int:
     return dist.get_world_size(initialize.get_pipeline_parallel_group())
 
 
-def _make(chunks: list[nn.Module], modules: list[nn.Module], said: Said) -> Modules:
+def _make(chunks: list[nn.Module], modules: list[nn.Module], said: Said, process_group: Any) -> Modules:
     if len(chunks) != 1:
         raise FlexError(
             f"{len(chunks)} chunks of a fairscale model; fairscale has one on each rank: give that"
@@ -83,11 +95,15 @@ def _make(chunks: list[nn.Module], modules: list[nn.Module], said: Said) -> Modu
         for name, why in NO_RULE.items():
             if is_a(module, name):
                 raise FlexError(f"the model holds a {name} of fairscale's, {why}")
-    mesh = mesh_of()
+    parallel = any(is_a(m, *PARALLEL) for m in modules) or _stages() > 1
+    mesh = mesh_of() if parallel else plain.mesh_of(said, process_group)
     mesh.check_sizes(said)
     for module in modules:
         _check_built(module, mesh["tp"].size)
-    return compose(chunks[0], mesh, Fairscale(), "fairscale")
+    adapter = compose(chunks[0], mesh, Fairscale() if parallel else None, "fairscale")
+    if is_a(adapter.root, "Pipe"):
+        adapter.driving = Piped(adapter.root, mesh)
+    return adapter
 
 
 def mesh_of() -> Mesh:
@@ -164,11 +180,46 @@ class Fairscale:
         return None
 
 
-def _inside(module: nn.Module, function: str) -> Called:
+def _inside(module: nn.Module, function: str) -> CalledName:
     """The tap at one of the four functions.
 
     What enters the region is taken behind the function, as the rank computes with it; what leaves it, before.
     The reduction writes its sum into the tensor that it gets.
     """
     file, leaves = "fairscale.nn.model_parallel.layers", function in ("reduce_from", "gather_from")
-    return Called(module, file, f"{function}_model_parallel_region", before=leaves)
+    return CalledName(module, file, f"{function}_model_parallel_region", before=leaves)
+
+
+class Piped(Called):
+    """A Pipe: each call of it is cut into microbatches, which worker threads pass through its partitions."""
+
+    def watch(self, listener: Listener) -> Undo:
+        """Tell each call, and in it the microbatch of each run of a partition, recomputed or not."""
+        from fairscale.nn.pipe import pipeline
+
+        pipe: Any = self.root
+        at = threading.local()
+        alone = threading.Lock()  # the clock knows one microbatch at a time
+
+        def named(original: Callable[..., Any], name: str, *args: Any) -> Any:
+            at.microbatch = int(name.removeprefix("chunk").partition("-")[0])
+            return original(name, *args)
+
+        def part(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with alone:
+                listener.forward_begins(at.microbatch, 0)
+                return original(*args, **kwargs)
+
+        def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            original(*args, **kwargs)
+            listener.forward_begins(0, 0)  # what the Pipe itself returns is of the whole call
+
+        undos = [super().watch(listener), intercept(pipeline, "record_function", named)]
+        undos += [intercept(one, "_call_impl", part) for one in pipe.partitions]
+        undos.append(intercept(pipe.pipeline, "run", run))
+
+        def undo() -> None:
+            for one in reversed(undos):
+                one()
+
+        return undo

@@ -115,10 +115,10 @@ class Modules:
 
     def _site(self, name: str, tap: AnyInput | AnyOutput, rule: Rule) -> Site:
         placed: Tap = tap
-        if self.follower is not None:
-            gets = tap.module if isinstance(tap, AnyInput) else None
-            told = (rule.outputs, *rule.beside) if gets is None else (rule.inputs,)
-            placed = self.follower.tap(name, tap, told, gets)
+        if self.follower is not None and isinstance(tap, AnyInput):
+            placed = self.follower.tap(name, tap, rule.inputs, tap.module)
+        elif self.follower is not None:
+            placed = self.follower.tap(name, tap, rule.outputs, None, rule.beside)
         return self._bare(name, placed, rule.hidden)
 
     def _opened(self, tap: Tap) -> Tap:

@@ -40,8 +40,19 @@ def _named(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple
         return
     seen.add(module)
     yield path, module
-    for name, child in module.named_children():
+    for name, child in _children(module):
         yield from _named(unwrap(child), f"{path}.{name}" if path else name, seen)
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Direct children; a Pipe of fairscale's keeps those of the module that it was given in partitions."""
+    pipe = any(c.__name__ == "Pipe" and c.__module__.startswith("fairscale.") for c in type(module).__mro__)
+    for name, child in module.named_children():
+        if pipe and name == "partitions":
+            for part in child.children():
+                yield from part.named_children()
+        else:
+            yield name, child
 
 
 def named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

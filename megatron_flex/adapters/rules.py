@@ -39,8 +39,8 @@ class Rule:
         points: what there is inside.
         hidden: why neither input nor output can be had; empty if they can.
         beside: how further tensors that it returns lie on the ranks, in their order.
-        follows: whether it works along the last dims only, so that what it returns lies as what it gets; of a
-            norm whose inside is one fused operation.
+        follows: along how many last dims it works, if it works along these only, so that what it returns lies
+            as what it gets; of a norm whose inside is one fused operation.
     """
 
     inputs: Spread | None = None
@@ -49,12 +49,13 @@ class Rule:
     points: tuple[Point, ...] = ()
     hidden: str = ""
     beside: tuple[Spread, ...] = ()
-    follows: bool = False
+    follows: int = 0
 
     @property
     def places(self) -> bool:
         """Whether it tells of tensors; one that does not is of the parameters alone."""
-        return self.inputs is not None or self.outputs is not None or self.follows or bool(self.hidden)
+        told = self.inputs is not None or self.outputs is not None
+        return told or self.follows > 0 or bool(self.hidden)
 
 
 class Rules(Protocol):

@@ -130,7 +130,7 @@ class MethodInput:
 
 
 @dataclass(frozen=True, eq=False)
-class Called:
+class CalledName:
     """What a function is given, or returns, that a module's forward calls by a name of its upstream file.
 
     Attributes:

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 import megatron_flex as mf
 from megatron_flex.adapters.registry import Found
 from megatron_flex.knobs import knobs
-from tests.distributed.test_dtensor import Plan, styles
+from tests.distributed import test_dtensor
 from tests.distributed.test_errors import told
-from tests.support import llama, llama_fairscale, wrapping
+from tests.support import llama_fairscale, wrapping
 from tests.support.pool import run
 
 
@@ -172,13 +172,7 @@ def test_a_way_of_sharding_without_a_rule() -> None:
 
 
 def composites() -> list[str]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    over = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = parallelize_module(llama.single(), over["tp"], styles(Plan()))
-    fully_shard(model, mesh=over["dp"])
+    model = test_dtensor.parallel(test_dtensor.Plan(2, 2, wrapper="FSDP2"))
     out = [str(mf.detect(model, everywhere=True))]
     llama_fairscale.initialize(2)
     wrapped = DistributedDataParallel(

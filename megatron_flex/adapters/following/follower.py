@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -52,22 +52,19 @@ class Followed:
         tap: the other tap.
         follower: whom it asks.
         site: its name.
-        rules: what the module's rule says of the tensors there, by their numbers; of more, nothing.
+        rule: what the module's rule says of the first tensor there.
         gets: the module that gets the tensor; None where one returned it.
         index: which of the tensors.
+        beside: what the rule says of those behind the first.
     """
 
     tap: Any
     follower: Follower
     site: str
-    rules: Sequence[Spread | None] = ()
+    rule: Spread | None = None
     gets: nn.Module | None = None
     index: int = 0
-
-    @property
-    def rule(self) -> Spread | None:
-        """What the module's rule says of this one."""
-        return self.rules[self.index] if 0 <= self.index < len(self.rules) else None
+    beside: tuple[Spread, ...] = ()
 
     @property
     def module(self) -> nn.Module | None:
@@ -81,7 +78,9 @@ class Followed:
 
     def leaf(self, index: int) -> Followed:
         """The tap at another tensor of the same call."""
-        return Followed(self.tap.leaf(index), self.follower, self.site, self.rules, self.gets, index)
+        told = (self.rule, *self.beside)
+        rule = told[index] if 0 <= index < len(told) else None
+        return Followed(self.tap.leaf(index), self.follower, self.site, rule, self.gets, index)
 
     def tell(self, local: Tensor) -> Told:
         """How a tensor that passes lies on the ranks."""
@@ -131,16 +130,24 @@ class Follower:
         self._trace: Trace | None = None
         self._calls = 0  # of the model, within each other
 
-    def tap(self, site: str, tap: Any, rules: Sequence[Spread | None], gets: nn.Module | None) -> Followed:
+    def tap(
+        self,
+        site: str,
+        tap: Any,
+        rule: Spread | None,
+        gets: nn.Module | None,
+        beside: tuple[Spread, ...] = (),
+    ) -> Followed:
         """Another tap, followed.
 
         Args:
             site: its name.
             tap: it.
-            rules: what the module's rule says of its tensors, by their numbers; of more, nothing.
+            rule: what the module's rule says of its first tensor.
             gets: the module that gets what passes there, if it is an input.
+            beside: what that rule says of the tensors behind the first.
         """
-        return Followed(tap, self, site, rules, gets)
+        return Followed(tap, self, site, rule, gets, beside=beside)
 
     # -- at a place ------------------------------------------------------------------------------------
 

@@ -83,6 +83,7 @@ class Trace(TorchFunctionMode):
         self._names = {m: n for n, m in root.named_modules()}
         self.marks = Marks()
         self._inside: list[nn.Module] = []
+        self._norms: list[Tensor | None] = []
         self._windows: list[Window] = []
         self.opaque = 0
         self._trains, self._recomputed = torch.is_grad_enabled(), 0
@@ -125,7 +126,9 @@ class Trace(TorchFunctionMode):
         rule = self._known.get(module)
         if rule is None:
             return
-        if not self.opaque:
+        if rule.follows:
+            self._norms.append(next(flat(args), None))
+        elif not self.opaque:
             for i, tensor in enumerate(flat(args)):
                 shared = rule.inputs.shared if rule.inputs is not None and i == 0 else ()
                 self.mark(tensor).node.ends.append(frozenset(shared))
@@ -147,6 +150,9 @@ class Trace(TorchFunctionMode):
         rule = self._known.get(module)
         if rule is None:
             return
+        if rule.follows:
+            self._normed(self._norms.pop(), outputs, rule.follows)
+            return
         for i, tensor in enumerate(outputs):
             if _placements(tensor) is not None:
                 continue
@@ -157,6 +163,17 @@ class Trace(TorchFunctionMode):
             if i == 0 and rule.outputs is not None:
                 told = normal(rule.outputs, tensor.ndim)
             self.marks.make(tensor, told)
+
+    def _normed(self, source: Tensor | None, outputs: list[Tensor], dims: int) -> None:
+        """A module has worked along the last dims of a tensor, which are then whole on each rank."""
+        if source is None or self.opaque or not outputs:
+            return
+        theirs = self.mark(source)
+        told = theirs.told
+        if isinstance(told, Spread) and (told.partial or any(d >= source.ndim - dims for d, _ in told.cuts)):
+            told = Unknown("a norm works along dims of which each rank has a part")
+        mark = self.marks.make(outputs[0], told, (source,))
+        _use(theirs, mark)
 
     # -- marks -----------------------------------------------------------------------------------------
 
