@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from megatron_flex.adapters.plain import Ranks, division, groups_of
+from megatron_flex.adapters.ranks import Ranks, division, groups_of
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Axis, Mesh
 
@@ -126,8 +126,8 @@ def mesh_of(uses: Iterable[Use], said: Said, process_group: Any = None) -> Mesh:
     ranks = tuple(sorted(dist.get_process_group_ranks(process_group or dist.group.WORLD)))
     if set(covered) - set(ranks):
         raise FlexError(
-            f"the model's device mesh has ranks {list(covered)}, which process_group's {list(ranks)} does not "
-            "all hold; give the group of all ranks that the model is on"
+            f"the model's device mesh has ranks {list(covered)}, of which process_group's {list(ranks)} lack "
+            "some; give the group of all ranks that the model is on"
         )
     if len(covered) < len(ranks):
         axes = [*_beyond(axes, covered, ranks, said, process_group), *axes]
@@ -139,7 +139,7 @@ def mesh_of(uses: Iterable[Use], said: Said, process_group: Any = None) -> Mesh:
 
 def _axes(uses: list[Use]) -> tuple[list[Axis], Ranks]:
     """The axes of the mesh that has all others' dims, and all its ranks."""
-    roots = []
+    roots: list[Any] = []
     for device_mesh, _ in uses:
         if all(root_of(device_mesh) is not r for r in roots):
             roots.append(root_of(device_mesh))
@@ -220,8 +220,8 @@ def _beyond(axes: list[Axis], covered: Ranks, ranks: Ranks, said: Said, group: A
     many = len(ranks) // len(covered)
     if prod(sizes.values()) * len(covered) != len(ranks):
         raise FlexError(
-            f"the model's device mesh has {len(covered)} of {len(ranks)} ranks, and what the others are is not "
-            "known; say data_parallel_size or pipeline_parallel_size, or give the process_group of the "
+            f"the model's device mesh has {len(covered)} of {len(ranks)} ranks, and what the others are is "
+            "not known; say data_parallel_size or pipeline_parallel_size, or give the process_group of the "
             f"mesh's own ranks, {list(covered)}"
         )
     everyones: list[Any] = [None] * len(ranks)

@@ -101,6 +101,8 @@ class _Telling:
         self.absent = getattr(fire, "absent", None)
 
     def __call__(self, local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
+        if layout is not None:  # the tap knows it
+            return self.fire(local, layout, route)
         told = self.placed.tell(local)
         if isinstance(told, Unknown):
             unknown = cast(Callable[[Tensor, str], Tensor] | None, getattr(self.fire, "unknown", None))

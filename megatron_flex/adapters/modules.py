@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -101,15 +102,28 @@ class Modules:
         rule = self._known.get(module, Rule())
         yield self._site(f"{name}:input", AnyInput(module), rule)
         for point in rule.points:
-            yield self._bare(f"{name}:{point.name}", Placed(point.tap, partial(_always, point.spread)))
+            tap = Placed(self._opened(point.tap), partial(_always, point.spread))
+            yield self._bare(f"{name}:{point.name}", tap)
         yield self._site(f"{name}:output", AnyOutput(module), rule)
 
     def _site(self, name: str, tap: AnyInput | AnyOutput, rule: Rule) -> Site:
         spread = rule.inputs if isinstance(tap, AnyInput) else rule.outputs
-        placed: Tap = tap
+        placed = self._opened(tap)
         if self.follower is not None:
-            placed = Placed(tap, partial(self.follower.tell, name, spread), self.follower.gradient)
+            placed = Placed(placed, partial(self.follower.tell, name, spread), self._turned)
         return self._bare(name, placed, rule.hidden)
+
+    def _opened(self, tap: Tap) -> Tap:
+        """The tap as rules want it: some tensors tell their layouts themselves."""
+        opened = getattr(self.rules, "opened", None)
+        return tap if opened is None else cast(Tap, opened(tap))
+
+    def _turned(self, tensor: Tensor, layout: Layout) -> Layout:
+        """The layout of a gradient."""
+        tells = getattr(self.rules, "tells", None)
+        if self.follower is None or (tells is not None and tells(tensor)):
+            return layout.gradient()
+        return self.follower.gradient(tensor, layout)
 
     def _bare(self, name: str, tap: Tap, hidden: str = "") -> Site:
         return Site(name, Layout(()), (), self.mesh["pp"].coord, hidden, tap=tap, inferred=True)

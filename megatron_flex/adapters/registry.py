@@ -57,8 +57,17 @@ def _megatron_core(chunks: list[nn.Module], said: Said, process_group: Any) -> F
     return Found("megatron-core", f"it is a {type(adapter.roots[0]).__name__} of Megatron's", make)
 
 
+def _dtensor(chunks: list[nn.Module], said: Said, process_group: Any) -> Found | None:
+    from megatron_flex.adapters import dtensor
+
+    return dtensor.find(chunks, said, process_group)
+
+
 # By the package without which there is nothing to find, in the order in which they are asked.
-BUILT_IN: tuple[tuple[str, Callable[..., Found | None]], ...] = (("megatron", _megatron_core),)
+BUILT_IN: tuple[tuple[str, Callable[..., Found | None]], ...] = (
+    ("megatron", _megatron_core),
+    ("torch.distributed.tensor", _dtensor),
+)
 
 
 def finders() -> Iterable[Callable[..., Found | None]]:

@@ -1,0 +1,351 @@
+"""PyTorch's own tensor parallelism: layouts are what DTensors' placements and parallel styles say.
+
+A DTensor that passes a hook tells its layout itself; hooks get its local part, and what they make of it goes
+on as a DTensor of the same placements. A local tensor that leaves a module with a parallel style lies as the
+style says. What lies between such modules is followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megatron_flex.adapters import transformers_tp
+from megatron_flex.adapters.base import Adapter, Undo
+from megatron_flex.adapters.composing import compose
+from megatron_flex.adapters.device_mesh import NAMES, axes_of, mesh_of, uses_in
+from megatron_flex.adapters.leaves import AnyInput
+from megatron_flex.adapters.naming import named_modules, unwrap
+from megatron_flex.adapters.registry import Found
+from megatron_flex.adapters.rules import Point, Rule
+from megatron_flex.adapters.spread import WHOLE, Spread, Told, Unknown
+from megatron_flex.layout import Layout
+from megatron_flex.mesh import Mesh
+from megatron_flex.sites import Fire, Tap
+
+NAME = "PyTorch tensor parallel"
+
+# The local parts of DTensors that passed a tap: what tells their layouts tells that of their gradients.
+_opened = WeakIdKeyDictionary()
+
+
+# -- placements ----------------------------------------------------------------------------------------
+
+
+def spread_of(
+    placements: Sequence[Any],
+    device_mesh: Any,
+    mesh: Mesh,
+    shape: Sequence[int] | None = None,
+    grad_placements: Sequence[Any] | None = None,
+) -> Told:
+    """How the local part of a DTensor lies on the ranks of one sample.
+
+    Args:
+        placements: the DTensor's.
+        device_mesh: likewise.
+        mesh: the axes of the run.
+        shape: the DTensor's, where it is known: parts of a dim that does not divide differ in length.
+        grad_placements: what `to_local` was told of the gradient.
+
+    Raises:
+        FlexError: the DeviceMesh has a dim that is no axis of the run.
+    """
+    cuts: list[tuple[int, str]] = []
+    partial_: list[str] = []
+    shared: list[str] = []
+    uneven = False
+    back = grad_placements or (None,) * len(placements)
+    for axis, placement, grad in zip(axes_of(device_mesh, mesh), placements, back, strict=True):
+        if not axis:
+            continue
+        why = _refused(axis, placement)
+        if why:
+            return Unknown(f"it is a DTensor with {placement!r} over {axis}, {why}")
+        if placement.is_partial():
+            partial_.append(axis)
+        elif placement.is_shard() and axis != "dp":
+            cuts.append((placement.dim, axis))
+            uneven = uneven or (shape is not None and shape[placement.dim] % mesh[axis].size != 0)
+        elif axis != "dp" and grad is not None and grad.is_partial():
+            shared.append(axis)
+    return Spread(tuple(cuts), tuple(partial_), tuple(shared), uneven)
+
+
+def _refused(axis: str, placement: Any) -> str:
+    """Why a placement over an axis has no layout, if so."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if isinstance(placement, Replicate):
+        return ""
+    if isinstance(placement, _StridedShard):
+        return "whose parts are cut in several pieces each, which no rule tells; redistribute it to a Shard"
+    if isinstance(placement, Shard):
+        if axis == "pp" or (axis == "dp" and placement.dim != 0):
+            return "which is no way to lay the tensors of one sample"
+        return ""
+    if type(placement) is Partial and placement.reduce_op == "sum":
+        return "" if axis != "dp" else "a sum over replicas, not one replica's own tensor; redistribute it"
+    if isinstance(placement, Partial):
+        return "which becomes a tensor of its own only when it is reduced; redistribute it first"
+    return f"a {type(placement).__name__} without a rule"
+
+
+# -- taps ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Open:
+    """Another tap; of a DTensor that passes it hooks see the local part.
+
+    Attributes:
+        tap: the other tap.
+        mesh: the axes of the run.
+    """
+
+    tap: Any
+    mesh: Mesh
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that the other tap stands at."""
+        return getattr(self.tap, "module", None)
+
+    def leaf(self, index: int) -> Open:
+        """The tap at another tensor of the same call."""
+        return replace(self, tap=self.tap.leaf(index))
+
+    def install(self, fire: Fire) -> Undo:
+        """Inject `fire` by way of the other tap."""
+        undo: Undo = self.tap.install(_Opening(fire, self.mesh))
+        return undo
+
+
+class _Opening:
+    """What the other tap calls."""
+
+    def __init__(self, fire: Fire, mesh: Mesh) -> None:
+        self.fire, self.mesh = fire, mesh
+        self.absent = getattr(fire, "absent", None)
+
+    def __call__(self, tensor: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        if not isinstance(tensor, DTensor):
+            return self.fire(tensor, layout, route)
+        told = spread_of(tensor.placements, tensor.device_mesh, self.mesh, tensor.shape)
+        local = tensor.to_local()
+        if isinstance(told, Unknown):
+            unknown: Callable[[Tensor, str], Tensor] | None = getattr(self.fire, "unknown", None)
+            return tensor if unknown is None else _again(tensor, local, unknown(local, told.why))
+        _opened[local] = True
+        return _again(tensor, local, self.fire(local, told.layout(tensor.ndim), route))
+
+
+def _again(tensor: Any, local: Tensor, new: Tensor) -> Tensor:
+    """What hooks made of the local part of a DTensor, as a DTensor; itself if they left it as it is."""
+    from torch.distributed.tensor import DTensor
+
+    if new is local:
+        whole: Tensor = tensor
+        return whole
+    made: Tensor = DTensor.from_local(
+        new,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+    return made
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """What a module itself computes, before the hooks that already stand there turn it into its output.
+
+    Attributes:
+        module: the module.
+    """
+
+    module: nn.Module
+
+    def install(self, fire: Fire) -> Undo:
+        """Inject `fire` right behind the module's forward."""
+
+        def hook(_: nn.Module, __: Any, output: Any) -> Any:
+            new = fire(output)
+            return None if new is output else new
+
+        return self.module.register_forward_hook(hook, prepend=True).remove
+
+
+# -- styles --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Style:
+    """What the hooks of a parallel style on a module were made with.
+
+    Attributes:
+        name: the style's class.
+        device_mesh: of the tensors that it makes.
+        inputs: the placement of the first tensor that the module gets as a local one; None if it gets that
+            as a DTensor, or as it came.
+        outputs: likewise of what it returns.
+        known: whether it is one of torch's own.
+    """
+
+    name: str
+    device_mesh: Any
+    inputs: Any = None
+    outputs: Any = None
+    known: bool = True
+
+
+def styles_of(module: nn.Module) -> Iterator[Style]:
+    """What the hooks of `parallelize_module`'s styles, or of `distribute_module`, on a module say."""
+    sequence = None
+    for before, hook in _hooks(module):
+        held = dict(zip(hook.__code__.co_freevars, (c.cell_contents for c in hook.__closure__), strict=True))
+        device_mesh = held.get("device_mesh")
+        if device_mesh is None:
+            continue
+        style, made = held.get("self"), held.get("input_fn" if before else "output_fn")
+        if style is not None:  # PrepareModuleInput and PrepareModuleOutput are kept whole
+            name = type(style).__name__
+            theirs = type(style).__module__.startswith("torch.distributed.")
+            layouts: Any = getattr(
+                style, "desired_input_layouts" if before else "desired_output_layouts", None
+            )
+            local = bool(layouts) and bool(style.use_local_output)
+            placement = layouts[0] if local and theirs else None
+            yield Style(name, device_mesh, **{"inputs" if before else "outputs": placement}, known=theirs)
+        elif isinstance(made, partial) and made.func.__module__.startswith("torch.distributed."):
+            name = made.func.__qualname__.partition(".")[0]
+            args = made.args
+            if before:
+                sequence = args[0][0] if name == "SequenceParallel" else None
+                yield Style(name, device_mesh)
+            elif args[-1]:  # the output is a local tensor
+                yield Style(name, device_mesh, outputs=args[0][0] if len(args) > 1 else sequence)
+            else:
+                yield Style(name, device_mesh)
+        elif made is not None:
+            yield Style(getattr(made, "__qualname__", repr(made)), device_mesh, known=False)
+
+
+def _hooks(module: nn.Module) -> Iterator[tuple[bool, Any]]:
+    for before, hooks in ((True, module._forward_pre_hooks), (False, module._forward_hooks)):
+        for hook in hooks.values():
+            if getattr(hook, "__closure__", None) and hasattr(hook, "__code__"):
+                yield before, hook
+
+
+class Styles:
+    """The rules of one model's parallel styles. Its DTensor parameters tell their layouts themselves."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def of(self, path: str, module: nn.Module) -> Rule | None:
+        """What a module's styles tell."""
+        theirs = transformers_tp.style_of(module)
+        if theirs is not None:
+            tell = partial(self._local, theirs[1])
+            return transformers_tp.rule_of(module, tell)
+        styles = list(styles_of(module))
+        if not styles:
+            return None
+        inputs = next((s for s in styles if s.inputs is not None), None)
+        outputs = [s for s in styles if s.outputs is not None]
+        rule = Rule(points=tuple(self._points(module, styles)))
+        if inputs is not None:
+            rule = replace(rule, inputs=self._local(inputs.device_mesh, inputs.inputs))
+        if outputs:
+            last = outputs[-1]
+            rule = replace(rule, outputs=self._local(last.device_mesh, last.outputs, _width(module)))
+        return rule
+
+    def opened(self, tap: Tap) -> Tap:
+        """A tap that opens DTensors."""
+        return Open(tap, self.mesh)
+
+    def tells(self, local: Tensor) -> bool:
+        """Whether a tensor is the part of a DTensor that told its layout, and so tells its gradient's."""
+        return local in _opened
+
+    def _local(self, device_mesh: Any, placement: Any, width: int | None = None) -> Spread | None:
+        told = spread_of([placement], device_mesh, self.mesh)
+        if isinstance(told, Unknown):
+            return None
+        ends = width is not None and any(d == -1 and width % self.mesh[a].size for d, a in told.cuts)
+        return replace(told, uneven=ends)
+
+    def _points(self, module: nn.Module, styles: list[Style]) -> Iterator[Point]:
+        names = {s.name for s in styles if s.known}
+        if not isinstance(module, nn.Linear) or not names & {"ColwiseParallel", "RowwiseParallel"}:
+            return
+        rows = "RowwiseParallel" in names
+        gets = Spread(((-1, "tp"),)) if rows else WHOLE
+        yield Point("gemm_input", gets, AnyInput(module))
+        if rows:
+            yield Point("partial", Spread(partial=("tp",)), Computed(module))
+
+
+def _width(module: nn.Module) -> int | None:
+    """The number of features that a module returns, where it is a linear or an embedding."""
+    width = getattr(module, "out_features", getattr(module, "embedding_dim", None))
+    return width if isinstance(width, int) else None
+
+
+def _sharded(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """A module's own DTensor parameters."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if hasattr(parameter, "placements"):
+            yield name, parameter
+
+
+# -- finding -------------------------------------------------------------------------------------------
+
+
+def find(chunks: list[nn.Module], said: Mapping[str, int | None], process_group: Any) -> Found | None:
+    """Claim a module with parallel styles, or with DTensor parameters that are not only sharded by FSDP2."""
+    if len(chunks) != 1:
+        return None
+    root = unwrap(chunks[0])
+    why = _shows(root)
+    if not why:
+        return None
+
+    def make() -> Adapter:
+        mesh = mesh_of(uses_in(root), said, process_group)
+        return compose(chunks[0], mesh, Styles(mesh), NAME)
+
+    return Found(NAME, why, make)
+
+
+def _shows(root: nn.Module) -> str:
+    """What shows that a model is tensor parallel; empty if nothing does."""
+    for path, module in named_modules(root):
+        theirs = transformers_tp.style_of(module)
+        if theirs is not None:
+            return f"{path or 'the module'} has transformers' parallel style {type(theirs[0]).__name__}"
+        style = next(styles_of(module), None)
+        if style is not None:
+            return f"{path or 'the module'} has the parallel style {style.name}"
+    over_data = any(axis == "dp" for _, axis in uses_in(root))
+    for path, module in named_modules(root):
+        for name, parameter in _sharded(module):
+            names = parameter.device_mesh.mesh_dim_names or ("",) * parameter.device_mesh.ndim
+            for axis, size in zip(names, parameter.device_mesh.shape, strict=True):
+                meaning = NAMES.get(axis.lower(), "" if over_data else "tp")
+                if size > 1 and meaning in ("tp", "cp"):
+                    return f"{path}.{name} is a DTensor over {axis or 'a mesh'} of {size} ranks".lstrip(".")
+    return ""
