@@ -12,7 +12,8 @@ from torch import nn
 from megatron_flex.adapters import ddp, device_mesh, fsdp, plain, sharded
 from megatron_flex.adapters.composing import compose
 from megatron_flex.adapters.modules import Modules
-from megatron_flex.adapters.plain import Ranks, Said
+from megatron_flex.adapters.plain import Said
+from megatron_flex.adapters.ranks import Ranks
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
 
