@@ -75,7 +75,8 @@ def find(chunks: list[nn.Module], said: Said, process_group: Any) -> Found | Non
         why = f"fairscale was initialized with {_stages()} pipeline stages"
     else:
         return None
-    return Found("fairscale", why, partial(_make, chunks, modules, said, process_group), alone=True)
+    make = partial(_make, chunks, modules, said, process_group)
+    return Found("fairscale", why, make, alone=layer is not None)
 
 
 def _stages() -> int:
