@@ -28,6 +28,7 @@ class Averaged(Resident):
         self.wrappers = wrappers
         self.why = "it is in torch's DistributedDataParallel"
         self._before: bool | str | None = None  # what was known when it was frozen
+        self.scheduled = False  # a pipeline schedule averages with the last microbatch of each step
 
     def reduced(self) -> bool | str | None:
         """True behind a backward pass outside of `no_sync()`, if the wrappers have all parameters."""
@@ -37,7 +38,7 @@ class Averaged(Resident):
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             return f"DistributedDataParallel leaves out {left[0]}{more}; {SAY_REDUCED}"
-        return all_synchronized(self.wrappers)
+        return True if self.scheduled else all_synchronized(self.wrappers)
 
     def _left_out(self) -> list[str]:
         """The trained parameters that no wrapper averages."""

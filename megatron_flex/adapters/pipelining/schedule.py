@@ -1,250 +1,34 @@
-"""torch.distributed.pipelining: a model whose stages a schedule runs, several on one rank or one.
-
-A schedule tells the mesh's `pp` axis and which modules a rank has; each of these is taken as it would be by
-itself, whatever framework cut it further. Steps and microbatches are told from around the schedule's `step`
-and its stages' passes.
-"""
+"""Follow a schedule: which step, which microbatch, forward or backward."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from megatron_flex.adapters.base import Architecture, Listener, LocalGradient, ParameterSite, Part, Undo
+from megatron_flex.adapters.base import Listener, Undo
 from megatron_flex.adapters.driving import Called
-from megatron_flex.adapters.modules import Modules, distinct
+from megatron_flex.adapters.pipelining.stages import Stages
 from megatron_flex.adapters.taps import intercept
 from megatron_flex.adapters.trees import tensors, with_tensor
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import Fire, Site
+from megatron_flex.sites import Fire
 
-Said = Mapping[str, int | None]  # axis name to the size that a person gave
+APART = (
+    "{schedule} divides backward passes, and then DistributedDataParallel averages no gradients, with hooks or "
+    "without; use Interleaved1F1B, or fully_shard"
+)
 UNPLANNED = (
     "what pipeline stage {stage} hands on needs a gradient, and when the schedule learned shapes it needed "
     "none, so that nothing would come back; make the schedule of a model whose parameters need gradients, "
     "and call the FlexModel's freeze()"
 )
-
-
-class Stages(list[nn.Module]):
-    """The modules of a schedule's stages on this rank.
-
-    Attributes:
-        schedule: the schedule.
-        stages: its stages here, in the order of the modules.
-    """
-
-    def __init__(self, schedule: Any) -> None:
-        self.schedule = schedule
-        one = getattr(schedule, "_stage", None)
-        self.stages: list[Any] = list(schedule._stages) if one is None else [one]
-        self.stages.sort(key=lambda stage: int(stage.stage_index))
-        super().__init__(stage.submod for stage in self.stages)
-
-
-def opened(model: Any) -> list[nn.Module]:
-    """The modules of what a person gives: a module, a list of them, a schedule.
-
-    Raises:
-        FlexError: it is a stage by itself.
-    """
-    if isinstance(model, nn.Module):
-        return [model]
-    library = sys.modules.get("torch.distributed.pipelining.schedules")
-    if library is not None and isinstance(model, library._PipelineSchedule):
-        return Stages(model)
-    if library is not None and _is_stage(model):
-        raise FlexError("a PipelineStage does not know what runs it; give the schedule that it is handed to")
-    parts = list(model)
-    if library is not None and any(_is_stage(part) for part in parts):
-        raise FlexError(
-            "PipelineStages do not know what runs them; give the schedule that they are handed to"
-        )
-    return parts
-
-
-def _is_stage(thing: Any) -> bool:
-    return isinstance(thing, sys.modules["torch.distributed.pipelining.stage"]._PipelineStageBase)
-
-
-def take(chunks: Stages, said: Said, adapter_of: Callable[[list[nn.Module], Said], Any]) -> Staged:
-    """The adapter of a schedule's model.
-
-    Args:
-        chunks: its modules on this rank.
-        said: the sizes that a person gave.
-        adapter_of: makes the adapter of one of them. Collective, as often on all ranks.
-
-    Raises:
-        FlexError: what a person says of pipeline stages, or what their modules tell, is not as the schedule
-            has it.
-    """
-    first = chunks.stages[0]
-    size = int(first.group_size)
-    if said.get("pp") not in (None, size):
-        raise FlexError(
-            f"pipeline_parallel_size={said['pp']}, but the schedule's stages are on {size} ranks; leave it "
-            "out"
-        )
-    parts: list[Modules] = []
-    for stage, chunk in zip(chunks.stages, chunks, strict=True):
-        part = adapter_of([chunk], {**said, "pp": size})
-        if not isinstance(part, Modules):
-            raise FlexError(
-                f"stage {stage.stage_index} is a model of {part.name}, which has a pipeline schedule of its "
-                "own; run that"
-            )
-        parts.append(part)
-    ranks = tuple(dist.get_process_group_ranks(first.group or dist.group.WORLD))
-    for part in parts:
-        if part.mesh["pp"].ranks != ranks and size > 1:
-            raise FlexError(
-                f"the schedule's stages are on ranks {list(ranks)}, and the model's mesh "
-                f"({part.mesh.describe()}) has {list(part.mesh['pp'].ranks)} in their place; number the "
-                "ranks of stages, replicas and tensor parallel shards in that order, as init_device_mesh "
-                "does with mesh_dim_names=('pp', 'dp', 'tp')"
-            )
-    return Staged(chunks, parts)
-
-
-def turns(stages: int, rank_of: Mapping[int, int], ranks: int) -> list[int]:
-    """For each stage how often the pipeline has gone round before it, 0 for those of one stage a rank.
-
-    Where stages run down and up again (a V), going up takes a round for each rank.
-    """
-    place, out = -1, []
-    for stage in range(stages):
-        place += 1 + (rank_of[stage] - place - 1) % ranks
-        out.append(place // ranks)
-    return out
-
-
-class Staged:
-    """The stages of one rank as one model.
-
-    Args:
-        chunks: the schedule's modules.
-        parts: the adapter of each.
-    """
-
-    def __init__(self, chunks: Stages, parts: list[Modules]) -> None:
-        self._parts, self.mesh, self.name = parts, parts[0].mesh, parts[0].name
-        self.prefix = parts[0].prefix
-        count = int(chunks.stages[0].num_stages)
-        self.logits = f"stage{count - 1}:output"
-        at = turns(count, chunks.stages[0].stage_index_to_group_rank, self.mesh["pp"].size)
-        self.turns = [at[stage.stage_index] for stage in chunks.stages]
-        self.driving = Scheduled(chunks, self.turns, self.mesh)
-        for stage, part in zip(chunks.stages, parts, strict=True):
-            part.rename(f"stage{stage.stage_index}")
-            part.driving = Nobody()
-        self._owners = {id(p.parameter): part for part in parts for p in part.parameters()}
-
-    def _owner(self, parameter: nn.Parameter) -> Modules:
-        return self._owners[id(parameter)]
-
-    def module_names(self) -> list[str]:
-        """Those of all stages here."""
-        return list(dict.fromkeys(n for part in self._parts for n in part.module_names()))
-
-    def parts(self) -> list[Part]:
-        """What is in the stages, and the schedule."""
-        inside = [p for part in self._parts for p in part.parts() if p.name != Nobody.name]
-        return [Part(self.driving.name, self.driving.why), *dict.fromkeys(inside)]
-
-    def check(self) -> None:
-        """Refuse what a module alone would be refused for, and names that two stages have."""
-        for part in self._parts:
-            part.check_modules()
-        distinct([part.names() for part in self._parts], self.mesh)
-
-    def sites(self) -> list[Site]:
-        """Those of all stages, quiet while the schedule tries shapes."""
-        return [
-            replace(site, chunk=turn, tap=Awake(site.tap, self.driving))
-            for turn, part in zip(self.turns, self._parts, strict=True)
-            for site in part.sites()
-        ]
-
-    def parameters(self) -> list[ParameterSite]:
-        """Those of all stages."""
-        return [
-            replace(p, chunk=turn)
-            for turn, part in zip(self.turns, self._parts, strict=True)
-            for p in part.parameters()
-        ]
-
-    def without_layout(self) -> dict[str, str]:
-        """Those of all stages."""
-        return {name: kind for part in self._parts for name, kind in part.without_layout().items()}
-
-    def settle(self) -> None:
-        """Wait for who keeps the parameters."""
-        for part in self._parts:
-            part.settle()
-
-    def gradients_reduced(self, called: bool = False) -> bool | str:
-        """Whether who keeps them reduces them; in words, if that is not known of one stage."""
-        told = [part.gradients_reduced(called) for part in self._parts]
-        return next((t for t in told if isinstance(t, str)), all(told))
-
-    def value(self, parameter: nn.Parameter) -> Tensor:
-        """A parameter."""
-        return self._owner(parameter).value(parameter)
-
-    def put(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Set it."""
-        self._owner(parameter).put(parameter, value)
-
-    def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
-        """Its gradient."""
-        return self._owner(parameter).gradient(parameter, reduced)
-
-    def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
-        """Set that."""
-        self._owner(parameter).put_gradient(parameter, value, reduced)
-
-    def freeze(self) -> Undo:
-        """Let no parameter get a gradient."""
-        self.driving.frozen = True
-        return _all([partial(setattr, self.driving, "frozen", False), *(p.freeze() for p in self._parts)])
-
-    def open_recomputed(self) -> Undo:
-        """Nothing: how a module recomputes is its own."""
-        return lambda: None
-
-    def architecture(self) -> Architecture | None:
-        """Not known."""
-        return None
-
-    def run(self, tokens: Tensor, microbatch_size: int | None = None) -> None:
-        """Run the schedule forward over whole tokens."""
-        self.driving.run(tokens, microbatch_size)
-
-    def watch(self, listener: Listener) -> Undo:
-        """Tell of the schedule's steps, and follow layouts in them."""
-        return _all([self.driving.watch(listener), *(part.watch(listener) for part in self._parts)])
-
-
-class Nobody:
-    """Tells nothing: what runs a stage is told of for all stages together."""
-
-    name, why = "nobody", ""
-
-    def watch(self, listener: Listener) -> Undo:
-        """Nothing."""
-        return lambda: None
-
-    def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
-        """Nothing."""
 
 
 class Scheduled:
@@ -276,7 +60,7 @@ class Scheduled:
             undos.append(intercept(stage, "backward_weight_one_chunk", partial(self._weights, stage)))
         outside = cast(Listener, _Outside(listener, self))
         undos += [called.watch(outside) for called in self._called]
-        return _all(undos)
+        return together(undos)
 
     @property
     def busy(self) -> bool:
@@ -305,7 +89,7 @@ class Scheduled:
     def _try(self, initialize: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # What edits add to a frozen model needs gradients, which stages then have to be ready to send.
         frozen = self.frozen and self.schedule._has_backward
-        undo = _all([s.submod.register_forward_hook(_as_trained).remove for s in self.stages if frozen])
+        undo = together([s.submod.register_forward_hook(_as_trained).remove for s in self.stages if frozen])
         self.trying = True
         try:
             return initialize(*args, **kwargs)
@@ -341,6 +125,8 @@ class Scheduled:
             return backward(*args, **kwargs)
         number = int(args[0] if args else kwargs["bwd_chunk_id"])
         listener.backward_begins(tensors(stage.fwd_cache[number][0]))
+        if not kwargs.get("full_backward", True) and isinstance(stage.submod, DistributedDataParallel):
+            listener.fails(APART.format(schedule=self.name))
         if listener.hooked() and stage.dw_builder is None and not kwargs.get("full_backward", True):
             # Split, it would go to inputs and then to the stage's own parameters, and to nothing else that
             # edits have brought in; whole, it goes everywhere.
@@ -466,7 +252,7 @@ class _Waking:
         return found
 
 
-def _all(undos: list[Undo]) -> Undo:
+def together(undos: list[Undo]) -> Undo:
     def undo() -> None:
         for one in reversed(undos):
             one()
