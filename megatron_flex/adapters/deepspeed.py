@@ -49,7 +49,15 @@ NOT_WHOLE = (
     "ZeRO puts gradients together in the backward pass of the last of {steps} microbatches, and engine.step() "
     "takes them away; ask in between"
 )
-NO_MASTER = "a {kind} keeps it in another dtype, out of reach; use ZeRO (zero_optimization.stage 1 to 3)"
+NO_MASTER = "a {kind} steps a copy of it, out of reach; use ZeRO (zero_optimization.stage 1 to 3)"
+NOT_REDUCED = (
+    "a {kind} does not tell whether its gradient is reduced; hook it as it comes (hook_type=\"tensor\"), or let "
+    "ZeRO keep gradients in the parameters' dtype (data_types.grad_accum_dtype)"
+)
+NOT_FROZEN = (
+    "{what} waits for gradients that would never come; leave the parameters as they are and do not call the "
+    "optimizer's step, or set requires_grad before deepspeed.initialize()"
+)
 
 
 # -- finding it ----------------------------------------------------------------------------------------
@@ -208,7 +216,7 @@ class Replicated(Resident):
 
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Write into it, and into the part of ZeRO's own copy that is on this rank."""
-        if self.kind != ZERO_12 and not self._own_masters():
+        if not hasattr(parameter, "_hp_mapping") and not self._own_masters():
             raise FlexError(NO_MASTER.format(kind=self.kind))
         super().put(parameter, value)
         if hasattr(parameter, "_hp_mapping"):
@@ -237,6 +245,14 @@ class Replicated(Resident):
 
         safe_set_full_grad(parameter, value)
 
+    def freeze(self) -> Undo:
+        """Turn `requires_grad` off, where nothing counts on gradients."""
+        if of_deepspeed(self.engine, PIPELINE):
+            raise FlexError(NOT_FROZEN.format(what="a pipeline stage"))
+        if not self._own_masters():
+            raise FlexError(NOT_FROZEN.format(what=f"a {self.kind}"))
+        return super().freeze()
+
     def _check(self, parameter: nn.Parameter) -> bool:
         """Whether it has a gradient now; known alike on all ranks, as asking for it is collective."""
         if not parameter.requires_grad:
@@ -247,7 +263,7 @@ class Replicated(Resident):
                 raise FlexError(NOT_WHOLE.format(steps=self.engine.gradient_accumulation_steps()))
             return True
         if self.kind != ZERO_12:
-            raise FlexError(NO_MASTER.format(kind=self.kind))
+            raise FlexError(NOT_REDUCED.format(kind=self.kind))
         if id(parameter) not in self._group:
             raise FlexError("the optimizer was not given it, so that nothing reduces its gradient")
         if self.optimizer.cpu_offload:
@@ -361,7 +377,8 @@ class Scheduled:
         """Evaluate it on tokens, whatever they are to its first layer; microbatches along their first dim."""
         engine = self.engine
         parts = list(tokens.split(microbatch_size or max(len(tokens), 1)))
-        training = engine.module.training
+        training, total = engine.module.training, engine.total_loss
+        engine.total_loss = None  # which outputs are added to for want of a loss
         engine.reset_activation_shape()  # stages have told each other that of other microbatches
         engine.eval_batch(
             iter([(part, part) for part in parts]),
@@ -372,6 +389,7 @@ class Scheduled:
         )
         engine.reset_activation_shape()
         engine.module.train(training)
+        engine.total_loss = total
 
 
 class _Told:
