@@ -178,6 +178,7 @@ def test_the_page_on_adapters_runs(tmp_path: Path) -> None:
     assert set(read) == {
         "0:output (4, 16)",
         "0:output.grad (4, 16)",
+        "1:output (4, 16)",
         "2:partial (4, 8)",
         "2.weight.grad (8, 16)",
     }
@@ -202,8 +203,9 @@ def _compare_toy(names: dict[str, Any]) -> None:
     assert (tuple(up.shape), tuple(down.shape)) == ((16, 6), (8, 16))
     x = functional.linear(torch.arange(24.0).view(4, 6) / 24, up)
     edited = x / x.norm(dim=-1, keepdim=True)
-    y = functional.linear(functional.gelu(edited), down)
-    truth = {"0:output": x, "2:partial": y}
+    active = functional.gelu(edited)
+    y = functional.linear(active, down)
+    truth = {"0:output": x, "1:output": active, "2:partial": y}
     found = torch.autograd.grad(y.square().sum(), [edited, down])
     truth |= dict(zip(("0:output.grad", "2.weight.grad"), found, strict=True))
     for name, tensors in flex.output_dict.items():

@@ -26,15 +26,15 @@ class Special(nn.Linear):
 class Claiming:
     """A finder of models that have such a layer in them."""
 
-    def __init__(self, name: str, before: tuple[str, ...] = ()) -> None:
-        self.name, self.before = name, before
+    def __init__(self, name: str, before: tuple[str, ...] = (), around: bool = False) -> None:
+        self.name, self.before, self.around = name, before, around
 
     def __call__(self, chunks: list[nn.Module], said: Any, process_group: Any) -> Found | None:
         if not any(isinstance(m, Special) for m in chunks[0].modules()):
             return None
         why = f"{self.name}'s Special is in it"
         make = lambda: compose(chunks[0], mesh_of(said, process_group), name=self.name)  # noqa: E731
-        return Found(self.name, why, make, alone=True)
+        return Found(self.name, why, make, alone=True, around=self.around)
 
 
 @pytest.fixture
@@ -111,6 +111,15 @@ def test_an_adapter_may_come_before_another(register: Any):
     found = mf.detect(model())
     assert found.framework == "better"
     assert ("special", "it gives way to better") in found.others
+
+
+def test_what_is_around_a_model_gives_way_to_what_is_in_it(register: Any):
+    register(Claiming("engine", around=True))
+    assert mf.detect(model()).framework == "engine"
+    register(Claiming("special"))
+    found = mf.detect(model())
+    assert found.framework == "special"
+    assert ("engine", "it gives way to special") in found.others
 
 
 def test_two_that_come_before_each_other_are_two_claims(register: Any):
