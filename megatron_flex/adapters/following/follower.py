@@ -294,7 +294,7 @@ def _kind(tree: Any) -> list[Hashable]:
         return [type(tree), *(kind for item in tree for kind in _kind(item))]
     if isinstance(tree, dict):
         return [kind for key, item in tree.items() for kind in (str(key), *_kind(item))]
-    return [str(tree) if isinstance(tree, (bool, str, type(None))) else type(tree)]
+    return [repr(tree) if isinstance(tree, (bool, str, type(None))) else type(tree).__qualname__]
 
 
 __all__ = ["Answer", "Followed", "Follower", "as_spread", "held", "turned"]
