@@ -25,7 +25,6 @@ from megatron_flex.runtime.captures import Captures
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.debugging.rehearsal import Rehearsal
 from megatron_flex.runtime.debugging.tracing import Tracer
-from megatron_flex.runtime.declared import DIFFER
 from megatron_flex.runtime.editing import Editing
 from megatron_flex.runtime.failing import raise_everywhere
 from megatron_flex.runtime.firing import Firing
@@ -310,9 +309,11 @@ class Session:
             raise HookError(objection)
         if self.probing is None:  # which may not pass where a step does: no labels, no backward pass
             self.standing.judge(hooks)
-        if self.firing.declared.differ():
-            failure = failure or (DIFFER, HookError(DIFFER))
-        wrong = any(h.can_fail for h in hooks) and any_rank([int(failure is not None)], mesh)[0]
+        differ = self.firing.declared.differ()
+        if differ:
+            failure = failure or (differ, HookError(differ))
+        can_fail = self.registry.follows or any(h.can_fail for h in hooks)
+        wrong = can_fail and any_rank([int(failure is not None)], mesh)[0]
         self.passing.settle()
         if wrong:
             self._recorder.drop()
