@@ -29,6 +29,7 @@ class Built:
         name: a site of the single-process model to the name that it has here.
         averaged: whether gradients are those of the mean of the replicas' losses when a step is over.
         whole: what else makes a tensor comparable with one process's, site and tensor to tensor.
+        clear: drops all gradients; the model's `zero_grad()` if None.
     """
 
     model: Any
@@ -37,6 +38,7 @@ class Built:
     name: Callable[[str], str] = lambda site: site
     averaged: bool = False
     whole: Callable[[str, Tensor], Tensor] = lambda site, tensor: tensor
+    clear: Callable[[], None] | None = None
 
 
 Build = Callable[..., Built]
@@ -74,7 +76,7 @@ def answer(build: Build, args: Sequence[Any], sites: Sequence[str], edits: Seque
     }
     out["mesh"] = mesh.describe()
     plain = built.step(*data)
-    _clear(built.model)
+    _clear(built)
     flex.restore()
     for kind in ("forward", "tensor"):
         hooks = [mf.HookFunction(built.name(s), hook_type=kind) for s in sites]
@@ -90,25 +92,28 @@ def answer(build: Build, args: Sequence[Any], sites: Sequence[str], edits: Seque
             if kind == "tensor":
                 out["gradients"] = _gradients(flex)
                 out["parameters"] = {n: t.clone() for n, t in flex.named_whole_parameters(everywhere=True)}
-        _clear(built.model)
+        _clear(built)
     out["loss"] = plain.detach()
     for site in edits:
         hook = mf.HookFunction(built.name(site), editing_function=_edit, save=False)
         with mf.attach(built.model, [hook], **built.options) as flex:
             loss = built.step(*data)
             out["edited"][site] = loss.detach(), _gradients(flex)
-        _clear(built.model)
+        _clear(built)
     with mf.FlexModel(built.model, **built.options) as flex:
         flex.register_trainable_module("probe", probe())
         flex.register_forward_hook(mf.HookFunction(built.name(PROBED), editing_function=_bias, save=False))
         built.step(*data)
         out["trained"] = {n: p.grad.clone() for n, p in flex.trainable_modules["probe"].named_parameters()}
-    _clear(built.model)
+    _clear(built)
     return out
 
 
-def _clear(model: Any) -> None:
-    for chunk in [model] if isinstance(model, nn.Module) else model:
+def _clear(built: Built) -> None:
+    if built.clear is not None:
+        built.clear()
+        return
+    for chunk in [built.model] if isinstance(built.model, nn.Module) else built.model:
         chunk.zero_grad()
 
 
