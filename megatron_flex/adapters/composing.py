@@ -25,7 +25,7 @@ def keeping_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> Keeping:
     if units := fsdp.units_of(chunk):
         return fsdp.Flattened(root, units)
     if sharded.has_dtensors(chunk):
-        return sharded.Sharded(root, mesh)
+        return sharded.Sharded(root, mesh, ddp.wrappers_of(chunk))
     if wrappers := ddp.wrappers_of(chunk):
         return ddp.Averaged(root, wrappers)
     return Resident(root)

@@ -111,7 +111,7 @@ def test_mixed_precision() -> None:
     for rank, (read, output) in enumerate(run(2, half)):
         seen: list[Tensor] = []
         model = llama.single()
-        model.get_submodule("layers.1.attention.wq").register_forward_hook(lambda m, a, o: seen.append(o))
+        llama.install(model, "layers.1.attention.wq:output", lambda t, s=seen: s.append(t) or t)  # type: ignore[func-returns-value]
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             whole = model(llama.batch(rank)[0])
         assert read.dtype == torch.bfloat16

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -102,7 +103,9 @@ def build(plan: Plan) -> proof.Built:
             loss.backward()
         return loss.full_tensor() if plan.loss else loss
 
-    return proof.Built(model, step, averaged=plan.dp > 1)
+    # DistributedDataParallel takes DTensor parameters out of their modules in the first forward pass.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return proof.Built(model, step, averaged=plan.dp > 1, clear=optimizer.zero_grad)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,21 @@ def wrapped(module: nn.Module, original: bool) -> nn.Module:
     return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=original)
 
 
+def cut(dp: int, tp: int, wrapper: str, model: nn.Module) -> nn.Module:
+    """Tensor parallel, and in a wrapper over data parallel ranks; five rows do not divide."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    over = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    whole = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, over["tp"], {"first": whole, "last": whole})
+    if wrapper == "DDP":
+        return DistributedDataParallel(model, device_mesh=over["dp"])
+    return fully_shard(model, mesh=over["dp"]) if wrapper else model
+
+
 def averaged(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
@@ -57,6 +72,9 @@ WRAPPERS: dict[str, tuple[int, Callable[[nn.Module], nn.Module]]] = {
     "FSDP1, flat parameters only": (2, partial(flat, False)),
     "FSDP2, more ranks than rows": (4, partial(full, (4,))),
     "HSDP": (4, partial(full, (2, 2))),
+    "tp2": (2, partial(cut, 1, 2, "")),
+    "FSDP2 dp2 x tp2": (4, partial(cut, 2, 2, "FSDP2")),
+    "DDP dp2 x tp2": (4, partial(cut, 2, 2, "DDP")),
 }
 
 
@@ -64,7 +82,7 @@ WRAPPERS: dict[str, tuple[int, Callable[[nn.Module], nn.Module]]] = {
 def test_training_goes_on(case: str) -> None:
     """What is set is what the optimizer goes on from, with the state that it has."""
     world, wrap = WRAPPERS[case]
-    wanted = uneven.truth(world)
+    wanted = uneven.truth(world // 2 if "tp2" in case else world)
     for found in run(world, uneven.answer, wrap):
         assert list(found) == list(wanted)
         for name, tensor in found.items():

@@ -33,6 +33,7 @@ class Built:
         microbatches: in how many a step takes the samples; their losses are averaged.
         whole: what else makes a tensor comparable with one process's, site and tensor to tensor.
         stepped: whether `step` calls the model from a loop of its own, as stages of a pipeline are called.
+        clear: drops all gradients; the model's `zero_grad()` if None.
     """
 
     model: Any
@@ -43,6 +44,7 @@ class Built:
     microbatches: int = 1
     whole: Callable[[str, Tensor], Tensor] = lambda site, tensor: tensor
     stepped: bool = False
+    clear: Callable[[], None] | None = None
 
     def run(self, flex: mf.FlexModel, data: tuple[Tensor, Tensor]) -> Tensor:
         """A step under hooks."""
@@ -86,7 +88,7 @@ def answer(build: Build, args: Sequence[Any], sites: Sequence[str], edits: Seque
     }
     out["mesh"] = mesh.describe()
     plain = built.run(flex, data)
-    _clear(built.model)
+    _clear(built)
     flex.restore()
     for kind in ("forward", "tensor"):
         hooks = [mf.HookFunction(built.name(s), hook_type=kind) for s in sites]
@@ -102,20 +104,20 @@ def answer(build: Build, args: Sequence[Any], sites: Sequence[str], edits: Seque
             if kind == "tensor":
                 out["gradients"] = _gradients(flex)
                 out["parameters"] = {n: t.clone() for n, t in flex.named_whole_parameters(everywhere=True)}
-        _clear(built.model)
+        _clear(built)
     out["loss"] = plain.detach()
     for site in edits:
         hook = mf.HookFunction(built.name(site), editing_function=_edit, save=False)
         with mf.attach(built.model, [hook], **built.options) as flex:
             loss = built.run(flex, data)
             out["edited"][site] = loss.detach(), _gradients(flex)
-        _clear(built.model)
+        _clear(built)
     with mf.FlexModel(built.model, **built.options) as flex:
         flex.register_trainable_module("probe", probe())
         flex.register_forward_hook(mf.HookFunction(built.name(PROBED), editing_function=_bias, save=False))
         built.run(flex, data)
         out["trained"] = {n: p.grad.clone() for n, p in flex.trainable_modules["probe"].named_parameters()}
-    _clear(built.model)
+    _clear(built)
     return out
 
 
@@ -127,8 +129,11 @@ def _joined(read: Any) -> Tensor:
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _clear(model: Any) -> None:
-    for chunk in opened(model):
+def _clear(built: Built) -> None:
+    if built.clear is not None:
+        built.clear()
+        return
+    for chunk in opened(built.model):
         chunk.zero_grad()
 
 

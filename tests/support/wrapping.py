@@ -37,6 +37,19 @@ def flat(model: nn.Module | None = None, original: bool = True, **options: Any) 
     )
 
 
+def recomputed(model: nn.Module) -> nn.Module:
+    """The layers in PyTorch's wrapper that recomputes activations."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+        checkpoint_wrapper,
+    )
+
+    apply_activation_checkpointing(
+        model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda m: isinstance(m, llama.Block)
+    )
+    return model
+
+
 def hybrid() -> nn.Module:
     """FSDP1 over two shards and two replicas."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -37,5 +37,7 @@ REGIONS: dict[str, Callable[[Told, int], Told]] = {
     "_GatherFromModelParallelRegion": _gathered,
     "_ScatterToModelParallelRegion": _scattered,
 }
+# They return each tensor that they get, unchanged: wrappers learn from their backward pass.
+HANDED_ON = frozenset(("RegisterPostBackwardFunction", "_DDPSink"))
 # They run what they are given, and what comes out is what that returned.
 TRANSPARENT = frozenset(("CheckpointFunction",))

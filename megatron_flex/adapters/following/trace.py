@@ -12,7 +12,7 @@ from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
 
 from megatron_flex.adapters.following.call import flat
-from megatron_flex.adapters.following.functions import REGIONS, TRANSPARENT
+from megatron_flex.adapters.following.functions import HANDED_ON, REGIONS, TRANSPARENT
 from megatron_flex.adapters.following.marks import (
     NONE,
     UNMARKED,
@@ -298,6 +298,10 @@ class Trace(TorchFunctionMode):
                 _use(theirs, self.marks.make(tensor, theirs.told))
             return
         why = f"it was made by {name}, a custom autograd.Function"
+        if name in HANDED_ON and len(made) == len(marks):
+            for tensor, theirs in zip(made, marks, strict=True):
+                _use(theirs, self.marks.make(tensor, theirs.told))
+            return
         for tensor in made:
             told: Told = Unknown(why)
             if _placements(tensor) is not None:
