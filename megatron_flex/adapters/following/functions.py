@@ -37,5 +37,7 @@ REGIONS: dict[str, Callable[[Told, int], Told]] = {
     "_GatherFromModelParallelRegion": _gathered,
     "_ScatterToModelParallelRegion": _scattered,
 }
+# They return what they get, each tensor in its place.
+PASSING = frozenset(("RegisterPostBackwardFunction",))  # of fully_shard
 # They run what they are given, and what comes out is what that returned.
 TRANSPARENT = frozenset(("CheckpointFunction",))

@@ -12,7 +12,7 @@ from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
 
 from megatron_flex.adapters.following.call import flat
-from megatron_flex.adapters.following.functions import REGIONS, TRANSPARENT
+from megatron_flex.adapters.following.functions import PASSING, REGIONS, TRANSPARENT
 from megatron_flex.adapters.following.marks import (
     NONE,
     UNMARKED,
@@ -274,6 +274,10 @@ class Trace(TorchFunctionMode):
 
     def _applied(self, name: str, marks: list[Mark], made: list[Tensor]) -> None:
         """Mark what a custom function made."""
+        if name in PASSING and len(marks) == len(made):
+            for tensor, source in zip(made, marks, strict=True):
+                _use(source, self.marks.make(tensor, source.told))
+            return
         why = f"it was made by {name}, a custom autograd.Function"
         for tensor in made:
             told: Told = Unknown(why)
