@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from megatron_flex.adapters import sharded
+from megatron_flex.adapters import ddp, fsdp, sharded
 from megatron_flex.adapters.driving import Called, Driving
 from megatron_flex.adapters.keeping import Keeping, Resident
 from megatron_flex.adapters.modules import Modules
@@ -15,8 +15,12 @@ from megatron_flex.mesh import Mesh
 
 def keeping_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> Keeping:
     """Who keeps the parameters of a model: the outermost wrapper that shards or reduces them."""
+    if units := fsdp.units_of(chunk):
+        return fsdp.Flattened(root, units)
     if sharded.has_dtensors(chunk):
-        return sharded.Sharded(root, mesh)
+        return sharded.Sharded(root, mesh, ddp.wrappers_of(chunk))
+    if wrappers := ddp.wrappers_of(chunk):
+        return ddp.Averaged(root, wrappers)
     return Resident(root)
 
 

@@ -55,25 +55,40 @@ class Averaged(Resident):
         Raises:
             FlexError: a wrapper would take this for the way in which its graph always runs.
         """
-        for wrapper in self.wrappers:
-            if wrapper.static_graph and not wrapper._static_graph_delay_allreduce_enqueued:
-                raise FlexError(
-                    "DistributedDataParallel(static_graph=True) learns from its first step which gradients "
-                    "come, so that this cannot be one without any; train one step before freezing"
-                )
-        self._before = self.reduced()
+        known = self.reduced()
+        thaw = at_rest(self.wrappers)
+        self._before = known
         unfreeze = super().freeze()
-        before = [(w.require_backward_grad_sync, w.require_forward_param_sync) for w in self.wrappers]
-        for wrapper in self.wrappers:
-            wrapper.require_backward_grad_sync = False
 
         def undo() -> None:
-            for wrapper, (backward, forward) in zip(self.wrappers, before, strict=True):
-                wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = backward, forward
+            thaw()
             unfreeze()
             self._before = None
 
         return undo
+
+
+def at_rest(wrappers: Sequence[DistributedDataParallel]) -> Undo:
+    """Let wrappers wait for no gradient, as in `no_sync()`, until the returned function is called.
+
+    Raises:
+        FlexError: a wrapper would take this for the way in which its graph always runs.
+    """
+    for wrapper in wrappers:
+        if wrapper.static_graph and not wrapper._static_graph_delay_allreduce_enqueued:
+            raise FlexError(
+                "DistributedDataParallel(static_graph=True) learns from its first step which gradients "
+                "come, so that this cannot be one without any; train one step before freezing"
+            )
+    before = [(w.require_backward_grad_sync, w.require_forward_param_sync) for w in wrappers]
+    for wrapper in wrappers:
+        wrapper.require_backward_grad_sync = False
+
+    def undo() -> None:
+        for wrapper, (backward, forward) in zip(wrappers, before, strict=True):
+            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = backward, forward
+
+    return undo
 
 
 def all_synchronized(wrappers: Sequence[DistributedDataParallel]) -> bool | str:

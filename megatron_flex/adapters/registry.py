@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from megatron_flex.adapters import plain
+from megatron_flex.adapters import plain, pytorch
 from megatron_flex.adapters.base import Adapter
 from megatron_flex.errors import FlexError
 
@@ -89,6 +89,9 @@ def find(chunks: list[nn.Module], said: Said, process_group: Any = None) -> Foun
         raise FlexError(f"several frameworks claim this model: {claims}; give the part of one of them")
     if found:
         return found[0]
+    wrapped = pytorch.look(chunks, said, process_group)
+    if wrapped is not None:
+        return Found("pytorch", *wrapped)
     return Found(
         "plain", "no framework's parallel modules are in it", lambda: plain.take(chunks, said, process_group)
     )

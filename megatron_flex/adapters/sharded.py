@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from megatron_flex.adapters import ddp
 from megatron_flex.adapters.base import LocalGradient, Undo
 from megatron_flex.adapters.device_mesh import axes_of
 from megatron_flex.adapters.keeping import SAY_REDUCED, Kept
-from megatron_flex.adapters.naming import named_parameters
+from megatron_flex.adapters.naming import named_modules
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
@@ -40,31 +42,79 @@ def units_of(chunk: nn.Module) -> list[Any]:
 
 
 def has_dtensors(chunk: nn.Module) -> bool:
-    """Whether parameters are DTensors, or would be if the model did not run."""
-    return bool(units_of(chunk)) or any(is_dtensor(p) for p in chunk.parameters())
+    """Whether parameters are DTensors, or are so while the model runs, or while it does not."""
+    return bool(units_of(chunk)) or any(_placing(p) is not None for _, p in _named(chunk))
+
+
+class Placing(NamedTuple):
+    """How a DTensor lies on the ranks: what it and its parts are told apart by."""
+
+    device_mesh: Any
+    placements: tuple[Any, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def _placing(parameter: Any) -> Placing | None:
+    """How a parameter lies on the ranks; None if each rank has all of it."""
+    if is_dtensor(parameter):
+        return Placing(
+            parameter.device_mesh, parameter.placements, tuple(parameter.shape), parameter.stride()
+        )
+    spec = getattr(parameter, "_st_info", None)  # of a DTensor that DistributedDataParallel took apart
+    if spec is None:
+        return None
+    return Placing(spec.mesh, tuple(spec.placements), tuple(spec.shape), tuple(spec.stride))
+
+
+def _named(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """All parameters by name, each once.
+
+    Behind a forward pass in DistributedDataParallel modules have DTensors that are made of the parameters.
+    """
+    seen: set[nn.Parameter] = set()
+    for path, module in named_modules(root):
+        found: dict[str, Any] = {n: p for n, p in module._parameters.items() if p is not None}
+        for own, tensor in vars(module).items():
+            if is_dtensor(tensor) and tensor.grad_fn is not None:
+                made_of = getattr(tensor.grad_fn.next_functions[0][0], "variable", None)
+                if hasattr(made_of, "_st_info"):
+                    found[own] = made_of
+        for own, parameter in found.items():
+            if parameter not in seen:
+                seen.add(parameter)
+                yield f"{path}.{own}" if path else own, parameter
 
 
 class Sharded:
-    """DTensors over data or tensor parallel ranks or both, beside parameters that every rank has."""
+    """DTensors over data or tensor parallel ranks or both, beside parameters that every rank has.
 
-    def __init__(self, root: nn.Module, mesh: Mesh) -> None:
-        self.root, self.mesh, self.units = root, mesh, units_of(root)
+    Args:
+        root: the model without what is around all of it.
+        mesh: the axes of the run.
+        wrappers: those of DistributedDataParallel around it.
+    """
+
+    def __init__(self, root: nn.Module, mesh: Mesh, wrappers: Sequence[DistributedDataParallel] = ()) -> None:
+        self.root, self.mesh, self.units, self.wrappers = root, mesh, units_of(root), wrappers
         self.name = "fully_shard" if self.units else "DTensor"
         self.why = (
             "fully_shard was called on modules of it" if self.units else "parameters of it are DTensors"
         )
+        self._before: bool | str | None = None  # what was known of gradients when they were frozen
         self.settle()
         self._reshard()
-        named = list(named_parameters(root))
+        named = list(_named(root))
         self._lazy = {n: type(p).__name__ for n, p in named if is_lazy(p)}
         self._kept = [self._keep(n, p) for n, p in named if not is_lazy(p)]
 
     def _keep(self, name: str, parameter: nn.Parameter) -> Kept:
-        if not is_dtensor(parameter):
+        placing = _placing(parameter)
+        if placing is None:
             return Kept(name, parameter, tuple(parameter.shape))
-        dims = [Dim() for _ in parameter.shape]
-        shape = list(parameter.shape)
-        for placement, axis in self._placed(name, parameter):
+        dims = [Dim() for _ in placing.shape]
+        shape = list(placing.shape)
+        for placement, axis in self._placed(name, placing):
             dim, size = placement.dim, self.mesh[axis].size
             length = -(-shape[dim] // size)
             keep = None if shape[dim] % size == 0 else shape[dim]
@@ -72,7 +122,7 @@ class Sharded:
         hidden = BESIDE if self.units else WRAPPED
         return Kept(name, parameter, tuple(shape), hidden, Layout(tuple(dims)), sharded=True)
 
-    def _placed(self, name: str, parameter: Any) -> Iterator[tuple[Any, str]]:
+    def _placed(self, name: str, placing: Placing) -> Iterator[tuple[Any, str]]:
         """The placements that cut a parameter over other than data parallel ranks.
 
         Raises:
@@ -81,25 +131,25 @@ class Sharded:
         from torch.distributed.tensor import Shard
 
         cut: set[int] = set()
-        for placement, axis in zip(parameter.placements, self._axes(parameter), strict=True):
+        for placement, axis in zip(placing.placements, self._axes(placing), strict=True):
             if axis in ("", "dp") or placement.is_replicate():
                 continue
             if type(placement) is not Shard or placement.dim in cut:
                 raise FlexError(
-                    f"{name} is placed as {parameter.placements} over {axis}, and how that cuts it is not "
+                    f"{name} is placed as {placing.placements} over {axis}, and how that cuts it is not "
                     "known; cut each dim over one axis of the mesh, in equal parts"
                 )
             cut.add(placement.dim)
             yield placement, axis
 
-    def _axes(self, parameter: Any) -> list[str]:
-        return axes_of(parameter.device_mesh, self.mesh)
+    def _axes(self, placing: Placing) -> list[str]:
+        return axes_of(placing.device_mesh, self.mesh)
 
-    def _whole(self, parameter: Any) -> list[Any]:
+    def _whole(self, placing: Placing) -> list[Any]:
         """Its placements without what shards it over data parallel ranks."""
         from torch.distributed.tensor import Replicate
 
-        pairs = zip(parameter.placements, self._axes(parameter), strict=True)
+        pairs = zip(placing.placements, self._axes(placing), strict=True)
         return [Replicate() if axis in ("", "dp") else placement for placement, axis in pairs]
 
     # -- reading and setting ---------------------------------------------------------------------------
@@ -145,11 +195,15 @@ class Sharded:
 
     def _local(self, tensor: Any, parameter: Any) -> Tensor:
         """This rank's part of a tensor that is placed like a parameter, or is summands of it."""
+        placing = _placing(parameter)
+        if placing is None:
+            whole: Tensor = tensor
+            return whole
         if not is_dtensor(tensor):
-            return tensor  # type: ignore[no-any-return]
+            tensor = _dtensor(tensor, placing, placing.placements)
         if tensor.device.type != tensor.device_mesh.device_type:  # offloaded
             tensor = tensor.to(tensor.device_mesh.device_type)
-        local: Tensor = tensor.redistribute(placements=self._whole(parameter)).to_local()
+        local: Tensor = tensor.redistribute(placements=self._whole(placing)).to_local()
         due = self._shape(parameter)
         if tuple(local.shape) != due:  # the last parts of what does not divide
             padded = local.new_zeros(due)
@@ -158,40 +212,36 @@ class Sharded:
         return local
 
     def _write(self, into: Any, parameter: Any, value: Tensor) -> None:
-        if not is_dtensor(into):
+        placing = _placing(parameter)
+        if placing is None:
             into.copy_(value)
             return
-        from torch.distributed.tensor import DTensor
-
-        value = value.to(into.device_mesh.device_type)
-        value = value[tuple(slice(n) for n in self._unpadded(parameter))].contiguous()
-        whole = DTensor.from_local(
-            value,
-            into.device_mesh,
-            self._whole(parameter),
-            run_check=False,
-            shape=into.shape,
-            stride=into.stride(),
-        )
-        into.to_local().copy_(whole.redistribute(placements=into.placements).to_local())
+        value = value.to(placing.device_mesh.device_type)
+        value = value[tuple(slice(n) for n in self._unpadded(parameter, placing))].contiguous()
+        whole = _dtensor(value, placing, self._whole(placing))
+        placements = into.placements if is_dtensor(into) else placing.placements
+        part = whole.redistribute(placements=placements).to_local()
+        (into.to_local() if is_dtensor(into) else into).copy_(part)
 
     def _shape(self, parameter: Any) -> tuple[int, ...]:
         return next(k.shape for k in self._kept if k.parameter is parameter)
 
-    def _unpadded(self, parameter: Any) -> tuple[int, ...]:
+    def _unpadded(self, parameter: Any, placing: Placing) -> tuple[int, ...]:
         """This rank's part of the shape that `value` gives, where that does not divide."""
         shape = list(self._shape(parameter))
-        for placement, axis in self._placed("", parameter):
+        for placement, axis in self._placed("", placing):
             dim, at = placement.dim, self.mesh[axis].coord
-            shape[dim] = max(0, min(shape[dim], parameter.shape[dim] - at * shape[dim]))
+            shape[dim] = max(0, min(shape[dim], placing.shape[dim] - at * shape[dim]))
         return tuple(shape)
 
     # -- the wrappers ----------------------------------------------------------------------------------
 
     def reduced(self) -> bool | str | None:
-        """True where `fully_shard` averages them; each replica's own otherwise."""
+        """True where `fully_shard` or another wrapper averages them; each replica's own otherwise."""
+        if self._before is not None:
+            return self._before
         if not self.units:
-            return False
+            return ddp.all_synchronized(self.wrappers) if self.wrappers else False
         left = [k.name for k in self._kept if not k.sharded and k.parameter.requires_grad]
         if left and self.mesh["dp"].size > 1:
             return f"fully_shard leaves out {left[0]}; {SAY_REDUCED}"
@@ -210,7 +260,10 @@ class Sharded:
                 )
 
     def freeze(self) -> Undo:
-        """Turn `requires_grad` off."""
+        """Turn `requires_grad` off, and let wrappers wait for no gradient."""
+        known = self.reduced()
+        thaw = ddp.at_rest(self.wrappers)
+        self._before = known
         trained = [k.parameter for k in self._kept if k.parameter.requires_grad]
         for parameter in trained:
             parameter.requires_grad_(False)
@@ -218,6 +271,8 @@ class Sharded:
         def undo() -> None:
             for parameter in trained:
                 parameter.requires_grad_(True)
+            thaw()
+            self._before = None
 
         return undo
 
@@ -229,6 +284,19 @@ class Sharded:
     def _groups(self) -> Iterator[Any]:
         for unit in self.units:
             yield from _groups_of(unit)
+
+
+def _dtensor(local: Tensor, placing: Placing, placements: Sequence[Any]) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        placing.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(placing.shape),
+        stride=placing.stride,
+    )
 
 
 def _groups_of(unit: Any) -> list[Any]:

@@ -1,0 +1,141 @@
+"""Models in PyTorch's FullyShardedDataParallel and under its `fully_shard`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import megatron_flex as mf
+from tests.distributed.matrix import relative
+from tests.support import llama, proof, uneven, wrapping
+from tests.support.pool import run
+
+BOUND = 1e-5
+
+
+def flat(original: bool) -> proof.Built:
+    return wrapping.built(wrapping.flat(original=original))
+
+
+def hybrid() -> proof.Built:
+    return wrapping.built(wrapping.hybrid())
+
+
+def full(shape: tuple[int, ...], options: dict[str, Any]) -> proof.Built:
+    return wrapping.built(wrapping.full(shape, **options))
+
+
+def recomputed(kind: str) -> proof.Built:
+    """Recomputation inside FSDP1's wrappers, and inside modules that FSDP2 shards."""
+    if kind == "FSDP1":
+        return wrapping.built(wrapping.recomputed(wrapping.flat()))
+    return wrapping.built(wrapping.full((2,), wrapping.recomputed(llama.single())))
+
+
+CASES = {
+    "FSDP1 dp2": (2, flat, True),
+    "FSDP1 dp2, flat parameters only": (2, flat, False),
+    "FSDP1 hybrid 2x2": (4, hybrid),
+    "FSDP2 dp2": (2, full, (2,), {}),
+    "FSDP2 dp4, not resharded after forward": (4, full, (4,), {"reshard_after_forward": False}),
+    "HSDP 2x2": (4, full, (2, 2), {}),
+    "FSDP1 dp2, recomputed": (2, recomputed, "FSDP1"),
+    "FSDP2 dp2, recomputed": (2, recomputed, "FSDP2"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_against_one_process(case: str, cells: list[Any]) -> None:
+    world, build, *args = CASES[case]
+    proof.judge(
+        proof.compare("PyTorch", case, world, build, *args, sites=wrapping.FEW, edits=wrapping.FEW[2:3]),
+        cells,
+    )
+
+
+# -- all replicas' samples together --------------------------------------------------------------------
+
+SITE = "layers.1:output"
+
+
+def mixed(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    return llama.mixed(inputs)
+
+
+def together() -> dict[str, Any]:
+    """A site of both replicas' samples, read and edited."""
+    model = wrapping.full((2,))
+    tokens, labels = llama.batch(dist.get_rank())
+    out: dict[str, Any] = {}
+    with mf.FlexModel(model, gather_data_parallel=True) as flex:
+        flex.register_forward_hook(mf.HookFunction(SITE, editing_function=mixed))
+        loss = llama.loss_of(model(tokens), labels)
+        loss.backward()
+        out["read"] = flex.output_dict[SITE][0] if flex.is_leader else None
+        out["loss"] = loss.detach()
+        out["gradients"] = dict(flex.named_whole_parameters(gradients=True, everywhere=True))
+    return out
+
+
+def test_replicas_gathered() -> None:
+    tokens, labels = zip(llama.batch(0), llama.batch(1), strict=True)
+    model, seen = llama.single(), []
+
+    def visit(tensor: Tensor) -> Tensor:
+        seen.append(tensor.detach())
+        return llama.mixed(tensor)
+
+    llama.install(model, SITE, visit)
+    logits = model(torch.cat(tokens)).chunk(2)
+    losses = [llama.loss_of(out, label) for out, label in zip(logits, labels, strict=True)]
+    (sum(losses) / 2).backward()  # type: ignore[union-attr]
+    for rank, told in enumerate(run(2, together)):
+        assert (told["read"] is not None) == (rank == 0)
+        if rank == 0:
+            assert relative(told["read"], seen[0]) < BOUND
+        assert relative(told["loss"], losses[rank].detach()) < BOUND
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            assert relative(told["gradients"][name], parameter.grad) < BOUND, name
+
+
+# -- mixed precision -----------------------------------------------------------------------------------
+
+
+def half() -> dict[str, Any]:
+    """bfloat16 while it runs, fp32 where parameters are kept and gradients averaged."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = wrapping.full((2,), uneven.Uneven(), mp_policy=policy)
+    with mf.FlexModel(model) as flex:
+        flex.register_forward_hook(mf.HookFunction("frozen:output"))
+        model(uneven.batch(dist.get_rank())).float().square().mean().backward()
+        out: dict[str, Any] = {"read": flex.output_dict["frozen:output"][0]}
+        out["gradients"] = dict(flex.named_whole_parameters(gradients=True, everywhere=True))
+        out["parameters"] = dict(flex.named_whole_parameters(everywhere=True))
+    return out
+
+
+def test_mixed_precision() -> None:
+    seen: list[Tensor] = []
+    gradients: dict[str, list[Tensor]] = {}
+    for replica in range(2):
+        model = uneven.Uneven().bfloat16()
+        llama.install(model, "frozen:output", lambda t: seen.append(t.detach()) or t)  # type: ignore[func-returns-value]
+        model(uneven.batch(replica).bfloat16()).float().square().mean().backward()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                gradients.setdefault(name, []).append(parameter.grad.float())
+    kept = dict(uneven.Uneven().named_parameters())
+    for rank, told in enumerate(run(2, half)):
+        assert torch.equal(told["read"], seen[rank])
+        assert told["gradients"].keys() == gradients.keys()
+        for name, found in told["gradients"].items():
+            assert found.dtype == torch.float32
+            assert relative(found, torch.stack(gradients[name]).mean(0)) < BOUND, name
+        assert all(torch.equal(t, kept[n]) for n, t in told["parameters"].items())
