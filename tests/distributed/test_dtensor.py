@@ -92,8 +92,11 @@ def parallel(plan: Plan) -> Any:
 
 def build(plan: Plan) -> proof.Built:
     model = parallel(plan)
+    held = list(model.parameters())  # as optimizers do: DDP takes DTensors out of the modules
 
     def step(tokens: Tensor, labels: Tensor) -> Tensor:
+        for parameter in held:
+            parameter.grad = None
         with contextlib.ExitStack() as stack:
             if plan.loss:
                 stack.enter_context(loss_parallel())

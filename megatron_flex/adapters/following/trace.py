@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from megatron_flex.mesh import Mesh
 
 DETACHING = frozenset(("detach", "data.get"))
-# Custom functions of wrappers that return the tensors which they get, to be told of their backward pass.
-PASSING = ("RegisterPostBackwardFunction", "_DDPSink")
 Ends = frozenset[Axes | str]
 
 
@@ -293,10 +291,6 @@ class Trace(TorchFunctionMode):
 
     def _applied(self, name: str, marks: list[Mark], made: list[Tensor]) -> None:
         """Mark what a custom function made."""
-        if name in PASSING and len(made) == len(marks):
-            for theirs, tensor in zip(marks, made, strict=True):
-                _use(theirs, self.marks.make(tensor, theirs.told))
-            return
         why = f"it was made by {name}, a custom autograd.Function"
         if name in HANDED_ON and len(made) == len(marks):
             for tensor, theirs in zip(made, marks, strict=True):
