@@ -8,6 +8,7 @@ import io
 import os
 import sys
 import tempfile
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
+os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 import megatron_flex as mf  # noqa: E402
 from tests.support import llama  # noqa: E402
@@ -158,7 +160,8 @@ def main(words: list[str] | None = None) -> int:
         flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (folder, args.steps), nprocs=MODEL_PARALLEL * REPLICAS)
+        get_context("forkserver").set_forkserver_preload(["megatron_flex", "tests.support.llama"])
+        mp.start_processes(work, (folder, args.steps), MODEL_PARALLEL * REPLICAS, start_method="forkserver")
         weights, parallel = torch.load(f"{folder}/parallel")
     trained, single = alone(args.steps, weights)
     name = "layers.1.attention.wo.weight"

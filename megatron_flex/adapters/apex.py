@@ -6,6 +6,7 @@ output. Each linear keeps the function that multiplies as an attribute of its ow
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -67,13 +68,10 @@ def find(chunks: list[nn.Module], said: Said, process_group: Any) -> Found | Non
 
 
 def _stages() -> int:
-    try:
-        from apex.transformer import parallel_state
-    except ImportError:  # removed in 2026: there is nothing to find
+    state: Any = sys.modules.get("apex.transformer.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
         return 1
-    if not (dist.is_initialized() and parallel_state.model_parallel_is_initialized()):
-        return 1
-    return dist.get_world_size(parallel_state.get_pipeline_model_parallel_group())
+    return int(dist.get_world_size(state.get_pipeline_model_parallel_group()))
 
 
 def _make(chunks: list[nn.Module], modules: list[nn.Module], said: Said) -> Modules:

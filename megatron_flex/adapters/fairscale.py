@@ -6,6 +6,7 @@ from the model parallel region. A tap inside stands about these names, while its
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -80,11 +81,10 @@ def find(chunks: list[nn.Module], said: Said, process_group: Any) -> Found | Non
 
 
 def _stages() -> int:
-    from fairscale.nn.model_parallel import initialize
-
-    if not (dist.is_initialized() and initialize.model_parallel_is_initialized()):
+    initialize: Any = sys.modules.get("fairscale.nn.model_parallel.initialize")
+    if initialize is None or not initialize.model_parallel_is_initialized():
         return 1
-    return dist.get_world_size(initialize.get_pipeline_parallel_group())
+    return int(dist.get_world_size(initialize.get_pipeline_parallel_group()))
 
 
 def _make(chunks: list[nn.Module], modules: list[nn.Module], said: Said, process_group: Any) -> Modules:

@@ -108,7 +108,8 @@ CASES: dict[str, tuple[int, int, dict[str, bool]]] = {
     "tp2": (2, 1, {}),
     "tp2 dp2": (2, 2, {}),
     "tp2, fused weight gradients": (2, 1, {"fused": True}),
-    "tp2, sequence parallel": (2, 1, {"sequence": True}),
+    "tp2, fused norms": (2, 1, {"norms": True}),
+    "tp2, sequence parallel, fused norms": (2, 1, {"sequence": True, "norms": True}),
 }
 
 
@@ -149,7 +150,7 @@ def test_inside(sequence: bool, cells: list[Any]) -> None:
 
 def beside() -> list[Any]:
     """A bias that is returned beside the output, and a strided layer."""
-    from apex.transformer import tensor_parallel
+    from apex.transformer import parallel_state, tensor_parallel
 
     parallel.initialize(2)
     torch.manual_seed(0)
@@ -169,11 +170,24 @@ def beside() -> list[Any]:
     )
     flex = mf.FlexModel(strided)
     whole = dict(flex.named_whole_parameters(everywhere=True))["weight"]
-    return [bias, torch.equal(whole, strided.master_weight), next(iter(flex.sites("root:output"))).hidden]
+    out = [bias, torch.equal(whole, strided.master_weight), flex.sites("root:output")[0].hidden]
+    flex.restore()
+    with pytest.raises(mf.FlexError) as sizes:
+        mf.FlexModel(column, tensor_parallel_size=4)
+    with pytest.raises(mf.FlexError) as chunks:
+        mf.FlexModel([column, strided])
+    parallel_state.destroy_model_parallel()
+    with pytest.raises(mf.FlexError) as groups:
+        mf.FlexModel(column)
+    return [*out, *(str(e.value) for e in (sizes, chunks, groups))]
 
 
 def test_bias_beside_and_stride() -> None:
-    (bias, equal, hidden), _ = run(2, beside)
+    (bias, equal, hidden, *refused), _ = run(2, beside)
     assert torch.equal(bias, torch.arange(6.0))
     assert equal
     assert "stride=2" in hidden
+    sizes, chunks, groups = refused
+    assert "tp=4 (found 2)" in sizes
+    assert "2 virtual chunks" in chunks
+    assert "initialize_model_parallel" in groups

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -66,11 +68,23 @@ def initialize(tp: int, pp: int = 1) -> None:
     parallel_state.initialize_model_parallel(tp, pp)
 
 
-def model(**switches: bool) -> llama.Llama:
-    """The whole model, as this rank has it."""
+def fused_norms(built: llama.Llama) -> None:
+    """Put apex's norms in the place of the model's; on a CPU they call plain torch."""
+    sys.modules.setdefault("fused_layer_norm_cuda", ModuleType("fused_layer_norm_cuda"))
+    from apex.normalization import FusedRMSNorm, MixedFusedRMSNorm
+
+    for block in built.layers.values():
+        block.attention_norm = FusedRMSNorm(llama.HIDDEN, eps=1e-5)
+        block.ffn_norm = MixedFusedRMSNorm(llama.HIDDEN, eps=1e-5)
+
+
+def model(norms: bool = False, **switches: bool) -> llama.Llama:
+    """The whole model, as this rank has it; with apex's norms or its own."""
     from apex.transformer.parallel_state import get_tensor_model_parallel_rank
 
     built = llama.Llama(parts(**switches))
+    if norms:
+        fused_norms(built)
     whole = dict(llama.single().named_parameters())
     with torch.no_grad():
         for name, parameter in built.named_parameters():

@@ -29,6 +29,18 @@ def _scattered(told: Told, dims: int) -> Told:
     return told if isinstance(told, Unknown) else Unknown("it was scattered though it was cut already")
 
 
+def _gathered_first(told: Told, dims: int) -> Told:
+    if told == Spread(((0, AXIS),)):
+        return WHOLE
+    return told if isinstance(told, Unknown) else Unknown("it was gathered along a dim that was not cut")
+
+
+def _scattered_first(told: Told, dims: int) -> Told:
+    if told in (WHOLE, Spread(partial=(AXIS,))):
+        return Spread(((0, AXIS),))
+    return told if isinstance(told, Unknown) else Unknown("it was scattered though it was cut already")
+
+
 # Names that fairscale, apex and Megatron share for the ways into and out of tensor parallel regions. Backward
 # they reduce, gather or split, so that the gradient of what they got is whole.
 REGIONS: dict[str, Callable[[Told, int], Told]] = {
@@ -36,6 +48,9 @@ REGIONS: dict[str, Callable[[Told, int], Told]] = {
     "_ReduceFromModelParallelRegion": _whole,
     "_GatherFromModelParallelRegion": _gathered,
     "_ScatterToModelParallelRegion": _scattered,
+    "_GatherFromSequenceParallelRegion": _gathered_first,
+    "_ScatterToSequenceParallelRegion": _scattered_first,
+    "_ReduceScatterToSequenceParallelRegion": _scattered_first,
 }
 # They return each tensor that they get, unchanged: wrappers learn from their backward pass.
 HANDED_ON = frozenset(("RegisterPostBackwardFunction", "_DDPSink"))
