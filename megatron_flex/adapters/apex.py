@@ -221,6 +221,9 @@ class Accumulating:
         modules: the model's.
     """
 
+    name = "gradient accumulation fusion"
+    why = "linears of apex's add their gradients up in main_grad"
+
     def __init__(self, inner: Keeping, modules: Iterable[nn.Module]) -> None:
         self.inner = inner
         linears = [m for m in modules if is_a(m, COLUMN, ROW)]
@@ -261,7 +264,7 @@ class Accumulating:
         """Likewise."""
         self.inner.put(parameter, value)
 
-    def reduced(self) -> bool | None:
+    def reduced(self) -> bool | str | None:
         """Likewise."""
         return self.inner.reduced()
 

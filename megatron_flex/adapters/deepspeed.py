@@ -51,7 +51,7 @@ NOT_WHOLE = (
 )
 NO_MASTER = "a {kind} steps a copy of it, out of reach; use ZeRO (zero_optimization.stage 1 to 3)"
 NOT_REDUCED = (
-    "a {kind} does not tell whether its gradient is reduced; hook it as it comes (hook_type=\"tensor\"), or let "
+    'a {kind} does not tell whether its gradient is reduced; hook it as it comes (hook_type="tensor"), or let '
     "ZeRO keep gradients in the parameters' dtype (data_types.grad_accum_dtype)"
 )
 NOT_FROZEN = (
@@ -203,6 +203,9 @@ def _is_spread(parameter: nn.Parameter) -> bool:
 class Replicated(Resident):
     """ZeRO-1, ZeRO-2 or none of them: parameters are whole on each rank, ZeRO's gradients are not."""
 
+    name = "DeepSpeedEngine"
+    why = "its engine reduces gradients, as ZeRO-0 to 2 do"
+
     def __init__(self, engine: Any, root: nn.Module) -> None:
         super().__init__(root)
         self.engine, self.optimizer = engine, engine.optimizer
@@ -278,6 +281,9 @@ class Replicated(Resident):
 class Partitioned(Resident):
     """ZeRO-3: each rank has a part of every parameter, counted flat, but while a module runs."""
 
+    name = "ZeRO-3"
+    why = "its engine keeps a part of each parameter on each rank"
+
     def __init__(self, engine: Any, root: nn.Module) -> None:
         self.root, self.engine, self.optimizer = root, engine, engine.optimizer
         self._lazy = {}
@@ -352,6 +358,9 @@ def _factor(engine: Any) -> float:
 
 class Scheduled:
     """A pipeline engine, by `train_batch` or `eval_batch`; the n-th pass on a stage is of microbatch n."""
+
+    name = "PipelineEngine"
+    why = "its engine runs a schedule over the stages"
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine

@@ -194,6 +194,9 @@ def _inside(module: nn.Module, function: str) -> CalledName:
 class Piped(Called):
     """A Pipe: each call of it is cut into microbatches, which worker threads pass through its partitions."""
 
+    name = "Pipe"
+    why = "it is in a Pipe of fairscale's, which splits a call into microbatches"
+
     def watch(self, listener: Listener) -> Undo:
         """Tell each call, and in it the microbatch of each run of a partition, recomputed or not."""
         from fairscale.nn.pipe import pipeline
