@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import megatron_flex as mf
-from megatron_flex.adapters import registry
-from megatron_flex.adapters.registry import Found
 from tests.support import fairscaled, llama, proof
 from tests.support.pool import run
 
@@ -22,17 +20,13 @@ pytest.importorskip("fairscale")
 SMALL = ("layers.0.attention_norm:output", "layers.1.attention.wo:input", "layers.1:output")
 
 
-def claim(chunks: list[Any], said: Any, group: Any) -> Found:
-    return Found("followed", "a test says so", lambda: fairscaled.adapter(chunks, said, group))
-
-
 def followed(model: nn.Module, size: int) -> mf.FlexModel:
-    registry.BUILT_IN = (("torch", claim),)
+    fairscaled.take_over()
     return mf.FlexModel(model, tensor_parallel_size=size)
 
 
 def build(size: int, recomputes: str = "") -> proof.Built:
-    registry.BUILT_IN = (("torch", claim),)
+    fairscaled.take_over()
     model = fairscaled.llama_of(size)
     for layer in model.layers.values() if recomputes else ():
         forward = layer.attention.forward
