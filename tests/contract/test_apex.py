@@ -111,12 +111,14 @@ CASES: dict[str, tuple[int, int, dict[str, bool]]] = {
     "tp2, fused norms": (2, 1, {"norms": True}),
     "tp2, sequence parallel, fused norms": (2, 1, {"sequence": True, "norms": True}),
 }
+INPUTS = ("layers.0.attention.wq:input", "layers.1.feed_forward.w1:input", "output:input")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_matrix(case: str, cells: list[Any]) -> None:
     tp, dp, switches = CASES[case]
-    found = proof.compare("apex", case, tp * dp, build, tp, switches, parameter=_plain)
+    sites = (*llama.SITES, *INPUTS)
+    found = proof.compare("apex", case, tp * dp, build, tp, switches, sites=sites, parameter=_plain)
     proof.judge(found, cells)
 
 

@@ -47,12 +47,15 @@ CASES = {
     "mp2, vocabulary": (2, 1, False, {"vocabulary": True}),
     "mp4, gathered, vocabulary": (4, 1, False, {"gather": True, "vocabulary": True}),
 }
+INPUTS = ("layers.0.attention.wq:input", "layers.1.feed_forward.w1:input", "output:input")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_matrix(case: str, cells: list[Any]) -> None:
     tp, dp, wrapped, switches = CASES[case]
-    proof.judge(proof.compare("fairscale", case, tp * dp, build, tp, wrapped, switches), cells)
+    sites = (*llama.SITES, *INPUTS)
+    found = proof.compare("fairscale", case, tp * dp, build, tp, wrapped, switches, sites=sites)
+    proof.judge(found, cells)
 
 
 INNER = {  # a place inside, by the place of the single process that has the same tensor

@@ -124,6 +124,7 @@ class Follower:
     def __init__(self, root: nn.Module, known: Mapping[nn.Module, Rule], mesh: Mesh) -> None:
         self.root, self.known, self.mesh = root, known, mesh
         self.wanted: Counter[Place] = Counter()
+        self.shared: dict[str, tuple[str, ...]] = {}
         self._answers: dict[Hashable, dict[Place, list[Answer]]] = {}
         self._now: dict[Place, list[Answer]] = {}  # of this kind of call, or the last one
         self._passes: Counter[Place] = Counter()  # in this call
@@ -236,6 +237,10 @@ class Follower:
             self._trace = None
             if not good:
                 self._answers.pop(kind, None)
+        for name, tensor in self.root.named_parameters():
+            found = turned(trace.mark(tensor).node.found(), Layout(()))
+            if isinstance(found, Layout) and found.partial:
+                self.shared[name] = found.partial
         for answers in self._now.values():
             for answer in answers:
                 if answer.window is not None:
