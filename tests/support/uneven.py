@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import megatron_flex as mf
 
-SET = "first.weight"  # which is set, its gradient too
-FROZEN = "frozen.weight"
+SET = "last.weight"  # which is set, its gradient too
 
 
 class Uneven(nn.Module):
@@ -80,6 +79,9 @@ def answer(wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
 
     def change(what: str) -> None:
         gradient = what == "gradient"
+        if not gradient:  # what it leaves gathered must not outlive what is set
+            with torch.no_grad():
+                model(mine)
         whole = flex.get_module_parameter(SET, gradient=gradient, everywhere=True)
         assert whole is not None
         flex.set_module_parameter(SET, new(whole), gradient=gradient)
