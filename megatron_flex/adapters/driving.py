@@ -30,7 +30,7 @@ class Called:
     Args:
         root: the module.
         mesh: the axes of the run.
-        factor: tells by how much gradients are greater than those of a call's own loss; None if they are these.
+        factor: tells by how much gradients are greater than those of a call's own loss; None: not at all.
     """
 
     def __init__(self, root: nn.Module, mesh: Mesh, factor: Callable[[], float] | None = None) -> None:
