@@ -35,6 +35,8 @@ setup(
         # arguments and configs (which of them depends on the version).
         "megatron": ["megatron-core>=0.12.3", "einops", "psutil", "pydantic", "pyyaml", "regex", "six"],
         "fairscale": ["fairscale==0.4.13"],
+        # Built from its sources in a few seconds, with neither torch nor a compiler at hand.
+        "deepspeed": ["deepspeed==0.19.8"],
         # What caches are compared with in tests; TransformerLens 4 has no HookedTransformer any more.
         "lens-proof": ["transformer-lens>=3.9,<4", "transformers>=5.9"],
         "dev": ["hypothesis", "mypy", "pytest>=8", "pytest-timeout", "rich", "ruff", "safetensors"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspee
 
 def start() -> Any:
     """DeepSpeed over the process group that is there, with nothing to compile."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does what it would, on one machine
