@@ -157,6 +157,7 @@ def microbatches() -> Any:
             (names[0], "tensor", "loss"),
             (names[1], "tensor", "raw"),
             (names[0], "forward", "raw"),
+            ("1.attention.wq.weight", "tensor", "raw"),  # on the stage that is forward again before backward
         ]
     ]
     with mf.attach(engine, hooks) as flex:
@@ -180,6 +181,9 @@ def test_microbatches_of_a_pipeline() -> None:
         want = one["gradients"]["layers.2.attention:output"]
         torch.testing.assert_close(read["3.attention:output.grad"][n], want)
         torch.testing.assert_close(read["5:output.grad"][n], one["gradients"]["output:output"] / 3)
+        weight = one["parameter gradients"]["layers.0.attention.wq.weight"]
+        got = read["1.attention.wq.weight.grad"][n]
+        torch.testing.assert_close(got, weight / 3, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(evaluated[n], one["values"]["layers.2.attention:output"])
     for name, grad in gradients.items():
         want = torch.stack([one["parameter gradients"][single(name)] for one in truth]).mean(0)
