@@ -37,6 +37,8 @@ setup(
         "fairscale": ["fairscale==0.4.13"],
         # What prepares or builds models that are hooked in tests; the adapters do without.
         "huggingface": ["accelerate>=1.10", "transformers>=5"],
+        # Built from its sources in a few seconds, with neither torch nor a compiler at hand.
+        "deepspeed": ["deepspeed==0.19.8"],
         # What caches are compared with in tests; TransformerLens 4 has no HookedTransformer any more.
         "lens-proof": ["transformer-lens>=3.9,<4", "transformers>=5.9"],
         "dev": ["hypothesis", "mypy", "pytest>=8", "pytest-timeout", "rich", "ruff", "safetensors"],

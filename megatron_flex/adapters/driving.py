@@ -38,7 +38,7 @@ class Called:
     Args:
         root: the module.
         mesh: the axes of the run.
-        factor: tells by how much gradients are greater than those of a call's own loss; None if they are these.
+        factor: tells by how much gradients are greater than those of a call's own loss; None: not at all.
     """
 
     name = "a loop of one's own"

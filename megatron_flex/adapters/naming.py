@@ -21,8 +21,11 @@ def of_deepspeed(module: nn.Module, kind: str) -> bool:
 def unwrap(module: nn.Module) -> nn.Module:
     """The model inside the wrappers that stand about all of it."""
     while True:
-        if isinstance(module, (DistributedDataParallel, DataParallel)) or of_deepspeed(module, ENGINE):
+        if isinstance(module, (DistributedDataParallel, DataParallel)):
             module = module.module
+            continue
+        if of_deepspeed(module, ENGINE):
+            module = module.get_submodule("module")
             continue
         inner = next((m for n in INSIDE if (m := module._modules.get(n)) is not None), None)
         if inner is None:

@@ -14,6 +14,7 @@ from tests.distributed.test_deepspeed import initialize, pipeline, pytestmark, s
 from tests.support.pool import run
 
 __all__ = ["pytestmark"]
+TENSOR: Any = {"hook_type": "tensor", "gradient_scale": "loss"}
 RATE, STEPS, WIDE = 0.1, 2, 5
 
 
@@ -59,7 +60,9 @@ def kept(stage: int) -> dict[str, Any]:
     with mf.FlexModel(engine) as flex:
         flex.set_module_parameter("0.weight", NEW)
         out["shapes"] = {n: tuple(t.shape) for n, t in flex.named_whole_parameters(everywhere=True)}
-        hook = mf.HookFunction("2.weight", hook_type="tensor", gradient_scale="loss", editing_function=doubled)
+        hook = mf.HookFunction(
+            "2.weight", hook_type="tensor", gradient_scale="loss", editing_function=doubled
+        )
         flex.register_hook(hook)
         for microbatch in range(STEPS):
             early = refused(lambda: flex.get_module_parameter("0.weight", gradient=True, everywhere=True))
@@ -113,9 +116,10 @@ def test_a_persons_own_loop(stage: int) -> None:
             assert "has no gradient" in got["late"]
 
 
-def half(stage: int) -> dict[str, Any]:
+def half(stage: int, accumulating: str) -> dict[str, Any]:
     """bf16 parameters, of which ZeRO keeps copies in fp32: what is set must survive the step."""
-    engine = initialize(model(), stage, config={"bf16": {"enabled": True}})
+    config = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": accumulating}}
+    engine = initialize(model(), stage, config=config)
     with mf.FlexModel(engine) as flex:
         before = flex.get_module_parameter("0.weight", everywhere=True)
         flex.set_module_parameter("0.weight", NEW.bfloat16())
@@ -126,12 +130,13 @@ def half(stage: int) -> dict[str, Any]:
     return {"before": before, "after": after, "gradient": gradient}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_half_precision(stage: int) -> None:
-    for got in run(2, half, stage):
+@pytest.mark.parametrize(("stage", "accumulating"), [(1, "fp32"), (1, "bf16"), (3, "bf16")])
+def test_half_precision(stage: int, accumulating: str) -> None:
+    apart = accumulating == "fp32"
+    for got in run(2, half, stage, accumulating):
         assert torch.equal(got["before"], model()[0].weight.bfloat16())
         assert torch.equal(got["after"], NEW.bfloat16())
-        assert ("BF16_Optimizer does not tell" in got["gradient"]) == (stage == 1), got["gradient"]
+        assert ("BF16_Optimizer does not tell" in got["gradient"]) == apart, got["gradient"]
 
 
 def probed(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
@@ -199,7 +204,12 @@ def tied() -> Any:
     start()
     from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
-    layers = [TiedLayerSpec("both", nn.Linear, 4, 4), nn.Tanh(), nn.Tanh(), TiedLayerSpec("both", nn.Linear, 4, 4)]
+    layers = [
+        TiedLayerSpec("both", nn.Linear, 4, 4),
+        nn.Tanh(),
+        nn.Tanh(),
+        TiedLayerSpec("both", nn.Linear, 4, 4),
+    ]
     staged = PipelineModule(layers, num_stages=2, loss_fn=loss_of, partition_method="uniform")
     return initialize(staged, 0)
 
@@ -208,9 +218,9 @@ def test_what_no_rule_covers() -> None:
     words = {
         "hpZ": "zero_hpz_partition_size",
         "offload": "offload_optimizer",
-        "tied": "tied layer 'both' is on pipeline stages [0, 1]",
+        "tied": "several pipeline stages, {'both': [0, 1]}",
         "sizes": "tp=2 (found 1)",
-        "frozen stage": "a pipeline stage waits for gradients",
+        "frozen stage": "a PipelineEngine with a SGD waits for gradients",
     }
     for got in run(2, without_a_rule):
         for what, told in words.items():

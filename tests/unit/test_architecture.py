@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "megatron_flex"
-UPSTREAM = ("megatron", "fairscale", "apex", "transformer_engine")
+UPSTREAM = ("megatron", "fairscale", "apex", "transformer_engine", "deepspeed")
 
 # Top to bottom. A room is a file or a folder of megatron_flex.
 ROWS = (

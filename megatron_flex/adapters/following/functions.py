@@ -53,6 +53,8 @@ REGIONS: dict[str, Callable[[Told, int], Told]] = {
     "_ReduceScatterToSequenceParallelRegion": _scattered_first,
 }
 # They return each tensor that they get, unchanged: wrappers learn from their backward pass.
-HANDED_ON = frozenset(("RegisterPostBackwardFunction", "_DDPSink"))
+HANDED_ON = frozenset(
+    ("RegisterPostBackwardFunction", "_DDPSink", "PreBackwardFunctionForModule", "PostBackwardFunctionModule")
+)
 # They run what they are given, and what comes out is what that returned.
 TRANSPARENT = frozenset(("CheckpointFunction",))
