@@ -27,7 +27,8 @@ from megatron_flex.adapters.keeping import Keeping, Kept
 from megatron_flex.adapters.leaves import AnyInput, AnyOutput
 from megatron_flex.adapters.modules import Modules
 from megatron_flex.adapters.pipelining import opened
-from megatron_flex.adapters.plain import axis_of, mesh_of
+from megatron_flex.adapters.plain import mesh_of
+from megatron_flex.adapters.ranks import axis_of
 from megatron_flex.adapters.registry import Finder, Found, register_adapter
 from megatron_flex.adapters.rules import Point, Rule, Rules
 from megatron_flex.adapters.searching import find

@@ -22,9 +22,10 @@ from megatron_flex.adapters.driving import Called, Driving
 from megatron_flex.adapters.keeping import Keeping, Kept, Resident
 from megatron_flex.adapters.modules import Modules
 from megatron_flex.adapters.naming import clean, of_deepspeed
+from megatron_flex.adapters.ranks import axis_of
 from megatron_flex.adapters.taps import intercept
 from megatron_flex.errors import FlexError
-from megatron_flex.mesh import Axis, Mesh
+from megatron_flex.mesh import Mesh
 
 ENGINE, PIPELINE, INFERENCE = "DeepSpeedEngine", "PipelineEngine", "InferenceEngine"
 ZERO_12, ZERO_3 = "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
@@ -36,6 +37,10 @@ WITHOUT_A_RULE = {
     "mics_shard_size": (0, "MiCS (mics_shard_size)"),
     "zero_hpz_partition_size": (1, "ZeRO++'s secondary partitions (zero_hpz_partition_size)"),
     "zero_quantized_weights": (0, "ZeRO++'s quantized weights (zero_quantized_weights)"),
+    "zero_quantized_nontrainable_weights": (
+        0,
+        "quantized frozen weights (zero_quantized_nontrainable_weights)",
+    ),
     "zero_quantized_gradients": (0, "ZeRO++'s quantized gradients (zero_quantized_gradients)"),
     "is_deepcompile_enabled": (0, "DeepCompile (compile.deepcompile)"),
     "is_compiled": (0, "engine.compile(), whose code runs past hooks,"),
@@ -96,20 +101,12 @@ def take(chunks: list[nn.Module], said: Any) -> Modules:
 def mesh_of(engine: Any) -> Mesh:
     """The axes of an engine's run: of its pipeline's grid, or of its data parallel group and `mpu`."""
     if of_deepspeed(engine, PIPELINE):
-        grid = engine.grid
-        return _mesh(grid.pp_proc_group, grid.dp_proc_group, grid.slice_proc_group)
-    asks = ("get_tensor_model_parallel_group", "get_model_parallel_group")
-    cut = next((getattr(engine.mpu, n) for n in asks if hasattr(engine.mpu, n)), None)
-    return _mesh(None, engine.seq_data_parallel_group, None if cut is None else cut())
-
-
-def _mesh(*groups: Any) -> Mesh:
-    axes = []
-    for name, group in zip(("pp", "dp", "tp"), groups, strict=True):
-        line = () if group is None else tuple(dist.get_process_group_ranks(group))
-        many = len(line) > 1
-        axes.append(Axis(name, len(line), line.index(dist.get_rank()), group, line) if many else Axis(name))
-    return Mesh(tuple(axes))
+        groups = engine.grid.pp_proc_group, engine.grid.dp_proc_group, engine.grid.slice_proc_group
+    else:
+        asks = ("get_tensor_model_parallel_group", "get_model_parallel_group")
+        cut = next((getattr(engine.mpu, n) for n in asks if hasattr(engine.mpu, n)), None)
+        groups = None, engine.seq_data_parallel_group, None if cut is None else cut()
+    return Mesh(tuple(map(axis_of, ("pp", "dp", "tp"), groups)))
 
 
 def _refuse(engine: Any) -> None:

@@ -82,13 +82,5 @@ def mesh_of(said: Said, process_group: Any = None) -> Mesh:
     return Mesh(tuple(axes), ranks=ranks)
 
 
-def axis_of(name: str, group: Any) -> Axis:
-    """The axis along a process group that a framework has made already; of one rank if it is None."""
-    if group is None:
-        return Axis(name)
-    ranks = tuple(dist.get_process_group_ranks(group))
-    return Axis(name, len(ranks), dist.get_rank(group), group if len(ranks) > 1 else None, ranks)
-
-
 def _is_parallel(module: nn.Module) -> bool:
     return any(c.__module__.startswith(PARALLEL) for c in type(module).__mro__)

@@ -74,3 +74,11 @@ def _check_names(group: Any) -> None:
             f"the ranks of process_group are in differently many process groups ({counts}), so that torch "
             "cannot make groups among them; make the FlexModel before those, or give no process_group"
         )
+
+
+def axis_of(name: str, group: Any) -> Axis:
+    """The axis along a process group that a framework has made already; of one rank if it is None."""
+    if group is None:
+        return Axis(name)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Axis(name, len(ranks), dist.get_rank(group), group if len(ranks) > 1 else None, ranks)
