@@ -1,7 +1,6 @@
 """DeepSpeed's engines: ZeRO keeps parameters and gradients, and the pipeline engine runs a schedule.
 
-Beside what DeepSpeed documents, it goes by the parts of engines, ZeRO optimizers and ZeRO's parameters that
-`tests/contract/test_deepspeed.py` lists.
+What is relied on beside what DeepSpeed documents is listed in `tests/contract/test_deepspeed.py`.
 """
 
 from __future__ import annotations

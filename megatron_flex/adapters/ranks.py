@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from megatron_flex.errors import FlexError
+from megatron_flex.mesh import Axis
 
 Ranks = tuple[int, ...]
 Groups = dict[Any, list[Any]]  # by all ranks and the sizes of the axes, or by the lines themselves
