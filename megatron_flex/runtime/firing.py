@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class Firing:
         module = getattr(site.tap, "module", None)
         out = self._forward(module, [h for h in hooks if not h.backward], key, local, layout, route)
         if site.followed and self.editing.modules and out.requires_grad:
-            turned = self._turned(site, local, layout)
+            turned = self._turned(site, layout)
             out.register_hook(partial(self._trains_whole, site.name, turned, layout, key))
         # In the first pass of a checkpointed region nothing is differentiated; its replay gets the hook.
         if not any(h.backward for h in hooks) or not torch.is_grad_enabled():
@@ -77,14 +77,14 @@ class Firing:
             # a gradient from there as well, and a view that is masked in place loses its hooks.
             out = out.clone()
             back = route and route.gradient()
-            turned = self._turned(site, local, layout)
+            turned = self._turned(site, layout)
             out.register_hook(partial(self._came_back, site.name, turned, module, seen, back))
         return out
 
-    def _turned(self, site: Site, local: Tensor, layout: Layout) -> Callable[[], Layout | str]:
+    def _turned(self, site: Site, layout: Layout) -> Callable[[], Layout | str]:
         """What tells the gradient's layout, or why it is not known, once the whole forward pass is."""
         follow = getattr(site.tap, "gradient", None)
-        return layout.gradient if follow is None else partial(follow, local, layout)
+        return layout.gradient if follow is None else cast(Callable[[], Layout | str], follow(layout))
 
     def _trains_whole(
         self, name: str, turned: Callable[[], Layout | str], layout: Layout, key: Key, grad: Tensor

@@ -44,13 +44,14 @@ def build(size: int, recomputes: str = "") -> proof.Built:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_model(size: int) -> None:
-    found = proof.compare("fairscale", f"followed tp{size}", size, build, size)
+    few = {"sites": SMALL, "edits": ("layers.1.feed_forward.act:output",)} if size == 4 else {}
+    found = proof.compare("fairscale", f"followed tp{size}", size, build, size, **few)
     assert not [c for c in found if not c.error < 1e-5]
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
 def test_recomputation(kind: str) -> None:
-    sites = (*SMALL, "layers.1.attention.wq:output", "layers.1.feed_forward.act:output")
+    sites = (*SMALL, "layers.1.attention.wq:output")
     found = proof.compare(
         "fairscale",
         f"followed tp2 {kind}",

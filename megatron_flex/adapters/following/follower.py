@@ -39,10 +39,6 @@ class Answer:
     ends: Ends | None = None
     window: Window | None = None
 
-    def same(self, other: Answer) -> bool:
-        """Whether two passes tell the same."""
-        return (self.told, self.dims, self.ends) == (other.told, other.dims, other.ends)
-
 
 @dataclass(eq=False)
 class Followed:
@@ -90,8 +86,8 @@ class Followed:
         """Hooks have made another tensor of one."""
         self.follower.passed(self, local, new, told)
 
-    def gradient(self, local: Tensor, layout: Layout) -> Layout | str:
-        """The layout of the gradient of a tensor in that layout, once the forward pass is over."""
+    def gradient(self, layout: Layout) -> Callable[[], Layout | str]:
+        """What tells, once the forward pass is over, the gradient's layout of what passes now in a layout."""
         return self.follower.turned(self, layout)
 
     def install(self, fire: Fire) -> Undo:
@@ -182,28 +178,37 @@ class Follower:
         self._now[tap.place][-1].window = self._trace.window(new, None)
 
     def _told(self, place: Place, local: Tensor, number: int = 0) -> Told:
-        found = self._now.get(place, [])
+        here = self._all(place) if replaying() or not self._calls else self._now
+        found = here.get(place, [])
         fitting = [a for a in found if a.dims == local.ndim]
         if not fitting:
             return Unknown(
                 "it passed in a call that was not followed, of a part of the model by itself or in another "
                 "thread; call the model"
             )
-        if all(a.same(fitting[0]) for a in found):
+        if all(a.told == fitting[0].told for a in fitting):
             return fitting[0].told
-        if self._calls and not replaying() and number < len(found) and found[number].dims == local.ndim:
+        if here is self._now and number < len(found) and found[number].dims == local.ndim:
             return found[number].told
-        return Unknown("it lies differently on the ranks each time that the module runs in one call")
+        return Unknown("it lies differently on the ranks each time that the module runs")
 
-    def turned(self, tap: Followed, layout: Layout) -> Layout | str:
-        """The layout of the gradient of what passed in a layout; in words why it is not known."""
+    def turned(self, tap: Followed, layout: Layout) -> Callable[[], Layout | str]:
+        """What tells the gradient's layout of what passes in a layout, or why it is not known."""
         if tap.rule is not None and tap.gets is not None:
-            return layout.gradient()
-        found = self._now.get(tap.place, [])
-        kinds = {a.ends or frozenset() for a in found}
-        if len(kinds) > 1:
-            return "it is used differently each time that the module runs in one call"
-        return turned(next(iter(kinds), frozenset()), layout)
+            return layout.gradient
+        here = self._all(tap.place) if replaying() or not self._calls else self._now
+
+        def tell() -> Layout | str:
+            kinds = {a.ends or frozenset() for a in here.get(tap.place, [])}
+            if len(kinds) > 1:
+                return "it is used differently each time that the module runs"
+            return turned(next(iter(kinds), frozenset()), layout)
+
+        return tell
+
+    def _all(self, place: Place) -> dict[Place, list[Answer]]:
+        """What was found at a place in all kinds of calls: recomputation does not tell of which it is."""
+        return {place: [a for answers in self._answers.values() for a in answers.get(place, [])]}
 
     # -- around calls ----------------------------------------------------------------------------------
 
