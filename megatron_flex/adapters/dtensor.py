@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -144,29 +144,41 @@ class _Opening:
         from torch.distributed.tensor import DTensor
 
         if not isinstance(tensor, DTensor):
-            return self.fire(tensor, layout, route)
+            here = _arrived(tensor)
+            new = self.fire(here, layout, route)
+            return tensor if new is here else new
         told = spread_of(tensor.placements, tensor.device_mesh, self.mesh, tensor.shape)
         if isinstance(told, Unknown):
-            return self.unknown(tensor, told.why)
-        local = tensor.to_local()
+            return self._unknown(tensor, told.why)
+        local = _arrived(tensor.to_local())
         _opened[local] = True
         return _again(tensor, local, self.fire(local, told.layout(tensor.ndim), route))
 
     def unknown(self, tensor: Tensor, why: str) -> Tensor:
-        """Pass a tensor on of which nothing tells how it lies on the ranks."""
+        """Pass a tensor on of which following does not tell how it lies on the ranks."""
         from torch.distributed.tensor import DTensor
 
+        return self(tensor) if isinstance(tensor, DTensor) else self._unknown(tensor, why)
+
+    def _unknown(self, tensor: Any, why: str) -> Tensor:
+        """Pass on a local tensor, or a DTensor whose placements have no rule."""
         unknown: Callable[[Tensor, str], Tensor] | None = getattr(self.fire, "unknown", None)
         if unknown is None:
-            return tensor
+            return cast(Tensor, tensor)
         style = next((s for s in styles_of(self.module) if not s.known), None) if self.module else None
         if style is not None:
             why = f"the parallel style {style.name} of its module has no rule, and {why}"
-        if not isinstance(tensor, DTensor):
+        if not hasattr(tensor, "placements"):
             return unknown(tensor, why)
-        local = tensor.to_local()
+        local = _arrived(tensor.to_local())
         _opened[local] = True
         return _again(tensor, local, unknown(local, why))
+
+
+def _arrived(local: Tensor) -> Tensor:
+    """A tensor itself, once the collective is over that makes it."""
+    wait = getattr(local, "trigger_wait", None)
+    return local if wait is None else cast(Tensor, wait())
 
 
 def _again(tensor: Any, local: Tensor, new: Tensor) -> Tensor:
@@ -358,7 +370,7 @@ def _shows(root: nn.Module) -> str:
     for path, module in named_modules(root):
         theirs = transformers_tp.style_of(module)
         if theirs is not None:
-            return f"{path or 'the module'} has transformers' parallel style {type(theirs[0]).__name__}"
+            return f"{path or 'the module'} has the parallel style {type(theirs[0]).__name__} of transformers"
         style = next(styles_of(module), None)
         if style is not None:
             return f"{path or 'the module'} has the parallel style {style.name}"
