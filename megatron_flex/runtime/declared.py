@@ -38,7 +38,7 @@ class Sketch:
         layout: what was told of it, in words.
         shape: its own.
         norm: the root of the sum of its squares.
-        waves: sums of its entries, weighted by waves; None where they are no numbers.
+        waves: sums of its entries, weighted by waves.
         bound: by how much of the norm these may differ, as rounding may.
     """
 
@@ -62,9 +62,8 @@ class Sketch:
 
 def sketch(place: str, axes: tuple[str, ...], layout: Layout, local: Tensor) -> Sketch:
     """Look at a tensor."""
-    shape = tuple(local.shape)
+    shape = () if any(d.uneven for d in layout.dims) else tuple(local.shape)
     if not axes or local.is_meta:
-        shape = () if any(d.uneven for d in layout.dims) else shape
         return Sketch(place, (), layout.describe(), shape, 0.0, (), 0.0)
     flat = local.detach().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
@@ -163,8 +162,8 @@ def _unlike(one: Sketch, other: Sketch, axis: str) -> str:
         )
     return (
         f"{one.place} was followed to lie as {one.layout}, alike on all {axis} ranks, but they have "
-        f"different tensors there, of shapes {one.shape} and {other.shape}: something takes a rank's own part "
-        "of what all have; say expected_shape there, or hook another place"
+        f"different tensors there, of shapes {one.shape} and {other.shape}: something takes a rank's own "
+        "part of what all have; say expected_shape there, or hook another place"
     )
 
 

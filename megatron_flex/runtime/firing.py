@@ -63,6 +63,9 @@ class Firing:
             layout = over_data(batch_first(layout) if site.inferred else layout)
         module = getattr(site.tap, "module", None)
         out = self._forward(module, [h for h in hooks if not h.backward], key, local, layout, route)
+        if site.followed and self.editing.modules and out.requires_grad:
+            turned = self._turned(site, local, layout)
+            out.register_hook(partial(self._trains_whole, site.name, turned, layout, key))
         # In the first pass of a checkpointed region nothing is differentiated; its replay gets the hook.
         if not any(h.backward for h in hooks) or not torch.is_grad_enabled():
             return out
@@ -83,6 +86,17 @@ class Firing:
         follow = getattr(site.tap, "gradient", None)
         return layout.gradient if follow is None else partial(follow, local, layout)
 
+    def _trains_whole(
+        self, name: str, turned: Callable[[], Layout | str], layout: Layout, key: Key, grad: Tensor
+    ) -> None:
+        """Refuse a trainable module where each rank would get a share of its gradient."""
+        found = turned()
+        if found == layout.gradient():
+            return
+        why = found if isinstance(found, str) else f"each rank has a summand over {', '.join(found.partial)}"
+        for hook in (h for h in self.registry.at(name) if h.editing_function and not h.backward):
+            self.editing.guard(hook, key, partial(_no_share, name, why))
+
     def _came_back(
         self,
         name: str,
@@ -95,6 +109,7 @@ class Firing:
         layout = turned()
         if isinstance(layout, str):
             for hook in (h for h in self.registry.at(name) if h.backward):
+                self.editing.fired.add(hook)
                 self.editing.guard(hook, key, partial(_no_gradient, name, layout))
             self._backward_seen()
             return None
@@ -170,6 +185,7 @@ class Firing:
         if self.registry.expected(site.name) is not None:
             return self.fire(site, local)
         for hook in self.registry.at(site.name):
+            self.editing.fired.add(hook)
             self.editing.guard(hook, self.clock.key(site.name), partial(_no_layout, site, why))
         return local
 
@@ -276,6 +292,10 @@ def _no_layout(site: Site, why: str) -> None:
     raise HookError(
         f"how {site.name} lies on the ranks is not known: {why}; hook another place, or say expected_shape"
     )
+
+
+def _no_share(name: str, why: str) -> None:
+    raise HookError(f"the gradient at {name} is not whole, {why}; use trainable modules elsewhere")
 
 
 def _no_gradient(name: str, why: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import gpt, handmade, moe, ranks
+from tests.support import fairscaled, gpt, handmade, llama, moe, ranks
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -138,6 +138,20 @@ def _run_by_hand(code: str) -> list[str]:
     printed: list[str] = []
     model, batch = handmade.parallel(2), handmade.batch(0)
     exec(code, {"model": model, "batch": batch, "print": lambda text: printed.append(str(text))})
+    return printed
+
+
+def test_the_page_on_following_runs() -> None:
+    pytest.importorskip("fairscale")
+    (code,) = blocks(ROOT / "docs" / "following.md")
+    assert run(2, _run_followed, code) == [[f"(2, 8, {llama.FFN})"], []]
+
+
+def _run_followed(code: str) -> list[str]:
+    printed: list[str] = []
+    fairscaled.take_over()
+    names = {"model": fairscaled.llama_of(2), "tokens": llama.batch(0)[0]}
+    exec(code, {**names, "print": lambda text: printed.append(str(text))})
     return printed
 
 

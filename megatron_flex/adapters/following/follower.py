@@ -121,6 +121,7 @@ class Follower:
     def __init__(self, root: nn.Module, known: Mapping[nn.Module, Rule], mesh: Mesh) -> None:
         self.root, self.known, self.mesh = root, known, mesh
         self.wanted: Counter[Place] = Counter()
+        self.shared: dict[str, tuple[str, ...]] = {}
         self._answers: dict[Hashable, dict[Place, list[Answer]]] = {}
         self._now: dict[Place, list[Answer]] = {}  # of this kind of call, or the last one
         self._passes: Counter[Place] = Counter()  # in this call
@@ -225,6 +226,10 @@ class Follower:
             self._trace = None
             if not good:
                 self._answers.pop(kind, None)
+        for name, tensor in self.root.named_parameters():
+            found = turned(trace.mark(tensor).node.found(), Layout(()))
+            if isinstance(found, Layout) and found.partial:
+                self.shared[name] = found.partial
         for answers in self._now.values():
             for answer in answers:
                 if answer.window is not None:
@@ -283,7 +288,7 @@ def _kind(tree: Any) -> list[Hashable]:
         return [type(tree), *(kind for item in tree for kind in _kind(item))]
     if isinstance(tree, dict):
         return [kind for key, item in tree.items() for kind in (str(key), *_kind(item))]
-    return [str(tree) if isinstance(tree, (bool, str, type(None))) else type(tree)]
+    return [repr(tree) if isinstance(tree, (bool, str, type(None))) else type(tree).__qualname__]
 
 
 __all__ = ["Answer", "Followed", "Follower", "as_spread", "held", "turned"]

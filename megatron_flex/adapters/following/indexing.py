@@ -80,11 +80,17 @@ def getitem(call: Call) -> Spread:
 def setitem(call: Call) -> Spread:
     """What is set must be cut as the place is where it goes."""
     x, index, value = call.args[:3]
-    _check_index(call, x, value)
     cuts = call.cuts(x)
+    alone = not isinstance(value, Tensor) or (value.ndim == 0 and not call.cuts(value))
+    if alone and isinstance(index, Tensor) and index.dtype.itemsize == 1 and call.cuts(index) == cuts:
+        return call.result(cuts)  # entry by entry
+    _check_index(call, x, value)
+    found = places(call, x, index)
+    for dim, axes in cuts.items():
+        if dim not in found:
+            raise Refusal(f"setitem sets a part of dim {dim}, which is cut over {' and '.join(axes)}")
     if not isinstance(value, Tensor):
         return call.result(cuts)
-    found = places(call, x, index)
     given: dict[int, tuple[str, ...]] = {}
     for dim, axes in call.cuts(value).items():
         at = found[dim + len(found) - value.ndim]
@@ -94,10 +100,8 @@ def setitem(call: Call) -> Spread:
     if call.uniform(x) and not cuts:
         return call.result(given)
     for dim, axes in cuts.items():
-        at = found.index(dim) - len(found) + value.ndim if dim in found else None
-        alone = at is None or at < 0 or value.shape[at] == 1 or call.uniform(value)
-        if dim not in found and value.numel() != 1:
-            raise Refusal(f"setitem sets a part of dim {dim}, which is cut over {' and '.join(axes)}")
+        at = found.index(dim) - len(found) + value.ndim
+        alone = at < 0 or value.shape[at] == 1 or call.uniform(value)
         if given.get(dim, axes if alone else None) != axes:
             raise Refusal(f"setitem puts something else where dim {dim} is cut over {' and '.join(axes)}")
     if set(given) - set(cuts):

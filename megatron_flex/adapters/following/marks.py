@@ -139,7 +139,7 @@ class Marks:
         now = version(tensor)
         mark = Mark(told, uniform, line=before.line, version=now)
         before.line.version = max(before.line.version, now)
-        if told != before.told and now > before.version:
+        if (told != before.told or isinstance(told, Unknown)) and now > before.version:
             before.line.spoiled = now
         self._marks[tensor] = mark
         return mark

@@ -66,18 +66,18 @@ def follow(
         outs: the tensors that it returned or wrote to.
     """
     if name in FACTORIES:
-        return WHOLE, FACTORIES[name]
-    unknown = next((t for _, t, _ in told if isinstance(t, Unknown)), None)
+        return _new(name, told), FACTORIES[name]
+    unknown = next((t for _, t, u in told if isinstance(t, Unknown) and not u), None)
     if unknown is not None:
         return unknown, False
     uniform = name in UNIFORM or (name in ("expand", "clone", "to", "getitem") and bool(told) and told[0][2])
-    spreads = {id(t): s for t, s, _ in told if isinstance(s, Spread)}
+    spreads = {id(t): s if isinstance(s, Spread) else WHOLE for t, s, _ in told}
     if name.startswith("c10d."):
         return Unknown(
             f"it went through {name.removeprefix('c10d.')}, a collective of torch.distributed"
         ), False
     if all(not s.cuts and not s.partial for s in spreads.values()):
-        return WHOLE, uniform
+        return next((t for _, t, _ in told if isinstance(t, Unknown)), WHOLE), uniform
     call = Call(name, args, kwargs, spreads, frozenset(id(t) for t, _, u in told if u), outs[0])
     try:
         return _by_rule(call, outs), uniform
@@ -85,6 +85,13 @@ def follow(
         return Unknown(str(why)), False
     except Exception as error:  # a way to call it that its rule does not know
         return Unknown(f"{name} was called in a way that is not followed ({type(error).__name__})"), False
+
+
+def _new(name: str, told: Sequence[tuple[Tensor, Told, bool]]) -> Told:
+    """What is made anew may be as large as a part of something, unless there are no parts."""
+    if all(isinstance(t, Spread) and not t.cuts for _, t, _ in told):
+        return WHOLE
+    return Unknown(f"{name} made it, of which the shape does not tell whether it is whole")
 
 
 def _by_rule(call: Call, outs: Sequence[Tensor]) -> Spread:

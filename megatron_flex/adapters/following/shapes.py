@@ -47,37 +47,43 @@ def landing(
 ) -> int | None:
     """Where a cut dim goes when a tensor's entries are arranged in another shape, in the same order.
 
-    What lies in front of the cut must be the same before and after. Dims of one entry leave several places,
-    of which a dim given as -1 is taken first, and otherwise one that leaves the dims before it or behind it
-    as they were.
+    What lies in front of the cut must be the same before and after. Dims of one entry leave several places.
+
+    Args:
+        name: the function's, for words.
+        shape: the local tensor's.
+        dim: which is cut.
+        new: the shape of the result.
+        free: which dim of it was given as -1.
+
+    Returns:
+        The dim of the result; None if the parts are no contiguous parts of it.
 
     Raises:
         Refusal: several places are possible.
     """
-    before = prod(shape[:dim])
-    places = [j for j in range(len(new)) if prod(new[:j]) == before]
-    if not places and 0 in shape:
+    before, shape, new = prod(shape[:dim]), tuple(shape), tuple(new)
+    if 0 in shape:
         raise Refusal(f"{name} of a tensor without entries tells nothing")
-    if len(places) < 2:
+    places = [j for j in range(len(new)) if prod(new[:j]) == before]
+    at = len(new) - len(shape) + dim
+    ones = sum(new[j] == 1 for j in places)
+    if shape[dim] > 1 or len(new) <= len(shape) or ones == 1:
+        if dim in places and new[: dim + 1] == shape[: dim + 1]:  # it stays, and what is in front of it
+            return dim
+        if at in places and len(new) <= len(shape) and new[at:] == shape[dim:]:  # or what is behind it
+            return at
+        if free in places:
+            return free
+    if shape[dim] > 1 and len(places) < 2:
         return places[0] if places else None
-    if free in places:
-        return free
-    leading = dim if dim in places and tuple(new[:dim]) == tuple(shape[:dim]) else None
-    if leading is not None and new[leading] == 1 and shape[dim] != 1:
-        leading = None
-        trailing = None
-    else:
-        behind = len(shape) - dim
-        at = len(new) - behind
-        fits = at in places and tuple(new[at:]) == tuple(shape[dim:]) and len(new) <= len(shape)
-        trailing = at if fits else None
-    found = {p for p in (leading, trailing) if p is not None}
-    if len(found) != 1:
-        raise Refusal(
-            f"{name} from {tuple(shape)} to {tuple(new)} leaves open which of the dims with one entry is "
-            "cut; give that dim as -1"
-        )
-    return found.pop()
+    if shape[dim] > 1 and dim in places and new[:dim] == shape[:dim] and new[dim] > 1:
+        return dim
+    if shape[dim] > 1 and len(new) <= len(shape) and new[places[-1]] > 1:
+        return places[-1]
+    raise Refusal(
+        f"{name} from {shape} to {new} leaves open which dim is cut, since some have one entry; give it as -1"
+    )
 
 
 def permutation(call: Call) -> tuple[int, ...]:
@@ -257,16 +263,35 @@ def view_as_complex(call: Call) -> Spread:
     return _moved(call, lambda d: None if d == last else d)
 
 
-def split_dim(call: Call) -> Spread:
-    """`unflatten` and `flatten`, by shapes."""
-    x, out = call.first, call.out
-    free = None
-    if call.name == "unflatten":
-        dim, sizes = int(call.arg(1, "dim")) % x.ndim, list(call.arg(2, "sizes"))
-        free = dim + sizes.index(-1) if -1 in sizes else None
-        if dim in call.cuts(x) and free is None and sizes[0] == 1:
-            raise Refusal("unflatten leaves open which dim is cut; give it as -1")
-    return _moved(call, lambda d: landing(call.name, tuple(x.shape), d, tuple(out.shape), free))
+def flatten(call: Call) -> Spread:
+    """Dims that are merged are cut where the first of them was."""
+    x = call.first
+    count = x.ndim
+    ravels = call.name == "ravel"
+    first = 0 if ravels else int(call.arg(1, "start_dim", 0)) % count
+    last = count - 1 if ravels else int(call.arg(2, "end_dim", -1)) % count
+
+    def to(d: int) -> int | None:
+        if first <= d <= last:
+            return first if prod(x.shape[first:d]) == 1 else None
+        return d if d < first else d - (last - first)
+
+    return _moved(call, to)
+
+
+def unflatten(call: Call) -> Spread:
+    """A dim that is split is cut in its leading part."""
+    x, dim, sizes = call.first, int(call.arg(1, "dim")) % call.first.ndim, list(call.arg(2, "sizes"))
+    free = sizes.index(-1) if -1 in sizes else None
+
+    def to(d: int) -> int | None:
+        if d != dim:
+            return d if d < dim else d + len(sizes) - 1
+        new = tuple(call.out.shape[dim : dim + len(sizes)])
+        at = landing(call.name, (x.shape[dim],), 0, new, free)
+        return None if at is None else dim + at
+
+    return _moved(call, to)
 
 
 def _named(names: str, rule: Rule) -> Mapping[str, Rule]:
@@ -275,7 +300,8 @@ def _named(names: str, rule: Rule) -> Mapping[str, Rule]:
 
 RULES: dict[str, Rule] = {
     **_named("view reshape view_as reshape_as", reshape),
-    **_named("flatten unflatten ravel", split_dim),
+    **_named("flatten ravel", flatten),
+    "unflatten": unflatten,
     **_named(
         "T.get mT.get H.get mH.get t adjoint permute movedim moveaxis transpose swapaxes swapdims", permute
     ),
@@ -306,5 +332,5 @@ RULES: dict[str, Rule] = {
         " nansum count_nonzero var_mean std_mean",
         over(1, "dim", "axis"),
     ),
-    **_named("norm vector_norm", over(2, "dim")),
+    **_named("norm vector_norm linalg_vector_norm linalg_norm", over(2, "dim")),
 }
