@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
@@ -23,6 +24,8 @@ NAMES = {
     **dict.fromkeys(("pp", "pipe", "pipeline", "pipeline_parallel"), "pp"),
     **dict.fromkeys(("cp", "context", "context_parallel"), "cp"),
 }
+_lines: WeakKeyDictionary[Any, list[Ranks]] = WeakKeyDictionary()  # of each DeviceMesh, once they were asked
+
 SAY = "name its dims tp, dp (or dp_replicate and dp_shard), pp, cp in init_device_mesh(mesh_dim_names=...)"
 
 
@@ -95,6 +98,8 @@ def lines(device_mesh: Any) -> list[Ranks]:
     Raises:
         FlexError: this rank is not in it.
     """
+    if device_mesh in _lines:
+        return _lines[device_mesh]
     at, ranks = device_mesh.get_coordinate(), device_mesh.mesh
     if at is None:
         raise FlexError(
@@ -105,6 +110,7 @@ def lines(device_mesh: Any) -> list[Ranks]:
     for dim in range(ranks.ndim):
         index = tuple(slice(None) if i == dim else int(c) for i, c in enumerate(at))
         out.append(tuple(int(r) for r in ranks[index].tolist()))
+    _lines[device_mesh] = out
     return out
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -24,6 +24,7 @@ from megatron_flex.adapters.naming import named_modules, unwrap
 from megatron_flex.adapters.registry import Found
 from megatron_flex.adapters.rules import Point, Rule
 from megatron_flex.adapters.spread import WHOLE, Spread, Told, Unknown
+from megatron_flex.adapters.styles import Style, styles_of
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Fire, Tap
@@ -144,29 +145,42 @@ class _Opening:
         from torch.distributed.tensor import DTensor
 
         if not isinstance(tensor, DTensor):
-            return self.fire(tensor, layout, route)
+            here = _arrived(tensor)
+            new = self.fire(here, layout, route)
+            return tensor if new is here else new
         told = spread_of(tensor.placements, tensor.device_mesh, self.mesh, tensor.shape)
         if isinstance(told, Unknown):
-            return self.unknown(tensor, told.why)
-        local = tensor.to_local()
+            return self._unknown(tensor, told.why)
+        local = _arrived(tensor.to_local())
         _opened[local] = True
         return _again(tensor, local, self.fire(local, told.layout(tensor.ndim), route))
 
     def unknown(self, tensor: Tensor, why: str) -> Tensor:
-        """Pass a tensor on of which nothing tells how it lies on the ranks."""
+        """Pass a tensor on of which following does not tell how it lies on the ranks."""
         from torch.distributed.tensor import DTensor
 
+        return self(tensor) if isinstance(tensor, DTensor) else self._unknown(tensor, why)
+
+    def _unknown(self, tensor: Any, why: str) -> Tensor:
+        """Pass on a local tensor, or a DTensor whose placements have no rule."""
         unknown: Callable[[Tensor, str], Tensor] | None = getattr(self.fire, "unknown", None)
         if unknown is None:
-            return tensor
+            return cast(Tensor, tensor)
         style = next((s for s in styles_of(self.module) if not s.known), None) if self.module else None
         if style is not None:
             why = f"the parallel style {style.name} of its module has no rule, and {why}"
-        if not isinstance(tensor, DTensor):
+        if not hasattr(tensor, "placements"):
             return unknown(tensor, why)
-        local = tensor.to_local()
+        local = _arrived(tensor.to_local())
         _opened[local] = True
         return _again(tensor, local, unknown(local, why))
+
+
+def _arrived(local: Tensor) -> Tensor:
+    """A tensor itself, once the collective is over that makes it."""
+    wait = getattr(local, "trigger_wait", None)
+    # What is waited for has no part in the graph of gradients; there, the next function waits by itself.
+    return local if wait is None or local.requires_grad else cast(Tensor, wait())
 
 
 def _again(tensor: Any, local: Tensor, new: Tensor) -> Tensor:
@@ -207,71 +221,7 @@ class Computed:
         return self.module.register_forward_hook(hook, prepend=True).remove
 
 
-# -- styles --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Style:
-    """What the hooks of a parallel style on a module were made with.
-
-    Attributes:
-        name: the style's class.
-        device_mesh: of the tensors that it makes.
-        inputs: the placement of the first tensor that the module gets as a local one; None if it gets that
-            as a DTensor, or as it came.
-        outputs: likewise of what it returns.
-        known: whether it is one of torch's own.
-        passes: whether it only prepares what goes in or comes out.
-    """
-
-    name: str
-    device_mesh: Any
-    inputs: Any = None
-    outputs: Any = None
-    known: bool = True
-    passes: bool = False
-
-
-def styles_of(module: nn.Module) -> Iterator[Style]:
-    """What the hooks of `parallelize_module`'s styles, or of `distribute_module`, on a module say."""
-    sequence = None
-    for before, hook in _hooks(module):
-        held = dict(zip(hook.__code__.co_freevars, (c.cell_contents for c in hook.__closure__), strict=True))
-        device_mesh = held.get("device_mesh")
-        if device_mesh is None:
-            continue
-        style, made = held.get("self"), held.get("input_fn" if before else "output_fn")
-        if style is not None:  # PrepareModuleInput and PrepareModuleOutput are kept whole
-            name = type(style).__name__
-            theirs = type(style).__module__.startswith("torch.distributed.")
-            layouts: Any = getattr(
-                style, "desired_input_layouts" if before else "desired_output_layouts", None
-            )
-            local = bool(layouts) and bool(style.use_local_output)
-            placement = layouts[0] if local and theirs else None
-            yield Style(
-                name, device_mesh, **{"inputs" if before else "outputs": placement}, known=theirs, passes=True
-            )
-        elif isinstance(made, partial) and made.func.__module__.startswith("torch.distributed."):
-            name = made.func.__qualname__.partition(".")[0]
-            args = made.args
-            if before:
-                sequence = args[0][0] if name == "SequenceParallel" else None
-                yield Style(name, device_mesh)
-            elif args[-1]:  # the output is a local tensor
-                yield Style(name, device_mesh, outputs=args[0][0] if len(args) > 1 else sequence)
-            else:
-                yield Style(name, device_mesh)
-        elif made is not None:
-            name = getattr(made, "__qualname__", repr(made)).partition(".")[0]
-            yield Style(name, device_mesh, known=False)
-
-
-def _hooks(module: nn.Module) -> Iterator[tuple[bool, Any]]:
-    for before, hooks in ((True, module._forward_pre_hooks), (False, module._forward_hooks)):
-        for hook in hooks.values():
-            if getattr(hook, "__closure__", None) and hasattr(hook, "__code__"):
-                yield before, hook
+# -- rules -------------------------------------------------------------------------------------------
 
 
 class Styles:
@@ -358,7 +308,7 @@ def _shows(root: nn.Module) -> str:
     for path, module in named_modules(root):
         theirs = transformers_tp.style_of(module)
         if theirs is not None:
-            return f"{path or 'the module'} has transformers' parallel style {type(theirs[0]).__name__}"
+            return f"{path or 'the module'} has the parallel style {type(theirs[0]).__name__} of transformers"
         style = next(styles_of(module), None)
         if style is not None:
             return f"{path or 'the module'} has the parallel style {style.name}"

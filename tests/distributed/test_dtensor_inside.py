@@ -22,7 +22,7 @@ import megatron_flex as mf
 from megatron_flex.adapters import dtensor
 from megatron_flex.adapters.device_mesh import mesh_of
 from megatron_flex.adapters.spread import Spread, Unknown
-from tests.distributed.test_dtensor import Plan, build
+from tests.distributed.test_dtensor import Plan, build, parallel
 from tests.support import llama
 from tests.support.pool import run
 
@@ -148,6 +148,21 @@ def test_uneven_parts() -> None:
     torch.testing.assert_close(read["up:output.grad"], hidden.grad)
     torch.testing.assert_close(read["down:partial"], y.detach())
     torch.testing.assert_close(found["edited"], model.down(hidden.flip(-1) * 2).detach())
+
+
+def _without_gradients(plan: Plan) -> dict[str, Tensor]:
+    model = parallel(plan)
+    with torch.no_grad(), mf.attach(model, [mf.HookFunction(s) for s in llama.SITES]) as flex:
+        model(llama.batch(0)[0])
+        return {n: t[0] for n, t in flex.output_dict.items()}
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_nothing_is_differentiated(sequence: bool) -> None:
+    found, truth = run(2, _without_gradients, Plan(sequence=sequence))[0], llama.truth()[0]["values"]
+    assert found.keys() == truth.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, truth[name], atol=1e-5, rtol=1e-5)
 
 
 # -- what has no rule -----------------------------------------------------------------------------------

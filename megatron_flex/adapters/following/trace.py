@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -100,16 +101,38 @@ class Trace(TorchFunctionMode):
         functions: Any = torch.autograd.Function
         before = vars(functions)["apply"]
         functions.apply = classmethod(self._applying(before))
+        opened = self._mark_opened()
         try:
             with self:
                 output = call(*args, **kwargs)
         finally:
+            opened()
             functions.apply = before
             left.remove()
             entered.remove()
         for tensor in tensors(output):
             self.mark(tensor).node.ends.append(NONE)
         return output
+
+    def _mark_opened(self) -> Callable[[], None]:
+        """Mark the local parts of DTensors, which no function makes where nothing is differentiated."""
+        placed: Any = sys.modules.get("torch.distributed.tensor")
+        if placed is None:
+            return lambda: None
+        kind, before = placed.DTensor, placed.DTensor.to_local
+
+        def to_local(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            local = before(tensor, *args, **kwargs)
+            if self._here() and not self.opaque and not torch.is_grad_enabled():
+                self.marks.make(local, spread_of_dtensor(tensor, self._mesh))
+            return local
+
+        kind.to_local = to_local
+
+        def undo() -> None:
+            kind.to_local = before
+
+        return undo
 
     def _here(self) -> bool:
         return threading.get_ident() == self._thread
