@@ -26,7 +26,7 @@ def keeping_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> Keeping:
 
 def driving_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> Driving:
     """Who calls a model."""
-    return Called(root, mesh)
+    return Called(chunk, mesh)
 
 
 def compose(chunk: nn.Module, mesh: Mesh, rules: Rules | None = None, name: str = "plain") -> Modules:

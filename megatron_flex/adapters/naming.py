@@ -9,7 +9,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 ROOT = "root"  # what the outermost module is called, which torch gives an empty name
 # What wrappers call the module inside them, which stands in its place in the model's tree.
-INSIDE = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+INSIDE = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -21,8 +21,8 @@ from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Fire
 
 APART = (
-    "{schedule} divides backward passes, and then DistributedDataParallel averages no gradients, with hooks or "
-    "without; use Interleaved1F1B, or fully_shard"
+    "{schedule} divides backward passes, and then DistributedDataParallel averages no gradients, with hooks "
+    "or without; use Interleaved1F1B, or fully_shard"
 )
 UNPLANNED = (
     "what pipeline stage {stage} hands on needs a gradient, and when the schedule learned shapes it needed "
