@@ -99,7 +99,7 @@ def apart(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether calling it runs compiled code."""
-    return INSIDE in module._modules or module._compiled_call_impl is not None
+    return INSIDE in module._modules or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def regions_of(chunk: nn.Module, root: nn.Module) -> list[Region | Caller]:
