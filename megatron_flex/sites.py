@@ -65,6 +65,7 @@ class Site:
         tap: how to get at it; None on ranks that do not own it.
         inferred: whether nothing tells the layout: every rank holds the whole, unless a hook's
             `expected_shape` says what is cut. `layout` and `shape` are empty then.
+        followed: whether the layout is told of each tensor that passes, and may turn out not to be known.
         beside: the layouts of the tensors that pass here behind the first one, as far as they are known.
         index: which of the tensors that pass here is meant, counted depth first.
     """
@@ -77,6 +78,7 @@ class Site:
     fixed: str = ""
     tap: Tap | None = field(default=None, compare=False, repr=False)
     inferred: bool = False
+    followed: bool = False
     beside: tuple[Layout, ...] = ()
     index: int = 0
     chunk: int = 0

@@ -28,8 +28,9 @@ from megatron_flex.adapters.leaves import AnyInput, AnyOutput
 from megatron_flex.adapters.modules import Modules
 from megatron_flex.adapters.pipelining import opened
 from megatron_flex.adapters.plain import axis_of, mesh_of
-from megatron_flex.adapters.registry import Finder, Found, find, register_adapter
+from megatron_flex.adapters.registry import Finder, Found, register_adapter
 from megatron_flex.adapters.rules import Point, Rule, Rules
+from megatron_flex.adapters.searching import find
 from megatron_flex.adapters.spread import WHOLE, Spread, Unknown
 from megatron_flex.adapters.taps import intercept
 

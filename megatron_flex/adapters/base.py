@@ -58,8 +58,8 @@ class Listener(Protocol):
     def hooked(self) -> bool:
         """Whether there is any hook that counts now."""
 
-    def call_begins(self) -> None:
-        """The model is called by itself, outside any schedule."""
+    def call_begins(self, gradient_factor: Callable[[], float] | None = None) -> None:
+        """The model is called by itself, outside any schedule; `gradient_factor` as in `step_begins`."""
 
     def call_ends(self, failed: bool) -> None:
         """That call returned, or raised."""

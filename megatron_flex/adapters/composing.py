@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from torch import nn
 
 from megatron_flex.adapters import ddp, fsdp, sharded
@@ -15,6 +17,11 @@ from megatron_flex.mesh import Mesh
 
 def keeping_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> Keeping:
     """Who keeps the parameters of a model: the outermost wrapper that shards or reduces them."""
+    if "deepspeed" in sys.modules:
+        from megatron_flex.adapters import deepspeed
+
+        if (zero := deepspeed.keeping_of(chunk, root, mesh)) is not None:
+            return zero
     if units := fsdp.units_of(chunk):
         return fsdp.Flattened(root, units)
     if sharded.has_dtensors(chunk):
@@ -26,6 +33,11 @@ def keeping_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> Keeping:
 
 def driving_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> Driving:
     """Who calls a model."""
+    if "deepspeed" in sys.modules:
+        from megatron_flex.adapters import deepspeed
+
+        if (engine := deepspeed.driving_of(chunk, mesh)) is not None:
+            return engine
     return Called(chunk, mesh)
 
 

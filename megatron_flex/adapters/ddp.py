@@ -27,10 +27,13 @@ class Averaged(Resident):
         super().__init__(root)
         self.wrappers = wrappers
         self.why = "it is in torch's DistributedDataParallel"
+        self._before: bool | str | None = None  # what was known when it was frozen
         self.scheduled = False  # a pipeline schedule averages with the last microbatch of each step
 
     def reduced(self) -> bool | str | None:
         """True behind a backward pass outside of `no_sync()`, if the wrappers have all parameters."""
+        if self._before is not None:
+            return self._before
         left = self._left_out()
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -59,16 +62,17 @@ class Averaged(Resident):
                     "DistributedDataParallel(static_graph=True) learns from its first step which gradients "
                     "come, so that this cannot be one without any; train one step before freezing"
                 )
+        self._before = self.reduced()
         unfreeze = super().freeze()
-        before = [w.require_backward_grad_sync for w in self.wrappers]
+        before = [(w.require_backward_grad_sync, w.require_forward_param_sync) for w in self.wrappers]
         for wrapper in self.wrappers:
             wrapper.require_backward_grad_sync = False
 
         def undo() -> None:
-            for wrapper, synchronizes in zip(self.wrappers, before, strict=True):
-                wrapper.require_backward_grad_sync = synchronizes
-                wrapper.require_forward_param_sync = True
+            for wrapper, (backward, forward) in zip(self.wrappers, before, strict=True):
+                wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = backward, forward
             unfreeze()
+            self._before = None
 
         return undo
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_flex.adapters.base import Part
 from megatron_flex.adapters.pipelining import opened
-from megatron_flex.adapters.registry import search
+from megatron_flex.adapters.searching import search
 from megatron_flex.adapters.versions import Version
 
 TOGETHER = "only all ranks together can tell: call detect(model, everywhere=True) on each"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -34,13 +35,19 @@ class Driving(Protocol):
 
 
 class Called:
-    """A module that a person's own loop calls."""
+    """A module that a person's own loop calls.
+
+    Args:
+        root: the module.
+        mesh: the axes of the run.
+        factor: tells by how much gradients are greater than those of a call's own loss; None if they are these.
+    """
 
     name = "a loop of one's own"
     why = "no schedule of a framework's is there to call it"
 
-    def __init__(self, chunk: nn.Module, mesh: Mesh) -> None:
-        self.chunk, self.root, self.mesh = chunk, unwrap(chunk), mesh
+    def __init__(self, chunk: nn.Module, mesh: Mesh, factor: Callable[[], float] | None = None) -> None:
+        self.chunk, self.root, self.mesh, self.factor = chunk, unwrap(chunk), mesh, factor
         self._listener: Listener | None = None
 
     def watch(self, listener: Listener) -> Undo:
@@ -51,7 +58,7 @@ class Called:
         def around(call: Any, *args: Any, **kwargs: Any) -> Any:
             if running or replaying():
                 return call(*args, **kwargs)
-            listener.call_begins()
+            listener.call_begins(self.factor)
             running.append(True)
             try:
                 output = call(*args, **kwargs)

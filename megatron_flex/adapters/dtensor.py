@@ -121,31 +121,52 @@ class Open:
         """The tap at another tensor of the same call."""
         return replace(self, tap=self.tap.leaf(index))
 
+    def gradient(self, local: Tensor, layout: Layout) -> Layout | str:
+        """The layout of the gradient: a DTensor's is placed like it, and whole where it is a sum."""
+        told: Callable[[Tensor, Layout], Layout | str] | None = getattr(self.tap, "gradient", None)
+        return layout.gradient() if told is None or local in _opened else told(local, layout)
+
     def install(self, fire: Fire) -> Undo:
         """Inject `fire` by way of the other tap."""
-        undo: Undo = self.tap.install(_Opening(fire, self.mesh))
+        undo: Undo = self.tap.install(_Opening(fire, self.mesh, self.module))
         return undo
 
 
 class _Opening:
     """What the other tap calls."""
 
-    def __init__(self, fire: Fire, mesh: Mesh) -> None:
-        self.fire, self.mesh = fire, mesh
+    def __init__(self, fire: Fire, mesh: Mesh, module: nn.Module | None) -> None:
+        self.fire, self.mesh, self.module = fire, mesh, module
         self.absent = getattr(fire, "absent", None)
 
     def __call__(self, tensor: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
+        """Pass a tensor on, the local part of a DTensor."""
         from torch.distributed.tensor import DTensor
 
         if not isinstance(tensor, DTensor):
             return self.fire(tensor, layout, route)
         told = spread_of(tensor.placements, tensor.device_mesh, self.mesh, tensor.shape)
-        local = tensor.to_local()
         if isinstance(told, Unknown):
-            unknown: Callable[[Tensor, str], Tensor] | None = getattr(self.fire, "unknown", None)
-            return tensor if unknown is None else _again(tensor, local, unknown(local, told.why))
+            return self.unknown(tensor, told.why)
+        local = tensor.to_local()
         _opened[local] = True
         return _again(tensor, local, self.fire(local, told.layout(tensor.ndim), route))
+
+    def unknown(self, tensor: Tensor, why: str) -> Tensor:
+        """Pass a tensor on of which nothing tells how it lies on the ranks."""
+        from torch.distributed.tensor import DTensor
+
+        unknown: Callable[[Tensor, str], Tensor] | None = getattr(self.fire, "unknown", None)
+        if unknown is None:
+            return tensor
+        style = next((s for s in styles_of(self.module) if not s.known), None) if self.module else None
+        if style is not None:
+            why = f"the parallel style {style.name} of its module has no rule, and {why}"
+        if not isinstance(tensor, DTensor):
+            return unknown(tensor, why)
+        local = tensor.to_local()
+        _opened[local] = True
+        return _again(tensor, local, unknown(local, why))
 
 
 def _again(tensor: Any, local: Tensor, new: Tensor) -> Tensor:
@@ -200,6 +221,7 @@ class Style:
             as a DTensor, or as it came.
         outputs: likewise of what it returns.
         known: whether it is one of torch's own.
+        passes: whether it only prepares what goes in or comes out.
     """
 
     name: str
@@ -207,6 +229,7 @@ class Style:
     inputs: Any = None
     outputs: Any = None
     known: bool = True
+    passes: bool = False
 
 
 def styles_of(module: nn.Module) -> Iterator[Style]:
@@ -226,7 +249,9 @@ def styles_of(module: nn.Module) -> Iterator[Style]:
             )
             local = bool(layouts) and bool(style.use_local_output)
             placement = layouts[0] if local and theirs else None
-            yield Style(name, device_mesh, **{"inputs" if before else "outputs": placement}, known=theirs)
+            yield Style(
+                name, device_mesh, **{"inputs" if before else "outputs": placement}, known=theirs, passes=True
+            )
         elif isinstance(made, partial) and made.func.__module__.startswith("torch.distributed."):
             name = made.func.__qualname__.partition(".")[0]
             args = made.args
@@ -238,7 +263,8 @@ def styles_of(module: nn.Module) -> Iterator[Style]:
             else:
                 yield Style(name, device_mesh)
         elif made is not None:
-            yield Style(getattr(made, "__qualname__", repr(made)), device_mesh, known=False)
+            name = getattr(made, "__qualname__", repr(made)).partition(".")[0]
+            yield Style(name, device_mesh, known=False)
 
 
 def _hooks(module: nn.Module) -> Iterator[tuple[bool, Any]]:
@@ -261,8 +287,8 @@ class Styles:
             tell = partial(self._local, theirs[1])
             return transformers_tp.rule_of(module, tell)
         styles = list(styles_of(module))
-        if not styles:
-            return None
+        if all(s.passes or not s.known for s in styles):
+            return None  # what it does inside is followed
         inputs = next((s for s in styles if s.inputs is not None), None)
         outputs = [s for s in styles if s.outputs is not None]
         rule = Rule(points=tuple(self._points(module, styles)))
@@ -276,10 +302,6 @@ class Styles:
     def opened(self, tap: Tap) -> Tap:
         """A tap that opens DTensors."""
         return Open(tap, self.mesh)
-
-    def tells(self, local: Tensor) -> bool:
-        """Whether a tensor is the part of a DTensor that told its layout, and so tells its gradient's."""
-        return local in _opened
 
     def _local(self, device_mesh: Any, placement: Any, width: int | None = None) -> Spread | None:
         told = spread_of([placement], device_mesh, self.mesh)

@@ -6,30 +6,42 @@ from the model parallel region. A tap inside stands about these names, while its
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from megatron_flex.adapters.base import Undo
+from megatron_flex.adapters import plain
+from megatron_flex.adapters.base import Listener, Undo
 from megatron_flex.adapters.composing import compose
+from megatron_flex.adapters.driving import Called
 from megatron_flex.adapters.modules import Modules
+from megatron_flex.adapters.naming import unwrap
 from megatron_flex.adapters.registry import Found, Said
 from megatron_flex.adapters.rules import Point, Rule
 from megatron_flex.adapters.spread import WHOLE, Spread
-from megatron_flex.adapters.taps import intercept
+from megatron_flex.adapters.taps import CalledName, intercept
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Axis, Mesh
-from megatron_flex.sites import Fire
 
 COLUMN, ROW = "ColumnParallelLinear", "RowParallelLinear"
 EMBEDDING, VOCABULARY = "ParallelEmbedding", "VocabParallelEmbedding"
 PARALLEL = (COLUMN, ROW, EMBEDDING, VOCABULARY)
-NO_RULE = ("MOELayer",)  # holds other experts on each rank
+NO_RULE = {  # what a model may not have in it, and why
+    "MOELayer": (
+        "whose experts are others on each rank, and no rule tells how they lie there; give the part of the "
+        "model without it"
+    ),
+    "FullyShardedDataParallel": (
+        "which does not run without a GPU (`KeyError: 'all_gather'` in its forward: it makes streams only "
+        "there), and whose parameters nothing here puts together; use torch's FullyShardedDataParallel or "
+        "fully_shard"
+    ),
+}
 
 # From the outermost to the innermost: ranks are numbered so.
 GROUPS = {
@@ -52,20 +64,19 @@ def is_a(module: Any, *names: str) -> bool:
 
 
 def find(chunks: list[nn.Module], said: Said, process_group: Any) -> Found | None:
-    """A model with fairscale's parallel layers in it, or a stage of a pipeline that fairscale made.
-
-    Raises:
-        FlexError: a layer is in it whose parts nothing tells how to put together.
-    """
+    """A model with fairscale's parallel layers in it, or a stage of a pipeline that fairscale made."""
     modules = [m for chunk in chunks for m in chunk.modules()]
-    layer = next((m for m in modules if is_a(m, *PARALLEL)), None)
-    if layer is not None:
+    layer = next((m for m in modules if is_a(m, *PARALLEL, *NO_RULE)), None)
+    if len(chunks) == 1 and is_a(unwrap(chunks[0]), "Pipe"):
+        why = "it is a Pipe of fairscale's"
+    elif layer is not None:
         why = f"it holds a {type(layer).__name__} of fairscale's"
     elif _stages() > 1:
         why = f"fairscale was initialized with {_stages()} pipeline stages"
     else:
         return None
-    return Found("fairscale", why, partial(_make, chunks, modules, said))
+    make = partial(_make, chunks, modules, said, process_group)
+    return Found("fairscale", why, make, alone=layer is not None)
 
 
 def _stages() -> int:
@@ -76,22 +87,24 @@ def _stages() -> int:
     return dist.get_world_size(initialize.get_pipeline_parallel_group())
 
 
-def _make(chunks: list[nn.Module], modules: list[nn.Module], said: Said) -> Modules:
+def _make(chunks: list[nn.Module], modules: list[nn.Module], said: Said, process_group: Any) -> Modules:
     if len(chunks) != 1:
         raise FlexError(
             f"{len(chunks)} chunks of a fairscale model; fairscale has one on each rank: give that"
         )
-    odd = next((m for m in modules if is_a(m, *NO_RULE)), None)
-    if odd is not None:
-        raise FlexError(
-            f"the model holds a {type(odd).__name__} of fairscale's, whose experts are others on each rank and "
-            "of which no rule tells how they lie there; give the part of the model without it"
-        )
-    mesh = mesh_of()
+    for module in modules:
+        for name, why in NO_RULE.items():
+            if is_a(module, name):
+                raise FlexError(f"the model holds a {name} of fairscale's, {why}")
+    parallel = any(is_a(m, *PARALLEL) for m in modules) or _stages() > 1
+    mesh = mesh_of() if parallel else plain.mesh_of(said, process_group)
     mesh.check_sizes(said)
     for module in modules:
         _check_built(module, mesh["tp"].size)
-    return compose(chunks[0], mesh, Fairscale(), "fairscale")
+    adapter = compose(chunks[0], mesh, Fairscale() if parallel else None, "fairscale")
+    if is_a(adapter.root, "Pipe"):
+        adapter.driving = Piped(adapter.root, mesh)
+    return adapter
 
 
 def mesh_of() -> Mesh:
@@ -131,8 +144,8 @@ def _check_built(module: Any, size: int) -> None:
         return
     if part * size != whole:
         raise FlexError(
-            f"a {type(module).__name__} holds {part} of {whole} entries, which {size} model parallel ranks do "
-            "not make up; it was built before fairscale was initialized anew: build the model again"
+            f"a {type(module).__name__} holds {part} of {whole} entries, which {size} model parallel ranks "
+            "do not make up; fairscale was initialized anew since it was built: build the model again"
         )
 
 
@@ -148,67 +161,66 @@ class Fairscale:
         layer: Any = module
         if is_a(module, COLUMN):
             gathered = layer.gather_output
-            points = [Point("gemm_input", SHARED, Inside(module, "copy_to"))]
+            points = [Point("gemm_input", SHARED, _inside(module, "copy_to"))]
             if gathered:
-                points.append(Point("local", LAST, Inside(module, "gather_from")))
+                points.append(Point("local", LAST, _inside(module, "gather_from")))
             outputs = WHOLE if gathered else LAST
             return Rule(WHOLE, outputs, {"weight": ROWS, "bias": ENTRIES}, tuple(points))
         if is_a(module, ROW):
-            points = [Point("partial", SUMMAND, Inside(module, "reduce_from"))]
+            points = [Point("partial", SUMMAND, _inside(module, "reduce_from"))]
             if not layer.input_is_parallel:
-                points.insert(0, Point("gemm_input", LAST, Inside(module, "scatter_to")))
+                points.insert(0, Point("gemm_input", LAST, _inside(module, "scatter_to")))
             inputs = LAST if layer.input_is_parallel else WHOLE
             return Rule(inputs, WHOLE, {"weight": COLUMNS}, tuple(points))
         if is_a(module, VOCABULARY):
-            point = Point("partial", SUMMAND, Inside(module, "reduce_from"))
+            point = Point("partial", SUMMAND, _inside(module, "reduce_from"))
             return Rule(WHOLE, WHOLE, {"weight": ROWS}, (point,))
         if is_a(module, EMBEDDING):
-            point = Point("local", LAST, Inside(module, "gather_from"))
+            point = Point("local", LAST, _inside(module, "gather_from"))
             return Rule(WHOLE, WHOLE, {"weight": COLUMNS}, (point,))
         return None
 
 
-@dataclass(frozen=True, eq=False)
-class Inside:
-    """A tensor at one of the four functions that parallel layers call.
+def _inside(module: nn.Module, function: str) -> CalledName:
+    """The tap at one of the four functions.
 
-    What enters the region is taken behind the function, as the ranks compute with it; what leaves it, before.
+    What enters the region is taken behind the function, as the rank computes with it; what leaves it, before.
     The reduction writes its sum into the tensor that it gets.
-
-    Attributes:
-        module: the layer.
-        function: the function's name, as far as `_model_parallel_region`.
     """
+    file, leaves = "fairscale.nn.model_parallel.layers", function in ("reduce_from", "gather_from")
+    return CalledName(module, file, f"{function}_model_parallel_region", before=leaves)
 
-    module: nn.Module
-    function: str
 
-    def install(self, fire: Fire) -> Undo:
-        """Inject `fire` about the function in fairscale's module `layers`, while the layer's forward runs."""
-        from fairscale.nn.model_parallel import layers
+class Piped(Called):
+    """A Pipe: each call of it is cut into microbatches, which worker threads pass through its partitions."""
 
-        running: list[bool] = []  # other layers call the same names
-        enters = self.function in ("copy_to", "scatter_to")
+    def watch(self, listener: Listener) -> Undo:
+        """Tell each call, and in it the microbatch of each run of a partition, recomputed or not."""
+        from fairscale.nn.pipe import pipeline
 
-        def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            running.append(True)
-            try:
+        pipe: Any = self.root
+        at = threading.local()
+        alone = threading.Lock()  # the clock knows one microbatch at a time
+
+        def named(original: Callable[..., Any], name: str, *args: Any) -> Any:
+            at.microbatch = int(name.removeprefix("chunk").partition("-")[0])
+            return original(name, *args)
+
+        def part(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with alone:
+                listener.forward_begins(at.microbatch, 0)
                 return original(*args, **kwargs)
-            finally:
-                running.pop()
 
-        def region(original: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-            if not running:
-                return original(tensor)
-            return fire(original(tensor)) if enters else original(fire(tensor))
+        def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            original(*args, **kwargs)
+            listener.forward_begins(0, 0)  # what the Pipe itself returns is of the whole call
 
-        undos = [
-            intercept(self.module, "forward", forward),
-            intercept(layers, f"{self.function}_model_parallel_region", region),
-        ]
+        undos = [super().watch(listener), intercept(pipeline, "record_function", named)]
+        undos += [intercept(one, "_call_impl", part) for one in pipe.partitions]
+        undos.append(intercept(pipe.pipeline, "run", run))
 
         def undo() -> None:
-            for one in undos:
+            for one in reversed(undos):
                 one()
 
         return undo

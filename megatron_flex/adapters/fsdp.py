@@ -145,7 +145,7 @@ class Flattened(Resident):
                 "FullyShardedDataParallel keeps no gradients of each rank's own; reduced=True reads"
             )
         with self._with_gradients(place.unit) as gradient_of:
-            found = gradient_of(_at(place))
+            found = gradient_of(place)
             return LocalGradient(None if found is None else found.detach().clone())
 
     def put_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
@@ -155,7 +155,7 @@ class Flattened(Resident):
             super().put_gradient(parameter, value)
             return
         with self._with_gradients(place.unit, write=True) as gradient_of, torch.no_grad():
-            found = gradient_of(_at(place))
+            found = gradient_of(place)
             if found is None:
                 raise FlexError("there is no gradient to be set in a flat one; run a backward pass first")
             found.copy_(value)
@@ -171,10 +171,10 @@ class Flattened(Resident):
             )
         if _original(unit):
             with self._gathered(unit, write, gradients=True):
-                yield lambda parameter: parameter.grad
+                yield lambda place: _at(place).grad
             return
         if flat.grad is None:
-            yield lambda parameter: None
+            yield lambda place: None
             return
         if flat.data.shape != flat.grad.shape:
             raise FlexError(
@@ -187,7 +187,7 @@ class Flattened(Resident):
         try:
             flat.data.copy_(flat.grad)
             with self._gathered(unit, write):
-                yield lambda parameter: parameter
+                yield _at
             if write:
                 flat.grad.copy_(flat.data)
         finally:

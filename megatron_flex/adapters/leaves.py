@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
 from megatron_flex.adapters.base import Undo
-from megatron_flex.adapters.spread import Tell, Unknown
+from megatron_flex.adapters.spread import Tell, Told, Unknown
 from megatron_flex.adapters.trees import position, tensors, with_tensor
 from megatron_flex.layout import Layout
 from megatron_flex.sites import Fire
@@ -67,17 +67,15 @@ class AnyInput:
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """Another tap, with what a rule or the follower tells of each tensor that passes.
+    """Another tap, with what a rule tells of each tensor that passes.
 
     Attributes:
         tap: the other tap.
         tell: how a tensor lies on the ranks.
-        gradient: the layout of its gradient, asked for in the backward pass; by the tensor's own if None.
     """
 
     tap: Any
     tell: Tell
-    gradient: Callable[[Tensor, Layout], Layout] | None = None
 
     @property
     def module(self) -> nn.Module | None:
@@ -88,26 +86,47 @@ class Placed:
         """The tap at another tensor of the same call."""
         return replace(self, tap=self.tap.leaf(index))
 
+    def passed(self, local: Tensor, new: Tensor, told: Told) -> None:
+        """Hooks have made another tensor of one: nothing depends on that here."""
+
     def install(self, fire: Fire) -> Undo:
         """Inject `fire` by way of the other tap."""
-        return cast(Undo, self.tap.install(_Telling(fire, self)))
+        return cast(Undo, self.tap.install(Telling(fire, self)))
 
 
-class _Telling:
-    """What the other tap calls: looks up the layout and goes on to the hooks."""
+class Teller(Protocol):
+    """Who knows how tensors lie on the ranks that pass a tap."""
 
-    def __init__(self, fire: Fire, placed: Placed) -> None:
-        self.fire, self.placed = fire, placed
+    @property
+    def tell(self) -> Tell:
+        """How one does."""
+
+    def passed(self, local: Tensor, new: Tensor, told: Told) -> None:
+        """Hooks have made another tensor of it."""
+
+
+class Telling:
+    """What a tap calls that does not know layouts: asks who does, and goes on to the hooks."""
+
+    def __init__(self, fire: Fire, teller: Teller) -> None:
+        self.fire, self.teller = fire, teller
         self.absent = getattr(fire, "absent", None)
 
     def __call__(self, local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
-        if layout is not None:  # the tap knows it
-            return self.fire(local, layout, route)
-        told = self.placed.tell(local)
-        if isinstance(told, Unknown):
-            unknown = cast(Callable[[Tensor, str], Tensor] | None, getattr(self.fire, "unknown", None))
-            return local if unknown is None else unknown(local, told.why)
-        return self.fire(local, told.layout(local.ndim), route)
+        """Pass a tensor on in the layout that is told of it, if the tap tells none."""
+        told = self.teller.tell(local)
+        unknown = cast(Callable[[Tensor, str], Tensor] | None, getattr(self.fire, "unknown", None))
+        new = local
+        try:
+            if layout is not None:  # the tap knows it
+                new = self.fire(local, layout, route)
+            elif not isinstance(told, Unknown):
+                new = self.fire(local, told.layout(local.ndim), route)
+            elif unknown is not None:
+                new = unknown(local, told.why)
+        finally:
+            self.teller.passed(local, new, told)
+        return new
 
 
 def _passed(tree: Any, index: int, fire: Fire) -> Any:

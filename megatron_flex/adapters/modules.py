@@ -60,7 +60,8 @@ class Modules:
         self.driving: Driving = driving or Called(chunk, mesh)
         self._compiled = regions_of(chunk, self.root)
         follow = rules is not None and any(mesh[a].size > 1 for a in ("tp", "cp"))
-        self.follower = Follower(self.root, self._known, mesh) if follow else None
+        placing = {m: r for m, r in self._known.items() if r.places}
+        self.follower = Follower(self.root, placing, mesh) if follow else None
 
     def rename(self, own: str) -> None:
         """Give the outermost module a name."""
@@ -120,15 +121,15 @@ class Modules:
         rule = self._known.get(module, Rule())
         yield self._site(f"{name}:input", AnyInput(module), rule)
         for point in rule.points:
-            tap = Placed(self._opened(point.tap), partial(_always, point.spread))
-            yield self._bare(f"{name}:{point.name}", tap)
+            yield self._bare(f"{name}:{point.name}", Placed(point.tap, partial(_always, point.spread)))
         yield self._site(f"{name}:output", AnyOutput(module), rule)
 
     def _site(self, name: str, tap: AnyInput | AnyOutput, rule: Rule) -> Site:
-        spread = rule.inputs if isinstance(tap, AnyInput) else rule.outputs
-        placed = self._opened(tap)
-        if self.follower is not None:
-            placed = Placed(placed, partial(self.follower.tell, name, spread), self._turned)
+        placed: Tap = tap
+        if self.follower is not None and isinstance(tap, AnyInput):
+            placed = self.follower.tap(name, tap, rule.inputs, tap.module)
+        elif self.follower is not None:
+            placed = self.follower.tap(name, tap, rule.outputs, None, rule.beside)
         return self._bare(name, placed, rule.hidden)
 
     def _opened(self, tap: Tap) -> Tap:
@@ -136,15 +137,10 @@ class Modules:
         opened = getattr(self.rules, "opened", None)
         return tap if opened is None else cast(Tap, opened(tap))
 
-    def _turned(self, tensor: Tensor, layout: Layout) -> Layout:
-        """The layout of a gradient."""
-        tells = getattr(self.rules, "tells", None)
-        if self.follower is None or (tells is not None and tells(tensor)):
-            return layout.gradient()
-        return self.follower.gradient(tensor, layout)
-
     def _bare(self, name: str, tap: Tap, hidden: str = "") -> Site:
-        return Site(name, Layout(()), (), self.mesh["pp"].coord, hidden, tap=tap, inferred=True)
+        follows = self.follower is not None
+        stage, opened = self.mesh["pp"].coord, self._opened(tap)
+        return Site(name, Layout(()), (), stage, hidden, tap=opened, inferred=True, followed=follows)
 
     # -- parameters ------------------------------------------------------------------------------------
 

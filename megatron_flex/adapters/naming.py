@@ -7,15 +7,21 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+ENGINE = "DeepSpeedEngine"  # DeepSpeed's wrapper
 ROOT = "root"  # what the outermost module is called, which torch gives an empty name
 # What wrappers call the module inside them, which stands in its place in the model's tree.
 INSIDE = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
+def of_deepspeed(module: nn.Module, kind: str) -> bool:
+    """Whether it is of a class of DeepSpeed's, which is not imported for that."""
+    return any(c.__name__ == kind and c.__module__.startswith("deepspeed.") for c in type(module).__mro__)
+
+
 def unwrap(module: nn.Module) -> nn.Module:
     """The model inside the wrappers that stand about all of it."""
     while True:
-        if isinstance(module, (DistributedDataParallel, DataParallel)):
+        if isinstance(module, (DistributedDataParallel, DataParallel)) or of_deepspeed(module, ENGINE):
             module = module.module
             continue
         inner = next((m for n in INSIDE if (m := module._modules.get(n)) is not None), None)
@@ -34,8 +40,19 @@ def _named(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple
         return
     seen.add(module)
     yield path, module
-    for name, child in module.named_children():
+    for name, child in _children(module):
         yield from _named(unwrap(child), f"{path}.{name}" if path else name, seen)
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Direct children; a Pipe of fairscale's keeps those of the module that it was given in partitions."""
+    pipe = any(c.__name__ == "Pipe" and c.__module__.startswith("fairscale.") for c in type(module).__mro__)
+    for name, child in module.named_children():
+        if pipe and name == "partitions":
+            for part in child.children():
+                yield from part.named_children()
+        else:
+            yield name, child
 
 
 def named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

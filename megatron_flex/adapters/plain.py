@@ -16,7 +16,7 @@ from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Axis, Mesh
 
 AXES = ("pp", "dp", "tp")  # from the outermost to the innermost
-PARALLEL = ("megatron.", "fairscale.", "transformer_engine.")  # whose modules hold shards
+PARALLEL = ("megatron.", "transformer_engine.")  # whose modules hold shards
 
 Said = Mapping[str, int | None]  # axis name to the size that a person gave
 

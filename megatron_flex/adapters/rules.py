@@ -38,6 +38,9 @@ class Rule:
         parameters: the layouts of its own parameters by their names in it; those not here every rank holds.
         points: what there is inside.
         hidden: why neither input nor output can be had; empty if they can.
+        beside: how further tensors that it returns lie on the ranks, in their order.
+        follows: along how many last dims it works, if it works along these only, so that what it returns lies
+            as what it gets; of a norm whose inside is one fused operation.
     """
 
     inputs: Spread | None = None
@@ -45,6 +48,14 @@ class Rule:
     parameters: Mapping[str, Layout] = field(default_factory=dict)
     points: tuple[Point, ...] = ()
     hidden: str = ""
+    beside: tuple[Spread, ...] = ()
+    follows: int = 0
+
+    @property
+    def places(self) -> bool:
+        """Whether it tells of tensors; one that does not is of the parameters alone."""
+        told = self.inputs is not None or self.outputs is not None
+        return told or self.follows > 0 or bool(self.hidden)
 
 
 class Rules(Protocol):

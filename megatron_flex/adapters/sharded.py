@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from megatron_flex.adapters.base import LocalGradient, Undo
+from megatron_flex.adapters.device_mesh import axes_of
 from megatron_flex.adapters.keeping import SAY_REDUCED, Kept
 from megatron_flex.adapters.naming import named_parameters
 from megatron_flex.errors import FlexError
@@ -92,8 +93,6 @@ class Sharded:
             yield placement, axis
 
     def _axes(self, parameter: Any) -> list[str]:
-        from megatron_flex.adapters.device_mesh import axes_of
-
         return axes_of(parameter.device_mesh, self.mesh)
 
     def _whole(self, parameter: Any) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -126,6 +127,52 @@ class MethodInput:
             return original(*(args if found is None else with_leaf(args, self.index, fire(found))), **kwargs)
 
         return intercept(self.module, self.method, around)
+
+
+@dataclass(frozen=True, eq=False)
+class CalledName:
+    """What a function is given, or returns, that a module's forward calls by a name of its upstream file.
+
+    Attributes:
+        module: the module; other modules' calls of the same name are left alone.
+        file: the Python module in which the name is looked up.
+        name: the function's, whose first argument and whose result are tensors.
+        before: whether its argument is meant; else its result.
+    """
+
+    module: nn.Module
+    file: str
+    name: str
+    before: bool
+
+    def install(self, fire: Fire) -> Undo:
+        """Inject `fire` about the function, while the module's forward runs."""
+        running: list[bool] = []
+
+        def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            running.append(True)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                running.pop()
+
+        def call(original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if not running:
+                return original(tensor, *args, **kwargs)
+            if self.before:
+                return original(fire(tensor), *args, **kwargs)
+            return fire(original(tensor, *args, **kwargs))
+
+        undos = [
+            intercept(self.module, "forward", forward),
+            intercept(import_module(self.file), self.name, call),
+        ]
+
+        def undo() -> None:
+            for one in undos:
+                one()
+
+        return undo
 
 
 class _Chain:

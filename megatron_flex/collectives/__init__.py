@@ -8,7 +8,7 @@ computes for all; `combine` adds up what ranks contribute to replicas; `send_to_
 """
 
 from megatron_flex.collectives.along import exchange, gather_along, given_to_all
-from megatron_flex.collectives.combining import combine, make_equal, summed
+from megatron_flex.collectives.combining import SAMPLE, combine, make_equal, summed
 from megatron_flex.collectives.edit import (
     all_assemble,
     from_leader,
@@ -43,6 +43,7 @@ from megatron_flex.collectives.single import (
 from megatron_flex.collectives.talk import Agreement, any_rank, everyone
 
 __all__ = [
+    "SAMPLE",
     "Agreement",
     "Dispatch",
     "Message",

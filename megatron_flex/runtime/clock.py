@@ -24,6 +24,7 @@ class Clock:
         tokens: how many this rank's losses of the step are summed over, where the framework divides by those
             of all ranks at its end; else None.
         chunk: the virtual chunk that it runs through.
+        by_calls: whether the gradient factor is that of calls in a person's own step, and not of a schedule.
     """
 
     def __init__(self) -> None:
@@ -37,6 +38,7 @@ class Clock:
         self._outputs: Any = WeakTensorKeyDictionary()
         self._ask: Callable[[], float] | None = None
         self._factor: float | None = None
+        self.by_calls = False
 
     @property
     def gradient_factor(self) -> float:
@@ -53,13 +55,18 @@ class Clock:
     def begin(self, iteration: int | None, gradient_factor: Callable[[], float] | None = None) -> None:
         """A step starts; `gradient_factor` is asked only if a hook wants to know it."""
         self._ask, self._factor = gradient_factor, None
-        self.tokens = None
+        self.tokens, self.by_calls = None, False
         self.step += 1
         self.iteration = self.step if iteration is None else iteration
         self.microbatch = self.chunk = 0
         self._calls.clear()
         self._passed.clear()
         self._outputs.clear()
+
+    def scale(self, gradient_factor: Callable[[], float] | None) -> None:
+        """The model is called in a person's own step, by an engine that scales losses."""
+        if gradient_factor is not None:
+            self._ask, self._factor, self.by_calls = gradient_factor, None, True
 
     def forward(self, microbatch: int, chunk: int = 0) -> None:
         """A microbatch's forward pass starts."""

@@ -57,6 +57,8 @@ class Firing:
         key = self.clock.key(site.name, local if acting else None)
         if layout is None:
             layout = self.declared.layout(site, key, local) if site.inferred else site.layout
+        elif site.followed and route is None:
+            self.declared.told(site.name, layout, local)
         if self._over_data and not route:
             layout = over_data(batch_first(layout) if site.inferred else layout)
         module = getattr(site.tap, "module", None)
@@ -76,21 +78,29 @@ class Firing:
             out.register_hook(partial(self._came_back, site.name, turned, module, seen, back))
         return out
 
-    def _turned(self, site: Site, local: Tensor, layout: Layout) -> Callable[[], Layout]:
-        """What tells the gradient's layout, once the whole forward pass is known."""
+    def _turned(self, site: Site, local: Tensor, layout: Layout) -> Callable[[], Layout | str]:
+        """What tells the gradient's layout, or why it is not known, once the whole forward pass is."""
         follow = getattr(site.tap, "gradient", None)
         return layout.gradient if follow is None else partial(follow, local, layout)
 
     def _came_back(
         self,
         name: str,
-        turned: Callable[[], Layout],
+        turned: Callable[[], Layout | str],
         module: Any,
         key: Key,
         route: Route | None,
         grad: Tensor,
     ) -> Tensor | None:
-        return self.gradient(name, turned(), module, key, grad, route)
+        layout = turned()
+        if isinstance(layout, str):
+            for hook in (h for h in self.registry.at(name) if h.backward):
+                self.editing.guard(hook, key, partial(_no_gradient, name, layout))
+            self._backward_seen()
+            return None
+        if route is None:
+            self.declared.told(name + GRAD, layout, grad)
+        return self.gradient(name, layout, module, key, grad, route)
 
     def _forward(
         self,
@@ -265,6 +275,12 @@ class Place:
 def _no_layout(site: Site, why: str) -> None:
     raise HookError(
         f"how {site.name} lies on the ranks is not known: {why}; hook another place, or say expected_shape"
+    )
+
+
+def _no_gradient(name: str, why: str) -> None:
+    raise HookError(
+        f"how the gradient at {name} lies on the ranks is not known: {why}; hook the gradient elsewhere"
     )
 
 

@@ -111,6 +111,11 @@ class Registry:
         """Whether some hook expects a shape at a plain module's place."""
         return bool(self._expected)
 
+    @property
+    def follows(self) -> bool:
+        """Whether a hook stands where layouts are followed, and may turn out not to be known."""
+        return any(s.followed for e in self.active for s in e.sites)
+
     def expected(self, name: str) -> tuple[int | None, ...] | None:
         """The whole's shape that hooks, active or not, expect at a plain module's place; None for nothing."""
         return self._expected.get(name)

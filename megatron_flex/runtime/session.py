@@ -25,7 +25,6 @@ from megatron_flex.runtime.captures import Captures
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.debugging.rehearsal import Rehearsal
 from megatron_flex.runtime.debugging.tracing import Tracer
-from megatron_flex.runtime.declared import DIFFER
 from megatron_flex.runtime.editing import Editing
 from megatron_flex.runtime.failing import raise_everywhere
 from megatron_flex.runtime.firing import Firing
@@ -246,16 +245,17 @@ class Session:
         """Whether there is a hook that counts now."""
         return bool(self.registry.active)
 
-    def call_begins(self) -> None:
+    def call_begins(self, gradient_factor: Callable[[], float] | None = None) -> None:
         """The model is called outside a schedule; each such call is a step, or a microbatch of one."""
         if self._in_schedule:
+            self.clock.scale(gradient_factor)
             self.forward_begins(self._calls, 0)
             self._calls += 1
             return
         self._compare()
         self._awaits_backward = False  # of a backward pass that raised
         self.survey.called = torch.is_grad_enabled() or self.survey.called
-        self.clock.begin(None)
+        self.clock.begin(None, gradient_factor)
         self.trainable.begins(None)
         self.passing.begin()
         self.editing.scopes.begin()
@@ -318,9 +318,11 @@ class Session:
             raise HookError(objection)
         if self.probing is None:  # which may not pass where a step does: no labels, no backward pass
             self.standing.judge(hooks)
-        if self.firing.declared.differ():
-            failure = failure or (DIFFER, HookError(DIFFER))
-        wrong = any(h.can_fail for h in hooks) and any_rank([int(failure is not None)], mesh)[0]
+        differ = self.firing.declared.differ()
+        if differ:
+            failure = failure or (differ, HookError(differ))
+        can_fail = self.registry.follows or any(h.can_fail for h in hooks)
+        wrong = can_fail and any_rank([int(failure is not None)], mesh)[0]
         self.passing.settle()
         if wrong:
             self._recorder.drop()

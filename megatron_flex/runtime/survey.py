@@ -141,7 +141,9 @@ class Survey:
                 raise FlexError(SAY_WHICH.format(why=known))
             return want._replace(reduced=known)
         if known is True and not want.reduced:
-            raise FlexError("these gradients are reduced already when a step is over; drop reduced=False")
+            raise FlexError(
+                "the schedule or the wrapper has reduced these gradients already; drop reduced=False"
+            )
         return want
 
     def note(self, name: str, want: Want) -> Note | None:

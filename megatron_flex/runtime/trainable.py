@@ -242,7 +242,7 @@ class Trainable:
         joint = self.mesh["dp"].size if self._over_data else 1
         if count is None:
             return 1.0, 1.0 / joint
-        factor = self.clock.gradient_factor * joint
+        factor = joint * (1.0 if self.clock.by_calls else self.clock.gradient_factor)
         if self.clock.tokens is None:
             return 1 / count, 1 / (factor * count)
         tokens = summed(self.clock.tokens, self.mesh, ("pp", "cp", "dp"))

@@ -2,24 +2,168 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support import llama, proof
+import megatron_flex as mf
+from tests.distributed.matrix import relative
+from tests.support import gpt, llama, proof, ranks, wrapping
+from tests.support.pool import run
+
+BOUND = 1e-5
+NAME = "layers.1.attention.wq.weight"
 
 
-def build() -> proof.Built:
+def build(options: dict[str, Any]) -> proof.Built:
+    return wrapping.built(DistributedDataParallel(llama.single(), **options))
+
+
+CASES = {
+    "DDP dp2": {},
+    "DDP dp2, static graph": {"static_graph": True, "gradient_as_bucket_view": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_replicas(case: str, cells: list[Any]) -> None:
+    sites = llama.SITES if case == "DDP dp2" else wrapping.FEW
+    found = proof.compare("PyTorch", case, 2, build, CASES[case], sites=sites, edits=wrapping.FEW[2:3])
+    proof.judge(found, cells)
+
+
+# -- what is averaged, and over whom -------------------------------------------------------------------
+
+
+def said(call: Callable[[], Any]) -> str:
+    """What an error says; empty if there is none."""
+    try:
+        call()
+    except mf.FlexError as error:
+        return str(error)
+    return ""
+
+
+def accumulated() -> dict[str, Any]:
+    """What is known of gradients in and behind `no_sync()`."""
     model = DistributedDataParallel(llama.single())
+    flex = mf.FlexModel(model)
+    assert flex.session.mesh["dp"].group is model.process_group
+    told: dict[str, Any] = {}
 
-    def step(tokens: Tensor, labels: Tensor) -> Tensor:
-        loss = llama.loss_of(model(tokens), labels)
-        loss.backward()
-        return loss
+    def backward(replica: int) -> None:
+        tokens, labels = llama.batch(replica)
+        llama.loss_of(model(tokens), labels).backward()
 
-    return proof.Built(model, step, averaged=True)
+    def read(reduced: bool | None = None) -> Tensor | None:
+        return flex.get_module_parameter(NAME, gradient=True, reduced=reduced, everywhere=True)
+
+    rank = dist.get_rank()
+    with model.no_sync():
+        backward(rank)
+        told["inside"] = said(read)
+    told["behind"] = said(read)
+    told["promised"] = said(lambda: read(True))
+    told["own"] = read(False)
+    backward(2 + rank)
+    told["both"] = read()
+    told["own then"] = said(lambda: read(False))
+    flex.restore()
+    return told
 
 
-def test_replicas(cells: list[Any]) -> None:
-    proof.judge(proof.compare("PyTorch", "DDP dp2", 2, build), cells)
+def test_gradients_that_are_not_averaged_yet() -> None:
+    wanted = [t["parameter gradients"][NAME] for t in llama.truth(4)]
+    for rank, told in enumerate(run(2, accumulated)):
+        assert "no_sync()" in told["inside"]
+        assert "say reduced=True if" in told["behind"]
+        assert "said to be reduced differ" in told["promised"]
+        assert relative(told["own"], wanted[rank]) < BOUND
+        assert relative(told["both"], torch.stack(wanted).sum(0) / 2) < BOUND
+        assert "drop reduced=False" in told["own then"]
+
+
+def over_some() -> dict[str, Any]:
+    """A wrapper over two of four ranks, with and without word of the others."""
+    first, second = dist.new_group([0, 2]), dist.new_group([1, 3])
+    mine = first if dist.get_rank() % 2 == 0 else second
+    model = DistributedDataParallel(llama.single(), process_group=mine)
+    told = {"nothing": said(lambda: mf.FlexModel(model))}
+    told["others"] = said(lambda: mf.FlexModel(model, pipeline_parallel_size=2))
+    with mf.FlexModel(model, tensor_parallel_size=2) as flex:
+        told["said"] = flex.session.mesh.describe()
+    with mf.FlexModel(model, process_group=mine) as flex:
+        told["group"] = flex.session.mesh.describe()
+    return told
+
+
+def test_a_wrapper_over_some_ranks() -> None:
+    for rank, told in enumerate(run(4, over_some)):
+        assert f"over ranks {[rank % 2, rank % 2 + 2]} of 4" in told["nothing"]
+        assert "say tensor_parallel_size" in told["nothing"]
+        assert "wrap the model over those" in told["others"]
+        assert told["said"] == "dp=2 x tp=2"
+        assert told["group"] == "dp=2"
+
+
+def unheard() -> dict[str, str]:
+    """Freezing before a static graph's first step, and a parameter that a wrapper leaves out."""
+    static = DistributedDataParallel(llama.single(), static_graph=True)
+    with mf.FlexModel(static) as flex:
+        told = {"static": said(flex.freeze)}
+    model = llama.single()
+    model.norm = DistributedDataParallel(model.norm)  # type: ignore[assignment]
+    tokens, labels = llama.batch(dist.get_rank())
+    with mf.FlexModel(model) as flex:
+        told["names"] = " ".join(s.name for s in flex.session.adapter.parameters())
+        llama.loss_of(model(tokens), labels).backward()
+        told["left out"] = said(lambda: flex.get_module_parameter(NAME, gradient=True))
+    return told
+
+
+def test_what_a_wrapper_does_not_do() -> None:
+    told = run(2, unheard)[0]
+    assert "train one step before freezing" in told["static"]
+    assert " norm.weight" in told["names"]
+    assert "leaves out tok_embeddings.weight and" in told["left out"]
+
+
+# -- Megatron's model in it ----------------------------------------------------------------------------
+
+
+def megatron(case: gpt.Case, state: dict[str, Tensor]) -> dict[str, Any]:
+    """Gradients of a step of Megatron's schedule over a model in torch's wrapper."""
+    from megatron.core import parallel_state
+
+    chunks = ranks.start(case)
+    group = parallel_state.get_data_parallel_group()
+    wrapped = [DistributedDataParallel(c, process_group=group) for c in chunks]
+    for wrapper, chunk in zip(wrapped, chunks, strict=True):
+        wrapper.config = chunk.config
+    with mf.FlexModel(wrapped) as flex:
+        for name, value in state.items():
+            flex.set_module_parameter(name, value)
+        gpt.step(case, wrapped, flex.session.mesh["dp"].coord)
+        return dict(flex.named_whole_parameters(gradients=True, everywhere=True))
+
+
+def one(case: gpt.Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights and gradients of one process."""
+    chunks = ranks.start(case.single())
+    state = gpt.randomize(chunks[0])
+    gpt.step(case.single(), chunks, 0)
+    return state, {n: p.grad for n, p in gpt.global_names(chunks[0]) if p.grad is not None}
+
+
+def test_a_model_of_megatrons_in_torchs_wrapper() -> None:
+    case = gpt.Case("torch's DDP", tp=2, dp=2, layers=1)
+    state, wanted = run(1, one, case)[0]
+    for found in run(4, megatron, case, state):
+        assert found.keys() == wanted.keys()
+        for name, tensor in found.items():
+            assert relative(tensor, wanted[name]) < BOUND, name

@@ -56,12 +56,9 @@ def fsdp2() -> proof.Built:
     return wrapping.built(wrapping.full((2,)))
 
 
-def dtensor() -> proof.Built:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    over = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    return wrapping.built(parallelize_module(llama.single(), over, test_dtensor.plan(False, False)))
+def dtensor(tp: int, dp: int) -> proof.Built:
+    plan = test_dtensor.Plan(tp, dp, wrapper="FSDP2" if dp > 1 else "")
+    return wrapping.built(test_dtensor.parallel(plan))
 
 
 def fairscale() -> proof.Built:
@@ -123,7 +120,8 @@ FRAMEWORKS: dict[str, tuple[int, proof.Build, tuple[Any, ...], tuple[str, ...]]]
     "Megatron tp2": (2, megatron, ("tp2",), ("megatron.core",)),
     "Megatron tp2 pp2": (4, megatron, ("tp2 pp2",), ("megatron.core",)),
     "fairscale mp2": (2, fairscale, (), ("fairscale",)),
-    "DTensor tp2": (2, dtensor, (), ()),
+    "DTensor tp2": (2, dtensor, (2, 1), ()),
+    "DTensor tp2, FSDP2 dp2": (4, dtensor, (2, 2), ()),
     "DDP dp2": (2, ddp, (), ()),
     "FSDP1 dp2": (2, fsdp1, (), ()),
     "FSDP2 dp2": (2, fsdp2, (), ()),

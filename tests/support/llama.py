@@ -5,7 +5,7 @@ Grouped-query attention, rotary positions, RMSNorm, SwiGLU; batch first, as peop
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,8 +75,9 @@ class Attention(nn.Module):
         self.wo = parts.linear("row", HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        batch, tokens = x.shape[:2]
-        q, k, v = (w(x).view(batch, tokens, -1, HEAD) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (w(x) for w in (self.wq, self.wk, self.wv))
+        batch, tokens = q.shape[:2]  # of `x` it may be cut
+        q, k, v = (t.view(batch, tokens, -1, HEAD) for t in (q, k, v))
         q, k = rotate(q, angles), rotate(k, angles)
         repeats = q.shape[2] // k.shape[2]
         k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
@@ -193,14 +194,18 @@ EDITED = (
 )
 
 
-def truth(replicas: int = 1, microbatches: int = 1) -> list[dict[str, Any]]:
+def truth(
+    replicas: int = 1, sites: Sequence[str] = SITES, edits: Sequence[str] = EDITED, microbatches: int = 1
+) -> list[dict[str, Any]]:
     """What one process has for each replica's batch, by torch's own hooks: values, gradients, edits."""
-    return [_of_microbatches(batch(r), microbatches) for r in range(replicas)]
+    return [_of_microbatches(batch(r), microbatches, sites, edits) for r in range(replicas)]
 
 
-def _of_microbatches(data: tuple[Tensor, Tensor], count: int) -> dict[str, Any]:
+def _of_microbatches(
+    data: tuple[Tensor, Tensor], count: int, sites: Sequence[str], edits: Sequence[str]
+) -> dict[str, Any]:
     """Each microbatch by itself: tensors one behind the other, losses and parameter gradients averaged."""
-    found = [_truth(part) for part in zip(*(t.chunk(count) for t in data), strict=True)]
+    found = [_truth(part, sites, edits) for part in zip(*(t.chunk(count) for t in data), strict=True)]
 
     def mean(of: Callable[[dict[str, Any]], Tensor]) -> Tensor:
         return torch.stack([of(f) for f in found]).mean(0)
@@ -220,18 +225,18 @@ def _of_microbatches(data: tuple[Tensor, Tensor], count: int) -> dict[str, Any]:
     return out
 
 
-def _truth(data: tuple[Tensor, Tensor]) -> dict[str, Any]:
+def _truth(data: tuple[Tensor, Tensor], sites: Sequence[str], edits: Sequence[str]) -> dict[str, Any]:
     tokens, labels = data
     out: dict[str, Any] = {"values": {}, "gradients": {}, "edited": {}}
     model = single()
-    for site in SITES:
+    for site in sites:
         install(model, site, lambda t, s=site: _keep(t, out, s))
     loss = loss_of(model(tokens), labels)
     loss.backward()
     out["loss"] = loss.detach()
     out["parameters"] = {n: p.detach().clone() for n, p in model.named_parameters()}
     out["parameter gradients"] = {n: p.grad for n, p in model.named_parameters()}
-    for site in EDITED:
+    for site in edits:
         model = single()
         install(model, site, mixed)
         loss = loss_of(model(tokens), labels)

@@ -6,6 +6,7 @@ A framework's test hands over a function that builds its part of the model on a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ class Built:
         averaged: whether gradients are those of the mean of the replicas' losses when a step is over.
         microbatches: in how many a step takes the samples; their losses are averaged.
         whole: what else makes a tensor comparable with one process's, site and tensor to tensor.
+        stepped: whether `step` calls the model from a loop of its own, as stages of a pipeline are called.
     """
 
     model: Any
@@ -40,6 +42,12 @@ class Built:
     averaged: bool = False
     microbatches: int = 1
     whole: Callable[[str, Tensor], Tensor] = lambda site, tensor: tensor
+    stepped: bool = False
+
+    def run(self, flex: mf.FlexModel, data: tuple[Tensor, Tensor]) -> Tensor:
+        """A step under hooks."""
+        with flex.step() if self.stepped else nullcontext():
+            return self.step(*data)
 
 
 Build = Callable[..., Built]
@@ -77,13 +85,13 @@ def answer(build: Build, args: Sequence[Any], sites: Sequence[str], edits: Seque
         "microbatches": built.microbatches,
     }
     out["mesh"] = mesh.describe()
-    plain = built.step(*data)
+    plain = built.run(flex, data)
     _clear(built.model)
     flex.restore()
     for kind in ("forward", "tensor"):
         hooks = [mf.HookFunction(built.name(s), hook_type=kind) for s in sites]
         with mf.attach(built.model, hooks, **built.options) as flex:
-            loss = built.step(*data)
+            loss = built.run(flex, data)
             assert torch.equal(loss, plain), "reading changes nothing"
             # by the single process's names
             names = {built.name(s): s for s in sites}
@@ -99,13 +107,13 @@ def answer(build: Build, args: Sequence[Any], sites: Sequence[str], edits: Seque
     for site in edits:
         hook = mf.HookFunction(built.name(site), editing_function=_edit, save=False)
         with mf.attach(built.model, [hook], **built.options) as flex:
-            loss = built.step(*data)
+            loss = built.run(flex, data)
             out["edited"][site] = loss.detach(), _gradients(flex)
         _clear(built.model)
     with mf.FlexModel(built.model, **built.options) as flex:
         flex.register_trainable_module("probe", probe())
         flex.register_forward_hook(mf.HookFunction(built.name(PROBED), editing_function=_bias, save=False))
-        built.step(*data)
+        built.run(flex, data)
         out["trained"] = {n: p.grad.clone() for n, p in flex.trainable_modules["probe"].named_parameters()}
     _clear(built.model)
     return out
@@ -152,7 +160,7 @@ def compare(
     """
     answers = run(world, answer, build, args, list(sites), list(edits), timeout=timeout)
     replicas = 1 + max(a["replica"] for a in answers)
-    wanted = llama.truth(replicas, answers[0]["microbatches"])
+    wanted = llama.truth(replicas, sites, edits, answers[0]["microbatches"])
     found: list[Cell] = []
 
     def cell(site: str, check: str, pairs: list[tuple[Tensor, Tensor]]) -> None:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from tests.support import llama, proof
 
+FEW = ("tok_embeddings:output", "layers.1.attention.wq:output", "layers.1:output", "output:output")  # sites
+
 
 def built(model: nn.Module) -> proof.Built:
     """What the comparison with one process needs of a model that averages its gradients itself."""

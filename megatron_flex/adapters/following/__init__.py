@@ -1,5 +1,10 @@
-"""Layouts of the tensors between parallel modules, followed from one to the next."""
+"""Layouts of the tensors between parallel modules, followed from one to the next.
 
-from megatron_flex.adapters.following.follower import Follower
+While a place is hooked of which the layout is not known, `Trace` marks every tensor that torch functions make
+in a call of the model: `rules` tell the mark of a result by those of the operands. The `Follower` keeps what
+was found.
+"""
 
-__all__ = ["Follower"]
+from megatron_flex.adapters.following.follower import Followed, Follower
+
+__all__ = ["Followed", "Follower"]

@@ -2,31 +2,299 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
 
 from torch import Tensor, nn
 
-from megatron_flex.adapters.base import Undo
+from megatron_flex.adapters.base import Undo, replaying
+from megatron_flex.adapters.following.marks import Ends
+from megatron_flex.adapters.following.trace import Trace, Window
+from megatron_flex.adapters.leaves import Telling
 from megatron_flex.adapters.rules import Rule
-from megatron_flex.adapters.spread import Spread, Told, Unknown
+from megatron_flex.adapters.spread import WHOLE, Spread, Told, Unknown
+from megatron_flex.adapters.taps import intercept
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
+from megatron_flex.sites import Fire
+
+Place = tuple[str, int]  # a site, and which of the tensors that pass there
+
+
+@dataclass
+class Answer:
+    """What was found at a place in a call that was followed.
+
+    Attributes:
+        told: how the tensor lies on the ranks.
+        dims: how many it has.
+        ends: what its uses make of its gradient; None until the call is over.
+        window: those uses, until then.
+    """
+
+    told: Told
+    dims: int
+    ends: Ends | None = None
+    window: Window | None = None
+
+    def same(self, other: Answer) -> bool:
+        """Whether two passes tell the same."""
+        return (self.told, self.dims, self.ends) == (other.told, other.dims, other.ends)
+
+
+@dataclass(eq=False)
+class Followed:
+    """Another tap, whose tensors' layouts are followed.
+
+    Attributes:
+        tap: the other tap.
+        follower: whom it asks.
+        site: its name.
+        rule: what the module's rule says of the first tensor there.
+        gets: the module that gets the tensor; None where one returned it.
+        index: which of the tensors.
+        beside: what the rule says of those behind the first.
+    """
+
+    tap: Any
+    follower: Follower
+    site: str
+    rule: Spread | None = None
+    gets: nn.Module | None = None
+    index: int = 0
+    beside: tuple[Spread, ...] = ()
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that the other tap stands at."""
+        return getattr(self.tap, "module", None)
+
+    @property
+    def place(self) -> Place:
+        """What it is called among places."""
+        return self.site, self.index
+
+    def leaf(self, index: int) -> Followed:
+        """The tap at another tensor of the same call."""
+        told = (self.rule, *self.beside)
+        rule = told[index] if 0 <= index < len(told) else None
+        return Followed(self.tap.leaf(index), self.follower, self.site, rule, self.gets, index)
+
+    def tell(self, local: Tensor) -> Told:
+        """How a tensor that passes lies on the ranks."""
+        return self.follower.pass_by(self, local)
+
+    def passed(self, local: Tensor, new: Tensor, told: Told) -> None:
+        """Hooks have made another tensor of one."""
+        self.follower.passed(self, local, new, told)
+
+    def gradient(self, local: Tensor, layout: Layout) -> Layout | str:
+        """The layout of the gradient of a tensor in that layout, once the forward pass is over."""
+        return self.follower.turned(self, layout)
+
+    def install(self, fire: Fire) -> Undo:
+        """Inject `fire` by way of the other tap."""
+        undo = cast(Undo, self.tap.install(Telling(fire, self)))
+        self.follower.wanted[self.place] += 1
+
+        def remove() -> None:
+            undo()
+            self.follower.wanted[self.place] -= 1
+            self.follower.wanted += Counter()  # drops what is not wanted any more
+
+        return remove
 
 
 class Follower:
-    """Knows how the tensors of one model lie on the ranks."""
+    """Knows how the tensors of one model lie on the ranks.
+
+    While a place is hooked of which that is not known yet, torch functions are followed through a call of the
+    model. What was found there holds for all calls with the same kind of arguments.
+
+    Attributes:
+        root: the model.
+        known: the modules of which rules tell.
+        wanted: the places that are hooked.
+        shared: the parameters of which each rank has a share of the gradient, and over which axes; as far as
+            calls were followed.
+    """
 
     def __init__(self, root: nn.Module, known: Mapping[nn.Module, Rule], mesh: Mesh) -> None:
         self.root, self.known, self.mesh = root, known, mesh
+        self.wanted: Counter[Place] = Counter()
+        self._answers: dict[Hashable, dict[Place, list[Answer]]] = {}
+        self._now: dict[Place, list[Answer]] = {}  # of this kind of call, or the last one
+        self._passes: Counter[Place] = Counter()  # in this call
+        self._trace: Trace | None = None
+        self._calls = 0  # of the model, within each other
+
+    def tap(
+        self,
+        site: str,
+        tap: Any,
+        rule: Spread | None,
+        gets: nn.Module | None,
+        beside: tuple[Spread, ...] = (),
+    ) -> Followed:
+        """Another tap, followed.
+
+        Args:
+            site: its name.
+            tap: it.
+            rule: what the module's rule says of its first tensor.
+            gets: the module that gets what passes there, if it is an input.
+            beside: what that rule says of the tensors behind the first.
+        """
+        return Followed(tap, self, site, rule, gets, beside=beside)
+
+    # -- at a place ------------------------------------------------------------------------------------
 
     def tell(self, site: str, rule: Spread | None, tensor: Tensor) -> Told:
         """How a tensor that passes a site lies on the ranks; `rule` is what its module's rule says."""
-        return rule or Unknown("nothing was followed")
+        return rule or self._told((site, 0), tensor)
 
-    def gradient(self, tensor: Tensor, layout: Layout) -> Layout:
-        """The layout of the gradient of a tensor in that layout; asked for in the backward pass."""
-        return layout.gradient()
+    def pass_by(self, tap: Followed, local: Tensor) -> Told:
+        """Likewise, and have its uses followed."""
+        place = tap.place
+        number = self._passes[place]
+        self._passes[place] += 1
+        trace = self._trace
+        if trace is None:
+            return tap.rule or self._told(place, local, number)
+        mark = trace.mark(local)
+        told = tap.rule or mark.told
+        answer = Answer(told, local.ndim, window=trace.window(local, tap.gets))
+        self._now.setdefault(place, []).append(answer)
+        trace.opaque += 1  # what hooks do is not the model's
+        return told
+
+    def passed(self, tap: Followed, local: Tensor, new: Tensor, told: Told) -> None:
+        """Hooks have made another tensor of one."""
+        if self._trace is None:
+            return
+        self._trace.opaque -= 1
+        if new is local:
+            return
+        self._trace.pass_on(local, new, told)
+        self._now[tap.place][-1].window = self._trace.window(new, None)
+
+    def _told(self, place: Place, local: Tensor, number: int = 0) -> Told:
+        found = self._now.get(place, [])
+        fitting = [a for a in found if a.dims == local.ndim]
+        if not fitting:
+            return Unknown(
+                "it passed in a call that was not followed, of a part of the model by itself or in another "
+                "thread; call the model"
+            )
+        if all(a.same(fitting[0]) for a in found):
+            return fitting[0].told
+        if self._calls and not replaying() and number < len(found) and found[number].dims == local.ndim:
+            return found[number].told
+        return Unknown("it lies differently on the ranks each time that the module runs in one call")
+
+    def turned(self, tap: Followed, layout: Layout) -> Layout | str:
+        """The layout of the gradient of what passed in a layout; in words why it is not known."""
+        if tap.rule is not None and tap.gets is not None:
+            return layout.gradient()
+        found = self._now.get(tap.place, [])
+        kinds = {a.ends or frozenset() for a in found}
+        if len(kinds) > 1:
+            return "it is used differently each time that the module runs in one call"
+        return turned(next(iter(kinds), frozenset()), layout)
+
+    # -- around calls ----------------------------------------------------------------------------------
 
     def watch(self) -> Undo:
         """Follow in every call of the model that passes a place not yet known, until that is undone."""
-        return lambda: None
+        return intercept(self.root, "_call_impl", self._around)
+
+    def _around(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._calls or not self.wanted or replaying():
+            return call(*args, **kwargs)
+        self._calls += 1
+        self._passes.clear()
+        kind = self.root.training, *_kind(args), *_kind(kwargs)
+        self._now = self._answers.setdefault(kind, {})
+        try:
+            if self.wanted.keys() <= self._now.keys():
+                return call(*args, **kwargs)
+            return self._followed(kind, call, *args, **kwargs)
+        finally:
+            self._calls -= 1
+
+    def _followed(self, kind: Hashable, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._now = self._answers[kind] = {}
+        spreads = held(self.root, self.known)
+        self._trace = trace = Trace(self.root, self.known, self.mesh, spreads)
+        good = False
+        try:
+            output = trace.run(call, *args, **kwargs)
+            good = True
+        finally:
+            self._trace = None
+            if not good:
+                self._answers.pop(kind, None)
+        for answers in self._now.values():
+            for answer in answers:
+                if answer.window is not None:
+                    answer.ends, answer.window = answer.window.found(), None
+        return output
+
+
+def turned(ends: Ends, layout: Layout) -> Layout | str:
+    """The layout of the gradient of what is used in ways that make these ends of it."""
+    wrong = next((e for e in ends if isinstance(e, str)), None)
+    if wrong is not None:
+        return wrong
+    kinds = {frozenset(e) for e in ends}
+    if len(kinds) > 1:
+        return (
+            "parts of it are whole on each rank and others are summands, since it is used both with tensors "
+            "that are cut and with others"
+        )
+    more = tuple(a for a in sorted(next(iter(kinds), frozenset())) if a not in layout.axes + layout.shared)
+    return Layout(layout.dims, layout.partial, layout.shared + more, layout.permute).gradient()
+
+
+def held(root: nn.Module, known: Mapping[nn.Module, Rule]) -> dict[int, Told]:
+    """How the tensors that modules hold lie on the ranks, by identity: parameters, buffers and others."""
+    out: dict[int, Told] = {}
+    for module in root.modules():
+        own = known[module].parameters if module in known else {}
+        for tensor in (*module.buffers(recurse=False), *_attributes(module)):
+            out.setdefault(id(tensor), WHOLE)
+        for name, parameter in module.named_parameters(recurse=False):
+            told: Told = as_spread(own[name]) if name in own else WHOLE
+            if out.get(id(parameter), WHOLE) == WHOLE:
+                out[id(parameter)] = told
+    return out
+
+
+def _attributes(module: nn.Module) -> list[Tensor]:
+    return [t for t in vars(module).values() if isinstance(t, Tensor)]
+
+
+def as_spread(layout: Layout) -> Told:
+    """What a parameter's layout says, if it is one of equal contiguous parts."""
+    for dim in layout.dims:
+        plain = all(c.order == "contiguous" and c.copies == 1 for c in dim.cuts)
+        if dim.cuts and (dim.segments != (1,) or dim.keep is not None or not plain):
+            return Unknown(f"a parameter in the layout {layout.describe()} was used outside of its module")
+    cuts = tuple((i, c.axis) for i, d in enumerate(layout.dims) for c in d.cuts)
+    return Spread(cuts, layout.partial, layout.shared, any(d.uneven for d in layout.dims))
+
+
+def _kind(tree: Any) -> list[Hashable]:
+    """What may decide on the way that a call takes: types, dims, which have one entry, what is said."""
+    if isinstance(tree, Tensor):
+        return [(tree.dtype, tuple(n == 1 for n in tree.shape))]
+    if isinstance(tree, (tuple, list)):
+        return [type(tree), *(kind for item in tree for kind in _kind(item))]
+    if isinstance(tree, dict):
+        return [kind for key, item in tree.items() for kind in (str(key), *_kind(item))]
+    return [str(tree) if isinstance(tree, (bool, str, type(None))) else type(tree)]
+
+
+__all__ = ["Answer", "Followed", "Follower", "as_spread", "held", "turned"]

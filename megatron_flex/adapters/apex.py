@@ -1,0 +1,276 @@
+"""The layers of `apex.transformer`: how they cut tensors, the groups they work in, and what is inside them.
+
+They are Megatron's of 2022: the sequence is cut along the first dim, and a bias may be returned beside the
+output. Each linear keeps the function that multiplies as an attribute of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_flex.adapters.base import LocalGradient, Undo
+from megatron_flex.adapters.composing import compose
+from megatron_flex.adapters.keeping import Keeping, Kept
+from megatron_flex.adapters.modules import Modules
+from megatron_flex.adapters.registry import Found, Said
+from megatron_flex.adapters.rules import Point, Rule
+from megatron_flex.adapters.spread import WHOLE, Spread
+from megatron_flex.adapters.taps import CalledName, intercept
+from megatron_flex.errors import FlexError
+from megatron_flex.layout import Cut, Dim, Layout
+from megatron_flex.mesh import Axis, Mesh
+from megatron_flex.sites import Fire
+
+COLUMN, ROW, VOCABULARY = "ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"
+PARALLEL = (COLUMN, ROW, VOCABULARY)
+NORMS = ("FusedLayerNorm", "FusedRMSNorm", "FastLayerNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm")
+LAYERS = "apex.transformer.tensor_parallel.layers"
+SEQUENCE = (
+    "sequence_parallel_enabled"  # an attribute of layers and of the parameters whose gradients are shares
+)
+
+# From the outermost to the innermost: ranks are numbered so.
+GROUPS = {
+    "pp": "get_pipeline_model_parallel_group",
+    "dp": "get_data_parallel_group",
+    "tp": "get_tensor_model_parallel_group",
+}
+
+STRIDED = "stride={} gives each rank several pieces of its features; hook the modules before and behind it"
+LAST, FIRST = Spread(cuts=((-1, "tp"),)), Spread(cuts=((0, "tp"),))
+SUMMAND, SHARED = Spread(partial=("tp",)), Spread(shared=("tp",))
+
+
+def is_a(module: Any, *names: str) -> bool:
+    """Whether a module's class, or one that it derives from, is apex's class of one of these names."""
+    return any(c.__name__ in names and c.__module__.startswith("apex.") for c in type(module).__mro__)
+
+
+def find(chunks: list[nn.Module], said: Said, process_group: Any) -> Found | None:
+    """A model with apex's parallel layers in it, or a stage of a pipeline that apex made."""
+    modules = [m for chunk in chunks for m in chunk.modules()]
+    layer = next((m for m in modules if is_a(m, *PARALLEL)), None)
+    if layer is not None:
+        why = f"it holds a {type(layer).__name__} of apex's"
+    elif _stages() > 1:
+        why = f"apex was initialized with {_stages()} pipeline stages"
+    else:
+        return None
+    return Found("apex", why, partial(_make, chunks, modules, said))
+
+
+def _stages() -> int:
+    try:
+        from apex.transformer import parallel_state
+    except ImportError:  # removed in 2026: there is nothing to find
+        return 1
+    if not (dist.is_initialized() and parallel_state.model_parallel_is_initialized()):
+        return 1
+    return dist.get_world_size(parallel_state.get_pipeline_model_parallel_group())
+
+
+def _make(chunks: list[nn.Module], modules: list[nn.Module], said: Said) -> Modules:
+    if len(chunks) != 1:
+        raise FlexError(
+            f"{len(chunks)} virtual chunks of an apex model, whose interleaved schedule is not known; have "
+            "one chunk on each rank, with virtual_pipeline_model_parallel_size_=None"
+        )
+    mesh = mesh_of()
+    mesh.check_sizes(said)
+    adapter = compose(chunks[0], mesh, Apex(), "apex")
+    adapter.keeping = Accumulating(adapter.keeping, modules)
+    return adapter
+
+
+def mesh_of() -> Mesh:
+    """The axes of the run, of the groups that apex's layers use.
+
+    Raises:
+        FlexError: there are none.
+    """
+    from apex.transformer import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        raise FlexError(
+            "the model has apex's parallel layers, but apex's groups are not there; call "
+            "apex.transformer.parallel_state.initialize_model_parallel before"
+        )
+    return Mesh(tuple(_axis(name, getattr(parallel_state, getter)()) for name, getter in GROUPS.items()))
+
+
+def _axis(name: str, group: Any) -> Axis:
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if len(ranks) == 1:
+        return Axis(name, ranks=ranks)
+    return Axis(name, len(ranks), dist.get_rank(group), group, ranks)
+
+
+class Apex:
+    """The rules of apex's parallel layers, and of norms on a sequence that is cut."""
+
+    def of(self, path: str, module: nn.Module) -> Rule | None:
+        """What is known of one of them."""
+        if is_a(module, COLUMN, ROW):
+            rule = _column(module) if is_a(module, COLUMN) else _row(module)
+            stride = getattr(module.weight, "partition_stride", 1)
+            return rule if stride == 1 else replace(rule, points=(), hidden=STRIDED.format(stride))
+        if is_a(module, VOCABULARY):
+            tap = CalledName(module, LAYERS, "reduce_from_tensor_model_parallel_region", before=True)
+            return Rule(WHOLE, WHOLE, {"weight": _of(module, "weight", 0)}, (Point("partial", SUMMAND, tap),))
+        shares = {n: _of(module, n, None) for n, p in module.named_parameters(recurse=False) if _shared(p)}
+        if is_a(module, *NORMS):
+            return Rule(parameters=shares, follows=len(getattr(module, "normalized_shape", (0,))))
+        return Rule(parameters=shares) if shares else None
+
+
+def _column(module: Any) -> Rule:
+    inputs = FIRST if getattr(module, SEQUENCE, False) else WHOLE
+    points = [Point("gemm_input", SHARED, Gemm(module, True))]
+    if module.gather_output:
+        points.append(Point("local", LAST, Gemm(module, False)))
+    parameters = {name: _of(module, name, 0) for name in ("weight", "bias")}
+    return Rule(inputs, WHOLE if module.gather_output else LAST, parameters, tuple(points), beside=(LAST,))
+
+
+def _row(module: Any) -> Rule:
+    points = [Point("partial", SUMMAND, Gemm(module, False))]
+    if not module.input_is_parallel:
+        points.insert(0, Point("gemm_input", LAST, Gemm(module, True)))
+    parameters = {"weight": _of(module, "weight", 1), "bias": _of(module, "bias", None)}
+    return Rule(
+        LAST if module.input_is_parallel else WHOLE,
+        FIRST if getattr(module, SEQUENCE, False) else WHOLE,
+        parameters,
+        tuple(points),
+        beside=(SHARED if _shared(module.bias) else WHOLE,),
+    )
+
+
+def _shared(parameter: Any) -> bool:
+    """Whether each rank has only its part of the sequence's share of a parameter's gradient."""
+    return bool(getattr(parameter, SEQUENCE, False))
+
+
+def _of(module: Any, name: str, cut: int | None) -> Layout:
+    """The layout of a parameter that is cut along a dim.
+
+    Where a linear is strided, `partition_stride` parts of it are cut each by itself.
+    """
+    parameter = getattr(module, name)
+    dims = 0 if parameter is None else parameter.ndim
+    stride = getattr(parameter, "partition_stride", 1)
+    strided = Dim("", (Cut("tp"),), segments=(1,) * stride)
+    return Layout(
+        tuple(strided if i == cut else Dim() for i in range(dims)),
+        shared=("tp",) if _shared(parameter) else (),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Gemm:
+    """What enters a parallel linear's multiplication, or what leaves it before any collective.
+
+    Attributes:
+        module: the linear.
+        before: the input, gathered over the sequence where it is cut; else the output.
+    """
+
+    module: nn.Module
+    before: bool
+
+    def install(self, fire: Fire) -> Undo:
+        """Inject `fire` about the function that the linear calls with keywords."""
+
+        def around(gemm: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+            if not self.before:
+                return fire(gemm(*args, **kwargs))
+            kwargs = _with_whole_input(kwargs)
+            kwargs["input"] = fire(kwargs["input"])
+            return gemm(*args, **kwargs)
+
+        return intercept(self.module, "_forward_impl", around)
+
+
+def _with_whole_input(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Do the collective on the input outside of the multiplication, by apex's own functions.
+
+    Inside, it is done together with the multiplication, so that the tensor between the two never exists.
+    """
+    from apex.transformer.tensor_parallel import mappings
+
+    kwargs = dict(kwargs)
+    if kwargs.get(SEQUENCE):
+        kwargs["input"] = mappings.gather_from_sequence_parallel_region(kwargs["input"])
+        kwargs[SEQUENCE] = False
+    elif kwargs.get("async_grad_allreduce"):
+        kwargs["input"] = mappings.copy_to_tensor_model_parallel_region(kwargs["input"])
+        kwargs["async_grad_allreduce"] = False
+    return kwargs
+
+
+class Accumulating:
+    """Gradients where apex's fused kernel adds them up: in `main_grad`, for which autograd gives none.
+
+    Args:
+        inner: who keeps everything else.
+        modules: the model's.
+    """
+
+    def __init__(self, inner: Keeping, modules: Iterable[nn.Module]) -> None:
+        self.inner = inner
+        linears = [m for m in modules if is_a(m, COLUMN, ROW)]
+        self._fused = {m.weight for m in linears if getattr(m, "gradient_accumulation_fusion", False)}
+
+    def _main(self, parameter: nn.Parameter) -> Tensor | None:
+        """The memory beside autograd's, if a gradient is in it."""
+        main: Tensor | None = getattr(parameter, "main_grad", None)
+        return main if parameter in self._fused or parameter.grad is None else None
+
+    def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
+        """What the kernel added up, or what the inner keeping tells."""
+        main = self._main(parameter)
+        return self.inner.gradient(parameter, reduced) if main is None else LocalGradient(main)
+
+    def put_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Write there."""
+        main = self._main(parameter)
+        if main is None:
+            self.inner.put_gradient(parameter, value)
+            return
+        with torch.no_grad():
+            main.copy_(value)
+
+    def parameters(self) -> list[Kept]:
+        """As the inner keeping."""
+        return self.inner.parameters()
+
+    def without_layout(self) -> dict[str, str]:
+        """Likewise."""
+        return self.inner.without_layout()
+
+    def value(self, parameter: nn.Parameter) -> Tensor:
+        """Likewise."""
+        return self.inner.value(parameter)
+
+    def put(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Likewise."""
+        self.inner.put(parameter, value)
+
+    def reduced(self) -> bool | None:
+        """Likewise."""
+        return self.inner.reduced()
+
+    def settle(self) -> None:
+        """Likewise."""
+        self.inner.settle()
+
+    def freeze(self) -> Undo:
+        """Likewise."""
+        return self.inner.freeze()

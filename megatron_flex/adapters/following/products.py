@@ -1,0 +1,162 @@
+"""Rules of products: which dims are common, which are summed over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megatron_flex.adapters.following.call import Call, Refusal, Rule
+from megatron_flex.adapters.spread import Spread
+
+Labels = Sequence[str]  # one for each dim; a label that starts with `*` may have one entry in an operand
+
+
+def contract(call: Call, operands: Sequence[tuple[Tensor, Labels]], out: Labels) -> Spread:
+    """The layout of a product of tensors whose dims are labelled.
+
+    Args:
+        call: the call.
+        operands: with their labels.
+        out: the result's; labels that are not here are summed over, or more than that.
+
+    Raises:
+        Refusal: the operands do not lie alike on the ranks.
+    """
+    cut: dict[str, tuple[str, ...]] = {}
+    for tensor, labels in operands:
+        for dim, axes in call.cuts(tensor).items():
+            if cut.setdefault(labels[dim], axes) != axes:
+                raise Refusal(f"{call.name} combines tensors that are cut over different axes")
+    for tensor, labels in operands:
+        mine = {labels[d] for d in call.cuts(tensor)}
+        for dim, label in enumerate(labels):
+            if label not in cut or label in mine or call.uniform(tensor):
+                continue
+            if not (label.startswith("*") and tensor.shape[dim] == 1):
+                raise Refusal(
+                    f"{call.name} combines a tensor cut over {' and '.join(cut[label])} with one that every "
+                    f"rank holds and that has {tensor.shape[dim]} entries in the dim that belongs to it"
+                )
+    summed = [a for label, axes in cut.items() if label not in out for a in axes]
+    if summed:
+        raise Refusal(
+            f"{call.name} sums over a dim that is cut over {' and '.join(summed)}: what each rank has is a "
+            "partial sum"
+        )
+    return call.result({out.index(label): axes for label, axes in cut.items() if label in out})
+
+
+def _batch(tensor: Tensor, last: int) -> list[str]:
+    """Labels of the dims in front of the last ones, aligned at the end."""
+    count = tensor.ndim - last
+    return [f"*{i - count}" for i in range(count)]
+
+
+def product(call: Call, a: Tensor, b: Tensor) -> Spread:
+    """`a @ b`."""
+    if a.ndim == 1:
+        left: list[str] = ["k"]
+    else:
+        left = [*_batch(a, 2), "m", "k"]
+    right = ["k"] if b.ndim == 1 else [*_batch(b, 2), "k", "n"]
+    batch = max(_batch(a, 2) if a.ndim > 1 else [], _batch(b, 2) if b.ndim > 1 else [], key=len)
+    out = [*batch, *(["m"] if a.ndim > 1 else []), *(["n"] if b.ndim > 1 else [])]
+    return contract(call, [(a, left), (b, right)], out)
+
+
+def matmul(call: Call) -> Spread:
+    """`@` and its relatives."""
+    a, b = call.first, call.arg(1, ("other", "mat2", "vec", "tensor"))
+    return product(call, b, a) if call.name == "rmatmul" else product(call, a, b)
+
+
+def outer(call: Call) -> Spread:
+    """Every entry with every other."""
+    return contract(call, [(call.first, "m"), (call.arg(1, ("vec2", "other")), "n")], "mn")
+
+
+def linear(call: Call) -> Spread:
+    """`x @ w.T + b`."""
+    x, weight, bias = call.first, call.arg(1, "weight"), call.arg(2, "bias")
+    batch = [f"b{i}" for i in range(x.ndim - 1)]
+    operands: list[tuple[Tensor, Labels]] = [(x, [*batch, "k"]), (weight, ["n", "k"])]
+    return contract(call, [*operands, *([] if bias is None else [(bias, ["n"])])], [*batch, "n"])
+
+
+def added(call: Call) -> Spread:
+    """`baddbmm` and `addmm`: a product and something added to it."""
+    x, a, b = call.first, call.arg(1, ("batch1", "mat1")), call.arg(2, ("batch2", "mat2"))
+    batch = [f"*{i}" for i in range(a.ndim - 2)]
+    labels = [*batch, "*m", "*n"]
+    operands: list[tuple[Tensor, Labels]] = [(a, [*batch, "*m", "k"]), (b, [*batch, "k", "*n"])]
+    return contract(call, [*operands, (x, labels[len(labels) - x.ndim :])], labels)
+
+
+def einsum(call: Call) -> Spread:
+    """By its equation."""
+    equation = call.args[0]
+    operands = list(call.args[1]) if isinstance(call.args[1], (tuple, list)) else list(call.args[1:])
+    if not isinstance(equation, str):
+        raise Refusal("einsum by lists of dims is not followed")
+    equation = equation.replace(" ", "")
+    given, arrow, out = equation.partition("->")
+    terms = given.split(",")
+    longest = max(
+        (t.ndim - len(e.replace("...", "")) for e, t in zip(terms, operands, strict=True)), default=0
+    )
+
+    def labels(term: str, count: int) -> list[str]:
+        ahead, dots, behind = term.partition("...")
+        return [*ahead, *([f"*{i - count}" for i in range(count)] if dots else []), *behind]
+
+    if not arrow:
+        letters = sorted(c for c in set(given) if c.isalpha() and given.count(c) == 1)
+        out = ("..." if "..." in given else "") + "".join(letters)
+    named = [(t, labels(e, t.ndim - len(e.replace("...", "")))) for e, t in zip(terms, operands, strict=True)]
+    return contract(call, named, labels(out, longest))
+
+
+def attention(call: Call) -> Spread:
+    """Scaled dot products: all cut over the same batch dims or heads, queries also by themselves."""
+    q, k, v = (call.arg(i, n) for i, n in enumerate(("query", "key", "value")))
+    mask, causal = call.arg(3, "attn_mask"), call.arg(5, "is_causal", False)
+    if causal and q.ndim - 2 in call.cuts(q):
+        raise Refusal(f"{call.name} masks by positions, over which its queries are cut")
+    operands: list[tuple[Tensor, Labels]] = [
+        (q, [*_batch(q, 2), "l", "e"]),
+        (k, [*_batch(k, 2), "s", "e"]),
+        (v, [*_batch(v, 2), "s", "f"]),
+    ]
+    if mask is not None:
+        labels = [*_batch(q, 2), "*l", "*s"]
+        mask_labels = labels[len(labels) - mask.ndim :]
+        if (mask.ndim >= 1 and call.cuts(mask)) or q.ndim - 2 in call.cuts(q):
+            mask_labels = [
+                x.strip("*") if x in ("*l", "*s") and mask.shape[i] != 1 else x
+                for i, x in enumerate(mask_labels)
+            ]
+        operands.append((mask, mask_labels))
+    return contract(call, operands, [*_batch(q, 2), "l", "f"])
+
+
+def embedding(call: Call) -> Spread:
+    """Rows of a table: positions may be cut, and the width."""
+    index, table = call.first, call.arg(1, "weight")
+    cuts = dict(call.cuts(index))
+    if 0 in call.cuts(table):
+        raise Refusal("embedding looks up in a table of which each rank has some rows")
+    if 1 in call.cuts(table):
+        cuts[index.ndim] = call.cuts(table)[1]
+    return call.result(cuts)
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("matmul", "rmatmul", "bmm", "mm", "mv", "dot", "inner_"), matmul),
+    **dict.fromkeys(("outer", "ger"), outer),
+    **dict.fromkeys(("addmm", "baddbmm"), added),
+    "linear": linear,
+    "einsum": einsum,
+    "scaled_dot_product_attention": attention,
+    "embedding": embedding,
+}

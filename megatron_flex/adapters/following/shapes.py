@@ -1,0 +1,310 @@
+"""Rules of functions that move entries about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from megatron_flex.adapters.following.call import Call, Refusal, Rule, dims_of
+from megatron_flex.adapters.following.elementwise import joined
+from megatron_flex.adapters.spread import Spread
+
+Moved = Callable[[int], int | None]
+
+
+def _moved(call: Call, to: Moved, why: str = "") -> Spread:
+    """Cut dims of the first operand at other places of the result; None where one is lost."""
+    x = call.first
+    out: dict[int, tuple[str, ...]] = {}
+    for dim, axes in call.cuts(x).items():
+        at = to(dim)
+        if at is None:
+            raise Refusal(why or f"{call.name} goes over dim {dim}, which is cut over {' and '.join(axes)}")
+        if at in out:
+            raise Refusal(f"{call.name} merges two dims that are both cut")
+        out[at] = axes
+    return call.result(out, call.spread(x).partial)
+
+
+def reshape(call: Call) -> Spread:
+    """A dim that is split is cut in its leading part, a merged one where the cut dim led."""
+    x, out = call.first, call.out
+    return _moved(call, lambda dim: landing(call.name, tuple(x.shape), dim, tuple(out.shape), _free(call)))
+
+
+def _free(call: Call) -> int | None:
+    """Which dim of the result was left to torch, as -1."""
+    given: Any = list(call.args[1:]) or [call.kwargs.get("shape", call.kwargs.get("size", ()))]
+    given = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+    return next((i for i, n in enumerate(given) if isinstance(n, int) and n == -1), None)
+
+
+def landing(
+    name: str, shape: Sequence[int], dim: int, new: Sequence[int], free: int | None = None
+) -> int | None:
+    """Where a cut dim goes when a tensor's entries are arranged in another shape, in the same order.
+
+    What lies in front of the cut must be the same before and after. Dims of one entry leave several places,
+    of which a dim given as -1 is taken first, and otherwise one that leaves the dims before it or behind it
+    as they were.
+
+    Raises:
+        Refusal: several places are possible.
+    """
+    before = prod(shape[:dim])
+    places = [j for j in range(len(new)) if prod(new[:j]) == before]
+    if not places and 0 in shape:
+        raise Refusal(f"{name} of a tensor without entries tells nothing")
+    if len(places) < 2:
+        return places[0] if places else None
+    if free in places:
+        return free
+    leading = dim if dim in places and tuple(new[:dim]) == tuple(shape[:dim]) else None
+    if leading is not None and new[leading] == 1 and shape[dim] != 1:
+        leading = None
+        trailing = None
+    else:
+        behind = len(shape) - dim
+        at = len(new) - behind
+        fits = at in places and tuple(new[at:]) == tuple(shape[dim:]) and len(new) <= len(shape)
+        trailing = at if fits else None
+    found = {p for p in (leading, trailing) if p is not None}
+    if len(found) != 1:
+        raise Refusal(
+            f"{name} from {tuple(shape)} to {tuple(new)} leaves open which of the dims with one entry is "
+            "cut; give that dim as -1"
+        )
+    return found.pop()
+
+
+def permutation(call: Call) -> tuple[int, ...]:
+    """The operand's dims in the order of the result."""
+    x = call.first
+    count, order = x.ndim, list(range(x.ndim))
+    if call.name in ("T.get", "H.get", "t", "adjoint", "mT.get", "mH.get", "numpy_T.get"):
+        if call.name in ("T.get", "H.get"):
+            return tuple(reversed(order))
+        if count >= 2:
+            order[-1], order[-2] = order[-2], order[-1]
+        return tuple(order)
+    if call.name == "permute":
+        given: Any = call.args[1:] if len(call.args) > 2 else (call.arg(1, "dims"),)
+        given = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+        return tuple(int(d) % count for d in given)
+    if call.name in ("movedim", "moveaxis"):
+        sources = dims_of(call.arg(1, "source"), count) or ()
+        goals = dims_of(call.arg(2, "destination"), count) or ()
+        rest = iter([d for d in order if d not in sources])
+        at = dict(zip(goals, sources, strict=True))
+        return tuple(at[i] if i in at else next(rest) for i in range(count))
+    first = int(call.arg(1, ("dim0", "axis0"))) % count
+    second = int(call.arg(2, ("dim1", "axis1"))) % count
+    order[first], order[second] = order[second], order[first]
+    return tuple(order)
+
+
+def permute(call: Call) -> Spread:
+    """Dims in another order."""
+    order = permutation(call)
+    return _moved(call, order.index)
+
+
+def unsqueeze(call: Call) -> Spread:
+    """A new dim."""
+    at = int(call.arg(1, "dim")) % (call.first.ndim + 1)
+    return _moved(call, lambda d: d + (d >= at))
+
+
+def squeeze(call: Call) -> Spread:
+    """Dims of one entry go."""
+    x = call.first
+    dims = dims_of(call.arg(1, "dim"), x.ndim)
+    gone = {d for d in (range(x.ndim) if dims is None else dims) if x.shape[d] == 1}
+    return _moved(call, lambda d: None if d in gone else d - sum(g < d for g in gone))
+
+
+def expand(call: Call) -> Spread:
+    """Dims of one entry repeated, new ones in front."""
+    x, out = call.first, call.out
+    ahead = out.ndim - x.ndim
+    return _moved(call, lambda d: d + ahead if out.shape[d + ahead] == x.shape[d] else None)
+
+
+def repeat_interleave(call: Call) -> Spread:
+    """Each entry several times in a row: a cut dim stays cut."""
+    x = call.first
+    dims, times = dims_of(call.arg(2, "dim"), x.ndim), call.arg(1, "repeats")
+    if dims is None:
+        raise Refusal("repeat_interleave without a dim flattens what is cut")
+    if isinstance(times, Tensor):
+        return _moved(call, lambda d: None if d in dims else d)
+    return _moved(call, lambda d: d)
+
+
+def along(position: int, *names: str, default: Any = None) -> Rule:
+    """Functions that go over some dims and leave the others, and their number, as they are."""
+
+    def rule(call: Call) -> Spread:
+        x = call.first
+        dims = dims_of(call.arg(position, names, default), x.ndim)
+        return _moved(call, lambda d: None if dims is None or d in dims else d)
+
+    return rule
+
+
+def over(position: int, *names: str) -> Rule:
+    """Functions that take dims away, or keep them with one entry; all of them where none is given."""
+
+    def rule(call: Call) -> Spread:
+        x = call.first
+        given = call.arg(position, names)
+        if isinstance(given, Tensor) or (call.name in ("max", "min") and "other" in call.kwargs):
+            both = [(t, call.cuts(t)) for t in call.operands()]
+            return call.result(joined(call, both, call.out.ndim))
+        given = None if isinstance(given, bool) or not isinstance(given, (int, tuple, list)) else given
+        dims = dims_of(given, x.ndim)
+        gone = set(range(x.ndim)) if dims is None else set(dims)
+        kept = call.out.ndim == x.ndim
+
+        def to(d: int) -> int | None:
+            return None if d in gone else d if kept else d - sum(g < d for g in gone)
+
+        return _moved(call, to)
+
+    return rule
+
+
+def select(call: Call) -> Spread:
+    """One entry of a dim."""
+    dim = int(call.arg(1, "dim")) % call.first.ndim
+    return _moved(call, lambda d: None if d == dim else d - (d > dim))
+
+
+def unbind(call: Call) -> Spread:
+    """All entries of a dim, apart."""
+    dim = int(call.arg(1, "dim", 0)) % call.first.ndim
+    return _moved(call, lambda d: None if d == dim else d - (d > dim))
+
+
+def concatenate(call: Call) -> Spread:
+    """Tensors put together along a dim, an old or a new one, that is not cut."""
+    parts = call.arg(0, "tensors")
+    stack = call.name == "stack"
+    parts = [t for t in parts if not (t.ndim == 1 and t.numel() == 0)] or list(parts)
+    dim = int(call.arg(1, ("dim", "axis"), 0)) % (parts[0].ndim + stack)
+    cuts = {}
+    for part in parts:
+        for d, axes in call.cuts(part).items():
+            if d == dim and not stack:
+                raise Refusal(f"{call.name} goes along dim {d}, which is cut over {' and '.join(axes)}")
+    # What differs in length along the dim that they are put together in is alike in the others.
+    cuts = joined(call, [(t, call.cuts(t)) for t in parts], parts[0].ndim)
+    return call.result({d + (stack and d >= dim): a for d, a in cuts.items()})
+
+
+def pad(call: Call) -> Spread:
+    """Entries added at the ends of dims."""
+    x = call.first
+    widths = list(call.arg(1, "pad"))
+    padded = {x.ndim - 1 - i for i in range(len(widths) // 2) if any(widths[2 * i : 2 * i + 2])}
+    return _moved(call, lambda d: None if d in padded else d)
+
+
+def repeat(call: Call) -> Spread:
+    """The whole tensor several times: not along a cut dim."""
+    x, out = call.first, call.out
+    ahead = out.ndim - x.ndim
+    return _moved(call, lambda d: d + ahead if out.shape[d + ahead] == x.shape[d] else None)
+
+
+def matrix(call: Call) -> Spread:
+    """What looks at the places of entries in the last two dims."""
+    last = call.first.ndim - 2
+    return _moved(call, lambda d: None if d >= last else d)
+
+
+def normalized(call: Call) -> Spread:
+    """Norms over the last dims, with whole weights."""
+    x = call.first
+    shape = call.arg(1, "normalized_shape")
+    last = x.ndim - (1 if isinstance(shape, int) else len(shape))
+    for other in call.operands():
+        if other is not x and call.cuts(other):
+            raise Refusal(f"{call.name} has a weight that is cut")
+    return _moved(call, lambda d: None if d >= last else d)
+
+
+def picked(call: Call) -> Spread:
+    """`gather`: entries of a dim by an index that is cut as the tensor is."""
+    x, index = call.first, call.arg(2, "index")
+    dim = int(call.arg(1, "dim")) % x.ndim
+    if any(dim in call.cuts(t) for t in (x, index)) or call.cuts(x) != call.cuts(index):
+        raise Refusal(f"{call.name} picks entries of a tensor that is not cut as the index is")
+    return call.result(call.cuts(x))
+
+
+def one_hot(call: Call) -> Spread:
+    """A new last dim."""
+    return _moved(call, lambda d: d)
+
+
+def view_as_complex(call: Call) -> Spread:
+    """The last dim becomes one number."""
+    last = call.first.ndim - 1
+    return _moved(call, lambda d: None if d == last else d)
+
+
+def split_dim(call: Call) -> Spread:
+    """`unflatten` and `flatten`, by shapes."""
+    x, out = call.first, call.out
+    free = None
+    if call.name == "unflatten":
+        dim, sizes = int(call.arg(1, "dim")) % x.ndim, list(call.arg(2, "sizes"))
+        free = dim + sizes.index(-1) if -1 in sizes else None
+        if dim in call.cuts(x) and free is None and sizes[0] == 1:
+            raise Refusal("unflatten leaves open which dim is cut; give it as -1")
+    return _moved(call, lambda d: landing(call.name, tuple(x.shape), d, tuple(out.shape), free))
+
+
+def _named(names: str, rule: Rule) -> Mapping[str, Rule]:
+    return dict.fromkeys(names.split(), rule)
+
+
+RULES: dict[str, Rule] = {
+    **_named("view reshape view_as reshape_as", reshape),
+    **_named("flatten unflatten ravel", split_dim),
+    **_named(
+        "T.get mT.get H.get mH.get t adjoint permute movedim moveaxis transpose swapaxes swapdims", permute
+    ),
+    "unsqueeze": unsqueeze,
+    "squeeze": squeeze,
+    **_named("expand expand_as broadcast_to", expand),
+    "repeat": repeat,
+    "repeat_interleave": repeat_interleave,
+    "select": select,
+    "unbind": unbind,
+    **_named("cat concat concatenate stack", concatenate),
+    "pad": pad,
+    **_named("tril triu", matrix),
+    **_named("layer_norm rms_norm", normalized),
+    **_named("gather take_along_dim", picked),
+    "one_hot": one_hot,
+    **_named(
+        "softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin flip", along(1, "dim", "dims")
+    ),
+    **_named("sort argsort glu narrow index_select", along(1, "dim", default=-1)),
+    **_named("chunk split tensor_split roll", along(2, "dim", "dims", "axis", default=0)),
+    **_named("topk kthvalue", along(2, "dim", default=-1)),
+    "normalize": along(2, "dim", default=1),
+    "view_as_complex": view_as_complex,
+    "view_as_real": one_hot,
+    **_named(
+        "sum mean prod max min amax amin aminmax argmax argmin any all median logsumexp std var nanmean"
+        " nansum count_nonzero var_mean std_mean",
+        over(1, "dim", "axis"),
+    ),
+    **_named("norm vector_norm", over(2, "dim")),
+}

@@ -1,0 +1,179 @@
+"""`apex.transformer`, where it is installed: what the adapter counts on, and a run against one process.
+
+It was last in apex 25.09, which is on no package index; its Python files on PYTHONPATH are enough for these.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import megatron_flex as mf
+from megatron_flex import cpu
+from tests.support import llama, proof
+from tests.support import llama_apex as parallel
+from tests.support.pool import run
+
+
+def _there() -> bool:
+    return importlib.util.find_spec("apex") is not None and (
+        importlib.util.find_spec("apex.transformer") is not None
+    )
+
+
+if not _there():
+    pytest.skip("apex.transformer is not installed (last in apex 25.09)", allow_module_level=True)
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_names_that_the_adapter_uses() -> None:
+    from apex.transformer import parallel_state
+    from apex.transformer.tensor_parallel import layers, mappings
+
+    from megatron_flex.adapters import apex as adapter
+
+    for getter in (*adapter.GROUPS.values(), "model_parallel_is_initialized"):
+        assert callable(getattr(parallel_state, getter))
+    for name in adapter.PARALLEL:
+        assert getattr(layers, name).__module__ == adapter.LAYERS
+    assert callable(layers.reduce_from_tensor_model_parallel_region)
+    assert callable(mappings.copy_to_tensor_model_parallel_region)
+    gather = inspect.signature(mappings.gather_from_sequence_parallel_region)
+    assert gather.parameters["to_model_parallel"].default is True
+    multiply = inspect.signature(layers.linear_with_grad_accumulation_and_async_allreduce)
+    assert {"input", "weight", "async_grad_allreduce", "sequence_parallel_enabled"} <= set(
+        multiply.parameters
+    )
+    for name in (adapter.COLUMN, adapter.ROW):
+        switches = inspect.signature(getattr(layers, name)).parameters
+        assert {"skip_bias_add", "gradient_accumulation_fusion", adapter.SEQUENCE} <= set(switches)
+
+
+def test_norms_have_these_names() -> None:
+    from apex import normalization
+    from apex.transformer import layers
+
+    from megatron_flex.adapters import apex as adapter
+
+    found = {n for n in dir(normalization) if "Norm" in n} | {n for n in dir(layers) if "Norm" in n}
+    assert found == set(adapter.NORMS)
+
+
+def build(tp: int, switches: dict[str, bool]) -> proof.Built:
+    from apex.transformer.tensor_parallel import layers
+
+    parallel.initialize(tp)
+    if switches.get("sequence"):
+        cpu.enable()  # apex asks for the current CUDA device there
+    if switches.get("fused"):
+        layers._grad_accum_fusion_available = True
+        layers.fused_weight_gradient_mlp_cuda = _Kernel
+    model: Any = parallel.model(**switches)
+
+    def step(tokens: Tensor, labels: Tensor) -> Tensor:
+        for parameter in model.parameters():
+            if hasattr(parameter, "main_grad"):
+                parameter.main_grad.zero_()
+        logits = model(tokens)
+        if switches.get("sequence"):
+            from apex.transformer.tensor_parallel import mappings
+
+            logits = mappings.gather_from_tensor_model_parallel_region(logits)
+        loss = llama.loss_of(logits, labels)
+        loss.backward()
+        return loss
+
+    def name(site: str) -> str:
+        return site.replace("tok_embeddings", "tok_embeddings.inner") if switches.get("sequence") else site
+
+    return proof.Built(model, step, name=name)
+
+
+class _Kernel:
+    """Does what the CUDA extension does, which no CPU runs."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs: Tensor, gradients: Tensor, main: Tensor) -> None:
+        main.addmm_(gradients.t(), inputs)
+
+
+CASES: dict[str, tuple[int, int, dict[str, bool]]] = {
+    "tp2": (2, 1, {}),
+    "tp2 dp2": (2, 2, {}),
+    "tp2, fused weight gradients": (2, 1, {"fused": True}),
+    "tp2, sequence parallel": (2, 1, {"sequence": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_matrix(case: str, cells: list[Any]) -> None:
+    tp, dp, switches = CASES[case]
+    found = proof.compare("apex", case, tp * dp, build, tp, switches, parameter=_plain)
+    proof.judge(found, cells)
+
+
+def _plain(name: str) -> str:
+    return name.replace(".inner", "")
+
+
+INNER = {
+    "tok_embeddings:output": "tok_embeddings:partial",
+    "layers.0.attention.wq:input": "layers.0.attention.wq:gemm_input",
+    "layers.1.attention.wo:output": "layers.1.attention.wo:partial",
+    "output:input": "output:gemm_input",
+    "output:output": "output:local",
+}
+
+
+def inside(tp: int, switches: dict[str, bool]) -> proof.Built:
+    built = build(tp, switches)
+    names = {k: v for k, v in INNER.items() if not (switches.get("sequence") and ":local" in v)}
+    return replace(built, name=lambda site: built.name(names.get(site, site)))
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_inside(sequence: bool, cells: list[Any]) -> None:
+    case = "tp2, inside" + (", sequence parallel" if sequence else "")
+    switches = {"sequence": sequence}
+    places = list(INNER)
+    found = proof.compare("apex", case, 2, inside, 2, switches, sites=places, edits=places, parameter=_plain)
+    proof.judge(found, cells)
+
+
+def beside() -> list[Any]:
+    """A bias that is returned beside the output, and a strided layer."""
+    from apex.transformer import tensor_parallel
+
+    parallel.initialize(2)
+    torch.manual_seed(0)
+    column = tensor_parallel.ColumnParallelLinear(
+        4, 6, gather_output=False, skip_bias_add=True, use_cpu_initialization=True
+    )
+    with torch.no_grad():
+        column.bias.copy_(torch.arange(6.0).split(3)[dist.get_rank()])
+    flex = mf.FlexModel(column)
+    flex.register_forward_hook(mf.HookFunction("root:output", unpack_idx=1))
+    column(torch.randn(2, 2, 4))
+    bias = flex.output_dict["root:output[1]"][0] if flex.is_leader else None
+    flex.restore()
+    torch.manual_seed(1)
+    strided = tensor_parallel.ColumnParallelLinear(
+        4, 8, stride=2, gather_output=False, use_cpu_initialization=True, keep_master_weight_for_test=True
+    )
+    flex = mf.FlexModel(strided)
+    whole = dict(flex.named_whole_parameters(everywhere=True))["weight"]
+    return [bias, torch.equal(whole, strided.master_weight), next(iter(flex.sites("root:output"))).hidden]
+
+
+def test_bias_beside_and_stride() -> None:
+    (bias, equal, hidden), _ = run(2, beside)
+    assert torch.equal(bias, torch.arange(6.0))
+    assert equal
+    assert "stride=2" in hidden

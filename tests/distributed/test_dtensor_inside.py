@@ -1,0 +1,222 @@
+"""DTensor tensor parallelism: places inside of modules, other placements, and what has no rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import megatron_flex as mf
+from megatron_flex.adapters import dtensor
+from megatron_flex.adapters.device_mesh import mesh_of
+from megatron_flex.adapters.spread import Spread, Unknown
+from tests.distributed.test_dtensor import Plan, build
+from tests.support import llama
+from tests.support.pool import run
+
+INSIDE = {  # to the place of the single-process model with the same tensor
+    "layers.1.feed_forward.w2:partial": "layers.1.feed_forward.w2:output",
+    "layers.1.feed_forward.w2:gemm_input": "layers.1.feed_forward.w2:input",
+    "layers.1.attention.wq:gemm_input": "layers.1.attention_norm:output",
+}
+
+
+def _inside(sequence: bool) -> dict[str, Any]:
+    built = build(Plan(sequence=sequence))
+    out: dict[str, Any] = {}
+    hooks = [mf.HookFunction(s, hook_type=k) for s in INSIDE for k in ("forward", "tensor")]
+    with mf.attach(built.model, hooks) as flex:
+        built.step(*llama.batch(0))
+        out["read"] = {n: t[0] for n, t in flex.output_dict.items()}
+    hook = mf.HookFunction("layers.1.feed_forward.w2:partial", editing_function=_edit, save=False)
+    with mf.attach(built.model, [hook]):
+        out["edited"] = built.step(*llama.batch(0)).detach()
+    return out
+
+
+def _edit(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    return llama.mixed(inputs)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_inside_of_linears(sequence: bool) -> None:
+    found = run(2, _inside, sequence)[0]
+    truth = llama.truth()[0]
+    for name, same in INSIDE.items():
+        torch.testing.assert_close(found["read"][name], truth["values"][same], atol=1e-5, rtol=1e-5)
+        if "wq" not in name:  # whose input three linears use
+            grad = found["read"][f"{name}.grad"]
+            torch.testing.assert_close(grad, truth["gradients"][same], atol=1e-7, rtol=1e-5)
+    model = llama.single()
+    llama.install(model, "layers.1.feed_forward.w2:output", llama.mixed)
+    tokens, labels = llama.batch(0)
+    torch.testing.assert_close(found["edited"], llama.loss_of(model(tokens), labels).detach())
+
+
+def _spreads() -> list[Any]:
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of([(device_mesh, "tp")], {})
+    tp = device_mesh["tp"]
+
+    def of(placement: Any, **more: Any) -> Any:
+        return dtensor.spread_of([placement], tp, mesh, **more)
+
+    return [
+        of(Shard(1)),
+        of(Shard(0), shape=(5, 2)),
+        of(Partial()),
+        of(Replicate(), grad_placements=[Partial()]),
+        dtensor.spread_of([Shard(0), Shard(0)], device_mesh, mesh),
+        dtensor.spread_of([Replicate(), Replicate()], device_mesh, mesh),
+        of(Partial("avg")),
+        of(_StridedShard(0, split_factor=2)),
+        dtensor.spread_of([Partial(), Replicate()], device_mesh, mesh),
+        dtensor.spread_of([Shard(1), Replicate()], device_mesh, mesh),
+    ]
+
+
+def test_placements() -> None:
+    found = run(4, _spreads)[0]
+    assert found[:6] == [
+        Spread(((1, "tp"),)),
+        Spread(((0, "tp"),), uneven=True),
+        Spread(partial=("tp",)),
+        Spread(shared=("tp",)),
+        Spread(((0, "tp"),)),  # of the samples of one replica
+        Spread(),
+    ]
+    assert all(isinstance(f, Unknown) for f in found[6:])
+    assert "avg" in found[6].why
+    assert "_StridedShard" in found[7].why
+
+
+class Odd(nn.Module):
+    """Features that do not divide by the number of ranks, with biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(6, 7), nn.Linear(7, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x))
+
+
+def _uneven() -> dict[str, Any]:
+    device_mesh = init_device_mesh("cpu", (2,))
+    up = ColwiseParallel(use_local_output=False)
+    model = parallelize_module(Odd(), device_mesh, {"up": up, "down": RowwiseParallel()})
+    hooks = [
+        mf.HookFunction(s, hook_type=k) for s in ("up:output", "down:partial") for k in ("forward", "tensor")
+    ]
+    edit = mf.HookFunction("up:output", editing_function=_reversed, save=False)
+    out: dict[str, Any] = {}
+    for name, more in (("read", []), ("edited", [edit])):
+        with mf.attach(model, [*hooks, *more] if name == "read" else more) as flex:
+            x = torch.arange(12.0).reshape(2, 6)
+            y = model(x)
+            y.square().sum().backward()
+            out[name] = {n: t[0] for n, t in flex.output_dict.items()} if name == "read" else y.detach()
+    return out
+
+
+def _reversed(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    return inputs.flip(-1) * 2
+
+
+def test_uneven_parts() -> None:
+    found = run(2, _uneven)[0]
+    model, x = Odd(), torch.arange(12.0).reshape(2, 6)
+    hidden = model.up(x)
+    hidden.retain_grad()
+    y = model.down(hidden)
+    y.square().sum().backward()
+    read = found["read"]
+    torch.testing.assert_close(read["up:output"], hidden.detach())
+    torch.testing.assert_close(read["up:output.grad"], hidden.grad)
+    torch.testing.assert_close(read["down:partial"], y.detach())
+    torch.testing.assert_close(found["edited"], model.down(hidden.flip(-1) * 2).detach())
+
+
+# -- what has no rule -----------------------------------------------------------------------------------
+
+
+class Own(ParallelStyle):
+    """Somebody's style: the output is local, and nothing says how it lies."""
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        def partition(name: str, module: nn.Module, device_mesh: Any) -> None:
+            for key, parameter in module.named_parameters():
+                cut = distribute_tensor(parameter, device_mesh, [Shard(0)])
+                module.register_parameter(key, nn.Parameter(cut))
+
+        def gets(module: nn.Module, inputs: Any, device_mesh: Any) -> Any:
+            return DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False)
+
+        def gives(module: nn.Module, output: Any, device_mesh: Any) -> Tensor:
+            return output._local_tensor.view(-1)
+
+        return distribute_module(module, device_mesh, partition, gets, gives)
+
+
+def _own_style() -> str:
+    model = parallelize_module(nn.Sequential(nn.Linear(4, 4)), init_device_mesh("cpu", (2,)), {"0": Own()})
+    try:
+        with mf.attach(model, [mf.HookFunction("0:output")]):
+            model(torch.ones(2, 4))
+    except mf.FlexError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_style_without_a_rule_is_named() -> None:
+    for said in run(2, _own_style):
+        assert said.startswith("HookError"), said
+        assert "Own" in said
+
+
+def _two_meshes() -> str:
+    first = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    second = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parallelize_module(model, first["tp"], {"0": ColwiseParallel()})
+    parallelize_module(model, second, {"1": ColwiseParallel()})
+    try:
+        mf.FlexModel(model)
+    except mf.FlexError as error:
+        return str(error)
+    return "no error"
+
+
+def test_two_meshes_that_disagree_are_refused() -> None:
+    for said in run(4, _two_meshes):
+        assert "disagree" in said
+
+
+def _prepared_output() -> Any:
+    device_mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Identity())
+    style = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0))
+    parallelize_module(model, device_mesh, {"0": style})
+    x = torch.arange(16.0).reshape(4, 4)
+    with mf.attach(model, [mf.HookFunction("0:output")]) as flex:
+        local = model(x)
+        return dict(flex.output_dict), local.detach()
+
+
+def test_an_output_that_is_cut_for_the_next_module() -> None:
+    (whole, first), (_, second) = run(2, _prepared_output)
+    torch.testing.assert_close(whole["0:output"][0], torch.cat([first, second]))

@@ -1,0 +1,84 @@
+"""Fairscale's layers with the least that rules can say of them, to follow layouts between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.adapters import plain
+from megatron_flex.adapters.modules import Modules
+from megatron_flex.adapters.rules import Rule
+from megatron_flex.adapters.spread import WHOLE, Spread
+from megatron_flex.layout import Cut, Dim, Layout
+from tests.support import llama
+
+LAST = Spread(((-1, "tp"),))
+ROWS = Layout((Dim("", (Cut("tp"),)), Dim()))
+COLUMNS = Layout((Dim(), Dim("", (Cut("tp"),))))
+
+
+class Rules:
+    """Of columns, rows and vocabularies."""
+
+    def of(self, path: str, module: nn.Module) -> Rule | None:
+        from fairscale.nn.model_parallel import layers
+
+        if isinstance(module, layers.ColumnParallelLinear):
+            return Rule(WHOLE, WHOLE if module.gather_output else LAST, {"weight": ROWS})
+        if isinstance(module, layers.RowParallelLinear):
+            return Rule(LAST if module.input_is_parallel else WHOLE, WHOLE, {"weight": COLUMNS})
+        if isinstance(module, layers.VocabParallelEmbedding):
+            return Rule(WHOLE, WHOLE, {"weight": ROWS})
+        return None
+
+
+def start(size: int) -> None:
+    """Fairscale's groups: all ranks in one."""
+    from fairscale.nn.model_parallel import initialize
+
+    if not initialize.model_parallel_is_initialized():
+        initialize.initialize_model_parallel(size)
+
+
+def parts(gather: bool = True) -> llama.Parts:
+    """What the model is made of; `gather`: whether all ranks get all logits."""
+    from fairscale.nn.model_parallel import layers
+
+    def linear(cut: str, inputs: int, outputs: int) -> nn.Module:
+        if cut == "row":
+            return layers.RowParallelLinear(inputs, outputs, bias=False, input_is_parallel=True)
+        whole = gather and cut == "logits"
+        return layers.ColumnParallelLinear(inputs, outputs, bias=False, gather_output=whole)
+
+    return llama.Parts(linear, layers.VocabParallelEmbedding)
+
+
+def load(model: nn.Module, whole: nn.Module, size: int, rank: int) -> None:
+    """Give a model its parts of a whole one's parameters."""
+    theirs = dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            want = theirs[name]
+            dims = [i for i, (n, w) in enumerate(zip(parameter.shape, want.shape, strict=True)) if n != w]
+            parameter.copy_(want.chunk(size, dims[0])[rank] if dims else want)
+
+
+def adapter(chunks: list[Any], said: Any, group: Any = None) -> Modules:
+    """What stands for fairscale's adapter."""
+    mesh = plain.mesh_of(said, group)
+    return Modules(chunks[0], mesh, Rules(), name="followed")
+
+
+def llama_of(size: int, **options: Any) -> llama.Llama:
+    """The model on this rank."""
+    import torch.distributed as dist
+
+    start(size)
+    model = llama.Llama(parts(**options))
+    load(model, llama.single(), size, dist.get_rank() % size)
+    return model
+
+
+__all__ = ["Rules", "Tensor", "adapter", "llama_of", "load", "parts", "start"]
