@@ -38,7 +38,7 @@ class Called:
     """A module that a person's own loop calls.
 
     Args:
-        root: the module.
+        chunk: the module, with wrappers.
         mesh: the axes of the run.
         factor: tells by how much gradients are greater than those of a call's own loss; None if they are these.
     """

@@ -282,3 +282,35 @@ def test_a_module_is_trained_in_a_frozen_model(early: bool) -> None:
     for answer in run(2, frozen, early, timeout=60):
         for name, parameter in probe.named_parameters():
             torch.testing.assert_close(answer[name], parameter.grad)
+
+
+# -- three dims --------------------------------------------------------------------------------------------------
+
+
+def threefold(sequence: bool) -> proof.Built:
+    """Two stages of two replicas of two tensor parallel shards."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from tests.distributed.test_dtensor import Plan, styles
+
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+
+    def wrap(module: Any) -> nn.Module:
+        have = {name for name, _ in module.named_modules()}
+        plan = {n: s for n, s in styles(Plan(dp=2, sequence=sequence)).items() if n in have}
+        parallelize_module(module, mesh["tp"], plan)
+        for layer in module.layers.values():
+            fully_shard(layer, mesh=mesh["dp"])
+        return fully_shard(module, mesh=mesh["dp"])
+
+    schedule = schedule_of("1F1B", 2, 1, mesh["pp"].get_group(), wrap=wrap)
+    step = stepping(schedule, mesh["pp"].get_group())
+    return proof.Built(schedule, step, averaged=True, microbatches=2)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_three_dims(sequence: bool, cells: list[Any]) -> None:
+    case = "pp2 1F1B x FSDP2 dp2 x DTensor tp2" + (" sp" if sequence else "")
+    proof.judge(proof.compare("PyTorch", case, 8, threefold, sequence), cells)

@@ -196,9 +196,9 @@ class _Outside:
     def __init__(self, listener: Listener, scheduled: Scheduled) -> None:
         self.listener, self.scheduled = listener, scheduled
 
-    def call_begins(self) -> None:
+    def call_begins(self, gradient_factor: Callable[[], float] | None = None) -> None:
         if not self.scheduled.busy:
-            self.listener.call_begins()
+            self.listener.call_begins(gradient_factor)
 
     def call_ends(self, failed: bool) -> None:
         if not self.scheduled.busy:
