@@ -51,7 +51,7 @@ NOT_WHOLE = (
 )
 NO_MASTER = "a {kind} steps a copy of it, out of reach; use ZeRO (zero_optimization.stage 1 to 3)"
 NOT_REDUCED = (
-    "a {kind} does not tell whether its gradient is reduced; hook it as it comes (hook_type=\"tensor\"), or let "
+    'a {kind} does not tell whether its gradient is reduced; hook it as it comes (hook_type="tensor"), or let '
     "ZeRO keep gradients in the parameters' dtype (data_types.grad_accum_dtype)"
 )
 NOT_FROZEN = (
