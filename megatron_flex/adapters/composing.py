@@ -6,7 +6,7 @@ import sys
 
 from torch import nn
 
-from megatron_flex.adapters import ddp, fsdp, sharded
+from megatron_flex.adapters import ddp, fsdp, offloaded, sharded
 from megatron_flex.adapters.driving import Called, Driving
 from megatron_flex.adapters.keeping import Keeping, Resident
 from megatron_flex.adapters.modules import Modules
@@ -28,6 +28,8 @@ def keeping_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> Keeping:
         return sharded.Sharded(root, mesh)
     if wrappers := ddp.wrappers_of(chunk):
         return ddp.Averaged(root, wrappers)
+    if "accelerate" in sys.modules and offloaded.is_offloaded(chunk):
+        return offloaded.Offloaded(root)
     return Resident(root)
 
 
