@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import nn
+from torch.fx import Graph
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 ENGINE = "DeepSpeedEngine"  # DeepSpeed's wrapper
@@ -71,5 +72,7 @@ def clean(name: str) -> str:
 
 
 def can_be_called(module: nn.Module) -> bool:
-    """Whether it has a `forward`; a ModuleList has none."""
+    """Whether it has a `forward`; a ModuleList has none, and what torch.export makes of one has an empty one."""
+    if isinstance(graph := vars(module).get("graph"), Graph) and not graph.nodes:
+        return False
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward

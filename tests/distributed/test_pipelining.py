@@ -123,7 +123,7 @@ def test_replicas_of_stages(wrapper: str, kind: str, cells: list[Any]) -> None:
     proof.judge(proof.compare("PyTorch", case, 4, replicated, wrapper, kind), cells)
 
 
-# -- what edits share, running without a loss ----------------------------------------------------------------
+# -- what edits share, running without a loss ----------------------------------------------------------
 
 
 def _save(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
@@ -284,7 +284,22 @@ def test_a_module_is_trained_in_a_frozen_model(early: bool) -> None:
             torch.testing.assert_close(answer[name], parameter.grad)
 
 
-# -- three dims --------------------------------------------------------------------------------------------------
+def traced() -> proof.Built:
+    """Split by torch's tracer, which keeps names."""
+    from torch.distributed import pipelining
+
+    points = {"layers.1": pipelining.SplitPoint.BEGINNING}
+    pipe = pipelining.pipeline(llama.single(), (llama.batch(0)[0][:1],), split_spec=points)
+    stage = pipe.build_stage(dist.get_rank(), CPU)
+    schedule = pipelining.ScheduleGPipe(stage, 2, llama.loss_of)
+    return proof.Built(schedule, stepping(schedule), microbatches=2)
+
+
+def test_a_traced_model(cells: list[Any]) -> None:
+    proof.judge(proof.compare("PyTorch", "pp2 GPipe, traced", 2, traced), cells)
+
+
+# -- three dims -----------------------------------------------------------------------------------------
 
 
 def threefold(sequence: bool) -> proof.Built:
