@@ -30,7 +30,7 @@ class Region:
     """
 
     def __init__(self, owner: nn.Module) -> None:
-        inner = owner._modules.get(INSIDE)
+        inner = owner._modules[INSIDE] if INSIDE in owner._modules else None  # not a dict in scripted ones
         self.owner, self.inner = owner, owner if inner is None else inner
         self.entrance = "_compiled_call_impl" if inner is None else "forward"
         self.hooks = 0
@@ -59,7 +59,7 @@ class Region:
 
 
 class Caller:
-    """Code that was compiled with a call of the model in it, and knows of hooks only if the model looks new."""
+    """Code that was compiled with a call of the model in it, and sees hooks only if that looks new."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root, self.hooks = root, 0

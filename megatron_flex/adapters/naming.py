@@ -25,7 +25,9 @@ def unwrap(module: nn.Module) -> nn.Module:
         if isinstance(module, (DistributedDataParallel, DataParallel)) or of_deepspeed(module, ENGINE):
             module = module.module
             continue
-        inner = next((m for n in INSIDE if (m := module._modules.get(n)) is not None), None)
+        inner = next(
+            (m for n in INSIDE if n in module._modules and (m := module._modules[n]) is not None), None
+        )
         if inner is None:
             return module
         module = inner
@@ -72,7 +74,7 @@ def clean(name: str) -> str:
 
 
 def can_be_called(module: nn.Module) -> bool:
-    """Whether it has a `forward`; a ModuleList has none, and what torch.export makes of one has an empty one."""
+    """Whether it has a `forward`; a ModuleList has none, and what torch.export makes of it an empty one."""
     if isinstance(graph := vars(module).get("graph"), Graph) and not graph.nodes:
         return False
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward

@@ -13,8 +13,8 @@ from megatron_flex.adapters.naming import clean, named_modules
 from megatron_flex.errors import FlexError
 
 ELSEWHERE = (
-    "accelerate keeps its weights on the disk or in the CPU's memory and drops what it has brought, so that no "
-    "gradient stays; give the model a device_map without offloading"
+    "accelerate keeps its weights on the disk or in the CPU's memory and drops what it has brought, so that "
+    "no gradient stays; give the model a device_map without offloading"
 )
 
 
@@ -75,8 +75,8 @@ class Offloaded(Resident):
         """
         if self._home(parameter) is not None:
             raise FlexError(
-                f"{self._names[id(parameter)]} is kept on the disk or in the CPU's memory by accelerate, where "
-                "it cannot be set from here; set it before dispatch_model, or dispatch without offloading"
+                f"{self._names[id(parameter)]} is kept on the disk or in the CPU's memory by accelerate, "
+                "where it cannot be set from here; set it before dispatch_model, or dispatch without offloading"
             )
         super().put(parameter, value)
 
