@@ -6,7 +6,7 @@ import sys
 
 from torch import nn
 
-from megatron_flex.adapters import ddp, fsdp, sharded
+from megatron_flex.adapters import ddp, fsdp, offloaded, sharded
 from megatron_flex.adapters.driving import Called, Driving
 from megatron_flex.adapters.keeping import Keeping, Resident
 from megatron_flex.adapters.modules import Modules
@@ -28,6 +28,8 @@ def keeping_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> Keeping:
         return sharded.Sharded(root, mesh, ddp.wrappers_of(chunk))
     if wrappers := ddp.wrappers_of(chunk):
         return ddp.Averaged(root, wrappers)
+    if "accelerate" in sys.modules and offloaded.is_offloaded(chunk):
+        return offloaded.Offloaded(root)
     return Resident(root)
 
 
@@ -38,7 +40,7 @@ def driving_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> Driving:
 
         if (engine := deepspeed.driving_of(chunk, mesh)) is not None:
             return engine
-    return Called(root, mesh)
+    return Called(chunk, mesh)
 
 
 def compose(chunk: nn.Module, mesh: Mesh, rules: Rules | None = None, name: str = "plain") -> Modules:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters.base import Listener, Undo, replaying
+from megatron_flex.adapters.compiled import apart, entrance_of
+from megatron_flex.adapters.naming import unwrap
 from megatron_flex.adapters.taps import intercept
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
@@ -36,7 +38,7 @@ class Called:
     """A module that a person's own loop calls.
 
     Args:
-        root: the module.
+        chunk: the module, with wrappers.
         mesh: the axes of the run.
         factor: tells by how much gradients are greater than those of a call's own loss; None: not at all.
     """
@@ -44,8 +46,8 @@ class Called:
     name = "a loop of one's own"
     why = "no schedule of a framework's is there to call it"
 
-    def __init__(self, root: nn.Module, mesh: Mesh, factor: Callable[[], float] | None = None) -> None:
-        self.root, self.mesh, self.factor = root, mesh, factor
+    def __init__(self, chunk: nn.Module, mesh: Mesh, factor: Callable[[], float] | None = None) -> None:
+        self.chunk, self.root, self.mesh, self.factor = chunk, unwrap(chunk), mesh, factor
         self._listener: Listener | None = None
 
     def watch(self, listener: Listener) -> Undo:
@@ -69,7 +71,7 @@ class Called:
             return output
 
         # About all hooks, also those that are put on later: what they see belongs to the call.
-        return intercept(self.root, "_call_impl", around)
+        return intercept(*entrance_of(self.chunk, self.root), apart(around))
 
     def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
         """Call the module with tokens, whatever they are to it; microbatches along their first dim."""
@@ -84,7 +86,7 @@ class Called:
         try:
             with torch.no_grad():
                 for part in tokens.split(microbatch_size or max(len(tokens), 1)):
-                    self.root(part)
+                    self.chunk(part)
             failed = False
         finally:
             if failed:

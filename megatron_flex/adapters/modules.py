@@ -14,6 +14,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from megatron_flex.adapters.base import Architecture, Listener, LocalGradient, ParameterSite, Part, Undo
+from megatron_flex.adapters.compiled import Uncompiled, regions_of
 from megatron_flex.adapters.driving import Called, Driving
 from megatron_flex.adapters.following import Follower
 from megatron_flex.adapters.keeping import SAY_REDUCED, Keeping, Resident
@@ -56,7 +57,8 @@ class Modules:
         self.rename(ROOT if mesh["pp"].size == 1 else f"stage{mesh['pp'].coord}")
         self._known = {m: r for n, m in self._named if (r := self.rules.of(n, m)) is not None}
         self.keeping: Keeping = keeping or Resident(self.root)
-        self.driving: Driving = driving or Called(self.root, mesh)
+        self.driving: Driving = driving or Called(chunk, mesh)
+        self._compiled = regions_of(chunk, self.root)
         follow = rules is not None and any(mesh[a].size > 1 for a in ("tp", "cp"))
         placing = {m: r for m, r in self._known.items() if r.places}
         self.follower = Follower(self.root, placing, mesh) if follow else None
@@ -90,10 +92,10 @@ class Modules:
         """Refuse what runs past its modules."""
         for name, module in self.root.named_modules():
             kind = type(module).__name__
-            if kind in ("OptimizedModule", "RecursiveScriptModule"):
+            if kind == "RecursiveScriptModule":
                 raise FlexError(
                     f"{name or ROOT} is a {kind}, compiled code that runs past hooks; give the "
-                    "module as it was before torch.compile or torch.jit.script"
+                    "module as it was before torch.jit.script"
                 )
 
     def names(self) -> list[str]:
@@ -104,7 +106,16 @@ class Modules:
 
     def sites(self) -> list[Site]:
         """Input and output of every module that can be called, parents first, and what rules know inside."""
-        return [site for name, module in self._modules for site in self._of(name, module)]
+        return [
+            replace(site, tap=self._uncompiled(site.tap, module))
+            for name, module in self._modules
+            for site in self._of(name, module)
+        ]
+
+    def _uncompiled(self, tap: Tap | None, module: nn.Module) -> Tap | None:
+        """The tap as compiled parts want it; to follow a layout, all of them have to be seen through."""
+        around = [r for r in self._compiled if self.follower is not None or r.holds(module)]
+        return Uncompiled(tap, tuple(around)) if around and tap is not None else tap
 
     def _of(self, name: str, module: nn.Module) -> Iterator[Site]:
         rule = self._known.get(module, Rule())
@@ -203,7 +214,7 @@ class Modules:
 
     def watch(self, listener: Listener) -> Undo:
         """Tell of steps and calls, and follow layouts in them."""
-        undos = [self.driving.watch(listener)]
+        undos = [*(region.watch() for region in self._compiled), self.driving.watch(listener)]
         if self.follower is not None:
             undos.append(self.follower.watch())
 

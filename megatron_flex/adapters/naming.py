@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import nn
+from torch.fx import Graph
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 ENGINE = "DeepSpeedEngine"  # DeepSpeed's wrapper
 ROOT = "root"  # what the outermost module is called, which torch gives an empty name
 # What wrappers call the module inside them, which stands in its place in the model's tree.
-INSIDE = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+INSIDE = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 def of_deepspeed(module: nn.Module, kind: str) -> bool:
@@ -27,7 +28,8 @@ def unwrap(module: nn.Module) -> nn.Module:
         if of_deepspeed(module, ENGINE):
             module = module.get_submodule("module")
             continue
-        inner = next((m for n in INSIDE if (m := module._modules.get(n)) is not None), None)
+        held = module._modules  # a scripted module's has no get()
+        inner = next((m for n in INSIDE if n in held and (m := held[n]) is not None), None)
         if inner is None:
             return module
         module = inner
@@ -74,5 +76,7 @@ def clean(name: str) -> str:
 
 
 def can_be_called(module: nn.Module) -> bool:
-    """Whether it has a `forward`; a ModuleList has none."""
+    """Whether it has a `forward`; a ModuleList has none, and what torch.export makes of it an empty one."""
+    if isinstance(graph := vars(module).get("graph"), Graph) and not graph.nodes:
+        return False
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward

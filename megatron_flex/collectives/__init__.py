@@ -40,7 +40,7 @@ from megatron_flex.collectives.single import (
     whole_from_stage,
     whole_on_stage,
 )
-from megatron_flex.collectives.talk import Agreement, any_rank, everyone
+from megatron_flex.collectives.talk import Agreement, any_rank, everyone, find, leave
 
 __all__ = [
     "SAMPLE",
@@ -61,6 +61,7 @@ __all__ = [
     "differing",
     "everyone",
     "exchange",
+    "find",
     "from_leader",
     "gather_along",
     "gather_rows",
@@ -69,6 +70,7 @@ __all__ = [
     "is_leader",
     "joined",
     "leads",
+    "leave",
     "make_equal",
     "meter",
     "pack",

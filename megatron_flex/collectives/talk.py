@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -112,6 +113,28 @@ class Agreement:
         return (
             f"hooks differ between ranks ({told}); register the same hooks, in the same order, on every rank"
         )
+
+
+def leave(key: str, value: Any) -> None:
+    """Let other ranks find a small value in the rendezvous store."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    store.set(f"megatron_flex/{key}", pickle.dumps(value))
+
+
+def find(key: str, seconds: float) -> Any:
+    """What another rank has left, once it has.
+
+    Raises:
+        HookError: it does not.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        store.wait([f"megatron_flex/{key}"], timedelta(seconds=seconds))
+    except Exception as error:
+        raise HookError(
+            f"another rank did not tell {key} within {seconds:g} s; run all ranks alike"
+        ) from error
+    return pickle.loads(store.get(f"megatron_flex/{key}"))
 
 
 def _some(ranks: Sequence[int]) -> str:

@@ -79,7 +79,7 @@ class Editing:
                 self.trainable.contain(whole)
             edit = partial(call_editing, hook, key, module, whole, self.save_ctx, self.modules)
             if hook in self.passing.plan.hooks:
-                edit = partial(self.scopes.call, hook, index, key, edit)
+                edit = partial(self.scopes.call, hook, index, key, whole.device, edit)
             made = self.guard(hook, key, edit)
         if made is not None and made.grad_fn is not None:
             guard_backward(made, whole, partial(self._failed, hook, key))

@@ -88,8 +88,8 @@ class Trainable:
 
     def add(self, name: str, module: nn.Module) -> None:
         """Register a module, with the first rank's values everywhere. Collective over the mesh."""
-        held = (site.parameter for site in self.adapter.parameters())
-        module.to(next((p.device for p in held if p is not None), None))
+        held = [site.parameter for site in self.adapter.parameters()]
+        module.to(next((p.device for p in held if p is not None and not p.is_meta), None))  # or offloaded
         make_equal(list(_tensors(module).values()), self.mesh)
         if not self.modules:
             self._undos.append(self.adapter.open_recomputed())

@@ -123,7 +123,7 @@ def test_replicas_of_stages(wrapper: str, kind: str, cells: list[Any]) -> None:
     proof.judge(proof.compare("PyTorch", case, 4, replicated, wrapper, kind), cells)
 
 
-# -- what edits share, running without a loss ----------------------------------------------------------------
+# -- what edits share, running without a loss ----------------------------------------------------------
 
 
 def _save(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
@@ -282,3 +282,50 @@ def test_a_module_is_trained_in_a_frozen_model(early: bool) -> None:
     for answer in run(2, frozen, early, timeout=60):
         for name, parameter in probe.named_parameters():
             torch.testing.assert_close(answer[name], parameter.grad)
+
+
+def traced() -> proof.Built:
+    """Split by torch's tracer, which keeps names."""
+    from torch.distributed import pipelining
+
+    points = {"layers.1": pipelining.SplitPoint.BEGINNING}
+    pipe = pipelining.pipeline(llama.single(), (llama.batch(0)[0][:1],), split_spec=points)
+    stage = pipe.build_stage(dist.get_rank(), CPU)
+    schedule = pipelining.ScheduleGPipe(stage, 2, llama.loss_of)
+    return proof.Built(schedule, stepping(schedule), microbatches=2)
+
+
+def test_a_traced_model(cells: list[Any]) -> None:
+    proof.judge(proof.compare("PyTorch", "pp2 GPipe, traced", 2, traced), cells)
+
+
+# -- three dims -----------------------------------------------------------------------------------------
+
+
+def threefold(sequence: bool) -> proof.Built:
+    """Two stages of two replicas of two tensor parallel shards."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from tests.distributed.test_dtensor import Plan, styles
+
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+
+    def wrap(module: Any) -> nn.Module:
+        have = {name for name, _ in module.named_modules()}
+        plan = {n: s for n, s in styles(Plan(dp=2, sequence=sequence)).items() if n in have}
+        parallelize_module(module, mesh["tp"], plan)
+        for layer in module.layers.values():
+            fully_shard(layer, mesh=mesh["dp"])
+        return fully_shard(module, mesh=mesh["dp"])
+
+    schedule = schedule_of("1F1B", 2, 1, mesh["pp"].get_group(), wrap=wrap)
+    step = stepping(schedule, mesh["pp"].get_group())
+    return proof.Built(schedule, step, averaged=True, microbatches=2)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_three_dims(sequence: bool, cells: list[Any]) -> None:
+    case = "pp2 1F1B x FSDP2 dp2 x DTensor tp2" + (" sp" if sequence else "")
+    proof.judge(proof.compare("PyTorch", case, 8, threefold, sequence), cells)

@@ -306,7 +306,7 @@ def test_shapes_that_contradict() -> None:
 
 def test_what_cannot_be_taken() -> None:
     with pytest.raises(mf.FlexError, match="compiled code"):
-        mf.FlexModel(torch.compile(nn.Linear(2, 2)))
+        mf.FlexModel(torch.jit.script(nn.Linear(2, 2)))
     with pytest.raises(mf.FlexError, match="make 2 ranks, but there are 1"):
         mf.FlexModel(nn.Linear(2, 2), tensor_parallel_size=2)
     with pytest.raises(SiteError, match="nearest: inp"):

@@ -115,6 +115,9 @@ class Follower:
         wanted: the places that are hooked.
         shared: the parameters of which each rank has a share of the gradient, and over which axes; as far as
             calls were followed.
+        entering: what is told of the first tensors that the model is called with; those that nobody tells of
+            all ranks of a sample have alike.
+        left: what was found of the tensors that it returned; None to have the next call followed for that.
     """
 
     def __init__(self, root: nn.Module, known: Mapping[nn.Module, Rule], mesh: Mesh) -> None:
@@ -126,6 +129,8 @@ class Follower:
         self._passes: Counter[Place] = Counter()  # in this call
         self._trace: Trace | None = None
         self._calls = 0  # of the model, within each other
+        self.entering: list[Told] = []
+        self.left: list[Told] | None = []
 
     def tap(
         self,
@@ -217,14 +222,14 @@ class Follower:
         return intercept(self.root, "_call_impl", self._around)
 
     def _around(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._calls or not self.wanted or replaying():
+        if self._calls or not (self.wanted or self.left is None) or replaying():
             return call(*args, **kwargs)
         self._calls += 1
         self._passes.clear()
         kind = self.root.training, *_kind(args), *_kind(kwargs)
         self._now = self._answers.setdefault(kind, {})
         try:
-            if self.wanted.keys() <= self._now.keys():
+            if self.left is not None and self.wanted.keys() <= self._now.keys():
                 return call(*args, **kwargs)
             return self._followed(kind, call, *args, **kwargs)
         finally:
@@ -236,8 +241,8 @@ class Follower:
         self._trace = trace = Trace(self.root, self.known, self.mesh, spreads)
         good = False
         try:
-            output = trace.run(call, *args, **kwargs)
-            good = True
+            output = trace.run(self.entering, call, *args, **kwargs)
+            good, self.left = True, trace.left
         finally:
             self._trace = None
             if not good:

@@ -70,6 +70,7 @@ class Trace(TorchFunctionMode):
     Attributes:
         marks: of all tensors.
         opaque: how many things run that are not followed: known modules, custom functions, hooks.
+        left: how the tensors that the call returned lie on the ranks.
     """
 
     def __init__(
@@ -87,15 +88,16 @@ class Trace(TorchFunctionMode):
         self._norms: list[Tensor | None] = []
         self._windows: list[Window] = []
         self.opaque = 0
+        self.left: list[Told] = []
         self._trains, self._recomputed = torch.is_grad_enabled(), 0
         self._thread = threading.get_ident()
 
     # -- around the call -------------------------------------------------------------------------------
 
-    def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the model, following."""
-        for tensor in tensors((args, kwargs)):
-            self.enter(tensor)
+    def run(self, entering: list[Told], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the model, following; `entering` tells of its first tensors."""
+        for index, tensor in enumerate(tensors((args, kwargs))):
+            self.enter(tensor, entering[index] if index < len(entering) else WHOLE)
         entered = module_hooks.register_module_forward_pre_hook(self._enters)
         left = module_hooks.register_module_forward_hook(self._leaves)
         functions: Any = torch.autograd.Function
@@ -112,6 +114,7 @@ class Trace(TorchFunctionMode):
             entered.remove()
         for tensor in tensors(output):
             self.mark(tensor).node.ends.append(NONE)
+            self.left.append(self.mark(tensor).told)
         return output
 
     def _mark_opened(self) -> Callable[[], None]:
@@ -137,10 +140,10 @@ class Trace(TorchFunctionMode):
     def _here(self) -> bool:
         return threading.get_ident() == self._thread
 
-    def enter(self, tensor: Tensor) -> None:
-        """Mark what the model is called with, which all ranks of a sample have alike."""
+    def enter(self, tensor: Tensor, told: Told = WHOLE) -> None:
+        """Mark what the model is called with, which all ranks of a sample have alike, if nobody says more."""
         if _placements(tensor) is None and tensor not in self.marks:
-            self.marks.make(tensor, WHOLE)
+            self.marks.make(tensor, told)
 
     def _enters(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not self._here():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +14,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_flex.adapters.base import Listener, Undo
 from megatron_flex.adapters.driving import Called
+from megatron_flex.adapters.following import Follower
 from megatron_flex.adapters.pipelining.stages import Stages
+from megatron_flex.adapters.spread import Unknown
 from megatron_flex.adapters.taps import intercept
 from megatron_flex.adapters.trees import tensors, with_tensor
+from megatron_flex.collectives import find, leave
 from megatron_flex.errors import FlexError
+from megatron_flex.knobs import knobs
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Fire
 
 APART = (
     "{schedule} divides backward passes, and then DistributedDataParallel averages no gradients, with hooks "
     "or without; use Interleaved1F1B, or fully_shard"
+)
+NOBODY = Unknown(
+    "it comes from a pipeline stage that has no parallel module in it, and is not followed there"
 )
 UNPLANNED = (
     "what pipeline stage {stage} hands on needs a gradient, and when the schedule learned shapes it needed "
@@ -37,7 +45,10 @@ class Scheduled:
     Attributes:
         trying: whether it runs them only to learn shapes.
         frozen: whether no parameter gets a gradient.
+        followers: who follows layouts in each stage, by its number in the pipeline.
     """
+
+    _counts: ClassVar[Counter[tuple[int, ...]]] = Counter()  # of watches over the same pipelines
 
     def __init__(self, chunks: Stages, turns: list[int], mesh: Mesh) -> None:
         self.schedule, self.stages, self.turns, self.mesh = chunks.schedule, chunks.stages, turns, mesh
@@ -45,11 +56,17 @@ class Scheduled:
         self._called = [Called(stage.submod, mesh) for stage in chunks.stages]
         self.trying = self.frozen = self._running = False
         self._listener: Listener | None = None
+        self.followers: dict[int, Follower | None] = {}
+        self._told: set[int] = set()  # the stages that have told the next one
+        self._watches = 0
         self._whole: set[tuple[int, int]] = set()  # backward passes that were not split: stage, microbatch
 
     def watch(self, listener: Listener) -> Undo:
         """Stand around the schedule's step and its stages' passes."""
         self._listener = listener
+        self._told.clear()
+        self._watches = Scheduled._counts[self.mesh["pp"].ranks]
+        Scheduled._counts[self.mesh["pp"].ranks] += 1
         undos = [intercept(self.schedule, "step", self._step)]
         names = [n for n in ("_initialize_stage", "_initialize_stages") if hasattr(self.schedule, n)]
         undos += [intercept(self.schedule, name, self._try) for name in names]
@@ -101,9 +118,34 @@ class Scheduled:
         listener = self._listener
         assert listener is not None
         listener.forward_begins(int(args[0] if args else kwargs["fwd_chunk_id"]), turn)
+        tell = listener.hooked() and stage.stage_index not in self._told
+        if tell:
+            self._arrives(stage)
         output = forward(*args, **kwargs)
+        if tell:
+            self._leaves(stage)
         listener.forward_ends(tensors(output))
         return output
+
+    def _arrives(self, stage: Any) -> None:
+        """Learn from the stage before how what it hands on lies on the ranks."""
+        follower = self.followers[stage.stage_index]
+        if follower is None:
+            return
+        if not stage.is_first:
+            follower.entering = find(self._key(stage.stage_index - 1), knobs.agree_seconds)
+        follower.left = None
+
+    def _leaves(self, stage: Any) -> None:
+        """Tell the next stage."""
+        self._told.add(stage.stage_index)
+        follower = self.followers[stage.stage_index]
+        if any(self.mesh[axis].size > 1 for axis in ("tp", "cp")):
+            leave(self._key(stage.stage_index), [NOBODY] if follower is None else follower.left)
+
+    def _key(self, index: int) -> str:
+        """What the layout at the end of a stage is called by the ranks of this pipeline."""
+        return f"pipeline{'-'.join(map(str, self.mesh['pp'].ranks))}/{self._watches}/stage{index}"
 
     def _compute(self, stage: Any, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The stage's output; without a graph, and all ranks raise, where stages have not agreed on one."""
@@ -196,9 +238,9 @@ class _Outside:
     def __init__(self, listener: Listener, scheduled: Scheduled) -> None:
         self.listener, self.scheduled = listener, scheduled
 
-    def call_begins(self) -> None:
+    def call_begins(self, gradient_factor: Callable[[], float] | None = None) -> None:
         if not self.scheduled.busy:
-            self.listener.call_begins()
+            self.listener.call_begins(gradient_factor)
 
     def call_ends(self, failed: bool) -> None:
         if not self.scheduled.busy:

@@ -81,6 +81,7 @@ class Staged:
         self.turns = [at[stage.stage_index] for stage in chunks.stages]
         self.driving = Scheduled(chunks, self.turns, self.mesh)
         for stage, part in zip(chunks.stages, parts, strict=True):
+            self.driving.followers[int(stage.stage_index)] = part.follower
             part.rename(f"stage{stage.stage_index}")
             part.driving = Nobody()
             if isinstance(part.keeping, Averaged):

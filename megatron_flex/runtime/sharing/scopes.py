@@ -31,6 +31,7 @@ from megatron_flex.runtime.sharing.values import (
     Ticket,
     Version,
     detached,
+    moved,
     rebuild,
     tensors,
 )
@@ -82,10 +83,20 @@ class Scopes:
 
     # -- one call --------------------------------------------------------------------------------------
 
-    def call(self, hook: HookFunction, index: int, key: Key, function: Callable[[], Tensor]) -> Tensor:
-        """Run an editing function, given as a call without arguments, with the context of its microbatch."""
+    def call(
+        self,
+        hook: HookFunction,
+        index: int,
+        key: Key,
+        device: torch.device,
+        function: Callable[[], Tensor],
+    ) -> Tensor:
+        """Run an editing function, given as a call without arguments, with the context of its microbatch.
+
+        What it reads comes to its device: layers of one model may be on several.
+        """
         self._delta = Delta()
-        frame = self.frame = self._frame(hook, index, key)
+        frame = self.frame = self._frame(hook, index, key, device)
         try:
             out = function()
         finally:
@@ -93,7 +104,7 @@ class Scopes:
         self._commit(frame)
         return out
 
-    def _frame(self, hook: HookFunction, index: int, key: Key) -> Frame:
+    def _frame(self, hook: HookFunction, index: int, key: Key, device: torch.device) -> Frame:
         micro, mode = self.begin(), self._mode(hook)
         values: Mapping[str, Entry] = micro.state
         run: Mapping[str, Any] = self.run
@@ -110,8 +121,8 @@ class Scopes:
             key,
             mode,
             micro,
-            Layer(values, partial(self._lend, micro, mode, hook.run == "leader")),
-            Layer(run, _copied if replayed else _as_it_is),
+            Layer(values, moved(device, partial(self._lend, micro, mode, hook.run == "leader"))),
+            Layer(run, moved(device, _copied if replayed else _as_it_is)),
         )
 
     def _mode(self, hook: HookFunction) -> Mode:

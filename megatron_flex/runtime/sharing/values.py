@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 UNCHANGING = (Tensor, int, float, complex, str, bytes, type(None))
@@ -77,6 +78,19 @@ def leaves(value: Any) -> list[Any]:
 def tensors(value: Any) -> list[Tensor]:
     """The tensors in a value, in order."""
     return [item for item in leaves(value) if isinstance(item, Tensor)]
+
+
+def moved(device: torch.device, bring: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """What brings a value, with its tensors on a device; one that is there already is not touched."""
+
+    def to(item: Any) -> Any:
+        return item.to(device) if isinstance(item, Tensor) and item.device != device else item
+
+    def brought(value: Any) -> Any:
+        found = bring(value)
+        return found if all(t.device == device for t in tensors(found)) else rebuild(found, to)
+
+    return brought
 
 
 def detached(value: Any) -> Any:
