@@ -30,7 +30,7 @@ class Region:
     """
 
     def __init__(self, owner: nn.Module) -> None:
-        inner = owner._modules[INSIDE] if INSIDE in owner._modules else None  # not a dict in scripted ones
+        inner: nn.Module | None = owner._modules.get(INSIDE)
         self.owner, self.inner = owner, owner if inner is None else inner
         self.entrance = "_compiled_call_impl" if inner is None else "forward"
         self.hooks = 0

@@ -76,7 +76,7 @@ class Offloaded(Resident):
         if self._home(parameter) is not None:
             raise FlexError(
                 f"{self._names[id(parameter)]} is kept on the disk or in the CPU's memory by accelerate, "
-                "where it cannot be set from here; set it before dispatch_model, or dispatch without offloading"
+                "where it cannot be set from here; set it before dispatch_model, or do without offloading"
             )
         super().put(parameter, value)
 
