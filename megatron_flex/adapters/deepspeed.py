@@ -71,13 +71,10 @@ NOT_FROZEN = (
 def claims(chunks: list[nn.Module]) -> str:
     """Why a model is DeepSpeed's; empty if it is not, or another framework's rules say how it is cut."""
     for chunk in chunks:
-        if of_deepspeed(chunk, INFERENCE) or (of_deepspeed(chunk, ENGINE) and not _holds_others(chunk)):
+        others = any(c.__module__.startswith(OTHERS) for m in chunk.modules() for c in type(m).__mro__)
+        if of_deepspeed(chunk, INFERENCE) or (of_deepspeed(chunk, ENGINE) and not others):
             return f"it is in DeepSpeed's {type(chunk).__name__}"
     return ""
-
-
-def _holds_others(model: nn.Module) -> bool:
-    return any(c.__module__.startswith(OTHERS) for m in model.modules() for c in type(m).__mro__)
 
 
 def take(chunks: list[nn.Module], said: Any) -> Modules:
@@ -174,10 +171,9 @@ class Zero(Resident):
     def __init__(self, engine: Any, root: nn.Module) -> None:
         named: list[tuple[str, Any]] = list(root.named_parameters())
         self.root, self.engine, self.optimizer, self._lazy = root, engine, engine.optimizer, {}
-        self._kept = [
-            Kept(clean(n), p, tuple(getattr(p, "ds_shape", p.shape)), sharded=hasattr(p, "ds_id"))
-            for n, p in named
-        ]
+        shapes = [tuple(getattr(p, "ds_shape", p.shape)) for _, p in named]
+        parts = zip(named, shapes, strict=True)
+        self._kept = [Kept(clean(n), p, shape, sharded=hasattr(p, "ds_id")) for (n, p), shape in parts]
         self.kind = type(self.optimizer).__name__
         groups = getattr(self.optimizer, "bit16_groups", [])
         self._group = {id(p): number for number, group in enumerate(groups) for p in group}
@@ -231,9 +227,7 @@ class Zero(Resident):
         """Whether it has a gradient now; known alike on all ranks, as asking for it is collective."""
         if not parameter.requires_grad:
             return False
-        if getattr(self.optimizer, "cpu_offload", False) or getattr(
-            self.optimizer, "offload_optimizer", False
-        ):
+        if any(getattr(self.optimizer, n, False) for n in ("cpu_offload", "offload_optimizer")):
             raise FlexError(OFFLOADED)
         if hasattr(parameter, "ds_id"):  # as far as it is accumulated; ZeRO-3 reduces it each time
             here = getattr(self.optimizer, "averaged_gradients", {})
