@@ -10,8 +10,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from megatron_flex.adapters.base import Undo, replaying
-from megatron_flex.adapters.following.marks import Ends
-from megatron_flex.adapters.following.trace import Trace, Window
+from megatron_flex.adapters.following.trace import Trace
+from megatron_flex.adapters.following.windows import Ends, Window
 from megatron_flex.adapters.leaves import Telling
 from megatron_flex.adapters.rules import Rule
 from megatron_flex.adapters.spread import WHOLE, Spread, Told, Unknown

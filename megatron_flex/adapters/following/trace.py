@@ -13,14 +13,13 @@ from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
 
 from megatron_flex.adapters.following.call import flat
+from megatron_flex.adapters.following.distributed import placements, spread_of_dtensor
 from megatron_flex.adapters.following.functions import HANDED_ON, REGIONS, TRANSPARENT
 from megatron_flex.adapters.following.marks import (
     NONE,
     UNMARKED,
-    Axes,
     Mark,
     Marks,
-    Node,
     axes_of,
     floating,
     normal,
@@ -28,6 +27,7 @@ from megatron_flex.adapters.following.marks import (
 )
 from megatron_flex.adapters.following.names import name_of
 from megatron_flex.adapters.following.rules import follow
+from megatron_flex.adapters.following.windows import Window
 from megatron_flex.adapters.rules import Rule
 from megatron_flex.adapters.spread import WHOLE, Spread, Told, Unknown
 from megatron_flex.adapters.trees import tensors
@@ -36,26 +36,6 @@ if TYPE_CHECKING:
     from megatron_flex.mesh import Mesh
 
 DETACHING = frozenset(("detach", "data.get"))
-Ends = frozenset[Axes | str]
-
-
-class Window:
-    """The uses of a tensor that begin when it passes a place, and end with the module that gets it."""
-
-    def __init__(self, node: Node, module: nn.Module | None, tensor: Tensor) -> None:
-        self.node, self.module, self._tensor = node, module, id(tensor)
-        self.first = len(node.uses), len(node.ends)
-        self.last: tuple[int, int] | None = None
-
-    def close(self, outputs: list[Tensor]) -> None:
-        """The module is through; what it hands on as it got it goes on being used."""
-        if all(id(t) != self._tensor for t in outputs):
-            self.last = len(self.node.uses), len(self.node.ends)
-
-    def found(self) -> Ends:
-        """What those uses make of its gradient."""
-        uses, ends = self.last or (None, None)
-        return self.node.among(slice(self.first[0], uses), slice(self.first[1], ends))
 
 
 class Trace(TorchFunctionMode):
@@ -142,7 +122,7 @@ class Trace(TorchFunctionMode):
 
     def enter(self, tensor: Tensor, told: Told = WHOLE) -> None:
         """Mark what the model is called with, which all ranks of a sample have alike, if nobody says more."""
-        if _placements(tensor) is None and tensor not in self.marks:
+        if placements(tensor) is None and tensor not in self.marks:
             self.marks.make(tensor, told)
 
     def _enters(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -180,7 +160,7 @@ class Trace(TorchFunctionMode):
             self._normed(self._norms.pop(), outputs, rule.follows)
             return
         for i, tensor in enumerate(outputs):
-            if _placements(tensor) is not None:
+            if placements(tensor) is not None:
                 continue
             if i and (tensor in self.marks or id(tensor) in self._held):
                 continue
@@ -205,7 +185,7 @@ class Trace(TorchFunctionMode):
 
     def mark(self, tensor: Tensor) -> Mark:
         """What is known of a tensor."""
-        placed = _placements(tensor)
+        placed = placements(tensor)
         if placed is not None:
             known = self.marks.get(tensor)
             return known or self.marks.make(tensor, spread_of_dtensor(tensor, self._mesh))
@@ -274,7 +254,7 @@ class Trace(TorchFunctionMode):
     ) -> None:
         before = {id(t): m for t, m in zip(got, marks, strict=True)}
         for tensor in made:
-            placed = _placements(tensor) is not None
+            placed = placements(tensor) is not None
             mine = spread_of_dtensor(tensor, self._mesh) if placed else told
             old = before.get(id(tensor))
             if old is not None and mine == old.told and version(tensor) == old.version:
@@ -324,7 +304,7 @@ class Trace(TorchFunctionMode):
             return
         for tensor in made:
             told: Told = Unknown(why)
-            if _placements(tensor) is not None:
+            if placements(tensor) is not None:
                 told = spread_of_dtensor(tensor, self._mesh)
             elif name == "_ToTorchTensor" and marks:
                 told = marks[0].told
@@ -345,18 +325,3 @@ def _use(source: Mark, made: Mark) -> None:
         source.node.ends.append(f"it is used for something of which the layout is not known: {made.told.why}")
     else:
         source.node.uses.append((made.node, axes_of(made.told) - axes_of(source.told)))
-
-
-def _placements(tensor: Tensor) -> Any:
-    """Those of a DTensor; None for others."""
-    return getattr(tensor, "placements", None) if type(tensor).__name__ == "DTensor" else None
-
-
-def spread_of_dtensor(tensor: Any, mesh: Mesh) -> Told:
-    """How the local parts of a DTensor lie on the ranks."""
-    try:
-        from megatron_flex.adapters.dtensor import spread_of
-    except ImportError:
-        return Unknown("it is a DTensor")
-    found: Spread | Unknown = spread_of(tensor.placements, tensor.device_mesh, mesh, tensor.shape)
-    return found if isinstance(found, Unknown) else normal(found, tensor.ndim)
