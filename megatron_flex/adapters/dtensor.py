@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_flex.adapters import transformers_tp
 from megatron_flex.adapters.base import Adapter, Undo
@@ -30,9 +29,6 @@ from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Fire, Tap
 
 NAME = "PyTorch tensor parallel"
-
-# The local parts of DTensors that passed a tap: what tells their layouts tells that of their gradients.
-_opened = WeakIdKeyDictionary()
 
 
 # -- placements ----------------------------------------------------------------------------------------
@@ -101,17 +97,19 @@ def _refused(axis: str, placement: Any) -> str:
 # -- taps ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Open:
     """Another tap; of a DTensor that passes it hooks see the local part.
 
     Attributes:
         tap: the other tap.
         mesh: the axes of the run.
+        opened: whether what passes now is the local part of a DTensor.
     """
 
     tap: Any
     mesh: Mesh
+    opened: bool = False
 
     @property
     def module(self) -> nn.Module | None:
@@ -122,22 +120,31 @@ class Open:
         """The tap at another tensor of the same call."""
         return replace(self, tap=self.tap.leaf(index))
 
-    def gradient(self, local: Tensor, layout: Layout) -> Layout | str:
-        """The layout of the gradient: a DTensor's is placed like it, and whole where it is a sum."""
-        told: Callable[[Tensor, Layout], Layout | str] | None = getattr(self.tap, "gradient", None)
-        return layout.gradient() if told is None or local in _opened else told(local, layout)
+    def gradient(self, layout: Layout) -> Callable[[], Layout | str]:
+        """What tells the gradient's layout: a DTensor's is placed like it, and whole where it is a sum."""
+        tell: Callable[[Layout], Callable[[], Layout | str]] | None = getattr(self.tap, "gradient", None)
+        return layout.gradient if tell is None or self.opened else tell(layout)
 
     def install(self, fire: Fire) -> Undo:
         """Inject `fire` by way of the other tap."""
-        undo: Undo = self.tap.install(_Opening(fire, self.mesh, self.module))
+        undo: Undo = self.tap.install(_Opening(fire, self))
         return undo
+
+    def open(self, tensor: Any, pass_on: Callable[[Tensor], Tensor]) -> Tensor:
+        """Pass on the local part of a DTensor; a DTensor of what comes of that."""
+        local, before = _arrived(tensor.to_local()), self.opened
+        self.opened = True
+        try:
+            return _again(tensor, local, pass_on(local))
+        finally:
+            self.opened = before
 
 
 class _Opening:
     """What the other tap calls."""
 
-    def __init__(self, fire: Fire, mesh: Mesh, module: nn.Module | None) -> None:
-        self.fire, self.mesh, self.module = fire, mesh, module
+    def __init__(self, fire: Fire, tap: Open) -> None:
+        self.fire, self.tap = fire, tap
         self.absent = getattr(fire, "absent", None)
 
     def __call__(self, tensor: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
@@ -148,12 +155,11 @@ class _Opening:
             here = _arrived(tensor)
             new = self.fire(here, layout, route)
             return tensor if new is here else new
-        told = spread_of(tensor.placements, tensor.device_mesh, self.mesh, tensor.shape)
+        told = spread_of(tensor.placements, tensor.device_mesh, self.tap.mesh, tensor.shape)
         if isinstance(told, Unknown):
             return self._unknown(tensor, told.why)
-        local = _arrived(tensor.to_local())
-        _opened[local] = True
-        return _again(tensor, local, self.fire(local, told.layout(tensor.ndim), route))
+        layout = told.layout(tensor.ndim)
+        return self.tap.open(tensor, lambda local: self.fire(local, layout, route))
 
     def unknown(self, tensor: Tensor, why: str) -> Tensor:
         """Pass a tensor on of which following does not tell how it lies on the ranks."""
@@ -166,14 +172,13 @@ class _Opening:
         unknown: Callable[[Tensor, str], Tensor] | None = getattr(self.fire, "unknown", None)
         if unknown is None:
             return cast(Tensor, tensor)
-        style = next((s for s in styles_of(self.module) if not s.known), None) if self.module else None
+        module = self.tap.module
+        style = None if module is None else next((s for s in styles_of(module) if not s.known), None)
         if style is not None:
             why = f"the parallel style {style.name} of its module has no rule, and {why}"
         if not hasattr(tensor, "placements"):
             return unknown(tensor, why)
-        local = _arrived(tensor.to_local())
-        _opened[local] = True
-        return _again(tensor, local, unknown(local, why))
+        return self.tap.open(tensor, lambda local: unknown(local, why))
 
 
 def _arrived(local: Tensor) -> Tensor:
