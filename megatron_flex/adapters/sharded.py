@@ -309,4 +309,8 @@ def _groups_of(unit: Any) -> list[Any]:
 
 def _waits(group: Any) -> bool:
     """Whether gradients of one backward pass wait for a later one to be reduced."""
-    return any(getattr(p, "unsharded_accumulated_grad", None) is not None for p in group.fsdp_params)
+    for one in group.fsdp_params:
+        waiting = getattr(getattr(one, "_unsharded_param", None), "grad", None)
+        if waiting is not None or getattr(one, "unsharded_accumulated_grad", None) is not None:
+            return True
+    return False
