@@ -211,6 +211,12 @@ class Adapter(Protocol):
         Not to be written to. All `dp` ranks of a stage call it alike.
         """
 
+    def shares(self, name: str) -> tuple[str, ...] | None:
+        """The axes over which each rank has a summand of a parameter's gradient that nothing adds up.
+
+        Beside those that its layout names; None where that is not known yet.
+        """
+
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Set a parameter to what `value` would return then. Called likewise."""
 

@@ -62,6 +62,8 @@ class Modules:
         follow = rules is not None and any(mesh[a].size > 1 for a in ("tp", "cp"))
         placing = {m: r for m, r in self._known.items() if r.places}
         self.follower = Follower(self.root, placing, mesh) if follow else None
+        owned = (f"{n}.{own}" for n, m in self._named if m in placing for own, _ in _own_parameters(m))
+        self._settled = {*owned, *(k.name for k in self.keeping.parameters() if k.layout is not None)}
 
     def rename(self, own: str) -> None:
         """Give the outermost module a name."""
@@ -182,6 +184,12 @@ class Modules:
         """A parameter, whole but for tensor parallelism."""
         return self.keeping.value(parameter)
 
+    def shares(self, name: str) -> tuple[str, ...] | None:
+        """Of a parameter between parallel modules: what was found when a call was followed."""
+        if self.follower is None or name in self._settled:
+            return ()
+        return self.follower.shared.get(name, ()) if self.follower.calls else None
+
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Set it."""
         self.keeping.put(parameter, value)
@@ -246,6 +254,10 @@ def distinct(mine: list[list[str]], mesh: Mesh) -> None:
                         f"pipeline stages {first[0]} and {stage}{which} both have a {name!r}; a name must "
                         "stand for one place: give the modules of each stage names of their own"
                     )
+
+
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return module.named_parameters(recurse=False)
 
 
 def _always(spread: Spread, tensor: Tensor) -> Spread:

@@ -79,9 +79,7 @@ def _whole(survey: Survey, name: str, want: Want, note: Note) -> Tensor | None:
         if stage == mesh["pp"].coord:
             site = survey.own[name][0]
             local = _local(survey, name, want, note)
-            whole = whole_on_stage(
-                local, want.layout(site, mesh.sizes), site.owner, like, mesh, want.everywhere
-            )
+            whole = whole_on_stage(local, survey.layout(site, want), site.owner, like, mesh, want.everywhere)
         whole = whole_from_stage(whole, stage, like, mesh, want.everywhere)
         if whole is not None:
             total = whole.to("cpu", copy=True) if total is None else total + whole.cpu()
@@ -141,7 +139,7 @@ def _agreed(survey: Survey, name: str, value: Tensor | None, want: Want) -> Tens
 def _put(survey: Survey, site: ParameterSite, parameter: nn.Parameter, value: Tensor, want: Want) -> None:
     mesh, adapter = survey.mesh, survey.adapter
     old = adapter.value(parameter)
-    layout = want.layout(site, mesh.sizes)
+    layout = survey.layout(site, want)
     if want.gradient:
         found = adapter.gradient(parameter, not want.summands).tensor
         old = torch.zeros_like(old) if found is None else found

@@ -67,6 +67,7 @@ class Note(NamedTuple):
         shape: of the whole.
         problem: why it cannot be had.
         layout: how the parts relate, in words.
+        unsure: whether its gradient may be a summand, which no followed call has told yet.
     """
 
     dtype: torch.dtype | None
@@ -74,6 +75,7 @@ class Note(NamedTuple):
     shape: tuple[int, ...]
     problem: str = ""
     layout: str = ""
+    unsure: bool = False
 
 
 class Survey:
@@ -146,11 +148,22 @@ class Survey:
             )
         return want
 
+    def layout(self, site: ParameterSite, want: Want) -> Layout:
+        """How the local tensors of what is wanted of a parameter relate.
+
+        Raises:
+            LayoutError: the local parameter is no part of one of the expected shape.
+        """
+        layout = want.layout(site, self.mesh.sizes)
+        more = self.adapter.shares(site.name) if want.gradient else ()
+        there = {*layout.axes, *layout.shared}
+        return replace(layout, partial=(*layout.partial, *(a for a in more or () if a not in there)))
+
     def note(self, name: str, want: Want) -> Note | None:
         """What this rank has to say about a parameter; None if it holds nothing of it."""
         for site, parameter in self.held(name):
             try:
-                layout = want.layout(site, self.mesh.sizes)
+                layout = self.layout(site, want)
             except LayoutError as error:
                 return Note(None, parameter.dtype, site.shape, str(error))
             shape = whole_shape(layout, site.local, self.mesh.sizes)
@@ -167,8 +180,10 @@ class Survey:
                 tensor = self.adapter.gradient(parameter, not want.summands).tensor
             except FlexError as error:
                 return note._replace(problem=str(error))
-            dtype = None if tensor is None else tensor.dtype
-            return note._replace(dtype=dtype, problem=self._no_sum(site) if want.summands else "")
+            dtype, unsure = None if tensor is None else tensor.dtype, self.adapter.shares(site.name) is None
+            return note._replace(
+                dtype=dtype, unsure=unsure, problem=self._no_sum(site) if want.summands else ""
+            )
         return None
 
     def notes(self, names: Sequence[str], want: Want) -> dict[str, Note]:
@@ -188,8 +203,11 @@ class Survey:
                     raise FlexError(f"{name}: ranks have parts of different shapes; read the shards yourself")
                 if note.dtype is not None:
                     found.setdefault(name, note)
-        if want.gradient and want.reduced:
-            self._check_reduced([n for n in names if n in found])
+        if want.gradient:
+            here = [n for n in names if n in found]
+            self._check_shares([n for n in here if found[n].unsure])
+            if want.reduced:
+                self._check_reduced(here)
         return {n: found[n] for n in names if n in found}
 
     def _no_sum(self, site: ParameterSite) -> str:
@@ -201,6 +219,24 @@ class Survey:
         if self.mesh["cp"].size > 1 and "cp" not in axes:
             return "with context parallelism each rank has a share of it; reduced=True reads the sum"
         return ""
+
+    def _check_shares(self, names: Sequence[str]) -> None:
+        """Refuse gradients that may be summands, where no call was followed that would tell."""
+        found = differing([self._copy(name, {"tp", "cp"}) for name in names], self.mesh, ("tp", "cp"))
+        wrong = [name for name, axes in zip(names, found, strict=True) if axes]
+        if wrong:
+            raise FlexError(
+                f"each rank has another gradient of {wrong[0]}, and how they make the whole is not known "
+                "before a call of the model was followed; have a hook somewhere in it while it runs"
+            )
+
+    def _copy(self, name: str, axes: set[str]) -> dict[str, int]:
+        """A checksum of this rank's gradient for each of some axes."""
+        for _, parameter in self.held(name):
+            tensor = self.adapter.gradient(parameter, True).tensor
+            if tensor is not None:
+                return dict.fromkeys(axes, checksum(tensor))
+        return {}
 
     def _check_reduced(self, names: Sequence[str]) -> None:
         """Hold a promise that gradients are reduced against the gradients: copies must be equal."""
@@ -221,7 +257,8 @@ class Survey:
             local = self.adapter.gradient(parameter, True)
             if local.tensor is None:
                 continue
-            tensor, axes = local.tensor, copies_over(site, len(self.stages(name)) > 1)
+            axes = copies_over(site, len(self.stages(name)) > 1) - {*(self.adapter.shares(name) or ())}
+            tensor = local.tensor
             if local.part is not None:
                 tensor = tensor.reshape(-1)[slice(*local.part)]
                 axes -= {"dp", "cp", "edp"}  # each of those ranks has another part

@@ -173,13 +173,30 @@ def _case(size: int, edited: str, backward: bool) -> dict[str, Any]:
 
 
 def test_inside_attention() -> None:
-    names = {f"{p}{g}" for p in PLACES for g in ("", ".grad")}
+    names = {f"{p}{g}" for p in PLACES for g in ("", ".grad")} | {n for n, _ in single().named_parameters()}
     parts = ("q_norm.weight", "q_norm.bias", "gain.weight", "gain.bias", "bias")
     for case, want, got in zip(CASES, run(1, _read, 1)[0], run(2, _read, 2)[0], strict=True):
         assert names <= want.keys()
         errors = {n: proof.relative(got[n], want[n]) for n in names}
         assert not {n: e for n, e in errors.items() if not e < 1e-5}, case
         assert got["shared"] == dict.fromkeys(parts, ("tp",))
+
+
+def _not_followed() -> str:
+    model = _model(2)
+    with followed(model, 2) as flex:
+        model(llama.batch(0)[0]).square().mean().backward()
+        try:
+            flex.get_module_parameter("q_norm.weight", gradient=True)
+        except mf.FlexError as error:
+            return str(error)
+        return ""
+
+
+def test_shares_of_gradients_are_not_taken_for_wholes() -> None:
+    for said in run(2, _not_followed):
+        assert "another gradient of q_norm.weight" in said
+        assert "have a hook somewhere" in said
 
 
 # -- what is not known ---------------------------------------------------------------------------------------

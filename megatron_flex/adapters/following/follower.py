@@ -13,6 +13,7 @@ from megatron_flex.adapters.base import Undo, replaying
 from megatron_flex.adapters.following.trace import Trace
 from megatron_flex.adapters.following.windows import Ends, Window
 from megatron_flex.adapters.leaves import Telling
+from megatron_flex.adapters.naming import named_parameters
 from megatron_flex.adapters.rules import Rule
 from megatron_flex.adapters.spread import WHOLE, Spread, Told, Unknown
 from megatron_flex.adapters.taps import intercept
@@ -115,6 +116,7 @@ class Follower:
         wanted: the places that are hooked.
         shared: the parameters of which each rank has a share of the gradient, and over which axes; as far as
             calls were followed.
+        calls: how many were.
         entering: what is told of the first tensors that the model is called with; those that nobody tells of
             all ranks of a sample have alike.
         left: what was found of the tensors that it returned; None to have the next call followed for that.
@@ -124,6 +126,7 @@ class Follower:
         self.root, self.known, self.mesh = root, known, mesh
         self.wanted: Counter[Place] = Counter()
         self.shared: dict[str, tuple[str, ...]] = {}
+        self.calls = 0
         self._answers: dict[Hashable, dict[Place, list[Answer]]] = {}
         self._now: dict[Place, list[Answer]] = {}  # of this kind of call, or the last one
         self._passes: Counter[Place] = Counter()  # in this call
@@ -247,7 +250,8 @@ class Follower:
             self._trace = None
             if not good:
                 self._answers.pop(kind, None)
-        for name, tensor in self.root.named_parameters():
+        self.calls += 1
+        for name, tensor in named_parameters(self.root):
             found = turned(trace.mark(tensor).node.found(), Layout(()))
             if isinstance(found, Layout) and found.partial:
                 self.shared[name] = found.partial

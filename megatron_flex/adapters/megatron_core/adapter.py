@@ -122,6 +122,10 @@ class MegatronCore:
         """Each rank has all of its own."""
         return parameter.detach()
 
+    def shares(self, name: str) -> tuple[str, ...]:
+        """None: layouts name them, and Megatron adds them up."""
+        return ()
+
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Write into it."""
         with torch.no_grad():

@@ -140,6 +140,11 @@ class Staged:
         """A parameter."""
         return self._owner(parameter).value(parameter)
 
+    def shares(self, name: str) -> tuple[str, ...] | None:
+        """As the stage that has the parameter knows."""
+        mine = (part for part in self._parts if any(k.name == name for k in part.keeping.parameters()))
+        return next((part.shares(name) for part in mine), ())
+
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Set it."""
         self._owner(parameter).put(parameter, value)
