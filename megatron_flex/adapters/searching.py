@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch.distributed as dist
 from torch import nn
 
-from megatron_flex.adapters import pipelining, plain
+from megatron_flex.adapters import offloaded, pipelining, plain, transformers_tp
 from megatron_flex.adapters.base import Adapter, Part
 from megatron_flex.adapters.registry import Found, Known, Said, known_adapters
 from megatron_flex.adapters.versions import Version, check_versions, version_of
@@ -129,13 +129,18 @@ def _several_ranks(process_group: Any) -> bool:
 
 
 def _versions(chunks: list[nn.Module], claims: list[Claim]) -> tuple[Version, ...]:
-    """Of the framework that claims a model, and of whose classes are around or in it; torch for wrappers."""
+    """Of the framework that claims a model, and of those in it that layouts or parameters hang on."""
     packages = [c.known.package.partition(".")[0] for c in claims if c.known.package]
-    kinds = {kind for chunk in chunks for m in chunk.modules() for kind in type(m).__mro__}
-    for kind in kinds:
+    modules = [m for chunk in chunks for m in chunk.modules()]
+    for kind in {kind for m in modules for kind in type(m).__mro__}:
         package, _, rest = kind.__module__.partition(".")
-        if package in ("fairscale", "deepspeed", "apex") or rest.startswith(("nn.parallel.", "distributed.")):
+        own = package == "torch" and rest.startswith("distributed.")
+        if package in ("fairscale", "deepspeed", "apex") or own:
             packages.append(package)
+    if any(transformers_tp.style_of(m) is not None for m in modules):
+        packages.append("transformers")
+    if any(map(offloaded.is_offloaded, chunks)):
+        packages.append("accelerate")
     found = (version_of(p) for p in dict.fromkeys(sorted(packages)))
     return tuple(version for version in found if version is not None)
 

@@ -30,15 +30,16 @@ class Tested:
     below: str
 
 
-# By the package whose classes a model is made of.
+# By the package whose classes a model is made of. Of torch, transformers and accelerate only where layouts or
+# parameters hang on what they do not promise to keep: FSDP, DTensors, parallel styles, offloaded weights.
 TESTED = {
     "megatron": Tested("megatron-core", "megatron.core", "0.12.3", "0.20"),
     "fairscale": Tested("fairscale", "fairscale", "0.4.13", "0.5"),
     "apex": Tested("apex", "apex", "0.1", "0.2"),
-    "torch": Tested("torch", "torch", "2.4", "3"),
-    "deepspeed": Tested("deepspeed", "deepspeed", "0.17", "0.20"),
-    "transformers": Tested("transformers", "transformers", "5.9", "6"),
-    "accelerate": Tested("accelerate", "accelerate", "1.0", "2"),
+    "torch": Tested("torch", "torch", "2.13", "2.14"),
+    "deepspeed": Tested("deepspeed", "deepspeed", "0.19", "0.20"),
+    "transformers": Tested("transformers", "transformers", "5.23", "5.24"),
+    "accelerate": Tested("accelerate", "accelerate", "1.15", "1.16"),
 }
 
 

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import megatron_flex as mf
 from megatron_flex import FlexError, FlexWarning
@@ -237,7 +240,7 @@ def test_importing_looks_for_no_entry_points(tmp_path: Path, monkeypatch: pytest
         ("fairscale", "0.4.12", False),
         ("torch", "2.13.0+cu130", True),
         ("torch", "2.3.1", False),
-        ("torch", "2.4", True),
+        ("torch", "2.14.0", False),
     ],
 )
 def test_the_tested_range(package: str, text: str, inside: bool | None):
@@ -267,17 +270,25 @@ def test_release_numbers():
 
 
 def test_a_version_outside_the_range_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch):
-    wrapped = nn.DataParallel(nn.Linear(2, 2))
-    assert [str(v) for v in mf.detect(wrapped).versions] == [
-        f"torch {torch.__version__}, inside the tested range 2.4 to below 3"
-    ]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        _refused(fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,))), monkeypatch)
+    finally:
+        dist.destroy_process_group()
+
+
+def _refused(sharded: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = f"torch {torch.__version__}, inside the tested range 2.13 to below 2.14"
+    assert [str(v) for v in mf.detect(sharded).versions] == [version]
     monkeypatch.setattr(torch, "__version__", "2.3.1")
     with pytest.raises(FlexError) as error:
-        mf.FlexModel(wrapped)
-    for word in ("torch 2.3.1", "2.4", "FLEX_UNTESTED=1"):
+        mf.FlexModel(sharded)
+    for word in ("torch 2.3.1", "2.13", "FLEX_UNTESTED=1"):
         assert word in str(error.value)
-    assert "outside the tested range" in str(mf.detect(wrapped)), "it is told, not refused, where it is asked"
+    found = mf.detect(sharded)
+    assert "outside the tested range" in str(found), "it is told, not refused, where it is asked"
     mf.FlexModel(nn.Linear(2, 2)).restore()  # torch alone is no framework
+    mf.FlexModel(nn.DataParallel(nn.Linear(2, 2))).restore()  # nor are wrappers that it promises to keep
     monkeypatch.setattr(knobs, "untested", True)
     with pytest.warns(FlexWarning, match=r"torch 2\.3\.1, outside the tested range"):
-        mf.FlexModel(wrapped).restore()
+        check_versions(found.versions)
