@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import megatron_flex as mf
+from tests.distributed.matrix import Cell, judge, relative
 
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
+SECTION = "Hugging Face"
 LAYERS = 3
 SITES = ("model.embed_tokens", "model.layers.0.self_attn.q_proj", "model.layers.1.mlp:input", "lm_head")
 AWAY = "model.layers.1.mlp.down_proj.weight"
@@ -77,10 +79,21 @@ def run(model: Any) -> dict[str, Any]:
     return out
 
 
-def test_weights_on_the_disk(tmp_path: Path) -> None:
+def test_weights_on_the_disk(tmp_path: Path, cells: list[Any]) -> None:
     model = dispatched(tmp_path)
     assert model.get_parameter(AWAY).is_meta
-    torch.testing.assert_close(run(model), run(llama()), rtol=1e-5, atol=1e-6)
+    got, want = run(model), run(llama())
+    assert got.keys() == want.keys()
+    pairs = [(n, "gradient" if n.endswith(".grad") else "value", got[n], want[n]) for n in got if ":" in n]
+    pairs += [("(none)", "parameter", w, want["whole"][n]) for n, w in got["whole"].items()]
+    pairs.append(("model.layers.1:output", "edited logits", got["edited"], want["edited"]))
+    trained = zip(got["trained"], want["trained"], strict=True)
+    pairs += [("model.layers.1:output", "trained gradient", g, w) for g, w in trained]
+    found = [
+        Cell("device_map, a layer on the disk", n.removesuffix(".grad"), check, relative(g, w), model=SECTION)
+        for n, check, g, w in pairs
+    ]
+    judge(found, cells)
     assert all(p.requires_grad for p in model.parameters())
     assert model.get_parameter(AWAY).is_meta
 
