@@ -235,3 +235,39 @@ def _prepared_output() -> Any:
 def test_an_output_that_is_cut_for_the_next_module() -> None:
     (whole, first), (_, second) = run(2, _prepared_output)
     torch.testing.assert_close(whole["0:output"][0], torch.cat([first, second]))
+
+
+class Beside(nn.Module):
+    """A replicated DTensor that meets one that is cut, in code without a style."""
+
+    def __init__(self, device_mesh: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.up, self.scale, self.here = nn.Linear(6, 8), nn.Linear(6, 8), nn.Identity()
+        self.device_mesh = device_mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide, scale = self.up(x), self.scale(x)
+        if self.device_mesh is not None:
+            scale = DTensor.from_local(scale, self.device_mesh, [Replicate()])
+        out = wide * self.here(scale)
+        return out.full_tensor() if isinstance(out, DTensor) else out
+
+
+def _beside(size: int) -> Tensor:
+    model, options = Beside(), {}
+    if size > 1:
+        device_mesh = init_device_mesh("cpu", (size,))
+        plan = {"up": ColwiseParallel(use_local_output=False)}
+        model, options = (
+            parallelize_module(Beside(device_mesh), device_mesh, plan),
+            {"tensor_parallel_size": 2},
+        )
+    with mf.attach(model, [mf.HookFunction("here", hook_type="tensor")], **options) as flex:
+        model(torch.arange(12.0).reshape(2, 6)).square().sum().backward()
+        return dict(flex.output_dict).get("here:output.grad", [torch.empty(0)])[0]
+
+
+def test_the_gradient_of_a_replicated_one_used_with_a_cut_one() -> None:
+    (want,) = run(1, _beside, 1)
+    torch.testing.assert_close(run(2, _beside, 2)[0], want, atol=1e-5, rtol=1e-5)
