@@ -6,17 +6,16 @@ who calls the model. A new framework mostly needs one of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 
 from megatron_flex.adapters.base import Architecture, Listener, LocalGradient, ParameterSite, Part, Undo
 from megatron_flex.adapters.compiled import Uncompiled, regions_of
 from megatron_flex.adapters.driving import Called, Driving
-from megatron_flex.adapters.following import Follower
 from megatron_flex.adapters.keeping import SAY_REDUCED, Keeping, Resident
 from megatron_flex.adapters.leaves import AnyInput, AnyOutput, Placed
 from megatron_flex.adapters.naming import ROOT, can_be_called, named_modules, unwrap
@@ -27,6 +26,9 @@ from megatron_flex.errors import FlexError
 from megatron_flex.layout import Dim, Layout, whole_shape
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Site, Tap
+
+if TYPE_CHECKING:
+    from megatron_flex.adapters.following import Follower
 
 
 class Modules:
@@ -61,9 +63,11 @@ class Modules:
         self._compiled = regions_of(chunk, self.root)
         follow = rules is not None and any(mesh[a].size > 1 for a in ("tp", "cp"))
         placing = {m: r for m, r in self._known.items() if r.places}
-        self.follower = Follower(self.root, placing, mesh) if follow else None
-        owned = (f"{n}.{own}" for n, m in self._named if m in placing for own, _ in _own_parameters(m))
-        self._settled = {*owned, *(k.name for k in self.keeping.parameters() if k.layout is not None)}
+        self.follower = _follower(self.root, placing, mesh) if follow else None
+        # Parameters of which no call has to tell whether gradients are shares: a layout or a module does.
+        owned = (f"{n}.{own}" for n, m in self._named if m in placing for own in m._parameters)
+        told = (k.name for k in self.keeping.parameters() if k.layout is not None)
+        self._settled = {*owned, *told, *self._layouts()}
 
     def rename(self, own: str) -> None:
         """Give the outermost module a name."""
@@ -256,8 +260,10 @@ def distinct(mine: list[list[str]], mesh: Mesh) -> None:
                     )
 
 
-def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return module.named_parameters(recurse=False)
+def _follower(root: nn.Module, known: Mapping[nn.Module, Rule], mesh: Mesh) -> Follower:
+    from megatron_flex.adapters.following import Follower  # most models need none
+
+    return Follower(root, known, mesh)
 
 
 def _always(spread: Spread, tensor: Tensor) -> Spread:

@@ -227,7 +227,8 @@ class Survey:
         if wrong:
             raise FlexError(
                 f"each rank has another gradient of {wrong[0]}, and how they make the whole is not known "
-                "before a call of the model was followed; have a hook somewhere in it while it runs"
+                "before a call of the model was followed; have a hook at some module's input or output while "
+                "it runs"
             )
 
     def _copy(self, name: str, axes: set[str]) -> dict[str, int]:
