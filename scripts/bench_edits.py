@@ -21,6 +21,8 @@ from bench_variants import (
 )
 from torch import Tensor, nn
 
+from megatron_flex.collectives.edit import GATHER
+
 FACTOR = 1.01
 
 
@@ -68,7 +70,7 @@ class _Scatter(torch.autograd.Function):
 
 def _all_gather(local: Tensor, group: Any) -> Tensor:
     out = local.new_empty((dist.get_world_size(group), *local.shape))
-    dist.all_gather_into_tensor(out.view(-1), local.contiguous().view(-1), group=group)
+    getattr(dist, GATHER)(out.view(-1), local.contiguous().view(-1), group=group)
     return out
 
 

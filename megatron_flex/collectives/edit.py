@@ -17,6 +17,9 @@ from megatron_flex.collectives.meter import counted
 from megatron_flex.layout import Layout, Lengths, assemble, extract, part_lengths
 from megatron_flex.mesh import Axis, Mesh
 
+# What torch calls the gathering of equal parts into one tensor, since 2.13 and before.
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+
 
 def gather_whole(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     """Give every rank the whole.
@@ -189,7 +192,7 @@ def stack_along(tensor: Tensor, axis: Axis) -> Tensor:
     out = torch.empty((axis.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
     # As bytes, since not every backend moves every dtype.
     flat, mine = out.reshape(-1).view(torch.uint8), tensor.contiguous().reshape(-1).view(torch.uint8)
-    counted("all_gather", axis, out, dist.all_gather_into_tensor, flat, mine)
+    counted("all_gather", axis, out, getattr(dist, GATHER), flat, mine)
     return out
 
 

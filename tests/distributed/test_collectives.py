@@ -21,6 +21,7 @@ from megatron_flex.collectives import (
     send_up_pipeline,
     takes_part,
 )
+from megatron_flex.collectives.edit import GATHER
 from megatron_flex.layout import Cut, Dim, Layout, assemble, coordinates, extract, replicated
 from megatron_flex.mesh import Axis, Mesh
 from tests.support.pool import run
@@ -164,7 +165,7 @@ def reads(cp: int, offset: int, bucket: int) -> Any:
     if not mesh.axes:
         return None
     counts: dict[str, int] = {}
-    for name in ("gather", "reduce", "all_reduce", "all_gather_into_tensor", "all_gather"):
+    for name in ("gather", "reduce", "all_reduce", GATHER, "all_gather"):
         setattr(dist, name, _counted(getattr(dist, name), name, counts))
     parcels, wholes = [], []
     for layout in LAYOUTS.values():
@@ -201,7 +202,7 @@ def test_reads_reach_the_leader_alone(cp: int, world: int, offset: int, bucket: 
     assert len(leaders) == 1
     assert all(leaders[0][2])
     assert not any(any(a[2]) for a in answers if not a[0])
-    assert leaders[0][1].get("all_gather_into_tensor", 0) == 0
+    assert leaders[0][1].get(GATHER, 0) == 0
     if bucket and cp == 1:  # everything that is cut travels together; a sum is a reduction of its own
         assert leaders[0][1] == {"gather": 1, "reduce": 2}
 

@@ -29,6 +29,7 @@ MOVING = (
     "reduce_scatter_tensor",
     "scatter",
 )
+SAME = {"all_gather_single": "all_gather_into_tensor"}  # since torch 2.13, which has both
 
 
 def start(case: gpt.Case) -> list[nn.Module]:
@@ -49,21 +50,21 @@ def mine(chunks: list[nn.Module]) -> int:
 
 @contextmanager
 def counting() -> Iterator[Counter[str]]:
-    """Count the calls of torch.distributed's functions, whoever makes them.
+    """Count the calls of torch.distributed's functions, whoever makes them; by one name those with two.
 
     Not `isend` and `irecv`, which Megatron compares by identity.
     """
     counts: Counter[str] = Counter()
-    kept = {name: getattr(dist, name) for name in MOVING}
+    kept = {name: getattr(dist, name) for name in (*MOVING, *SAME) if hasattr(dist, name)}
 
     def counted(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
+            counts[SAME.get(name, name)] += 1
             return kept[name](*args, **kwargs)
 
         return call
 
-    for name in MOVING:
+    for name in kept:
         setattr(dist, name, counted(name))
     try:
         yield counts

@@ -21,6 +21,7 @@ WAITING = {"item", "tolist", "cpu", "numpy"}  # methods for which the host waits
 PLAIN = {"shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda", "requires_grad"}
 TALKING = {
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_coalesced", "all_reduce"),
+    *("all_gather_single", "reduce_scatter_single"),
     *("all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast"),
     *("broadcast_object_list", "gather", "gather_object", "irecv", "isend", "monitored_barrier", "new_group"),
     *("recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send"),
