@@ -20,13 +20,14 @@ from megatron_flex.adapters.base import LocalGradient, Undo
 from megatron_flex.adapters.composing import compose
 from megatron_flex.adapters.keeping import Keeping, Kept
 from megatron_flex.adapters.modules import Modules
+from megatron_flex.adapters.ranks import axis_of
 from megatron_flex.adapters.registry import Found, Said
 from megatron_flex.adapters.rules import Point, Rule
 from megatron_flex.adapters.spread import WHOLE, Spread
 from megatron_flex.adapters.taps import CalledName, intercept
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
-from megatron_flex.mesh import Axis, Mesh
+from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Fire
 
 COLUMN, ROW, VOCABULARY = "ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"
@@ -100,14 +101,7 @@ def mesh_of() -> Mesh:
             "the model has apex's parallel layers, but apex's groups are not there; call "
             "apex.transformer.parallel_state.initialize_model_parallel before"
         )
-    return Mesh(tuple(_axis(name, getattr(parallel_state, getter)()) for name, getter in GROUPS.items()))
-
-
-def _axis(name: str, group: Any) -> Axis:
-    ranks = tuple(dist.get_process_group_ranks(group))
-    if len(ranks) == 1:
-        return Axis(name, ranks=ranks)
-    return Axis(name, len(ranks), dist.get_rank(group), group, ranks)
+    return Mesh(tuple(axis_of(name, getattr(parallel_state, getter)()) for name, getter in GROUPS.items()))
 
 
 class Apex:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
 
 from megatron_flex.adapters.base import Undo
+from megatron_flex.adapters.leaves import About
 from megatron_flex.adapters.taps import intercept
 from megatron_flex.sites import Fire
 
@@ -125,25 +126,11 @@ def entrance_of(chunk: nn.Module, root: nn.Module) -> tuple[nn.Module, str]:
 
 
 @dataclass(frozen=True, eq=False)
-class Uncompiled:
+class Uncompiled(About):
     """Another tap, that has the compiled parts around its module run as they were."""
 
     tap: Any
     regions: tuple[Region | Caller, ...]
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The module that the other tap stands at."""
-        return getattr(self.tap, "module", None)
-
-    @property
-    def gradient(self) -> Any:
-        """What tells the layout of its gradient."""
-        return getattr(self.tap, "gradient", None)
-
-    def leaf(self, index: int) -> Uncompiled:
-        """The tap at another tensor of the same call."""
-        return replace(self, tap=self.tap.leaf(index))
 
     def install(self, fire: Fire) -> Undo:
         """Inject `fire` by way of the other tap."""

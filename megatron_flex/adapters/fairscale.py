@@ -21,13 +21,14 @@ from megatron_flex.adapters.composing import compose
 from megatron_flex.adapters.driving import Called
 from megatron_flex.adapters.modules import Modules
 from megatron_flex.adapters.naming import unwrap
+from megatron_flex.adapters.ranks import axis_of
 from megatron_flex.adapters.registry import Found, Said
 from megatron_flex.adapters.rules import Point, Rule
 from megatron_flex.adapters.spread import WHOLE, Spread
 from megatron_flex.adapters.taps import CalledName, intercept
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
-from megatron_flex.mesh import Axis, Mesh
+from megatron_flex.mesh import Mesh
 
 COLUMN, ROW = "ColumnParallelLinear", "RowParallelLinear"
 EMBEDDING, VOCABULARY = "ParallelEmbedding", "VocabParallelEmbedding"
@@ -120,14 +121,7 @@ def mesh_of() -> Mesh:
             "the model has fairscale's parallel layers, but fairscale's groups are not there; call "
             "fairscale.nn.model_parallel.initialize_model_parallel before"
         )
-    return Mesh(tuple(_axis(name, getattr(initialize, getter)()) for name, getter in GROUPS.items()))
-
-
-def _axis(name: str, group: Any) -> Axis:
-    ranks = tuple(dist.get_process_group_ranks(group))
-    if len(ranks) == 1:
-        return Axis(name, ranks=ranks)
-    return Axis(name, len(ranks), dist.get_rank(group), group, ranks)
+    return Mesh(tuple(axis_of(name, getattr(initialize, getter)()) for name, getter in GROUPS.items()))
 
 
 def _check_built(module: Any, size: int) -> None:

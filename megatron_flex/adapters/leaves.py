@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Self, cast
 
 from torch import Tensor, nn
 
@@ -63,6 +63,26 @@ class AnyInput:
             return _passed((args, kwargs), self.index, fire)
 
         return self.module.register_forward_pre_hook(hook, with_kwargs=True).remove
+
+
+class About:
+    """What taps have in common that stand about another one, their `tap`."""
+
+    tap: Any
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that the other tap stands at."""
+        return getattr(self.tap, "module", None)
+
+    @property
+    def gradient(self) -> Any:
+        """What tells the layout of its gradient."""
+        return getattr(self.tap, "gradient", None)
+
+    def leaf(self, index: int) -> Self:
+        """The tap at another tensor of the same call."""
+        return cast(Self, replace(cast(Any, self), tap=self.tap.leaf(index)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_flex.adapters.base import Listener, Undo
 from megatron_flex.adapters.driving import Called
-from megatron_flex.adapters.following import Follower
+from megatron_flex.adapters.leaves import About
 from megatron_flex.adapters.pipelining.stages import Stages
 from megatron_flex.adapters.spread import Unknown
 from megatron_flex.adapters.taps import intercept
@@ -24,6 +24,9 @@ from megatron_flex.errors import FlexError
 from megatron_flex.knobs import knobs
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Fire
+
+if TYPE_CHECKING:
+    from megatron_flex.adapters.following import Follower
 
 APART = (
     "{schedule} divides backward passes, and then DistributedDataParallel averages no gradients, with hooks "
@@ -248,25 +251,11 @@ class _Outside:
 
 
 @dataclass(frozen=True, eq=False)
-class Awake:
+class Awake(About):
     """Another tap, that passes nothing on while a schedule runs its stages to learn shapes."""
 
     tap: Any
     scheduled: Scheduled
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The module that the other tap stands at."""
-        return getattr(self.tap, "module", None)
-
-    @property
-    def gradient(self) -> Any:
-        """What tells the layout of its gradient."""
-        return getattr(self.tap, "gradient", None)
-
-    def leaf(self, index: int) -> Awake:
-        """The tap at another tensor of the same call."""
-        return replace(self, tap=self.tap.leaf(index))
 
     def install(self, fire: Fire) -> Undo:
         """Inject `fire` by way of the other tap."""
