@@ -12,7 +12,7 @@ from torch import Tensor, nn
 # What the scripts change: `flex_model.core` before.
 from megatron_flex.compat.core import DummyModule, FlexModel, HookFunction
 from megatron_flex.compat.utils import setup_logger
-from tests.distributed.test_compat_plain import Sharded
+from tests.distributed.test_compat_plain import sharding
 from tests.support.pool import run
 
 LAYERS, HEADS, HIDDEN, WORDS = 3, 4, 16, 32
@@ -79,11 +79,11 @@ def prompt() -> Tensor:
     return tokens.repeat(1, 2)
 
 
-def wrap(model: Causal) -> Sharded:
+def wrap(model: Causal) -> nn.Module:
     """As FSDP does it with a policy for layers."""
     for number, layer in enumerate(model.model.layers):
-        model.model.layers[number] = Sharded(layer)
-    return Sharded(model)
+        model.model.layers[number] = sharding(layer)
+    return sharding(model)
 
 
 def plainly(name: str) -> Tensor:

@@ -233,24 +233,15 @@ def test_expected_shape_says_what_tensor_parallel_ranks_share() -> None:
     assert second[0] == []
 
 
-class Sharded(FullyShardedDataParallel):
-    """By its names what torch's wrapper is, which needs a GPU to be made."""
-
-    def __init__(self, module: nn.Module) -> None:
-        nn.Module.__init__(self)
-        self._fsdp_wrapped_module = module
-
-    def forward(self, *args: Any) -> Any:
-        return self._fsdp_wrapped_module(*args)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        return nn.Module.named_parameters(self, *args, **kwargs)
+def sharding(module: nn.Module) -> FullyShardedDataParallel:
+    """A module in torch's wrapper, which without a GPU has to be told that there is none."""
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
 
 
 def wrapped(how: str) -> list[Any]:
     root: Any = plain.model()
     if how == "wrapper":
-        root = Sharded(nn.Sequential(*(Sharded(m) for m in root)))
+        root = sharding(nn.Sequential(*(sharding(m) for m in root)))
         name = "_fsdp_wrapped_module.0._fsdp_wrapped_module.fc1"
     else:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -263,26 +254,23 @@ def wrapped(how: str) -> list[Any]:
     rank = dist.get_rank()
     with torch.no_grad():
         made = flex(plain.data()[3 * rank : 3 * rank + 3])
-    errors = []
-    for do in (
-        lambda: flex.get_module_parameter(f"{name}.weight", None),
-        lambda: flex.register_hook(HookFunction(f"{name}.weight")),
-    ):
-        try:
-            do()
-        except ValueError as error:
-            errors.append(str(error))
-    return [output.get(name, []), made, errors]
+    whole = flex.get_module_parameter(f"{name}.weight", (20, 10))
+    try:
+        flex.register_hook(HookFunction(f"{name}.weight"))
+        error = ""
+    except ValueError as said:
+        error = str(said)
+    return [output.get(name, []), made, whole, error]
 
 
 @pytest.mark.parametrize("how", ["wrapper", "fully_shard"])
 def test_fully_sharded_data_parallel(how: str) -> None:
-    """What modules return is read and edited; parameters, which lie in pieces, are not to be had."""
+    """What modules return is read and edited, parameters are whole; their gradients come past any hook."""
     want = plain.truth("forward", "0.fc1", plain.mix)
     first, second = run(2, wrapped, how)
     assert close(first[0][0], want["seen"][0])
     assert second[0] == []
     assert close(torch.cat([first[1], second[1]]), want["output"])
-    for errors in (first[2], second[2]):
-        assert len(errors) == 2
-        assert all("are kept in pieces" in e for e in errors)
+    for _, _, whole, error in (first, second):
+        assert torch.equal(whole, plain.model()[0].fc1.weight)
+        assert "past any hook" in error

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import nn
-
 from megatron_flex.collectives import everyone
-from megatron_flex.errors import HookError, SiteError
+from megatron_flex.errors import HookError
 from megatron_flex.runtime import Session
 from megatron_flex.runtime.hooks import POINTS, HookType
 
@@ -24,14 +22,13 @@ class Names:
         modules: as the given model has them, with layers counted over the whole model.
     """
 
-    def __init__(self, session: Session, module: nn.Module) -> None:
+    def __init__(self, session: Session) -> None:
         self._session, self._prefix = session, session.adapter.prefix
         told = everyone(session.adapter.module_names(), session.mesh, ["pp"])
         inside = list(dict.fromkeys(name for names in told for name in names))
         parts = self._prefix.rstrip(".").split(".") if self._prefix else []
         wrappers = [".".join(parts[:n]) for n in range(len(parts))]
         self.modules = [*wrappers, *(self._outside(name) for name in inside)]
-        self._pieces = pieces_of(module)
         self._known = {*inside, *session.survey.sites, *(s.name for s in session.sites)}
 
     def _outside(self, name: str) -> str:
@@ -44,18 +41,6 @@ class Names:
             if candidate in self._known:
                 return candidate
         return (_shorter(bare) or [bare])[-1]
-
-    def check_whole(self, name: str) -> None:
-        """See that a parameter is one tensor on a rank, or a framework's shard of it.
-
-        Raises:
-            SiteError: it is kept in pieces by fully sharded data parallelism.
-        """
-        if name in self._pieces:
-            raise SiteError(
-                f"parameters such as {name} are kept in pieces by fully sharded data parallelism and cannot "
-                "be had here; use torch's summon_full_params() or full_tensor(), or hook a module"
-            )
 
     def matching(self, text: str, kind: HookType, edits: bool) -> list[str]:
         """The modules (for `tensor` parameters) with a text in their names that can have such a hook.
@@ -76,16 +61,6 @@ class Names:
                     f"{fixed.name} has {text!r} in its name and cannot have such a hook: {fixed.fixed}"
                 )
         return [outside for n in names if text in (outside := self._outside(n))]
-
-
-def pieces_of(module: nn.Module) -> set[str]:
-    """The names of the parameters that torch keeps in pieces."""
-    flat = any(_is_a(m, "FullyShardedDataParallel") for m in module.modules())
-    return {n for n, p in module.named_parameters() if flat or _is_a(p, "DTensor")}
-
-
-def _is_a(thing: object, name: str) -> bool:
-    return any(c.__name__ == name and c.__module__.startswith("torch.") for c in type(thing).__mro__)
 
 
 def _shorter(name: str) -> list[str]:

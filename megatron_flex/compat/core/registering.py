@@ -88,8 +88,6 @@ class Registering:
     def _places(self, hook: HookFunction, kind: HookType) -> tuple[str, list[str]]:
         """The global name of what a hook is on, and those of the sites that this means."""
         name, session = self._names.resolve(hook.module_name), self._flex.session
-        if kind == "tensor":
-            self._names.check_whole(name)
         if kind == "tensor" and name in session.survey.sites:
             return name, [name]
         return name, [s.name for s in session.sites.match(name, POINTS[kind])]

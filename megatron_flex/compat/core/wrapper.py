@@ -87,7 +87,7 @@ class FlexModel(Registering, nn.Module):  # type: ignore[misc]
         self.save_ctx = Namespace()
         self.trainable_modules = native.trainable_modules
         self.fmps = state_of(session.mesh, process_group)
-        self._names = Names(session, self.module)
+        self._names = Names(session)
         self._shared_state = SharedState(self.fmps, output_ptr, self.save_ctx, self.trainable_modules)
         self._hook_fn_group_manager = HookGroups(native)
         self._delivery = Delivery(session, output_ptr, every_rank)
@@ -235,7 +235,6 @@ class FlexModel(Registering, nn.Module):  # type: ignore[misc]
             FlexError: another shape.
         """
         name = self._names.resolve(parameter_name)
-        self._names.check_whole(name)
         return cast(Tensor, self._flex.get_module_parameter(name, expected_shape, everywhere=True))
 
     @property
