@@ -67,7 +67,7 @@ def search(chunks: list[nn.Module], said: Said, process_group: Any = None) -> Se
             claim = _asked(known, chunks, said, process_group)
         except FlexError:
             raise
-        except Exception as error:
+        except Exception as error:  # somebody else's code: told by name below, as a warning or an error
             if not known.origin:
                 raise
             failed.append(f"adapter {known.name!r} ({known.origin}) failed: {type(error).__name__}: {error}")

@@ -154,7 +154,7 @@ def memory(tensor: Tensor) -> int | None:
     """Where a tensor's memory begins; None if it has none of its own."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # torch raises either for tensors without a storage
         return None
 
 

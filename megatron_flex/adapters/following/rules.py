@@ -83,7 +83,8 @@ def follow(
         return _by_rule(call, outs), uniform
     except Refusal as why:
         return Unknown(str(why)), False
-    except Exception as error:  # a way to call it that its rule does not know
+    except Exception as error:
+        # A way to call it that its rule does not know: unknown, which is an error wherever a hook stands.
         return Unknown(f"{name} was called in a way that is not followed ({type(error).__name__})"), False
 
 

@@ -272,6 +272,8 @@ class _Waking:
     def __call__(self, local: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return local if self.scheduled.trying else self.fire(local, *args, **kwargs)
 
+    # What is called here is the runtime's, which has both methods beside what `Fire` promises.
+
     def absent(self, count: int) -> None:
         if not self.scheduled.trying:
             self.fire.absent(count)  # type: ignore[attr-defined]
