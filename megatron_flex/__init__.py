@@ -5,7 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_flex.adapters.detection import Detection, detect
 from megatron_flex.adapters.registry import register_adapter
-from megatron_flex.errors import FlexError, FlexWarning, HookError, LayoutError, SiteError, VerifyError
+from megatron_flex.dump import Dump, sampled
+from megatron_flex.errors import (
+    DumpError,
+    FlexError,
+    FlexWarning,
+    HookError,
+    LayoutError,
+    SiteError,
+    VerifyError,
+)
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.model import FlexModel, attach
@@ -23,6 +32,8 @@ __all__ = [
     "Cut",
     "Detection",
     "Dim",
+    "Dump",
+    "DumpError",
     "FlexError",
     "FlexModel",
     "FlexWarning",
@@ -42,6 +53,7 @@ __all__ = [
     "detect",
     "edits",
     "register_adapter",
+    "sampled",
 ]
 
 

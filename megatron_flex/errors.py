@@ -30,6 +30,10 @@ class VerifyError(FlexError):
     """What ranks hold contradicts what the layouts say: the model is out of step, or a layout is wrong."""
 
 
+class DumpError(FlexError):
+    """A dump that cannot be written there, or is damaged, or does not have what is asked for."""
+
+
 class FlexWarning(UserWarning):
     """Something that works, and may not do what its author thinks; it is shown at the author's line."""
 

@@ -10,7 +10,9 @@ from typing import Any
 from torch import nn
 
 from megatron_flex.adapters import detect, opened
+from megatron_flex.dump import Dump
 from megatron_flex.errors import HookError
+from megatron_flex.model.dumping import Dumps
 from megatron_flex.model.explaining import Explaining
 from megatron_flex.model.lens import Lens
 from megatron_flex.model.registering import Registering
@@ -24,7 +26,7 @@ Model = Any  # nn.Module | Sequence[nn.Module] | a schedule of torch.distributed
 
 
 class FlexModel(  # type: ignore[misc]
-    Registering, Training, Rehearsing, Explaining, WholeParameters, Lens, nn.Module
+    Registering, Dumps, Training, Rehearsing, Explaining, WholeParameters, Lens, nn.Module
 ):
     """A distributed model whose tensors are read and edited as one device would hold them.
 
@@ -187,6 +189,7 @@ def attach(
     model: Model,
     hooks: Sequence[HookFunction] = (),
     *,
+    dumps: Sequence[Dump] | Dump = (),
     tensor_parallel_size: int | None = None,
     pipeline_parallel_size: int | None = None,
     data_parallel_size: int | None = None,
@@ -201,6 +204,7 @@ def attach(
     Args:
         model: the model or its chunks.
         hooks: each with its `hook_type`.
+        dumps: what is written to disk.
         tensor_parallel_size: as for FlexModel, and likewise what follows.
         pipeline_parallel_size: likewise.
         data_parallel_size: likewise.
@@ -220,6 +224,8 @@ def attach(
     try:
         for hook in hooks:
             flex.session.add(hook)
+        for dump in [dumps] if isinstance(dumps, Dump) else dumps:
+            flex.register_dump(dump)
     except Exception:
         flex.session.close()
         raise

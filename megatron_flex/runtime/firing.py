@@ -59,6 +59,8 @@ class Firing:
             layout = self.declared.layout(site, key, local) if site.inferred else site.layout
         elif site.followed and route is None:
             self.declared.told(site.name, layout, local)
+        if not self.clock.replaying():
+            self._dump([h for h in hooks if not h.backward], key, local, layout, route)
         if self._over_data and not route:
             layout = over_data(batch_first(layout) if site.inferred else layout)
         module = getattr(site.tap, "module", None)
@@ -80,6 +82,16 @@ class Firing:
             turned = self._turned(site, layout)
             out.register_hook(partial(self._came_back, site.name, turned, module, seen, back))
         return out
+
+    def _dump(
+        self, hooks: list[HookFunction], key: Key, local: Tensor, layout: Layout, route: Route | None
+    ) -> None:
+        """Hand what passes to the dumps that want it; gradients at the loss's own scale."""
+        for hook in hooks:
+            if hook.dumped is not None:
+                self.editing.fired.add(hook)
+                factor = self.clock.gradient_factor if hook.backward else 1.0
+                hook.dumped.take(key, local, layout, route, factor)
 
     def _turned(self, site: Site, layout: Layout) -> Callable[[], Layout | str]:
         """What tells the gradient's layout, or why it is not known, once the whole forward pass is."""
@@ -206,6 +218,8 @@ class Firing:
     ) -> Tensor | None:
         """Pass a local gradient, in `layout`, through the hooks that want it."""
         hooks = [h for h in self.registry.at(name) if h.backward]
+        self._dump(hooks, key, grad, layout, route)
+        hooks = [h for h in hooks if h.dumped is None]
         factor = self.clock.gradient_factor if any(h.gradient_scale == "loss" for h in hooks) else 1.0
         local = grad if factor == 1.0 else _at_loss_scale(grad, factor)
         edited = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
@@ -60,6 +60,7 @@ class HookFunction:
         tags: names of groups that the hook belongs to; `flex.hooks()` chooses among them.
 
     Attributes:
+        dumped: the dump at work that is handed what passes, if the hook is one of a dump.
         behind: whether what leaves the edits at its place is kept too, under the site's name with EDITED.
     """
 
@@ -102,6 +103,7 @@ class HookFunction:
         self.run: Run = run
         self.tags = checked_tags(tags)
         self.behind = False
+        self.dumped: Any = None
         self._at: dict[str, EditingFunction] = {}
 
     def stand(self, sites: Iterable[Site]) -> None:

@@ -42,6 +42,7 @@ class Registry:
         self.selection = Selection()
         self._adopted, self._stale = Selection(), False
         self.version = 0
+        self._resting: set[HookFunction] = set()
         self._at: dict[str, list[HookFunction]] = {}
         self._expected: dict[str, tuple[int | None, ...]] = {}
 
@@ -122,13 +123,16 @@ class Registry:
 
     def _check_scale(self, entry: Registered) -> None:
         scale = entry.hook.gradient_scale
+        if entry.hook.dumped is not None:  # which takes the factor out by itself
+            return
         if scale != "raw" and not entry.hook.backward:
             raise HookError(
                 f"gradient_scale={scale!r} on {entry.hook.where!r}: a {entry.hook.hook_type} hook sees "
                 "no gradient; drop it or choose a backward hook"
             )
         for name in sorted(entry.names) if entry.hook.backward else ():
-            if any(h.backward and h.gradient_scale != scale for h in self.at(name)):
+            others = [h for h in self.at(name) if h.backward and h.dumped is None]
+            if any(h.gradient_scale != scale for h in others):
                 raise HookError(
                     f"another hook has the gradient at {name} on another scale than {scale!r}; give both the "
                     "same gradient_scale"
@@ -159,7 +163,11 @@ class Registry:
 
     def _refresh(self) -> None:
         self.version += 1
-        self.active = [e for e in self.entries if e.always or self._adopted.takes(e.hook.tags)]
+        self._stand()
+
+    def _stand(self) -> None:
+        wanted = [e for e in self.entries if e.always or self._adopted.takes(e.hook.tags)]
+        self.active = [e for e in wanted if e.hook not in self._resting]
         self._at = {}
         for entry in self.active:
             for name in entry.names:
@@ -183,6 +191,17 @@ class Registry:
             return False
         self._adopted, self._stale = self.selection, False
         self._refresh()
+        return True
+
+    def rest(self, hooks: set[HookFunction]) -> bool:
+        """Let these hooks rest in the step that begins, on every rank alike; whether that changes anything.
+
+        It is no change of the hooks that ranks would have to compare.
+        """
+        if hooks == self._resting:
+            return False
+        self._resting = hooks
+        self._stand()
         return True
 
     def at(self, name: str) -> list[HookFunction]:

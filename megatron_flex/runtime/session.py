@@ -25,6 +25,7 @@ from megatron_flex.runtime.captures import Captures
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.debugging.rehearsal import Rehearsal
 from megatron_flex.runtime.debugging.tracing import Tracer
+from megatron_flex.runtime.dumping import Dumping
 from megatron_flex.runtime.editing import Editing
 from megatron_flex.runtime.failing import raise_everywhere
 from megatron_flex.runtime.firing import Firing
@@ -93,6 +94,7 @@ class Session:
             self._await_backward,
         )
         self.standing = Standing(own, parameters, self.registry, self.firing, self.mesh)
+        self.dumping = Dumping(self.registry, self.mesh, self.clock)
         self.tracer: Tracer | None = None
         self.trace(knobs.debug)
         self._agreement = Agreement(name, knobs.agree_seconds, ranks)
@@ -170,6 +172,7 @@ class Session:
             self._verifier = None
         self.trace(False)
         self.standing.take_out()
+        self.dumping.close()
         if self._unwatch is not None:
             self._unwatch()
             self._unwatch = None
@@ -199,6 +202,7 @@ class Session:
         self._compare()
         self.survey.called = False
         self.clock.begin(iteration, gradient_factor)
+        self._begin_dumps(microbatches)
         self.trainable.begins(microbatches)
         self.passing.begin()
         self._in_schedule, self._calls = True, 0
@@ -256,6 +260,7 @@ class Session:
         self._awaits_backward = False  # of a backward pass that raised
         self.survey.called = torch.is_grad_enabled() or self.survey.called
         self.clock.begin(None, gradient_factor)
+        self._begin_dumps(1)
         self.trainable.begins(None)
         self.passing.begin()
         self.editing.scopes.begin()
@@ -286,6 +291,10 @@ class Session:
             self.passing.adopt(plan)
             self._agreed = self.registry.version
 
+    def _begin_dumps(self, microbatches: int) -> None:
+        if self.dumping.begins(microbatches):
+            self.standing.retap()
+
     def _replica(self) -> Mesh:
         """The mesh without data parallelism, whose ranks need not call a model equally often.
 
@@ -310,6 +319,7 @@ class Session:
         failure, self.editing.failure = self.editing.failure, None
         objection, self._objection = self._objection, ""
         hooks = [e.hook for e in self.registry.active]
+        self.dumping.ends(failed)
         if failed or not hooks:
             self._recorder.drop()
             return

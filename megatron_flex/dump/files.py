@@ -1,0 +1,237 @@
+"""One file of a dump: safetensors, with an index of what its tensors are and checksums in the metadata.
+
+Where files lie:
+
+    PATH/run-0000/manifest.json                     what all ranks have in common, once for each run
+    PATH/run-0000/0000000100/00003-000.safetensors  what rank 3 wrote of iteration 100, first part
+
+A part has its name only once it is whole. An iteration is there if each rank's last part is, which says how
+many there are.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_flex.errors import DumpError
+
+FORMAT, VERSION = "megatron_flex.dump", 1
+MANIFEST = "manifest.json"
+ALIGN = 64  # bytes; each tensor begins at a multiple of it, counted from the first
+MOST_HEADER = 100 << 20  # bytes, as safetensors has it
+NAMES = {  # safetensors' names of dtypes
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+VALUE, GRADIENT, PARAMETER, PARAMETER_GRADIENT, ROUTING, REPLICA = (
+    "value",
+    "gradient",
+    "parameter",
+    "parameter_gradient",
+    "routing",
+    "replica",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One shard in a part: of which tensor, and how it lies in the whole.
+
+    Attributes:
+        site: the name of the site or parameter.
+        kind: `value`, `gradient`, `parameter`, `parameter_gradient`; `routing`, where experts' rows go;
+            `replica`, of which only the checksum is there.
+        microbatch: of this data parallel rank; 0 for parameters.
+        call: the pass through the site within the microbatch.
+        layout: index into the part's layouts: of the shard as it was before tokens and samples were picked.
+        shape: of that shard.
+        dtype: as safetensors names it; of what is written.
+        picked: whether its tokens and samples were picked: `[kept, ...]` is written then.
+        span: the entries, counted flat, that are written; None for all.
+        crc: CRC-32 of its bytes.
+    """
+
+    site: str
+    kind: str
+    microbatch: int
+    call: int
+    layout: int
+    shape: tuple[int, ...]
+    dtype: str
+    picked: bool = False
+    span: tuple[int, int] | None = None
+    crc: int = 0
+
+    @property
+    def tensor(self) -> str:
+        """The tensor's name in the file."""
+        end = "" if self.span is None else f"|{self.span[0]}"
+        return f"{self.site}|{self.kind}|{self.microbatch}|{self.call}{end}"
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What a part says of itself.
+
+    Attributes:
+        rank: who wrote it.
+        coords: the rank's coordinates.
+        iteration: the framework's number.
+        run_of: which run of the schedule in that iteration, from 0.
+        training: whether gradients were made.
+        microbatches: how many the data parallel rank had; 0 if that is not known.
+        part: its number.
+        parts: how many there are, in the last of them; 0 in the others.
+        layouts: in JSON's values.
+        entries: the shards, in the order in which they passed.
+    """
+
+    rank: int
+    coords: Mapping[str, int]
+    iteration: int
+    run_of: int
+    training: bool
+    microbatches: int
+    part: int
+    parts: int
+    layouts: Sequence[dict[str, Any]] = ()
+    entries: Sequence[Entry] = field(default=())
+
+
+def run_folder(number: int) -> str:
+    """The folder of a run."""
+    return f"run-{number:04d}"
+
+
+def iteration_folder(iteration: int, run_of: int = 0) -> str:
+    """The folder of an iteration, or of a further run of the schedule in it."""
+    return f"{iteration:010d}" + (f".{run_of}" if run_of else "")
+
+
+def part_name(rank: int, part: int) -> str:
+    """The file of a part."""
+    return f"{rank:05d}-{part:03d}.safetensors"
+
+
+def header(index: Index, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> tuple[bytes, list[int]]:
+    """The bytes in front of a part's tensors, and the offset of each behind them.
+
+    Args:
+        index: of the part.
+        shapes: of the tensors of the entries that have one, in order.
+        sizes: their bytes.
+    """
+    told: dict[str, Any] = {}
+    at, offsets = 0, []
+    written = [e for e in index.entries if e.kind != REPLICA]
+    for entry, shape, size in zip(written, shapes, sizes, strict=True):
+        told[entry.tensor] = {"dtype": entry.dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        offsets.append(at)
+        at += size
+    text = json.dumps(asdict(index), separators=(",", ":"))
+    crc = zlib.crc32(json.dumps(told, separators=(",", ":")).encode() + text.encode())
+    meta = {"format": f"{FORMAT}/{VERSION}", "index": text, "crc": str(crc)}
+    body = json.dumps({"__metadata__": meta, **told}, separators=(",", ":")).encode()
+    body += b" " * (-(len(body) + 8) % ALIGN)
+    return struct.pack("<Q", len(body)) + body, offsets
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part as it was read: its index, and where its tensors are.
+
+    Attributes:
+        path: the file.
+        index: what it says of itself.
+        where: for each tensor dtype, shape, first byte in the file, bytes.
+    """
+
+    path: Path
+    index: Index
+    where: Mapping[str, tuple[torch.dtype, tuple[int, ...], int, int]]
+
+
+def read_part(path: Path) -> Part:
+    """Read the header of a part.
+
+    Raises:
+        DumpError: it is no part of a dump, or a damaged one.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            front = file.read(8)
+            length = struct.unpack("<Q", front)[0] if len(front) == 8 else -1
+            if not 2 <= length <= min(MOST_HEADER, size - 8):
+                raise DumpError(f"{path}: a header of {length} bytes in a file of {size}: it is damaged")
+            body = file.read(length)
+    except OSError as error:
+        raise DumpError(f"{path}: cannot be read: {error.strerror or error}") from error
+    try:
+        return _parsed(path, body, size - 8 - length, 8 + length)
+    except DumpError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise DumpError(f"{path}: its header is no dump's: {error!r}; the file is damaged") from error
+
+
+def _parsed(path: Path, body: bytes, room: int, start: int) -> Part:
+    told = json.loads(body)
+    meta = told.pop("__metadata__")
+    if meta["format"] != f"{FORMAT}/{VERSION}":
+        raise DumpError(
+            f"{path}: format {str(meta['format'])[:60]!r}; this version reads {FORMAT}/{VERSION}: "
+            "read it with the megatron_flex that wrote it, or a newer one"
+        )
+    text = meta["index"]
+    if zlib.crc32(json.dumps(told, separators=(",", ":")).encode() + text.encode()) != int(meta["crc"]):
+        raise DumpError(f"{path}: the checksum of its header is wrong: it is damaged")
+    where, end = {}, 0
+    for name, one in told.items():
+        dtype, shape = DTYPES[one["dtype"]], tuple(int(n) for n in one["shape"])
+        first, last = (int(n) for n in one["data_offsets"])
+        count = dtype.itemsize
+        for n in shape:
+            count *= n
+        if min(shape, default=0) < 0 or first != end or last - first != count or last > room:
+            raise DumpError(f"{path}: {name[:80]!r} does not lie in the file as it says: it is damaged")
+        where[name] = dtype, shape, start + first, count
+        end = last
+    if end != room:
+        raise DumpError(f"{path}: {room - end} bytes behind its tensors: it is damaged")
+    found = json.loads(text)
+    entries = tuple(
+        Entry(
+            **{
+                **e,
+                "shape": tuple(int(n) for n in e["shape"]),
+                "span": None if e["span"] is None else (int(e["span"][0]), int(e["span"][1])),
+            }
+        )
+        for e in found.pop("entries")
+    )
+    index = Index(**{**found, "entries": entries})
+    missing = [e.tensor for e in entries if e.kind != REPLICA and e.tensor not in where]
+    if missing:
+        raise DumpError(f"{path}: no tensor {missing[0][:80]!r}, which its index has: it is damaged")
+    return Part(path, index, where)

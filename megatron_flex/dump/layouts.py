@@ -1,0 +1,76 @@
+"""Layouts as JSON: what a manifest and each part of a dump tell of how shards make the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_flex.layout import Cut, Dim, Layout
+
+
+def to_json(layout: Layout) -> dict[str, Any]:
+    """A layout in plain values; what is as usual is left out."""
+    out: dict[str, Any] = {"dims": [_dim(d) for d in layout.dims]}
+    for name in ("partial", "shared"):
+        if getattr(layout, name):
+            out[name] = list(getattr(layout, name))
+    if layout.permute is not None:
+        out["permute"] = list(layout.permute)
+    return out
+
+
+def from_json(told: dict[str, Any]) -> Layout:
+    """The layout that `to_json` told.
+
+    Raises:
+        LayoutError: values that no layout has.
+        KeyError, TypeError, ValueError: something that `to_json` never tells.
+    """
+    permute = told.get("permute")
+    return Layout(
+        tuple(_read_dim(d) for d in told["dims"]),
+        tuple(map(str, told.get("partial", ()))),
+        tuple(map(str, told.get("shared", ()))),
+        None if permute is None else tuple(int(i) for i in permute),
+    )
+
+
+def _dim(dim: Dim) -> dict[str, Any]:
+    out: dict[str, Any] = {"name": dim.name}
+    if dim.cuts:
+        out["cuts"] = [_cut(c) for c in dim.cuts]
+    if dim.segments != (1,):
+        out["segments"] = list(dim.segments)
+    if dim.keep is not None:
+        out["keep"] = dim.keep
+    if dim.uneven:
+        out["uneven"] = True
+    return out
+
+
+def _cut(cut: Cut) -> dict[str, Any]:
+    out: dict[str, Any] = {"axis": cut.axis}
+    if cut.order != "contiguous":
+        out["order"] = cut.order
+    if cut.copies != 1:
+        out["copies"] = cut.copies
+    if cut.partial:
+        out["partial"] = True
+    return out
+
+
+def _read_dim(told: dict[str, Any]) -> Dim:
+    keep = told.get("keep")
+    return Dim(
+        str(told["name"]),
+        tuple(_read_cut(c) for c in told.get("cuts", ())),
+        tuple(int(n) for n in told.get("segments", (1,))),
+        None if keep is None else int(keep),
+        bool(told.get("uneven", False)),
+    )
+
+
+def _read_cut(told: dict[str, Any]) -> Cut:
+    order = told.get("order", "contiguous")
+    if order not in ("contiguous", "zigzag"):
+        raise ValueError(f"order {order!r} is none of contiguous, zigzag")
+    return Cut(str(told["axis"]), order, int(told.get("copies", 1)), bool(told.get("partial", False)))

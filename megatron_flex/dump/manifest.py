@@ -1,0 +1,113 @@
+"""The manifest of a run: mesh, model, sites, settings, versions. Plain JSON of a fixed form."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_flex.dump.files import FORMAT, MANIFEST, VERSION
+from megatron_flex.errors import DumpError
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A site, or a parameter, of the dump.
+
+    Attributes:
+        name: its global name.
+        layout: in JSON's values.
+        shape: of the whole; a name (`s`, `b`) where only the data tell.
+        stage: the pipeline stage that owns it.
+        chunk: which of that stage's virtual chunks it is in.
+        inferred: whether nothing told its layout beforehand; the parts say what was found.
+    """
+
+    name: str
+    layout: dict[str, Any]
+    shape: Sequence[int | str]
+    stage: int = 0
+    chunk: int = 0
+    inferred: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a run of a dump says of itself; its form belongs to the version.
+
+    Attributes:
+        run: its number.
+        created: when, in UTC, ISO 8601.
+        versions: of the packages that made it.
+        framework: the adapter's name.
+        axes: the mesh, name to size, from the outermost to the innermost.
+        experts: the second division of the ranks, as layers of experts have it.
+        ranks: each rank's number and coordinates.
+        model: the framework's config of the model, as far as it is plain values.
+        identity: a digest of the names and whole shapes of all parameters.
+        sites: what is dumped, in model order.
+        parameters: likewise.
+        settings: of the Dump.
+        skipped: iterations that earlier runs have whole, and this one does not write.
+    """
+
+    run: int
+    created: str
+    versions: Mapping[str, str]
+    framework: str
+    axes: Mapping[str, int]
+    experts: Mapping[str, int]
+    ranks: Sequence[tuple[int, Mapping[str, int]]]
+    model: Mapping[str, Any]
+    identity: str
+    sites: Sequence[Place]
+    parameters: Sequence[Place]
+    settings: Mapping[str, Any]
+    skipped: Sequence[str] = ()
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Axis name to number of ranks."""
+        return {**self.axes, **self.experts}
+
+    def write(self, folder: Path) -> None:
+        """Write it, whole or not at all."""
+        told = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        path = folder / (MANIFEST + ".tmp")
+        with path.open("w", encoding="utf-8") as file:
+            json.dump(told, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        path.rename(folder / MANIFEST)
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """Read that of a run's folder.
+
+        Raises:
+            DumpError: there is none, or it is damaged or of another version.
+        """
+        path = folder / MANIFEST
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+            if told["format"] != FORMAT:
+                raise DumpError(f"{path}: no manifest of a dump")
+            if told["version"] != VERSION:
+                raise DumpError(
+                    f"{path}: version {told['version']}; this megatron_flex reads version {VERSION}: use the "
+                    "one that wrote it, or a newer one"
+                )
+            del told["format"], told["version"]
+            told["sites"] = tuple(Place(**p) for p in told["sites"])
+            told["parameters"] = tuple(Place(**p) for p in told["parameters"])
+            told["ranks"] = tuple((int(r), {str(a): int(n) for a, n in c.items()}) for r, c in told["ranks"])
+            return Manifest(**told)
+        except DumpError:
+            raise
+        except OSError as error:
+            raise DumpError(f"{path}: cannot be read: {error.strerror or error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DumpError(f"{path}: no manifest of a dump, or a damaged one: {error!r}") from error
