@@ -9,7 +9,7 @@ from torch import nn
 from megatron_flex.dump import Dump
 from megatron_flex.errors import HookError
 from megatron_flex.runtime import Session
-from megatron_flex.runtime.dumping import manifest_of
+from megatron_flex.runtime.dumps import manifest_of
 from megatron_flex.sites import Pattern, Site
 
 

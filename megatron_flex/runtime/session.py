@@ -25,7 +25,7 @@ from megatron_flex.runtime.captures import Captures
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.debugging.rehearsal import Rehearsal
 from megatron_flex.runtime.debugging.tracing import Tracer
-from megatron_flex.runtime.dumping import Dumping
+from megatron_flex.runtime.dumps import Dumping
 from megatron_flex.runtime.editing import Editing
 from megatron_flex.runtime.failing import raise_everywhere
 from megatron_flex.runtime.firing import Firing

@@ -1,24 +1,15 @@
-"""Dumps at work: hooks that hand each rank's shards to its writer, and the clock that tells iterations."""
+"""One dump at work on this rank: hooks that hand what passes to the writer."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import platform
-import sys
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.adapters import ParameterSite
 from megatron_flex.collectives import Route, everyone
 from megatron_flex.dump import (
     GRADIENT,
@@ -28,13 +19,11 @@ from megatron_flex.dump import (
     Manifest,
     Ownership,
     Picked,
-    Place,
     Writer,
     mean,
     mean_layout,
     open_run,
     pick,
-    to_json,
 )
 from megatron_flex.dump.selection import SAMPLE, TOKEN, dim_of
 from megatron_flex.errors import DumpError
@@ -43,11 +32,7 @@ from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.hooks import HookFunction, HookType
-from megatron_flex.runtime.registry import Registry
 from megatron_flex.sites import GRAD, Site
-from megatron_flex.version import __version__
-
-PACKAGES = ("torch", "megatron-core", "fairscale", "deepspeed", "transformers", "accelerate")
 
 
 class Sinking(HookFunction):
@@ -186,93 +171,3 @@ class Dumped:
         else:
             return None
         return list(range(first, first + count))
-
-
-class Dumping:
-    """The dumps of a session."""
-
-    def __init__(self, registry: Registry, mesh: Mesh, clock: Clock) -> None:
-        self.registry, self.mesh, self.clock = registry, mesh, clock
-        self.dumps: list[Dumped] = []
-
-    def add(self, dump: Dump, manifest: Manifest, names: frozenset[str], fixed: frozenset[str]) -> Dumped:
-        """Open a dump. Collective over the mesh.
-
-        Args:
-            dump: the settings.
-            manifest: of the run; what is found when it is opened is filled in.
-            names: of the sites.
-            fixed: those of them that have no gradient.
-        """
-        dumped = Dumped(dump, self.mesh, self.clock)
-        dumped.open(manifest)
-        if names:
-            dumped.hooks.append(Sinking(dumped, names, "forward"))
-        if names - fixed and dump.gradients:
-            dumped.hooks.append(Sinking(dumped, names - fixed, "tensor"))
-        self.dumps.append(dumped)
-        return dumped
-
-    def begins(self, microbatches: int) -> bool:
-        """A step starts; returns whether taps have to be put in or out."""
-        if not self.dumps:
-            return False
-        return self.registry.rest({h for d in self.dumps if not d.begins(microbatches) for h in d.hooks})
-
-    def ends(self, failed: bool) -> None:
-        """It is over."""
-        for dumped in self.dumps:
-            dumped.ends(failed)
-
-    def close(self) -> None:
-        """Wait until everything is written."""
-        for dumped in self.dumps:
-            dumped.close()
-        self.dumps.clear()
-
-
-def manifest_of(
-    dump: Dump,
-    framework: str,
-    mesh: Mesh,
-    sites: list[Site],
-    parameters: Mapping[str, ParameterSite],
-    config: Any,
-) -> Manifest:
-    """What a run says of itself, as far as every rank knows it."""
-    shapes = sorted((name, list(p.shape)) for name, p in parameters.items())
-    return Manifest(
-        run=0,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=_versions(),
-        framework=framework,
-        axes={a.name: a.size for a in mesh.axes},
-        experts={a.name: a.size for a in mesh.experts},
-        ranks=(),
-        model=plain(config),
-        identity=hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
-        sites=tuple(_place(s) for s in sites),
-        parameters=(),
-        settings=dump.to_json(),
-    )
-
-
-def _place(site: Site) -> Place:
-    return Place(site.name, to_json(site.layout), tuple(site.shape), site.stage, site.chunk, site.inferred)
-
-
-def _versions() -> dict[str, str]:
-    out = {"megatron_flex": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        if package.replace("-core", "") in sys.modules:
-            try:
-                out[package] = version(package)
-            except PackageNotFoundError:
-                out[package] = "unknown"
-    return out
-
-
-def plain(config: Any) -> dict[str, Any]:
-    """The plain values of a config."""
-    found = getattr(config, "__dict__", None) or {}
-    return {k: v for k, v in sorted(found.items()) if isinstance(v, (bool, int, float, str, type(None)))}

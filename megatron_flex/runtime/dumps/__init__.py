@@ -1,0 +1,7 @@
+"""Dumps at work: what is taken on the way of a tensor, when an iteration begins and ends, who writes."""
+
+from megatron_flex.runtime.dumps.describing import manifest_of
+from megatron_flex.runtime.dumps.dumping import Dumping
+from megatron_flex.runtime.dumps.taking import Dumped
+
+__all__ = ["Dumped", "Dumping", "manifest_of"]
