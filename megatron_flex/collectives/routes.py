@@ -114,6 +114,11 @@ class Route:
         """The run's axes."""
         return self.dispatch.mesh
 
+    @property
+    def here(self) -> bool:
+        """Whether this rank's experts are those, or among those, whose rows the tensor has."""
+        return self._mine.stop > self._mine.start
+
     def gradient(self) -> Route:
         """The way of the tensor's gradient."""
         return Route(self.dispatch, self.layout.gradient(), self.home_layout, self.expert)

@@ -115,7 +115,7 @@ class Routing:
 
     def __init__(self, choices: Iterable[tuple[Coords, Choice]], sizes: Sizes) -> None:
         self.sizes = sizes
-        self.choices = {_place(coords): (coords, choice) for coords, choice in choices}
+        self.choices = {place_of(coords): (coords, choice) for coords, choice in choices}
         found = {c.chosen.shape[1] for _, c in self.choices.values()}
         self.experts = next(iter(found), 0)
         if len(found) != 1 or not self.experts or self.experts % sizes.get("ep", 1):
@@ -215,9 +215,6 @@ class Routing:
 def place_of(coords: Coords) -> Place:
     """A rank's place as layers of experts have it."""
     return coords.get("edp", 0), coords.get("ep", 0), coords.get("etp", 0)
-
-
-_place = place_of
 
 
 def _fits(coords: Coords, wanted: Coords) -> bool:
