@@ -117,7 +117,8 @@ class Route:
     @property
     def here(self) -> bool:
         """Whether this rank's experts are those, or among those, whose rows the tensor has."""
-        return self._mine.stop > self._mine.start
+        mine = self._mine
+        return int(mine.stop) > int(mine.start)
 
     def gradient(self) -> Route:
         """The way of the tensor's gradient."""

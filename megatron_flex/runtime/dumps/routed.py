@@ -14,7 +14,7 @@ BITS = replicated("t", "bytes")  # each rank's are its own
 
 
 class Routed:
-    """The decisions that are written of an iteration: one for each call of a layer. Nothing is communicated."""
+    """The decisions that are written of an iteration, one for each call of a layer."""
 
     def __init__(self) -> None:
         self._written: set[tuple[str, int, int]] = set()
