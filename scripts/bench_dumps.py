@@ -56,9 +56,7 @@ def nothing(subject: Subject, folder: Path) -> Iterator[Writing]:
 
 
 @contextmanager
-def by_hand(
-    save: Callable[[dict[str, Tensor], Path], None], subject: Subject, folder: Path
-) -> Iterator[Writing]:
+def by_hand(save: Callable[[dict[str, Tensor], Path], None], subject: Subject, folder: Path) -> Iterator[Writing]:
     """Hooks that clone this rank's shard, and a file of them when the step is over."""
     kept: dict[str, Tensor] = {}
     number = 0
@@ -197,14 +195,10 @@ def throughput(place: Path, mib: int = 512, rounds: int = 5) -> dict[str, list[f
         out["raw write"].append(mib / (perf_counter() - start))
         (folder / "run").mkdir()
         start = perf_counter()
-        writer = Writer(
-            folder / "run", 0, {}, Dump(folder, ["x"], queue_bytes=128 << 20, part_bytes=64 << 20)
-        )
+        writer = Writer(folder / "run", 0, {}, Dump(folder, ["x"], queue_bytes=128 << 20, part_bytes=64 << 20))
         writer.begin(0, 0, True, 1)
         for number, tensor in enumerate(tensors):
-            writer.put(
-                Entry("x", VALUE, number, 0, 0, tuple(tensor.shape), ""), replicated("s", "b", "h"), tensor
-            )
+            writer.put(Entry("x", VALUE, number, 0, 0, tuple(tensor.shape), ""), replicated("s", "b", "h"), tensor)
         writer.finish()
         writer.close()
         out["writer"].append(mib / (perf_counter() - start))
@@ -275,12 +269,8 @@ def report(result: dict[str, Any]) -> str:
         table.append(row)
     rates = {n: statistics.median(v) for n, v in result["rates"].items()}
     told = ", ".join(f"{n} {v:.0f}" for n, v in rates.items())
-    writer = spread(
-        [a / b for a, b in zip(result["rates"]["writer"], result["rates"]["raw write"], strict=True)]
-    )
-    reader = spread(
-        [a / b for a, b in zip(result["rates"]["reader"], result["rates"]["raw read"], strict=True)]
-    )
+    writer = spread([a / b for a, b in zip(result["rates"]["writer"], result["rates"]["raw write"], strict=True)])
+    reader = spread([a / b for a, b in zip(result["rates"]["reader"], result["rates"]["raw read"], strict=True)])
     return "\n".join(
         [
             _markdown(table),
