@@ -69,6 +69,8 @@ class Entry:
         picked: whether its tokens and samples were picked: `[kept, ...]` is written then.
         span: the entries, counted flat, that are written; None for all.
         crc: CRC-32 of its bytes.
+        route: of experts' rows `{"of": the layer, "expert": its number or None}`; of a decision what beside
+            its bits tells where rows go (dump/routing.py); None of every other tensor.
     """
 
     site: str
@@ -81,6 +83,7 @@ class Entry:
     picked: bool = False
     span: tuple[int, int] | None = None
     crc: int = 0
+    route: dict[str, Any] | None = None
 
     @property
     def tensor(self) -> str:

@@ -6,6 +6,7 @@ folder, which communicates nothing and knows no framework.
 
 from megatron_flex.layout.assembly import assemble, extract
 from megatron_flex.layout.inferring import AXIS, batch_first, declared
+from megatron_flex.layout.routing import Choice, held, rows_from
 from megatron_flex.layout.spans import (
     coordinates,
     padded_shape,
@@ -18,6 +19,7 @@ from megatron_flex.layout.types import Coords, Cut, Dim, Layout, Lengths, Sizes,
 
 __all__ = [
     "AXIS",
+    "Choice",
     "Coords",
     "Cut",
     "Dim",
@@ -30,11 +32,13 @@ __all__ = [
     "coordinates",
     "declared",
     "extract",
+    "held",
     "over_data",
     "padded_shape",
     "part_lengths",
     "parts",
     "replicated",
+    "rows_from",
     "spans",
     "whole_shape",
 ]

@@ -31,6 +31,7 @@ from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
+from megatron_flex.runtime.dumps.routed import Routed
 from megatron_flex.runtime.hooks import HookFunction, HookType
 from megatron_flex.sites import GRAD, Site
 
@@ -64,7 +65,7 @@ class Dumped:
         self.active = False
         self.hooks: list[HookFunction] = []
         self.writer: Writer | None = None
-        self._ownership = Ownership(mesh)
+        self._ownership, self._routed = Ownership(mesh), Routed()
         self._runs: Counter[int] = Counter()
         self._skipped: frozenset[str] = frozenset()
         self._microbatches = 0
@@ -107,6 +108,7 @@ class Dumped:
         self.active = wanted and name not in self._skipped
         self._microbatches = microbatches
         if self.active and self.writer is not None:
+            self._routed.begins()
             self.writer.begin(number, run_of, torch.is_grad_enabled(), microbatches)
         return self.active
 
@@ -131,7 +133,10 @@ class Dumped:
         if not self.active or self.writer is None or not self.dump.wants_microbatch(key.microbatch):
             return
         site, kind = key.site.removesuffix(GRAD), GRADIENT if key.site.endswith(GRAD) else VALUE
-        if not self._ownership.mine(layout, local.nbytes):
+        told = over = None
+        if route is not None:
+            told, layout, over = self._routed.tell(key, route, self.writer), route.layout, (self.mesh["etp"],)
+        if (route is not None and told is None) or not self._ownership.mine(layout, local.nbytes, over=over):
             return
         local, layout, picked = self._wanted(key, local.detach(), layout)
         shape = tuple(local.shape)
@@ -141,7 +146,7 @@ class Dumped:
             local = (local.float() if local.dtype == torch.float16 else local) / factor
         if self.dump.dtype is not None and local.is_floating_point():
             local = local.to(self.dump.dtype)
-        entry = Entry(site, kind, key.microbatch, key.call, 0, shape, "", picked is not None)
+        entry = Entry(site, kind, key.microbatch, key.call, 0, shape, "", picked is not None, route=told)
         self.writer.put(entry, layout, local)
 
     def _wanted(self, key: Key, local: Tensor, layout: Layout) -> tuple[Tensor, Layout, Picked | None]:
