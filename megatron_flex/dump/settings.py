@@ -150,14 +150,16 @@ class Dump:
 
 
 def _patterns(said: Sequence[Pattern] | Pattern) -> list[Pattern]:
-    return list(said) if isinstance(said, Sequence) and not isinstance(said, str) else [said]  # type: ignore[list-item]
+    return list(said) if isinstance(said, Sequence) and not isinstance(said, str) else [said]
 
 
 def _times(name: str, said: Wanted) -> Times:
     if isinstance(said, slice):
         ends = said.start or 0, 0 if said.stop is None else said.stop, 1 if said.step is None else said.step
         if min(ends[:2]) < 0 or ends[2] < 1:
-            raise FlexError(f"{name}={said!r}: how many there are is not known; count from 0, with steps of 1 or more")
+            raise FlexError(
+                f"{name}={said!r}: how many there are is not known; count from 0, with steps of 1 or more"
+            )
         return said
     if said is None:
         return None
@@ -166,7 +168,9 @@ def _times(name: str, said: Wanted) -> Times:
     except TypeError:
         found = frozenset()
     if isinstance(said, bool) or not found or min(found) < 0:
-        raise FlexError(f"{name}={said!r} is no number from 0 on, list of them, range or slice; say which to dump")
+        raise FlexError(
+            f"{name}={said!r} is no number from 0 on, list of them, range or slice; say which to dump"
+        )
     return found
 
 
