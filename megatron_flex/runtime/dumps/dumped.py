@@ -279,8 +279,8 @@ class Dumped:
         if not self.active or key.step != self._step:
             self._say(
                 "late",
-                f"gradients of step {key.step} came when it was over, and are not in the dump; take calls whose "
-                "backward passes come later, or twice, together in `with flex.step():`",
+                f"gradients of step {key.step} came when it was over, and are not in the dump; take calls "
+                "whose backward passes come later, or twice, together in `with flex.step():`",
             )
             return
         kind = GRADIENT if key.site.endswith(GRAD) else VALUE

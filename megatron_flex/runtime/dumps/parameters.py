@@ -99,8 +99,8 @@ class Parameters:
         known = self.survey.adapter.gradients_reduced(self.survey.called)
         if isinstance(known, str):
             raise FlexError(
-                f"gradients of parameters cannot be dumped, as whether they are reduced is not known: {known}; "
-                "or leave them out of the dump"
+                f"gradients of parameters cannot be dumped, as nobody tells whether they are reduced: {known}; "
+                "or leave them out"
             )
         if not known:
             mesh = self.survey.mesh
