@@ -5,7 +5,7 @@ from megatron_flex.dump.layouts import to_json
 from megatron_flex.dump.manifest import Manifest, Place
 from megatron_flex.dump.opening import open_run
 from megatron_flex.dump.ownership import Ownership
-from megatron_flex.dump.selection import Picked, Sampled, mean, mean_layout, numbers_of, pick
+from megatron_flex.dump.selection import Picked, Sampled, mean, mean_layout, pick
 from megatron_flex.dump.settings import Dump
 from megatron_flex.dump.writer import Writer
 
@@ -28,7 +28,6 @@ __all__ = [
     "Writer",
     "mean",
     "mean_layout",
-    "numbers_of",
     "open_run",
     "pick",
     "sampled",

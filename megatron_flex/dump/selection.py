@@ -94,28 +94,6 @@ def positions_of(tokens: Tokens, length: int, iteration: int, sample: int) -> li
     return _same(_key_of(tokens), length).tolist()
 
 
-def numbers_of(
-    order: str, microbatch: int, replica: int, replicas: int, microbatches: int, count: int
-) -> list[int] | None:
-    """The numbers, in the global batch, of the samples of a microbatch; None where they cannot be told.
-
-    Args:
-        order: `interleaved` or `blocks`, as the settings have it.
-        microbatch: its number on its data parallel rank.
-        replica: that rank's coordinate.
-        replicas: how many of those there are.
-        microbatches: how many each of them has; 0 if that is not known.
-        count: samples in each.
-    """
-    if order == "interleaved":
-        first = (microbatch * replicas + replica) * count
-    elif microbatches or replicas == 1:
-        first = (replica * microbatches + microbatch) * count
-    else:
-        return None
-    return list(range(first, first + count))
-
-
 def among(number: int, wanted: Times) -> bool:
     """Whether a number is one of those that are wanted."""
     if isinstance(wanted, slice):

@@ -80,7 +80,7 @@ class Dumped:
         self._done: set[int] = set()
         self._skipped: frozenset[str] = frozenset()
         self._step, self._number, self._training = -1, -1, False
-        self._dropped = 0
+        self._dropped = self._turns = 0
         self._passed: set[str] = set()
         self._said: set[str] = set()
 
@@ -144,16 +144,15 @@ class Dumped:
             return False
         if called and torch.is_grad_enabled() and self.dump.gradients and self.chosen.parameters is not None:
             raise FlexError(CALLED)
-        if (
-            self.dump.when_full == "drop"
-            and any_rank([int(taking.writer.held > self.dump.queue_bytes // 2)], mesh)[0]
-        ):
+        if self.dump.when_full == "drop" and any_rank([int(taking.writer.would_wait())], mesh)[0]:
+            taking.writer.drop(number)
             self._dropped += 1
             return False
         self.active, self._step, self._number = True, self.clock.step, number
         self._training = torch.is_grad_enabled()
         self._done.add(number)
         taking.microbatches = microbatches
+        self._turns = 0
         self._routed.begins()
         taking.writer.begin(number, run_of, self._training, microbatches)
         if self.chosen.parameters is not None:
@@ -227,16 +226,13 @@ class Dumped:
         self._check(mesh)
 
     def _check(self, mesh: Mesh | None) -> None:
-        """See whether writing failed, on all ranks of the mesh if that is to be raised."""
-        assert self._taking is not None
-        writer = self._taking.writer
-        failure, writer.failure = writer.failure, None
-        if self.dump.on_error == "raise" and mesh is not None:
-            if any_rank([int(failure is not None)], mesh)[0]:
-                told = everyone(failure and str(failure), mesh, [a.name for a in mesh])
-                raise DumpError("; ".join(dict.fromkeys(t for t in told if t)))
-        elif failure is not None:
-            warnings.warn(f"{failure}; that iteration is absent from the dump", FlexWarning, stacklevel=2)
+        """If failures are to be raised, see whether a rank of the mesh had one; the writer warns of others."""
+        if self.dump.on_error != "raise" or mesh is None or self._taking is None:
+            return
+        failure = self._taking.writer.trouble()
+        if any_rank([int(failure is not None)], mesh)[0]:
+            told = everyone(failure and str(failure), mesh, [a.name for a in mesh])
+            raise DumpError("; ".join(dict.fromkeys(t for t in told if t)))
 
     def close(self, failed: bool) -> None:
         """Wait until everything is written. Collective if a failure is to be raised, unless `failed`."""
@@ -285,15 +281,16 @@ class Dumped:
             return
         kind = GRADIENT if key.site.endswith(GRAD) else VALUE
         told = over = None
+        turn, self._turns = self._turns, self._turns + 1
         if route is not None:
             told, layout, over = (
                 self._routed.tell(key, route, taking.writer),
                 route.layout,
-                (self.mesh["etp"],),
+                [self.mesh["etp"]],
             )
             if told is None:
                 return
-        entry = Entry(name, kind, key.microbatch, key.call, 0, (), "", route=told)
+        entry = Entry(name, kind, key.microbatch, key.call, 0, (), "", route=told, turn=turn)
         try:
             taking.take(entry, local, layout, key.iteration, factor, over)
         except FlexError as error:  # other ranks go on, so this one does

@@ -19,10 +19,10 @@ from megatron_flex.dump import (
     Writer,
     mean,
     mean_layout,
-    numbers_of,
     pick,
 )
 from megatron_flex.dump.files import NAMES
+from megatron_flex.dump.numbering import first_sample
 from megatron_flex.dump.selection import SAMPLE, TOKEN, dim_of
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import Layout
@@ -113,18 +113,19 @@ class Taking:
             return
         local, layout, picked = found
         shape = tuple(local.shape) if shape is None else shape
+        owned = picked is not None or factor != 1.0
         local = local if picked is None else picked.of(local, layout)
         if factor != 1.0:
             local = (local.float() if local.dtype in HALF else local) / factor
         if self.dump.dtype is not None and local.is_floating_point():
-            local = local.to(self.dump.dtype)
+            owned, local = owned or self.dump.dtype != local.dtype, local.to(self.dump.dtype)
         if local.dtype not in NAMES:
-            raise DumpError(f"no file of a dump has tensors of {local.dtype}; hook another place")
+            raise DumpError(f"no file of a dump has tensors of {local.dtype}; give the Dump a dtype")
         told: dict[str, Any] = {"shape": shape, "picked": picked is not None}
         if not mine:
             end = GRAD if "gradient" in entry.kind else ""
             told |= {"kind": REPLICA, "site": entry.site + end}
-        self.writer.put(replace(entry, **told), layout, local)
+        self.writer.put(replace(entry, **told), layout, local, owned)
 
     def _wanted(self, microbatch: int, local: Tensor, layout: Layout, iteration: int) -> Wanted:
         """What is picked, and the mean over the sequence if that is wanted."""
@@ -145,5 +146,6 @@ class Taking:
         dim, replica = dim_of(layout, SAMPLE), self.mesh["dp"]
         if dim is None:
             return None
-        where = microbatch, replica.coord, replica.size, self.microbatches
-        return numbers_of(self.dump.order, *where, local.shape[dim])
+        count, where = local.shape[dim], (microbatch, replica.coord, replica.size, self.microbatches)
+        first = first_sample(self.dump.order, *where, count)
+        return None if first is None else list(range(first, first + count))
