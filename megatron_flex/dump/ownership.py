@@ -25,7 +25,7 @@ class Ownership:
         self,
         layout: Layout,
         nbytes: int,
-        apart: tuple[str, ...] = ("pp", "dp"),
+        apart: tuple[str, ...] = ("pp", "dp", "edp"),
         over: Sequence[Axis] | None = None,
     ) -> bool:
         """Whether this rank writes a tensor.
@@ -38,9 +38,10 @@ class Ownership:
                 layout names one of them, those that experts are divided over.
         """
         expert = any(a.name in layout.axes for a in self.mesh.experts)
+        among = self.mesh.experts if expert else self.mesh.axes
         copies = {c.axis: c.copies for d in layout.dims for c in d.cuts if c.copies > 1 and not c.partial}
         places: list[tuple[str, int, int]] = []
-        for axis in over or (self.mesh.experts if expert else self.mesh.axes):
+        for axis in among if over is None else over:
             if axis.size == 1 or axis.name in apart:
                 continue
             if axis.name not in layout.axes:

@@ -312,7 +312,7 @@ class Activations:
             if sample is not None:
                 numbers = self._numbers(written, microbatch, replica, shape[sample])
             return pick(
-                tokens, self._selection.listed, layout, shape, run.sizes, coords, written.iteration, numbers
+                tokens, self._selection.samples, layout, shape, run.sizes, coords, written.iteration, numbers
             )
 
         return Assembled(self.dump.files, layout, run.sizes, shards, where, picking)

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_flex.adapters import ParameterSite
 from megatron_flex.dump import Dump, Manifest, Place, to_json
 from megatron_flex.mesh import Mesh
+from megatron_flex.runtime.dumps.dumped import Chosen
 from megatron_flex.sites import Site
 from megatron_flex.version import __version__
 
@@ -24,11 +25,20 @@ def manifest_of(
     dump: Dump,
     framework: str,
     mesh: Mesh,
-    sites: list[Site],
+    chosen: Chosen,
     parameters: Mapping[str, ParameterSite],
     config: Any,
 ) -> Manifest:
-    """What a run says of itself, as far as every rank knows it."""
+    """What a run says of itself, as far as every rank knows it.
+
+    Args:
+        dump: the settings.
+        framework: the adapter's name.
+        mesh: the axes of the run.
+        chosen: what it is of.
+        parameters: all of the model.
+        config: the framework's of the model.
+    """
     shapes = sorted((name, list(p.shape)) for name, p in parameters.items())
     return Manifest(
         run=0,
@@ -40,8 +50,8 @@ def manifest_of(
         ranks=(),
         model=plain(config),
         identity=hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
-        sites=tuple(_place(s) for s in sites),
-        parameters=(),
+        sites=tuple(_place(s) for s in chosen.sites),
+        parameters=() if chosen.parameters is None else tuple(chosen.parameters.places()),
         settings=dump.to_json(),
     )
 

@@ -1,181 +1,151 @@
-"""One dump at work on this rank: hooks that hand what passes to the writer."""
+"""What a rank writes of a tensor that passes: nothing, all of its shard, or what is wanted of it."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives import Route, everyone
 from megatron_flex.dump import (
-    GRADIENT,
-    VALUE,
+    REPLICA,
     Dump,
     Entry,
-    Manifest,
     Ownership,
     Picked,
     Writer,
     mean,
     mean_layout,
-    open_run,
     pick,
 )
+from megatron_flex.dump.files import NAMES
+from megatron_flex.dump.numbering import first_sample
 from megatron_flex.dump.selection import SAMPLE, TOKEN, dim_of
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import Layout
-from megatron_flex.mesh import Mesh
-from megatron_flex.runtime.captures import Key
-from megatron_flex.runtime.clock import Clock
-from megatron_flex.runtime.dumps.routed import Routed
-from megatron_flex.runtime.hooks import HookFunction, HookType
-from megatron_flex.sites import GRAD, Site
+from megatron_flex.mesh import Axis, Mesh
+from megatron_flex.sites import GRAD
+
+HALF = (torch.float16,)  # whose range a loss scale is there for
 
 
-class Sinking(HookFunction):
-    """The hook of a dump: it keeps nothing and edits nothing, and hands what passes to the dump.
+class Wanted(NamedTuple):
+    """What of a shard is wanted.
 
     Attributes:
-        dumped: the dump at work.
+        tensor: the shard, or its mean.
+        layout: of that.
+        picked: which entries; None for all.
     """
 
-    def __init__(self, dumped: Dumped, names: frozenset[str], hook_type: HookType) -> None:
-        def chosen(site: Site) -> bool:
-            return site.name in names
+    tensor: Tensor
+    layout: Layout
+    picked: Picked | None
 
-        chosen.__qualname__ = f"{dumped.dump.describe()}: {len(names)} places"
-        super().__init__(chosen, hook_type=hook_type, tags=dumped.dump.tags)
-        self.save, self.dumped = False, dumped
+    @property
+    def kept(self) -> int:
+        """How many bytes there are to write."""
+        if self.picked is None:
+            return self.tensor.nbytes
+        found = self.picked.sample if self.picked.token is None else self.picked.token
+        dims = [dim_of(self.layout, name) for name in (TOKEN, SAMPLE)]
+        held = prod(self.tensor.shape[d] for d in dims if d is not None)
+        return 0 if found is None else self.tensor.nbytes // max(held, 1) * len(found)
 
 
-class Dumped:
-    """One dump at work on this rank.
+class Taking:
+    """Hands the writer of a dump what this rank is to write.
 
     Attributes:
-        dump: its settings.
-        active: whether this step is dumped.
+        microbatches: how many this rank has in the step; 0 if that is not known.
     """
 
-    def __init__(self, dump: Dump, mesh: Mesh, clock: Clock) -> None:
-        self.dump, self.mesh, self.clock = dump, mesh, clock
-        self.active = False
-        self.hooks: list[HookFunction] = []
-        self.writer: Writer | None = None
-        self._ownership, self._routed = Ownership(mesh), Routed()
-        self._runs: Counter[int] = Counter()
-        self._skipped: frozenset[str] = frozenset()
-        self._microbatches = self._turns = 0
+    def __init__(self, dump: Dump, mesh: Mesh, writer: Writer) -> None:
+        self.dump, self.mesh, self.writer = dump, mesh, writer
+        self.microbatches = 0
+        self._ownership = Ownership(mesh)
 
-    def open(self, manifest: Manifest) -> None:
-        """Begin a run of the dump. Collective over the mesh.
+    def take(
+        self,
+        entry: Entry,
+        local: Tensor,
+        layout: Layout,
+        iteration: int,
+        factor: float = 1.0,
+        over: Sequence[Axis] | None = None,
+    ) -> None:
+        """Write this rank's shard, or what is wanted of it, if it is this rank that writes it.
+
+        Args:
+            entry: what it is; its shape is filled in here.
+            local: the shard.
+            layout: of it.
+            iteration: of the run.
+            factor: what it is divided by.
+            over: the axes along which ranks may hold the same; None for those of a site.
 
         Raises:
-            DumpError: on all ranks: it cannot be written there.
+            DumpError: no file has tensors of its dtype.
         """
-        axes = [a.name for a in self.mesh]
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        ranks = everyone((rank, dict(self.mesh.coords)), self.mesh, axes)
-        answer: Manifest | str | None = None
-        if rank == ranks[0][0]:
-            try:
-                answer = open_run(Path(self.dump.path), replace(manifest, ranks=tuple(ranks)))
-            except DumpError as error:
-                answer = str(error)
-        answer = everyone(answer, self.mesh, axes)[0]
-        if not isinstance(answer, Manifest):
-            raise DumpError(str(answer))
-        folder = Path(self.dump.path) / f"run-{answer.run:04d}"
-        blind = [r for r in everyone(None if folder.is_dir() else rank, self.mesh, axes) if r is not None]
-        if blind:
-            raise DumpError(
-                f"{folder} was made by rank {ranks[0][0]}, and rank(s) {blind[:8]} do not see it: "
-                "name a folder on a file system that all ranks share"
-            )
-        self._skipped = frozenset(answer.skipped)
-        self.writer = Writer(folder, rank, self.mesh.coords, self.dump)
+        found = self._wanted(entry.microbatch, local.detach(), layout, iteration)
+        mine = self._ownership.mine(found.layout, found.kept, over=over)
+        self._put(entry, found, factor, mine)
 
-    def begins(self, microbatches: int) -> bool:
-        """A step starts; returns whether it is dumped."""
-        number = self.clock.iteration
-        run_of = self._runs[number]
-        wanted = self.dump.wants_iteration(number) and (run_of == 0 or self.dump.runs == "all")
-        self._runs[number] += 1
-        name = f"{number:010d}" + (f".{run_of}" if run_of else "")
-        self.active = wanted and name not in self._skipped
-        self._microbatches, self._turns = microbatches, 0
-        if self.active and self.writer is not None:
-            self._routed.begins()
-            self.writer.begin(number, run_of, torch.is_grad_enabled(), microbatches)
-        return self.active
+    def part(self, entry: Entry, local: Tensor, layout: Layout, over: Sequence[Axis]) -> None:
+        """Write those entries of a shard that lie in the entry's span."""
+        assert entry.span is not None
+        if entry.span[0] < entry.span[1]:
+            flat = Wanted(local.detach().reshape(-1)[slice(*entry.span)], layout, None)
+            mine = self._ownership.mine(layout, flat.tensor.nbytes, over=over)
+            self._put(entry, flat, 1.0, mine, tuple(local.shape))
 
-    def ends(self, failed: bool) -> None:
-        """The step is over."""
-        if self.active and self.writer is not None:
-            if failed:
-                self.writer.abandon()
-            else:
-                self.writer.finish()
-        self.active = False
+    def copy(self, entry: Entry, local: Tensor, layout: Layout) -> None:
+        """Write the checksum of what another rank writes, if that is wanted."""
+        self._put(entry, Wanted(local.detach(), layout, None), 1.0, False)
 
-    def close(self) -> None:
-        """Wait until everything is written."""
-        if self.writer is not None:
-            self.writer.close()
-
-    # -- on the way of a tensor ------------------------------------------------------------------------
-
-    def take(self, key: Key, local: Tensor, layout: Layout, route: Route | None, factor: float = 1.0) -> None:
-        """Copy this rank's shard, or what is wanted of it, if this rank writes it."""
-        if not self.active or self.writer is None or not self.dump.wants_microbatch(key.microbatch):
+    def _put(
+        self, entry: Entry, found: Wanted, factor: float, mine: bool, shape: tuple[int, ...] | None = None
+    ) -> None:
+        if not mine and not self.dump.replicas:
             return
-        site, kind = key.site.removesuffix(GRAD), GRADIENT if key.site.endswith(GRAD) else VALUE
-        turn, self._turns = self._turns, self._turns + 1
-        told = over = None
-        if route is not None:
-            told, layout, over = self._routed.tell(key, route, self.writer), route.layout, (self.mesh["etp"],)
-        if (route is not None and told is None) or not self._ownership.mine(layout, local.nbytes, over=over):
-            return
-        local, layout, picked = self._wanted(key, local.detach(), layout)
-        shape = tuple(local.shape)
-        if picked is not None:
-            local = picked.of(local, layout)
+        local, layout, picked = found
+        shape = tuple(local.shape) if shape is None else shape
+        owned = picked is not None or factor != 1.0
+        local = local if picked is None else picked.of(local, layout)
         if factor != 1.0:
-            local = (local.float() if local.dtype == torch.float16 else local) / factor
+            local = (local.float() if local.dtype in HALF else local) / factor
         if self.dump.dtype is not None and local.is_floating_point():
-            local = local.to(self.dump.dtype)
-        entry = Entry(
-            site, kind, key.microbatch, key.call, 0, shape, "", picked is not None, route=told, turn=turn
-        )
-        self.writer.put(entry, layout, local)
+            owned, local = owned or self.dump.dtype != local.dtype, local.to(self.dump.dtype)
+        if local.dtype not in NAMES:
+            raise DumpError(f"no file of a dump has tensors of {local.dtype}; give the Dump a dtype")
+        told: dict[str, Any] = {"shape": shape, "picked": picked is not None}
+        if not mine:
+            end = GRAD if "gradient" in entry.kind else ""
+            told |= {"kind": REPLICA, "site": entry.site + end}
+        self.writer.put(replace(entry, **told), layout, local, owned)
 
-    def _wanted(self, key: Key, local: Tensor, layout: Layout) -> tuple[Tensor, Layout, Picked | None]:
+    def _wanted(self, microbatch: int, local: Tensor, layout: Layout, iteration: int) -> Wanted:
         """What is picked, and the mean over the sequence if that is wanted."""
         dump, mesh = self.dump, self.mesh
         if dump.tokens is None and dump.samples is None and dump.reduce is None:
-            return local, layout, None
-        numbers = self._numbers(key.microbatch, local, layout)
-        iteration, tokens = key.iteration, dump.tokens
+            return Wanted(local, layout, None)
+        numbers, tokens = self._numbers(microbatch, local, layout), dump.tokens
         if dump.reduce == "mean" and dim_of(layout, TOKEN) is not None:
-            local = mean(local, layout, mesh.sizes, mesh.coords, tokens, iteration, numbers)
-            layout, tokens = mean_layout(layout), None
-        samples = dump.samples if isinstance(dump.samples, frozenset) else None
-        where = layout, local.shape, mesh.sizes, mesh.coords, iteration, numbers
-        return local, layout, pick(tokens, samples, *where)
+            found = mean(local, layout, mesh.sizes, mesh.coords, tokens, iteration, numbers)
+            if found is None:  # the reader takes it
+                return Wanted(local, layout, None)
+            local, layout, tokens = found, mean_layout(layout), None
+        where = layout, local.shape, mesh.sizes, mesh.coords, iteration, numbers, local.device
+        return Wanted(local, layout, pick(tokens, dump.samples, *where))
 
     def _numbers(self, microbatch: int, local: Tensor, layout: Layout) -> list[int] | None:
         """The numbers of the local samples in the global batch."""
-        dim = dim_of(layout, SAMPLE)
+        dim, replica = dim_of(layout, SAMPLE), self.mesh["dp"]
         if dim is None:
             return None
-        count, replica = local.shape[dim], self.mesh["dp"]
-        if self.dump.order == "interleaved":
-            first = (microbatch * replica.size + replica.coord) * count
-        elif self._microbatches or replica.size == 1:
-            first = (replica.coord * self._microbatches + microbatch) * count
-        else:
-            return None
-        return list(range(first, first + count))
+        count, where = local.shape[dim], (microbatch, replica.coord, replica.size, self.microbatches)
+        first = first_sample(self.dump.order, *where, count)
+        return None if first is None else list(range(first, first + count))
