@@ -45,18 +45,6 @@ def dtensor(tp: int, dp: int, sequence: bool = False) -> proof.Built:
     return wrapping.built(test_dtensor.parallel(plan))
 
 
-def apart(stage: int) -> proof.Built:
-    """A ZeRO engine, whose optimizer's steps are left out."""
-    engine = test_deepspeed.initialize(llama.single(), stage)
-
-    def step(tokens: Tensor, labels: Tensor) -> Tensor:
-        loss = llama.loss_of(engine(tokens), labels)
-        engine.backward(loss)
-        return loss
-
-    return proof.Built(engine, step, averaged=True)
-
-
 def write(
     build: proof.Build, args: Sequence[Any], path: str, sites: Sequence[str], parameters: Sequence[str]
 ) -> dict[str, Any]:
@@ -111,15 +99,15 @@ def compare(
                 assert array.samples.tolist() == list(range(replicas * llama.SAMPLES))
                 cell(site, "dump", array.torch(), torch.cat([t["values"][site] for t in truth]))
                 want = torch.cat([t["gradients"][site] for t in truth])  # of each microbatch's own loss
-                cell(site, "gradient dump", back.torch(), want)
+                cell(site, "dump of gradients", back.torch(), want)
             for parameter in parameters:
                 got = dump.parameter(parameter).torch()
-                cell(parameter, "parameter dump", got, truth[0]["parameters"][parameter])
+                cell(parameter, "dump of parameters", got, truth[0]["parameters"][parameter])
                 theirs = torch.stack([t["parameter gradients"][parameter] for t in truth])
                 want = theirs.mean(0) if averaged else theirs[0]
                 cell(
                     parameter,
-                    "parameter gradient dump",
+                    "dump of parameter gradients",
                     dump.parameter(parameter, gradient=True).torch(),
                     want,
                 )
@@ -137,8 +125,8 @@ FRAMEWORKS: dict[str, tuple[int, proof.Build, tuple[Any, ...], str]] = {
     "fairscale mp2 dp2, DDP": (4, test_fairscale.build, (2, True), "fairscale"),
     "pipelining pp2 GPipe": (2, test_pipelining.build, ("GPipe",), "torch"),
     "pipelining pp2 1F1B dp2, FSDP2": (4, test_pipelining.replicated, ("FSDP2", "1F1B"), "torch"),
-    "DeepSpeed ZeRO-1 dp2": (2, apart, (1,), "deepspeed"),
-    "DeepSpeed ZeRO-3 dp2": (2, apart, (3,), "deepspeed"),
+    "DeepSpeed ZeRO-1 dp2": (2, test_deepspeed.build, (1,), "deepspeed"),
+    "DeepSpeed ZeRO-3 dp2": (2, test_deepspeed.build, (3,), "deepspeed"),
     "accelerate, DDP dp2": (2, test_accelerate.build, ("DDP",), "accelerate"),
 }
 

@@ -10,7 +10,7 @@ from tests.distributed.matrix import judge
 from tests.distributed.test_matrix import VERSION
 from tests.distributed.test_models import ENCODERS, HYBRID, MAMBA, PREDICTING, repeated
 from tests.support import oracle
-from tests.support.dumped import compare
+from tests.support.dump_cells import compare
 from tests.support.gpt import Case
 
 pytest.importorskip("megatron.core")

@@ -66,7 +66,7 @@ def _cells(case: gpt.Case, sites: list[str], truth: Any, many: Path, one: Path) 
                     got, theirs = dump[key].torch(), twin[key].torch()
                     errors = [relative(step, whole) for step in (*got, *theirs)]
                     errors += [relative(got, theirs), 0.0 if whole.numel() else float("inf")]
-                    check = "dump" if name == site else "gradient dump"
+                    check = "dump" if name == site else "dump of gradients"
                     out.append(Cell(case.name, site, check, max(errors)))
     return [replace(c, model=case.model) for c in out]
 
