@@ -34,6 +34,8 @@ from megatron_flex.dump import (
     mean_layout,
     open_run,
     pick,
+    run_folder,
+    sees,
     to_json,
 )
 from megatron_flex.dump.selection import SAMPLE, TOKEN, dim_of
@@ -102,12 +104,15 @@ class Dumped:
         answer = everyone(answer, self.mesh, axes)[0]
         if not isinstance(answer, Manifest):
             raise DumpError(str(answer))
-        folder = Path(self.dump.path) / f"run-{answer.run:04d}"
-        blind = [r for r in everyone(None if folder.is_dir() else rank, self.mesh, axes) if r is not None]
+        path = Path(self.dump.path)
+        folder = path / run_folder(answer.run)
+        told = everyone((rank, sees(path, answer)), self.mesh, axes)
+        blind = {why: [r for r, w in told if w == why] for _, why in told if why}
         if blind:
+            why = "; ".join(f"rank(s) {who[:8]} {why}" for why, who in blind.items())
             raise DumpError(
-                f"{folder} was made by rank {ranks[0][0]}, and rank(s) {blind[:8]} do not see it: "
-                "name a folder on a file system that all ranks share"
+                f"{folder} was made by rank {ranks[0][0]}, and {why}: name a folder on a file system that "
+                "all ranks share and may write to"
             )
         self._skipped = frozenset(answer.skipped)
         self.writer = Writer(folder, rank, self.mesh.coords, self.dump)
