@@ -46,6 +46,8 @@ NAMES = {  # safetensors' names of dtypes
     torch.bool: "BOOL",
 }
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
+_FOLDER = re.compile(r"([0-9]{10,18})(?:\.([0-9]{1,9}))?")
+_PART = re.compile(r"([0-9]{5,12})-([0-9]{3,9})(?:-of-([0-9]{3,9}))?\.safetensors")
 
 VALUE, GRADIENT, PARAMETER, PARAMETER_GRADIENT, ROUTING, REPLICA = (
     "value",
@@ -73,6 +75,9 @@ class Entry:
         picked: whether its tokens and samples were picked: `[kept, ...]` is written then.
         span: the entries, counted flat, that are written; None for all.
         crc: CRC-32 of its bytes.
+        route: of experts' rows `{"of": the layer, "expert": its number or None}`; of a decision what beside
+            its bits tells where rows go (dump/routing.py); None of every other tensor.
+        turn: how many tensors passed on the rank before it in the iteration, counting those that others write.
     """
 
     site: str
@@ -85,6 +90,8 @@ class Entry:
     picked: bool = False
     span: tuple[int, int] | None = None
     crc: int = 0
+    route: dict[str, Any] | None = None
+    turn: int = 0
 
     @property
     def tensor(self) -> str:
@@ -166,6 +173,24 @@ def whole_parts(folder: Path, ranks: Sequence[int]) -> dict[int, list[Path]] | N
         rank: [folder / part_name(rank, n, count * (n == count - 1)) for n in range(count)]
         for rank, count in sorted(counts.items())
     }
+
+
+def iteration_of(folder: str) -> tuple[int, int] | None:
+    """The number of an iteration, and which run of the schedule, by the name of its folder."""
+    found = _FOLDER.fullmatch(folder)
+    if found is None:
+        return None
+    out = int(found[1]), int(found[2] or 0)
+    return out if iteration_folder(*out) == folder else None
+
+
+def part_of(name: str) -> tuple[int, int, int] | None:
+    """Rank, part and number of parts (0 in all but the last) by the name of a file; None if it is no part's."""
+    found = _PART.fullmatch(name)
+    if found is None:
+        return None
+    out = int(found[1]), int(found[2]), int(found[3] or 0)
+    return out if part_name(*out) == name else None
 
 
 def header(index: Index, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> tuple[bytes, list[int]]:

@@ -6,6 +6,8 @@ folder, which communicates nothing and knows no framework.
 
 from megatron_flex.layout.assembly import assemble, extract
 from megatron_flex.layout.inferring import AXIS, batch_first, declared
+from megatron_flex.layout.region import Index, Where, compact, first_copy, is_sum, region, take
+from megatron_flex.layout.routing import Choice, held, rows_from
 from megatron_flex.layout.spans import (
     coordinates,
     padded_shape,
@@ -18,23 +20,33 @@ from megatron_flex.layout.types import Coords, Cut, Dim, Layout, Lengths, Sizes,
 
 __all__ = [
     "AXIS",
+    "Choice",
     "Coords",
     "Cut",
     "Dim",
+    "Index",
     "Layout",
     "Lengths",
     "Sizes",
     "Span",
+    "Where",
     "assemble",
     "batch_first",
+    "compact",
     "coordinates",
     "declared",
     "extract",
+    "first_copy",
+    "held",
+    "is_sum",
     "over_data",
     "padded_shape",
     "part_lengths",
     "parts",
+    "region",
     "replicated",
+    "rows_from",
     "spans",
+    "take",
     "whole_shape",
 ]
