@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -11,14 +13,20 @@ from rich.table import Table
 from megatron_flex.cli.terminal import counted, in_bytes, number, series, table, unicode_works
 from megatron_flex.dump.contents import Contents, RunRow, TensorRow
 from megatron_flex.dump.statistics import Statistics
+from megatron_flex.dump.upkeep import Removal
+from megatron_flex.dump.verifying import Verification
+from megatron_flex.sites import GRAD
 
+NUMBER = re.compile(r"\.\d+(?=\.|:|#|$)")
 EIGHTHS = "▏▎▍▌▋▊▉█"
 
 
-def tell_contents(out: Console, path: Path, found: Contents) -> None:
-    """Runs, then sites and parameters."""
+def tell_contents(out: Console, path: Path, found: Contents, every: bool = False) -> None:
+    """Runs, then sites and parameters; those that differ in the layer's number only in one row, unless `every`."""
     runs = counted(len(found.runs), "run")
-    out.print(f"{path}: {runs}, {counted(len(found.iterations), 'whole iteration')}, {in_bytes(found.nbytes)}")
+    out.print(
+        f"{path}: {runs}, {counted(len(found.iterations), 'whole iteration')}, {in_bytes(found.nbytes)}"
+    )
     out.print()
     rows = table(">run", "framework", "mesh", ">ranks", "whole", "torn", ">size")
     for run in found.runs:
@@ -27,11 +35,11 @@ def tell_contents(out: Console, path: Path, found: Contents) -> None:
     for run in found.runs:
         if run.damage:
             out.print(f"run {run.number}: {run.damage}", style="bold red", soft_wrap=True)
-    for kind, title in (("site", "site"), ("parameter", "parameter")):
+    for kind in ("site", "parameter"):
         mine = [t for t in found.tensors if t.kind == kind]
         if mine:
             out.print()
-            out.print(_tensors(mine, title, found.iterations))
+            out.print(_tensors(_folded(_paired(mine), every), kind, found.iterations))
     for tensor in found.tensors:
         if tensor.problem:
             out.print(f"{tensor.name}: {tensor.problem}", style="bold red", soft_wrap=True)
@@ -42,15 +50,93 @@ def _run(run: RunRow) -> list[str]:
     damaged = "(no manifest)" if run.damage else ""
     whole, torn = series(run.whole), series(run.torn)
     size = in_bytes(run.nbytes)
-    return [str(run.number), run.framework or damaged, mesh if not damaged else "", str(run.ranks), whole, torn, size]
+    return [
+        str(run.number),
+        run.framework or damaged,
+        mesh if not damaged else "",
+        str(run.ranks),
+        whole,
+        torn,
+        size,
+    ]
 
 
-def _tensors(tensors: Sequence[TensorRow], title: str, whole: Sequence[int]) -> Table:
-    differ = any(list(t.iterations) != list(whole) for t in tensors)
-    rows = table(title, "shape", "dtype", *(["iterations"] if differ else []), ">size")
+class _Row(NamedTuple):
+    """Tensors that are alike, and their gradients.
+
+    Attributes:
+        names: of the tensors.
+        tensor: one of them.
+        nbytes: of all.
+        gradients: bytes of all gradients; None without.
+    """
+
+    names: tuple[str, ...]
+    tensor: TensorRow
+    nbytes: int
+    gradients: int | None
+
+
+def _alike(t: TensorRow) -> tuple[object, ...]:
+    return tuple(t.dims), tuple(t.shape), t.dtype, tuple(t.iterations)
+
+
+def _paired(tensors: Sequence[TensorRow]) -> list[_Row]:
+    """A gradient is in the row of its tensor, unless it has another form."""
+    by_name = {t.name: t for t in tensors}
+    out = []
     for t in tensors:
+        values = by_name.get(t.name.removesuffix(GRAD)) if t.name.endswith(GRAD) else None
+        if values is not None and _alike(values) == _alike(t):
+            continue
+        gradient = by_name.get(t.name + GRAD)
+        same = gradient is not None and _alike(gradient) == _alike(t)
+        out.append(_Row((t.name,), t, t.nbytes, gradient.nbytes if same and gradient is not None else None))
+    return out
+
+
+def _folded(rows: Sequence[_Row], every: bool) -> list[_Row]:
+    """Rows whose names differ in their first number only are one, where the first of them was."""
+    out: dict[tuple[object, ...], _Row] = {}
+    for n, row in enumerate(rows):
+        name = NUMBER.sub(".#", row.names[0], count=1)
+        key = (n,) if every else (name, _alike(row.tensor), row.gradients is None, row.tensor.problem)
+        had = out.get(key)
+        if had is not None:
+            gradients = None if row.gradients is None else row.gradients + (had.gradients or 0)
+            row = _Row(had.names + row.names, had.tensor, had.nbytes + row.nbytes, gradients)
+        out[key] = row
+    return list(out.values())
+
+
+def _title(names: Sequence[str]) -> str:
+    """`decoder.layers.{0 … 31}.mlp.linear_fc1`."""
+    if len(names) == 1:
+        return names[0]
+    numbers = [int(found[0][1:]) for name in names if (found := NUMBER.search(name))]
+    steps = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    told = f"{numbers[0]}–{numbers[-1]}" if steps else ",".join(map(str, numbers))
+    return NUMBER.sub(f".{{{told}}}", names[0], count=1)
+
+
+def _tensors(found: Sequence[_Row], title: str, whole: Sequence[int]) -> Table:
+    differ = any(list(row.tensor.iterations) != list(whole) for row in found)
+    gradients = any(row.gradients is not None for row in found)
+    rows = table(
+        title,
+        "shape",
+        "dtype",
+        *(["iterations"] if differ else []),
+        ">size",
+        *([">gradients"] if gradients else []),
+    )
+    for row in found:
+        t = row.tensor
         times = [series(t.iterations)] if differ else []
-        rows.add_row(t.name, shape_in_words(t.dims, t.shape), t.dtype, *times, in_bytes(t.nbytes))
+        own = ["–" if row.gradients is None else in_bytes(row.gradients)] if gradients else []
+        rows.add_row(
+            _title(row.names), shape_in_words(t.dims, t.shape), t.dtype, *times, in_bytes(row.nbytes), *own
+        )
     return rows
 
 
@@ -73,7 +159,7 @@ def tell_statistics(out: Console, name: str, what: str, columns: Mapping[str, St
         if any(getattr(s, title) for s in found):
             rows.add_row(title, *(_share(getattr(s, title), s.count) for s in found), style="bold red")
     for q in next((s.quantiles for s in found if s.quantiles), {}):
-        rows.add_row(f"{q * 100:g}%", *(number(s.quantiles.get(q)) for s in found))
+        rows.add_row(f"p{q * 100:g}", *(number(s.quantiles.get(q)) for s in found))
     rows.add_row("values", *(f"{s.count:,}" for s in found))
     out.print(rows)
     for title, s in columns.items():
@@ -110,3 +196,38 @@ def bar(share: float, width: int) -> str:
 
 def _share(count: int, of: int) -> str:
     return f"{count:,} ({count / of:.2%})" if of and count else str(count)
+
+
+def tell_verification(out: Console, found: Verification) -> None:
+    """What was found, errors first, then what was read."""
+    for finding in sorted(found.findings, key=lambda f: not f.error):
+        word, style = ("error", "bold red") if finding.error else ("note", "yellow")
+        out.print(f"{word}: {finding.kind}", style=style, end="  ")
+        out.print(finding.where, style="bold", soft_wrap=True)
+        out.print(f"    {finding.text}", soft_wrap=True)
+    errors = sum(f.error for f in found.findings)
+    notes = len(found.findings) - errors
+    read = (
+        f"{counted(found.files, 'file')}, {counted(found.tensors, 'tensor')}, {in_bytes(found.nbytes)} read"
+    )
+    read += f", {counted(found.replicas, 'replica')} compared" if found.replicas else ""
+    out.print(f"{read}; whole iterations: {series(found.whole)}", soft_wrap=True)
+    if errors:
+        out.print(f"{counted(errors, 'error')}, {counted(notes, 'note')}", style="bold red")
+    else:
+        out.print(
+            "all is as it was written" + (f"; {counted(notes, 'note')}" if notes else ""), style="green"
+        )
+
+
+def tell_pruned(out: Console, path: Path, found: Sequence[Removal], freed: int, dry_run: bool) -> None:
+    """What went, or would go, and what that frees."""
+    if not found:
+        out.print("nothing to remove")
+        return
+    rows = table("what", "why", ">size")
+    for removal in found:
+        rows.add_row(str(removal.path.relative_to(path)), removal.why, in_bytes(removal.nbytes))
+    out.print(rows)
+    would = "would be " if dry_run else ""
+    out.print(f"{counted(len(found), 'item')}: {in_bytes(freed)} {would}freed")

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -74,7 +75,7 @@ def series(numbers: Sequence[int]) -> str:
     """`0, 10 … 90 (10)`: numbers that may be many."""
     if len(numbers) <= 4:
         return ", ".join(map(str, numbers)) or "–"
-    steps = {b - a for a, b in zip(numbers, numbers[1:], strict=False)}
+    steps = {b - a for a, b in pairwise(numbers)}
     every = f", every {steps.pop()}" if len(steps) == 1 and steps != {1} else ""
     return f"{numbers[0]} … {numbers[-1]} ({len(numbers)}{every})"
 

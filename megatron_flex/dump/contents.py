@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_flex.dump.files import GRADIENT, PARAMETER_GRADIENT, REPLICA, ROUTING, read_part
+from megatron_flex.dump.files import (
+    GRADIENT,
+    PARAMETER_GRADIENT,
+    REPLICA,
+    ROUTING,
+    VALUE,
+    Entry,
+    read_part,
+)
 from megatron_flex.dump.inventory import RunFolder, Tell, run_folders, total
 from megatron_flex.dump.reading import DumpArray, OpenDump
 from megatron_flex.errors import DumpError
@@ -103,8 +111,8 @@ def contents(path: Path, tell: Tell | None = None) -> Contents:
     iterations: list[int] = sorted({n for run in runs for n in run.whole})
     if any(not run.damage for run in runs):
         with OpenDump(path, check="never") as dump:
-            tensors = [_row(dump, name, "site", sizes) for name in dump.sites]
-            tensors += [_row(dump, name, "parameter", sizes) for name in dump.parameters]
+            tensors = [_row(dump, name, "site", sizes) for name in site_names(dump)]
+            tensors += [_row(dump, name, "parameter", sizes) for name in parameter_names(dump)]
     return Contents(runs, tensors, iterations, sum(run.nbytes for run in runs))
 
 
@@ -139,7 +147,9 @@ def _sizes(folders: list[RunFolder], tell: Tell | None) -> Counter[str]:
                 for entry in part.index.entries:
                     if entry.kind not in (REPLICA, ROUTING):
                         end = GRAD if entry.kind in (GRADIENT, PARAMETER_GRADIENT) else ""
-                        out[entry.site + end] += part.where[entry.tensor][3]
+                        size = part.where[entry.tensor][3]
+                        out[entry.site + end] += size
+                        out[f"{entry.site}{end}#{entry.call}"] += size
     return out
 
 
@@ -155,12 +165,50 @@ def _row(dump: OpenDump, name: str, kind: str, sizes: Counter[str]) -> TensorRow
     return row
 
 
+def site_names(dump: OpenDump) -> list[str]:
+    """The sites, and gradients as `NAME.grad`; of a site that is passed several times `NAME#0`, `NAME#1`."""
+    out = []
+    for name in dump.sites:
+        calls = _calls(dump, name)
+        out += [f"{name}#{call}" for call in calls] if len(calls) > 1 else [name]
+    return out
+
+
+def parameter_names(dump: OpenDump) -> list[str]:
+    """The parameters, each followed by its gradient as `NAME.grad` if that was dumped."""
+    out = []
+    for name in dump.parameters:
+        out.append(name)
+        trained = [p for p in dump.passes if dump.trained(p)][:1]
+        if any(True for p in trained for _ in _entries(dump, p, name, PARAMETER_GRADIENT)):
+            out.append(name + GRAD)
+    return out
+
+
 def array_of(dump: OpenDump, name: str) -> DumpArray:
-    """The array of a site, a parameter, or the gradient of either.
+    """The array of what `site_names` or `parameter_names` tells.
 
     Raises:
         DumpError: there is none of that name.
     """
-    if name not in dump.sites and name.removesuffix(GRAD) in dump.parameters:
+    site, _, call = name.rpartition("#")
+    if site and call.isdigit():
+        return dump[site, int(call)]
+    if name not in dump and name.removesuffix(GRAD) in dump.parameters:
         return dump.parameter(name.removesuffix(GRAD), gradient=name.endswith(GRAD))
     return dump[name]
+
+
+def _calls(dump: OpenDump, name: str) -> list[int]:
+    """The passes through a site in a microbatch, in the first iteration."""
+    site, kind = (name, VALUE) if name in dump.places else (name.removesuffix(GRAD), GRADIENT)
+    first = [p for p in dump.passes if kind == VALUE or dump.trained(p)][:1]
+    return sorted({entry.call for p in first for entry in _entries(dump, p, site, kind)})
+
+
+def _entries(dump: OpenDump, which: tuple[int, int], name: str, kind: str) -> Iterator[Entry]:
+    written = dump.written(which)
+    places = {p.name: p.stage for m in dump.manifests for p in (*m.sites, *m.parameters)}
+    for replica in written.run.replicas:
+        for _, entry, _, _ in dump.entries(written, name, kind, places[name], replica):
+            yield entry

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_flex.dump.files import MANIFEST, parse_part_name
+from megatron_flex.dump.files import MANIFEST, iteration_of, part_of
 from megatron_flex.dump.manifest import Manifest
 from megatron_flex.errors import DumpError
 
 Tell = Callable[[int, int], None]  # is told how many bytes are done, and of how many
-ITERATION = re.compile(r"(\d{10,})(?:\.(\d+))?", re.ASCII)
 RUN = re.compile(r"run-(\d{4,})", re.ASCII)
 
 
@@ -42,7 +41,10 @@ class IterationFolder:
         return sum(n for _, n in self.files.values()) + sum(n for _, n in self.strays)
 
     def missing(self, ranks: Sequence[int]) -> dict[int, list[int]]:
-        """By rank the parts that are not there; where the last is not, the next number stands for all others."""
+        """By rank the parts that are not there.
+
+        Where a rank has not closed the iteration, the next number stands for all others.
+        """
         there: dict[int, set[int]] = {rank: set() for rank in ranks}
         for rank, part in self.files:
             if rank in there:
@@ -108,9 +110,9 @@ def _run(number: int, path: Path) -> RunFolder:
         damage = str(error)
     run = RunFolder(path, number, manifest, damage, [], [])
     for item, nbytes in _inside(path):
-        named = ITERATION.fullmatch(item.name)
-        if named and item.is_dir():
-            run.iterations.append(_iteration(item, int(named[1]), int(named[2] or 0)))
+        named = iteration_of(item.name)
+        if named is not None and item.is_dir():
+            run.iterations.append(_iteration(item, *named))
         elif item.name != MANIFEST:
             run.strays.append((item, nbytes))
     run.iterations.sort(key=lambda f: (f.number, f.run_of))
@@ -120,7 +122,7 @@ def _run(number: int, path: Path) -> RunFolder:
 def _iteration(path: Path, number: int, run_of: int) -> IterationFolder:
     folder = IterationFolder(path, number, run_of)
     for item, nbytes in _inside(path):
-        if (named := parse_part_name(item.name)) is not None and item.is_file():
+        if (named := part_of(item.name)) is not None and item.is_file():
             rank, part, parts = named
             folder.files[rank, part] = item, nbytes
             if parts:

@@ -109,7 +109,7 @@ def _moments(blocks: Iterable[Tensor]) -> tuple[Statistics, Tensor]:
 def _second(
     blocks: Iterable[Tensor], buckets: Sequence[int], edges: Sequence[float]
 ) -> tuple[dict[int, Tensor], list[int]]:
-    """The second pass: the last 16 bits in the buckets where quantiles lie, and the histogram with its ends."""
+    """The second pass: the last 16 bits where quantiles lie, and the histogram with its ends."""
     lows = {bucket: torch.zeros(BUCKETS, dtype=torch.int64) for bucket in buckets}
     inner = torch.tensor(edges, dtype=torch.float64)
     tally = torch.zeros(len(edges) + 1, dtype=torch.int64)
@@ -150,7 +150,7 @@ def _value(key: int) -> float:
 
 
 def nice_edges(first: float, last: float, bins: int) -> list[float]:
-    """Edges at round numbers, of about so many equal bins from `first` to `last`, zero among them if inside."""
+    """Edges of about so many equal bins from `first` to `last`, at round numbers; at zero if it is inside."""
     if not last > first or not math.isfinite(last - first):
         width = abs(first) / 100 or 1.0
         return [first - width / 2, first + width / 2]

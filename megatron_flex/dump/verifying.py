@@ -79,6 +79,18 @@ class Verification:
         """Whether nothing is lost or wrong."""
         return not any(f.error for f in self.findings)
 
+    def to_json(self) -> dict[str, Any]:
+        """In plain values."""
+        return {
+            "good": self.good,
+            "files": self.files,
+            "tensors": self.tensors,
+            "bytes": self.nbytes,
+            "replicas": self.replicas,
+            "iterations": self.whole,
+            "findings": [f.to_json() for f in self.findings],
+        }
+
 
 def verify(path: Path, tell: Tell | None = None, live: bool = False) -> Verification:
     """Read every byte of a dump and compare it with its checksum; find what is not there.
@@ -211,8 +223,8 @@ class _Verifier:
         self.out.replicas += replicas.compared
         for rank, owner, entry in replicas.differing():
             text = (
-                f"iteration {folder.number}: rank {rank} held another {_name(entry)}{_times(entry)} than rank "
-                f"{owner}, which wrote it: the replicas are out of step"
+                f"iteration {folder.number}: rank {rank} held another {_name(entry)}{_times(entry)} than "
+                f"rank {owner}, which wrote it: the replicas are out of step"
             )
             about: dict[str, Any] = {"rank": rank, "iteration": folder.number, "sites": (_name(entry),)}
             self._add("replica", folder.path, text, **about)

@@ -1,5 +1,6 @@
-"""Exports: what a dump holds, whole, in files that know nothing of ranks. Block by block, whatever the size."""
+"""Exports: whole tensors of a dump in common formats, block by block, whatever the size."""
 
-from megatron_flex.dump.exporting.export import FORMATS, Exported, export
+from megatron_flex.dump.exporting.arrow import Rows
+from megatron_flex.dump.exporting.export import FORMATS, Exported, Format, export
 
-__all__ = ["FORMATS", "Exported", "export"]
+__all__ = ["FORMATS", "Exported", "Format", "Rows", "export"]

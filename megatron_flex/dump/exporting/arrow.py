@@ -66,14 +66,16 @@ def _check(column: Column, first: Column, rows: Rows) -> None:
         fix = "--rows sample, or leave it out" if dims[1:2] == ("sample",) else "leave it out (--sites)"
         raise DumpError(f"{column.name} is over {', '.join(dims)}: it has no {rows}s for rows; {fix}")
     depth = 3 if rows == "token" else 2
-    same = column.array.passes == first.array.passes and column.array.shape[:depth] == first.array.shape[:depth]
+    same = (
+        column.array.passes == first.array.passes and column.array.shape[:depth] == first.array.shape[:depth]
+    )
     for label in ("samples", "tokens")[: depth - 1]:
         mine, other = getattr(column.array, label), getattr(first.array, label)
         same = same and (mine is None) == (other is None) and (mine is None or torch.equal(mine, other))
     if not same:
         raise DumpError(
-            f"{column.name} has other iterations, samples or tokens than {first.name}: they cannot share rows; "
-            "export them one by one (--sites)"
+            f"{column.name} has other iterations, samples or tokens than {first.name}: they cannot share "
+            "rows; export them one by one (--sites)"
         )
 
 

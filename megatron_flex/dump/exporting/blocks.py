@@ -71,14 +71,16 @@ class Column:
         if len(shapes) > 1:
             told = " and ".join(str(list(s)) for s in sorted(shapes)[:2])
             raise DumpError(
-                f"{self.name}: iterations have different shapes, such as {told}; choose iterations of one shape, or "
-                "a tensor for each (--per-iteration)"
+                f"{self.name}: iterations have different shapes, such as {told}; choose iterations of one "
+                "shape, or a tensor for each (--per-iteration)"
             )
 
     def by_iteration(self) -> list[Column]:
         """One column for each iteration, without that axis."""
         return [
-            Column(f"{self.name}/{number}" + (f".{run_of}" if run_of else ""), self.array.at((number, run_of))[0])
+            Column(
+                f"{self.name}/{number}" + (f".{run_of}" if run_of else ""), self.array.at((number, run_of))[0]
+            )
             for number, run_of in self.array.passes
         ]
 

@@ -54,7 +54,7 @@ def export(
         out: where; a file for safetensors, else a folder.
         to: the format.
         rows: of `datasets`: one for each token, or for each sample.
-        per_iteration: an array for each iteration, `NAME/100`, instead of one over all; their shapes may differ.
+        per_iteration: an array for each iteration, `NAME/100`, whose shapes may differ.
         force: replace what is there.
         tell: is told how many bytes are written.
 
@@ -123,4 +123,8 @@ def _remove(path: Path) -> None:
 
 
 def _size(path: Path) -> int:
-    return sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) if path.is_dir() else path.stat().st_size
+    return (
+        sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+        if path.is_dir()
+        else path.stat().st_size
+    )
