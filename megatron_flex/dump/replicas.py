@@ -14,7 +14,7 @@ from megatron_flex.errors import LayoutError
 from megatron_flex.layout import Layout
 from megatron_flex.sites import GRAD
 
-OF_STAGES, OF_DATA = ("pp",), ("pp", "dp", "edp")  # axes along which ranks hold other tensors, always
+OTHERS = ("pp", "dp", "edp")  # axes along which ranks have other activations, though no layout names them
 
 
 class _Held(NamedTuple):
@@ -55,20 +55,19 @@ class Replicas:
                 self._owners[key] = _Held(rank, entry)
 
     def differing(self) -> Iterator[tuple[int, int, Entry]]:
-        """The rank, the rank that wrote the tensor, and the entry, where checksums differ."""
+        """The rank, the rank that it is compared with (which wrote it, if one did), and the latter's entry."""
         for key, copies in self._copies.items():
-            owner = self._owners.get(key)
-            for rank, entry in copies if owner is not None else ():
-                if entry.crc != owner.entry.crc:  # type: ignore[union-attr]
-                    yield rank, owner.rank, owner.entry  # type: ignore[union-attr]
+            first = self._owners.get(key, copies[0])
+            for rank, entry in copies:
+                if entry.crc != first.entry.crc:
+                    yield rank, first.rank, first.entry
 
     def _key(self, entry: Entry, layout: Layout, coords: dict[str, int]) -> tuple[Any, ...]:
         """What ranks that hold the same tensor have in common."""
         assert self.manifest is not None
         name = entry.site + (GRAD if entry.kind in (GRADIENT, PARAMETER_GRADIENT) else "")
-        whose = name.removesuffix(GRAD) in {p.name for p in self.manifest.parameters}
-        of_parameter = entry.kind in (PARAMETER, PARAMETER_GRADIENT) or (entry.kind == REPLICA and whose)
-        apart = OF_STAGES if of_parameter else OF_DATA
+        whose = entry.kind == REPLICA and name.removesuffix(GRAD) in {p.name for p in self.manifest.parameters}
+        apart = () if whose or entry.kind in (PARAMETER, PARAMETER_GRADIENT) else OTHERS
         expert = any(a in layout.axes for a in self.manifest.experts)
         copies = {c.axis: c.copies for d in layout.dims for c in d.cuts if c.copies > 1 and not c.partial}
         at = tuple(
@@ -76,5 +75,4 @@ class Replicas:
             for axis, size in (self.manifest.experts if expert else self.manifest.axes).items()
             if size > 1 and (axis in apart or axis in layout.axes)
         )
-        stage = coords.get("pp", 0)
-        return name, entry.microbatch, entry.call, entry.span, stage, at
+        return name, entry.microbatch, entry.call, entry.span, at

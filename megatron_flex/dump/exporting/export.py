@@ -62,16 +62,7 @@ def export(
         DumpError: something is there already, a package is missing, a shape or dtype has no place in the
             format, the dump is damaged, or the disk is full.
     """
-    if to not in FORMATS:
-        raise FlexError(f"format {to!r} is none of {', '.join(FORMATS)}")
-    if to != "safetensors" and find_spec(to) is None:
-        raise DumpError(f"the package {to} is not installed: pip install megatron-flex[{to}]")
-    if (out.exists() or out.is_symlink()) and not force:
-        raise DumpError(f"{out} is there already; name another, or say --force to replace it")
-    if not columns:
-        raise DumpError("nothing to export: the dump has no whole iteration, or no site was chosen")
-    if per_iteration and to == "datasets":
-        raise DumpError("datasets have a column for the iteration; leave out --per-iteration")
+    _check(columns, out, to, per_iteration, force)
     chosen = [one for c in columns for one in (c.by_iteration() if per_iteration else [c])]
     if not per_iteration:
         for column in chosen:
@@ -92,12 +83,23 @@ def export(
             _remove(out)
         temporary.rename(out)
     except OSError as error:
-        _remove(temporary)
         raise DumpError(f"{out}: cannot be written: {error.strerror or error}") from error
-    except BaseException:
+    finally:
         _remove(temporary)
-        raise
     return Exported(out, _size(out), [c.name for c in chosen], _notes(chosen, to))
+
+
+def _check(columns: Sequence[Column], out: Path, to: Format, per_iteration: bool, force: bool) -> None:
+    if to not in FORMATS:
+        raise FlexError(f"format {to!r} is none of {', '.join(FORMATS)}")
+    if to != "safetensors" and find_spec(to) is None:
+        raise DumpError(f"the package {to} is not installed: pip install megatron-flex[{to}]")
+    if (out.exists() or out.is_symlink()) and not force:
+        raise DumpError(f"{out} is there already; name another, or say --force to replace it")
+    if not columns:
+        raise DumpError("nothing to export: the dump has no whole iteration, or no site was chosen")
+    if per_iteration and to == "datasets":
+        raise DumpError("datasets have a column for the iteration; leave out --per-iteration")
 
 
 def _described(columns: Sequence[Column]) -> dict[str, dict[str, object]]:
@@ -116,6 +118,7 @@ def _notes(columns: Sequence[Column], to: Format) -> list[str]:
 
 
 def _remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
