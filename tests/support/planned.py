@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support import gpt, moe, ranks
+from tests.support import gpt, moe, ranks, ssm
 from tests.support.gpt import Case
 
 PARALLEL = {
@@ -60,6 +60,15 @@ def config(case: Case) -> dict[str, Any]:
     return {**out, **case.extra, **{NAMED.get(n, n): v for n, v in case.split.items()}}
 
 
+def told(case: Case) -> dict[str, Any]:
+    """Likewise, with the spec of a hybrid stack of Megatron's local classes, which the cases have."""
+    out = config(case)
+    if case.hybrid or case.pattern:
+        globals()["STACK"] = ssm.stack(case, gpt._hybrid_spec) if case.pattern else gpt._hybrid_spec()
+        out["spec"] = [__name__, "STACK"]
+    return out
+
+
 def present(case: Case) -> dict[str, Any]:
     """On one rank: each site, and the shape, bytes and count of what passed there in one step."""
     from megatron_flex.adapters import detect
@@ -87,7 +96,7 @@ def present(case: Case) -> dict[str, Any]:
         "sites": {s.name: (_layout(s), s.stage, s.chunk, bool(s.hidden)) for s in sites},
         "seen": seen,
         "parameters": {
-            p.name: (p.layout, p.stage, p.chunk, p.owner, p.shape, None if p.parameter is None else p.parameter.nbytes)
+            p.name: (p.layout, p.stage, p.chunk, p.copy_of, p.shape, None if p.parameter is None else p.parameter.nbytes)
             for p in adapter.parameters()
         },
     }

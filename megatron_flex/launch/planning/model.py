@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec, module_from_spec
 from math import gcd
 from typing import Any, TypeVar, cast
 
@@ -78,8 +79,10 @@ def built(args: argparse.Namespace) -> Whole:
 
         make = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args
         settings = make(args)
-        if args.transformer_impl == "local":
-            _without_transformer_engine(settings, args)
+        if args.hybrid_layer_pattern is not None:
+            settings.hybrid_stack_spec = settings.hybrid_stack_spec or _hybrid_spec()
+        elif args.transformer_impl == "local":
+            _attend_alone(settings, args)
         whole = Whole(mesh_of(args), settings.transformer)
         survey = _Survey(whole)
         for stage in range(args.pipeline_model_parallel_size):
@@ -189,7 +192,16 @@ def _chunk(settings: Any, groups: Any, args: argparse.Namespace, chunk: int) -> 
     return root
 
 
-def _without_transformer_engine(settings: Any, args: argparse.Namespace) -> None:
+def _hybrid_spec() -> Any:
+    """Megatron's own spec of a hybrid stack, which names classes as they are when its module is run."""
+    source = find_spec("megatron.core.models.hybrid.hybrid_layer_specs")
+    assert source is not None and source.loader is not None, "megatron-core 0.19 has it"
+    module = module_from_spec(source)
+    source.loader.exec_module(module)
+    return module.hybrid_stack_spec
+
+
+def _attend_alone(settings: Any, args: argparse.Namespace) -> None:
     """Let local attention stand where a run with context parallelism would have one of its own."""
     if args.context_parallel_size == 1:
         return
@@ -202,7 +214,7 @@ def _without_transformer_engine(settings: Any, args: argparse.Namespace) -> None
             parts.core_attention = partial(_alone, parts.core_attention)
         return made
 
-    if args.spec is None and args.hybrid_layer_pattern is None:
+    if args.spec is None:
         settings.transformer_layer_spec = spec
 
 

@@ -20,6 +20,12 @@ from megatron_flex.sites import Pattern, Site, SiteTable
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WHOLE_NUMBERS = {"map": torch.bool, "indices": torch.int64}  # points of a layer of experts
+RESIDUAL = re.compile(
+    r"embedding:output|decoder\.layers\.\d+(:(input|mid|output)|\.(input_layernorm|pre_mlp_layernorm|norm):input)"
+    r"|decoder\.final_(layernorm|norm):input"
+)
+ROUTED = (("router", "logits"), ("router", "probs"), ("experts", "weights"))
+ROUTER = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 def plan(
@@ -144,6 +150,11 @@ def _tokens(said: Any) -> Any:
         return (said,)
     count = getattr(said, "count", None)
     return count if isinstance(count, int) else said
+
+
+def _is_residual(site: Site) -> bool:
+    """Whether it is on the residual stream itself, not on what is added to it."""
+    return bool(RESIDUAL.fullmatch(site.name))
 
 
 def _chosen(sites: list[Site], patterns: Iterable[Pattern]) -> list[Site]:
@@ -281,5 +292,11 @@ class _Run:
             return WHOLE_NUMBERS[site.point]
         if site.name == "loss:output":
             return own if self.args.fp16_lm_cross_entropy else torch.float32
+        if (role, site.point) in ROUTED and getattr(config, "moe_router_dtype", None) is not None:
+            return ROUTER[config.moe_router_dtype]
+        if (role, site.point) == ("self_attention", "g") or (
+            getattr(config, "fp32_residual_connection", False) and _is_residual(site)
+        ):
+            return torch.float32
         assert isinstance(own, torch.dtype), "Megatron's parameters have one dtype"
         return own
