@@ -25,6 +25,7 @@ from megatron_flex.version import __version__
 
 if TYPE_CHECKING:
     from megatron_flex import edits
+    from megatron_flex.dump.reading import DumpArray, OpenDump, open_dump
 
 __all__ = [
     "Axis",
@@ -33,6 +34,7 @@ __all__ = [
     "Detection",
     "Dim",
     "Dump",
+    "DumpArray",
     "DumpError",
     "FlexError",
     "FlexModel",
@@ -43,6 +45,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "Mesh",
+    "OpenDump",
     "Readings",
     "Site",
     "SiteError",
@@ -52,13 +55,16 @@ __all__ = [
     "breakpoint",
     "detect",
     "edits",
+    "open_dump",
     "register_adapter",
     "sampled",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `edits` when it is asked for: who makes none does not wait for it."""
+    """Import edits and the reading of dumps when they are asked for: who uses none does not wait for them."""
     if name == "edits":
         return import_module("megatron_flex.edits")
+    if name in ("DumpArray", "OpenDump", "open_dump"):
+        return getattr(import_module("megatron_flex.dump.reading"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

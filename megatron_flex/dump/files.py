@@ -4,14 +4,16 @@ Where files lie:
 
     PATH/run-0000/manifest.json                     what all ranks have in common, once for each run
     PATH/run-0000/0000000100/00003-000.safetensors  what rank 3 wrote of iteration 100, first part
+    PATH/run-0000/0000000100/00003-001-of-002.safetensors  the last part, whose name says how many there are
 
-A part has its name only once it is whole. An iteration is there if each rank's last part is, which says how
-many there are.
+A part has its name only once it is whole. An iteration is there if each rank's last part is, and all before
+it: names tell.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -42,6 +44,8 @@ NAMES = {  # safetensors' names of dtypes
     torch.bool: "BOOL",
 }
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
+_FOLDER = re.compile(r"([0-9]{10,18})(?:\.([0-9]{1,9}))?")
+_PART = re.compile(r"([0-9]{5,12})-([0-9]{3,9})(?:-of-([0-9]{3,9}))?\.safetensors")
 
 VALUE, GRADIENT, PARAMETER, PARAMETER_GRADIENT, ROUTING, REPLICA = (
     "value",
@@ -69,6 +73,7 @@ class Entry:
         picked: whether its tokens and samples were picked: `[kept, ...]` is written then.
         span: the entries, counted flat, that are written; None for all.
         crc: CRC-32 of its bytes.
+        turn: how many tensors passed on the rank before it in the iteration, counting those that others write.
     """
 
     site: str
@@ -81,6 +86,7 @@ class Entry:
     picked: bool = False
     span: tuple[int, int] | None = None
     crc: int = 0
+    turn: int = 0
 
     @property
     def tensor(self) -> str:
@@ -128,9 +134,27 @@ def iteration_folder(iteration: int, run_of: int = 0) -> str:
     return f"{iteration:010d}" + (f".{run_of}" if run_of else "")
 
 
-def part_name(rank: int, part: int) -> str:
-    """The file of a part."""
-    return f"{rank:05d}-{part:03d}.safetensors"
+def iteration_of(folder: str) -> tuple[int, int] | None:
+    """The number of an iteration, and which run of the schedule, by the name of its folder."""
+    found = _FOLDER.fullmatch(folder)
+    if found is None:
+        return None
+    out = int(found[1]), int(found[2] or 0)
+    return out if iteration_folder(*out) == folder else None
+
+
+def part_name(rank: int, part: int, parts: int = 0) -> str:
+    """The file of a part; of the last one with the number of parts there are."""
+    return f"{rank:05d}-{part:03d}" + (f"-of-{parts:03d}" if parts else "") + ".safetensors"
+
+
+def part_of(name: str) -> tuple[int, int, int] | None:
+    """Rank, part and number of parts (0 in all but the last) by the name of a file; None if it is no part's."""
+    found = _PART.fullmatch(name)
+    if found is None:
+        return None
+    out = int(found[1]), int(found[2]), int(found[3] or 0)
+    return out if part_name(*out) == name else None
 
 
 def header(index: Index, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> tuple[bytes, list[int]]:

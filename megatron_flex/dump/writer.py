@@ -159,7 +159,7 @@ class Writer:
         front, _ = header(index, [tuple(t.shape) for t in part.tensors], [len(v) for v in views])
         folder = self.folder / iteration_folder(index.iteration, index.run_of)
         folder.mkdir(exist_ok=True)
-        name = part_name(self.rank, index.part)
+        name = part_name(self.rank, index.part, index.parts)
         path = folder / f".{name}.tmp"
         with path.open("wb") as file:
             file.write(front)

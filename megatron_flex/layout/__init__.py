@@ -6,6 +6,7 @@ folder, which communicates nothing and knows no framework.
 
 from megatron_flex.layout.assembly import assemble, extract
 from megatron_flex.layout.inferring import AXIS, batch_first, declared
+from megatron_flex.layout.region import Index, Where, compact, first_copy, is_sum, region, take
 from megatron_flex.layout.spans import (
     coordinates,
     padded_shape,
@@ -21,20 +22,27 @@ __all__ = [
     "Coords",
     "Cut",
     "Dim",
+    "Index",
     "Layout",
     "Lengths",
     "Sizes",
     "Span",
+    "Where",
     "assemble",
     "batch_first",
+    "compact",
     "coordinates",
     "declared",
     "extract",
+    "first_copy",
+    "is_sum",
     "over_data",
     "padded_shape",
     "part_lengths",
     "parts",
+    "region",
     "replicated",
     "spans",
+    "take",
     "whole_shape",
 ]

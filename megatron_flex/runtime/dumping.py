@@ -82,7 +82,7 @@ class Dumped:
         self._ownership = Ownership(mesh)
         self._runs: Counter[int] = Counter()
         self._skipped: frozenset[str] = frozenset()
-        self._microbatches = 0
+        self._microbatches = self._turns = 0
 
     def open(self, manifest: Manifest) -> None:
         """Begin a run of the dump. Collective over the mesh.
@@ -120,7 +120,7 @@ class Dumped:
         self._runs[number] += 1
         name = f"{number:010d}" + (f".{run_of}" if run_of else "")
         self.active = wanted and name not in self._skipped
-        self._microbatches = microbatches
+        self._microbatches, self._turns = microbatches, 0
         if self.active and self.writer is not None:
             self.writer.begin(number, run_of, torch.is_grad_enabled(), microbatches)
         return self.active
@@ -146,6 +146,7 @@ class Dumped:
         if not self.active or self.writer is None or not self.dump.wants_microbatch(key.microbatch):
             return
         site, kind = key.site.removesuffix(GRAD), GRADIENT if key.site.endswith(GRAD) else VALUE
+        turn, self._turns = self._turns, self._turns + 1
         if not self._ownership.mine(layout, local.nbytes):
             return
         local, layout, picked = self._wanted(key, local.detach(), layout)
@@ -156,7 +157,7 @@ class Dumped:
             local = (local.float() if local.dtype == torch.float16 else local) / factor
         if self.dump.dtype is not None and local.is_floating_point():
             local = local.to(self.dump.dtype)
-        entry = Entry(site, kind, key.microbatch, key.call, 0, shape, "", picked is not None)
+        entry = Entry(site, kind, key.microbatch, key.call, 0, shape, "", picked is not None, turn=turn)
         self.writer.put(entry, layout, local)
 
     def _wanted(self, key: Key, local: Tensor, layout: Layout) -> tuple[Tensor, Layout, Picked | None]:

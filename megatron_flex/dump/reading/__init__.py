@@ -1,0 +1,6 @@
+"""Reading a dump: whole tensors in the order of the global batch, with neither Megatron nor a process group."""
+
+from megatron_flex.dump.reading.array import DumpArray, Piece
+from megatron_flex.dump.reading.opened import OpenDump, open_dump
+
+__all__ = ["DumpArray", "OpenDump", "Piece", "open_dump"]

@@ -1,0 +1,280 @@
+"""DumpArray: a tensor of a dump over all iterations, of which nothing is read until it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from megatron_flex.dump.reading.indexing import chosen, entries
+from megatron_flex.errors import DumpError
+from megatron_flex.layout import Index, Where, compact
+
+Pass = tuple[int, int]  # the number of an iteration, and which run of the schedule in it
+
+
+class Source(Protocol):
+    """Where an array's values come from."""
+
+    name: str
+    passes: list[Pass]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one iteration."""
+        ...
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The names of its dims."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its values."""
+        ...
+
+    @property
+    def layout(self) -> str:
+        """In words."""
+        ...
+
+    def read(self, which: Pass, where: Where) -> Tensor:
+        """The entries wanted of one iteration."""
+        ...
+
+    def labels(self, which: Pass) -> tuple[Tensor | None, Tensor | None]:
+        """The numbers of the samples, and the positions of the tokens: `[token]` or `[sample, token]`."""
+        ...
+
+    def among(self, passes: list[Pass]) -> Source:
+        """The same over other iterations."""
+        ...
+
+    def pieces(self) -> Iterator[tuple[Pass, int, int, Source]]:
+        """What was written at a time: iteration, microbatch, replica, and a source of that alone."""
+        ...
+
+
+class Piece(NamedTuple):
+    """What was written at a time.
+
+    Attributes:
+        iteration: its number.
+        run_of: which run of the schedule in it.
+        microbatch: its number on the replica.
+        replica: the data parallel coordinate.
+        array: over (sample, token, *features); `samples` and `tokens` tell which.
+    """
+
+    iteration: int
+    run_of: int
+    microbatch: int
+    replica: int
+    array: DumpArray
+
+
+class DumpArray:
+    """A tensor of a dump: an array over (iteration, sample, token, *features), read when it is converted.
+
+    The sample's number is the one in the global batch, the token's the position in the sequence, whatever the
+    layout of the run was. A tensor that has no samples has `microbatch` there, one entry for each microbatch of
+    each data parallel replica; one without tokens leaves them out.
+
+    Slicing gives another DumpArray and reads nothing: integers, slices with any step, lists, masks and `...`.
+    Several lists choose each along their own axis (as in `numpy.ix_`).
+
+    Attributes:
+        name: of the site or parameter.
+    """
+
+    def __init__(self, source: Source, view: list[Index | int] | None = None) -> None:
+        self._source = source
+        self._view = view
+        self.name = source.name
+
+    # -- what it is ------------------------------------------------------------------------------------
+
+    @property
+    def view(self) -> list[Index | int]:
+        """The entries of each axis of what was dumped; an integer where the axis is gone."""
+        if self._view is None:
+            self._view = [range(n) for n in (len(self._source.passes), *self._source.shape)]
+        return self._view
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Entries of each axis; those of the first iteration hold for all."""
+        return tuple(len(v) for v in self.view if not isinstance(v, int))
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The names of the axes."""
+        names = ("iteration", *self._source.dims)
+        return tuple(n for n, v in zip(names, self.view, strict=True) if not isinstance(v, int))
+
+    @property
+    def ndim(self) -> int:
+        """How many axes."""
+        return len(self.dims)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values, as they are stored."""
+        return self._source.dtype
+
+    @property
+    def size(self) -> int:
+        """How many values."""
+        out = 1
+        for n in self.shape:
+            out *= n
+        return out
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def layout(self) -> str:
+        """How ranks held it, in words, in the first iteration."""
+        return self._source.layout
+
+    @property
+    def passes(self) -> list[Pass]:
+        """The iterations: number, and which run of the schedule in it (0 for the first)."""
+        first = self.view[0]
+        return [self._source.passes[i] for i in ([first] if isinstance(first, int) else first)]
+
+    @property
+    def iterations(self) -> list[int]:
+        """The numbers of the iterations."""
+        return [number for number, _ in self.passes]
+
+    @property
+    def samples(self) -> Tensor | None:
+        """The numbers of the samples in the global batch, `[sample]`, in the first iteration; None without."""
+        return self._labels(0)
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """The positions of the tokens: `[token]`, or `[iteration, sample, token]` of sampled ones; None without."""
+        return self._labels(1)
+
+    def _labels(self, which: int) -> Tensor | None:
+        if which >= len(self._source.dims) or not self.passes:
+            return None
+        found = self._source.labels(self.passes[0])[which]
+        if found is None:
+            return None
+        own = self.view[1:3]
+        if found.ndim == 1:
+            return _at(found, [own[which]])
+        every = [self._source.labels(p)[which] for p in self.passes]
+        table = torch.stack([_at(cast(Tensor, t), own) for t in every])
+        return table[0] if isinstance(self.view[0], int) else table
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f"{self.name}: a single value has no length")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{d} {n}" for d, n in zip(self.dims, self.shape, strict=True))
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"DumpArray({self.name}: {axes or 'one value'}; {kind}, {self.nbytes:,} bytes; {self.layout})"
+
+    # -- slicing ---------------------------------------------------------------------------------------
+
+    def __getitem__(self, key: Any) -> DumpArray:
+        live = [i for i, v in enumerate(self.view) if not isinstance(v, int)]
+        wanted = entries(key, self.shape, self.dims)
+        view = list(self.view)
+        for axis, want in zip(live, wanted, strict=True):
+            had = cast(Index, view[axis])
+            view[axis] = had[want] if isinstance(want, int) else chosen(want, had)
+        return DumpArray(self._source, view)
+
+    def __iter__(self) -> Iterator[DumpArray]:
+        return (self[i] for i in range(len(self)))
+
+    def at(self, *iterations: int | Pass) -> DumpArray:
+        """These iterations, by number; `(number, 1)` is the second run of the schedule in it.
+
+        Raises:
+            DumpError: one that the dump does not have whole.
+        """
+        wanted = [(i, 0) if isinstance(i, int) else (int(i[0]), int(i[1])) for i in iterations]
+        return DumpArray(
+            self._source.among(wanted), None if self._view is None else [range(len(wanted)), *self._view[1:]]
+        )
+
+    def pieces(self) -> Iterator[Piece]:
+        """What was written at a time, each as an array of its own: for tensors whose shapes differ."""
+        if self._view is not None and any(
+            v != range(n) for v, n in zip(self._view[1:], self._source.shape, strict=True)
+        ):
+            raise DumpError(
+                f"{self.name}: pieces are of the whole array or of some iterations: slice each piece"
+            )
+        for which, microbatch, replica, source in self._source.among(self.passes).pieces():
+            yield Piece(which[0], which[1], microbatch, replica, DumpArray(source)[0])
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def torch(self, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
+        """Read it.
+
+        Args:
+            dtype: to convert to; None for the one it is stored in.
+            device: to copy to; None for the CPU.
+
+        Raises:
+            DumpError: a file is gone or damaged, or iterations or microbatches have different shapes.
+        """
+        where = tuple(compact([v]) if isinstance(v, int) else v for v in self.view)
+        source, passes = self._source, [self._source.passes[i] for i in where[0]]
+        lengths = [len(i) for i in where[1:]]
+        out = torch.empty([len(passes), *lengths], dtype=dtype or source.dtype)
+        for row, which in enumerate(passes):
+            found = source.read(which, where[1:])
+            if found.dtype != source.dtype:
+                raise DumpError(
+                    f"{self.name}: {found.dtype} in iteration {which[0]}, {source.dtype} in the first one"
+                )
+            out[row] = found
+        live = [n for n, v in zip(out.shape, self.view, strict=True) if not isinstance(v, int)]
+        out = out.reshape(live)
+        return out if device is None else out.to(device)
+
+    def numpy(self) -> Any:
+        """Read it as a numpy array; bfloat16 and 8-bit floats, which numpy does not have, become float32."""
+        found = self.torch()
+        lacks = found.dtype == torch.bfloat16 or (found.is_floating_point() and found.dtype.itemsize == 1)
+        return (found.float() if lacks else found).numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        if copy is False:
+            raise ValueError("an array of a dump is read from files: it cannot be had without a copy")
+        found = self.numpy()
+        return found if dtype is None else found.astype(dtype)
+
+    def item(self) -> Any:
+        """The value of an array of one."""
+        return self.torch().item()
+
+    def __reduce__(self) -> Any:
+        return DumpArray, (self._source, self._view)
+
+
+def _at(labels: Tensor, own: list[Index | int]) -> Tensor:
+    for dim, index in reversed(list(enumerate(own[: labels.ndim]))):
+        labels = (
+            labels.select(dim, index)
+            if isinstance(index, int)
+            else labels.index_select(dim, torch.tensor(list(index), dtype=torch.int64))
+        )
+    return labels

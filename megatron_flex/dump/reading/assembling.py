@@ -1,0 +1,243 @@
+"""One tensor of one microbatch on one replica, put together out of the shards that ranks wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_flex.dump.files import Entry, Part
+from megatron_flex.dump.reading.shards import Files, Found
+from megatron_flex.dump.selection import SAMPLE, TOKEN, Picked, dim_of
+from megatron_flex.errors import DumpError, LayoutError
+from megatron_flex.layout import (
+    Coords,
+    Index,
+    Layout,
+    Sizes,
+    Where,
+    compact,
+    coordinates,
+    first_copy,
+    padded_shape,
+    part_lengths,
+    region,
+    whole_shape,
+)
+
+Picking = Any  # (layout, local shape, coords) -> Picked | None
+
+
+@dataclass(slots=True)
+class Shard:
+    """What one rank wrote of a tensor: one entry, or several that follow one another, counted flat."""
+
+    coords: Coords
+    pieces: list[tuple[Part, Entry]] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the local tensor, before anything was picked."""
+        return self.pieces[0][1].shape
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it is there."""
+        spans = sorted(e.span for _, e in self.pieces if e.span is not None)
+        if not spans:
+            return bool(self.pieces)
+        at = 0
+        for first, last in spans:
+            if first > at:
+                return False
+            at = max(at, last)
+        return at >= prod(self.shape)
+
+
+class Assembled:
+    """A tensor whose shards are known; its regions are read as they are asked for.
+
+    Attributes:
+        layout: of the shards.
+        dtype: of the tensor.
+        shape: of the whole, as one device has it.
+        dims: its names of dims.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        layout: Layout,
+        sizes: Sizes,
+        shards: Mapping[tuple[int, ...], Shard],
+        where: str,
+        picking: Picking = None,
+    ) -> None:
+        self.files, self.layout, self.sizes, self.where = files, layout, sizes, where
+        self._shards, self._picking = shards, picking
+        self._lookups: dict[tuple[int, ...], Tensor | None] = {}
+        one = next(iter(shards.values()))
+        part, entry = one.pieces[0]
+        self.dtype = part.where[entry.tensor][0]
+        places = [self._shard(c) for c in coordinates(layout, sizes)] if _is_uneven(layout) else [one]
+        shapes = [s.shape for s in places]
+        try:
+            self._lengths = part_lengths(layout, shapes, sizes) if _is_uneven(layout) else {}
+            self._full = padded_shape(layout, shapes[0], sizes, self._lengths)
+            self.shape = whole_shape(layout, shapes[0], sizes, self._lengths)
+        except LayoutError as error:
+            raise DumpError(f"{where}: {error}") from error
+        self.order = layout.permute or tuple(range(len(layout.dims)))
+
+    def dim(self, name: str) -> int | None:
+        """The first dim of the whole of that name."""
+        at = dim_of(self.layout, name)
+        return None if at is None else self.order.index(at)
+
+    @property
+    def dims(self) -> list[str]:
+        """The names of the dims of the whole."""
+        found = [self.layout.dims[i] for i in self.order]
+        return [d.name or f"d{i}" for i, d in enumerate(found)]
+
+    def region(self, wanted: Sequence[Index]) -> Tensor:
+        """The entries wanted of each dim of the whole.
+
+        Raises:
+            DumpError: a shard is missing or damaged, or shards do not fit.
+        """
+        try:
+            return region(self.layout, self._read, self._full, self.sizes, wanted, self._lengths)
+        except LayoutError as error:
+            raise DumpError(f"{self.where}: {error}") from error
+
+    def _shard(self, coords: Coords) -> Shard:
+        at = tuple(first_copy(self.layout, coords, self.sizes).values())
+        found = self._shards.get(at)
+        if found is None:
+            told = ", ".join(f"{a}={n}" for a, n in coords.items() if self.sizes.get(a, 1) > 1)
+            raise DumpError(f"{self.where}: no rank with {told or 'these coordinates'} wrote its shard")
+        return found
+
+    def _read(self, coords: Coords, where: Where) -> Tensor:
+        shard = self._shard(coords)
+        part, entry = shard.pieces[0]
+        if entry.picked:
+            return self._read_picked(shard, coords, where)
+        if entry.span is not None:
+            return self._read_spans(shard, where)
+        if part.where[entry.tensor][1] != entry.shape:
+            raise DumpError(f"{part.path}: {entry.tensor[:80]} is not as its index says: the file is damaged")
+        _check_inside(part, entry.shape, where)
+        return self.files.read(part, entry, where)
+
+    def _read_spans(self, shard: Shard, where: Where) -> Tensor:
+        """Of a shard in flat pieces: which pieces it is in, and what of them."""
+        _check_inside(shard.pieces[0][0], shard.shape, where)
+        if not shard.whole:
+            raise DumpError(
+                f"{self.where}: ranks wrote only some of the flat pieces of a shard of {shard.shape}"
+            )
+        flat = torch.zeros([1] * len(where), dtype=torch.int64)
+        for dim, index in enumerate(where):
+            stride = prod(shard.shape[dim + 1 :])
+            place = [1] * len(where)
+            place[dim] = len(index)
+            flat = flat + torch.tensor(list(index), dtype=torch.int64).reshape(place) * stride
+        out = torch.empty(flat.shape, dtype=self.dtype)
+        for part, entry in shard.pieces:
+            assert entry.span is not None
+            first, last = entry.span
+            mine = (flat >= first) & (flat < last)
+            if mine.any():
+                at = flat[mine] - first
+                low, high = int(at.min()), int(at.max()) + 1
+                out[mine] = self.files.read(part, entry, (range(low, high),))[at - low]
+        return out
+
+    def _read_picked(self, shard: Shard, coords: Coords, where: Where) -> Tensor:
+        """Of a shard of which tokens or samples were picked while it was written."""
+        part, entry = shard.pieces[0]
+        key = tuple(first_copy(self.layout, coords, self.sizes).values())
+        if key not in self._lookups:
+            self._lookups[key] = self._lookup(part, entry, coords)
+        lookup = self._lookups[key]
+        sample, token = dim_of(self.layout, SAMPLE), dim_of(self.layout, TOKEN)
+        front = [d for d in (sample, token) if d is not None]
+        rest = [d for d in range(len(where)) if d not in front]
+        if lookup is None or not front:
+            raise DumpError(f"{part.path}: {entry.tensor[:80]} was picked, and the settings pick nothing")
+        _check_inside(part, entry.shape, where)
+        at = [torch.tensor(list(where[d]), dtype=torch.int64) for d in front]
+        rows = lookup[at[0]] if len(front) == 1 else lookup[at[0][:, None], at[1][None, :]]
+        if rows.numel() and int(rows.min()) < 0:
+            raise DumpError(f"{self.where}: tokens or samples that were not kept")
+        flat: list[int] = rows.reshape(-1).tolist()
+        found = self.files.read(part, entry, (compact(flat), *(where[d] for d in rest)))
+        found = found.reshape(*rows.shape, *found.shape[1:])
+        return found.movedim(list(range(len(front))), front)
+
+    def _lookup(self, part: Part, entry: Entry, coords: Coords) -> Tensor | None:
+        picked: Picked | None = self._picking(self.layout, entry.shape, coords) if self._picking else None
+        if picked is None:
+            return None
+        indices = [i for i in (picked.sample, picked.token) if i is not None]
+        dims = [d for d in (dim_of(self.layout, SAMPLE), dim_of(self.layout, TOKEN)) if d is not None]
+        stored = part.where[entry.tensor][1]
+        rest = tuple(n for d, n in enumerate(entry.shape) if d not in dims)
+        if stored != (len(indices[0]), *rest):
+            raise DumpError(
+                f"{part.path}: {entry.tensor[:80]} has shape {list(stored)}, and the settings of the run pick "
+                f"{[len(indices[0]), *rest]}: the file is damaged"
+            )
+        lookup = torch.full([entry.shape[d] for d in dims], -1, dtype=torch.int64)
+        lookup[tuple(indices)] = torch.arange(len(indices[0]))
+        return lookup
+
+
+def gathered(found: Iterable[Found], sizes: Sizes, where: str) -> tuple[Layout, dict[tuple[int, ...], Shard]]:
+    """Sort what ranks wrote of one tensor by who holds the same.
+
+    Raises:
+        DumpError: ranks disagree on layout or dtype.
+    """
+    layout: Layout | None = None
+    shards: dict[tuple[int, ...], Shard] = {}
+    dtype = ""
+    for part, entry, own, coords in found:
+        if layout is None:
+            layout, dtype = own, entry.dtype
+        if own != layout or entry.dtype != dtype:
+            raise DumpError(
+                f"{where}: {part.path.name} has {entry.dtype} in layout {own.describe()}, and another rank {dtype} "
+                f"in {layout.describe()}"
+            )
+        place = first_copy(layout, coords, sizes)
+        shard = shards.setdefault(tuple(place.values()), Shard(place))
+        if entry.span is not None or not shard.pieces:
+            shard.pieces.append((part, entry))
+    assert layout is not None
+    return layout, shards
+
+
+def is_complete(layout: Layout, shards: Mapping[tuple[int, ...], Shard], sizes: Sizes) -> bool:
+    """Whether every shard of a tensor is there."""
+    wanted = {tuple(first_copy(layout, c, sizes).values()) for c in coordinates(layout, sizes)}
+    return wanted <= set(shards) and all(s.whole for s in shards.values())
+
+
+def _is_uneven(layout: Layout) -> bool:
+    return any(d.uneven and d.cuts for d in layout.dims)
+
+
+def _check_inside(part: Part, shape: Sequence[int], where: Where) -> None:
+    for length, index in zip(shape, where, strict=True):
+        if len(index) and max(index) >= length:
+            raise DumpError(f"{part.path}: ranks hold shards of different shapes, here {tuple(shape)}")
+
+
+__all__ = ["Assembled", "Shard", "gathered", "is_complete"]

@@ -1,0 +1,147 @@
+"""What lies in a dump's folder: runs, and which of their iterations are whole; names of files tell it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from megatron_flex.dump.files import iteration_folder, iteration_of, part_name, part_of
+from megatron_flex.dump.manifest import Manifest
+from megatron_flex.errors import DumpError
+
+REPLICAS, STAGES = "dp", "pp"  # the axes along which ranks hold other samples, and other sites
+
+
+class Run:
+    """A run of a dump: its manifest, and who was where.
+
+    Attributes:
+        folder: of the run.
+        manifest: what it says of itself.
+        sizes: the mesh.
+        coords: of each rank.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = Manifest.read(folder)
+        self.sizes: Mapping[str, int] = self.manifest.sizes
+        self.coords: Mapping[int, Mapping[str, int]] = dict(self.manifest.ranks)
+        self._at: dict[tuple[int, int], list[int]] = {}
+        for rank, coords in self.coords.items():
+            self._at.setdefault((coords.get(STAGES, 0), coords.get(REPLICAS, 0)), []).append(rank)
+
+    def ranks(self, stage: int, replica: int) -> list[int]:
+        """The ranks of a pipeline stage of a data parallel replica."""
+        return self._at.get((stage, replica), [])
+
+    @cached_property
+    def replicas(self) -> list[int]:
+        """The data parallel replicas, in order."""
+        return sorted({replica for _, replica in self._at})
+
+    @cached_property
+    def stages(self) -> list[int]:
+        """The pipeline stages, in order."""
+        return sorted({stage for stage, _ in self._at})
+
+    @cached_property
+    def folders(self) -> list[tuple[int, int]]:
+        """The iterations that have a folder, whole or not: number, and which run of the schedule."""
+        try:
+            found = [iteration_of(entry.name) for entry in os.scandir(self.folder) if entry.is_dir()]
+        except OSError as error:
+            raise DumpError(f"{self.folder}: cannot be read: {error.strerror or error}") from error
+        return sorted(f for f in found if f is not None)
+
+    def written(self, iteration: int, run_of: int, like: Written | None = None) -> Written | None:
+        """What ranks wrote of an iteration; None unless it is whole.
+
+        Args:
+            iteration: its number.
+            run_of: which run of the schedule in it.
+            like: another iteration, whose numbers of parts are shared if they are the same.
+        """
+        folder = self.folder / iteration_folder(iteration, run_of)
+        try:
+            parts = parts_in(folder)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise DumpError(f"{folder}: cannot be read: {error.strerror or error}") from error
+        whole = {rank: whole_parts(folder, rank, parts.get(rank, {})) for rank in self.coords}
+        if not all(whole.values()):
+            return None
+        return Written(self, iteration, run_of, folder, like.parts if like and like.parts == whole else whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A whole iteration.
+
+    Attributes:
+        run: that wrote it.
+        iteration: its number.
+        run_of: which run of the schedule in it.
+        folder: where it is.
+        parts: how many parts each rank has.
+    """
+
+    run: Run
+    iteration: int
+    run_of: int
+    folder: Path
+    parts: Mapping[int, int]
+
+    def paths(self, rank: int) -> Iterable[Path]:
+        """The parts of a rank, in order."""
+        count = self.parts[rank]
+        for part in range(count):
+            yield self.folder / part_name(rank, part, count if part == count - 1 else 0)
+
+    def describe(self) -> str:
+        """The iteration in words."""
+        return f"iteration {self.iteration}" + (f", pass {self.run_of}" if self.run_of else "")
+
+
+def parts_in(folder: Path) -> dict[int, dict[int, int]]:
+    """The parts in an iteration's folder: rank to part to how many the part says there are, 0 if it does not."""
+    out: dict[int, dict[int, int]] = {}
+    for name in os.listdir(folder):
+        found = part_of(name)
+        if found is not None:
+            rank, part, parts = found
+            out.setdefault(rank, {})[part] = parts
+    return out
+
+
+def whole_parts(folder: Path, rank: int, parts: Mapping[int, int]) -> int:
+    """How many parts a rank has; 0 unless the last is there, and all before it."""
+    count = len(parts)
+    if not count or sorted(parts) != list(range(count)) or any(parts[n] for n in range(count - 1)):
+        return 0
+    return count if parts[count - 1] == count else 0
+
+
+def runs_in(path: Path) -> list[Run]:
+    """The runs of a dump, in order.
+
+    Raises:
+        DumpError: the folder is no dump, or a manifest is damaged.
+    """
+    try:
+        found = sorted((f for f in path.iterdir() if f.name.startswith("run-")), key=_number)
+    except OSError as error:
+        raise DumpError(f"{path}: cannot be read: {error.strerror or error}") from error
+    runs = [Run(f) for f in found if (f / "manifest.json").exists()]
+    if not runs:
+        raise DumpError(f"{path} has no run of a dump in it; name the folder that mf.Dump was given")
+    return runs
+
+
+def _number(folder: Path) -> int:
+    number = folder.name.removeprefix("run-")
+    return int(number) if number.isdecimal() and len(number) < 19 else -1

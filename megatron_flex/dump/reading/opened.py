@@ -1,0 +1,224 @@
+"""open_dump: a dump as one device would have made it, with neither Megatron nor a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+
+from megatron_flex.dump.files import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE
+from megatron_flex.dump.manifest import Manifest, Place
+from megatron_flex.dump.reading.activations import Activations
+from megatron_flex.dump.reading.array import DumpArray, Pass
+from megatron_flex.dump.reading.folders import Run, Written, runs_in
+from megatron_flex.dump.reading.ordering import execution_order
+from megatron_flex.dump.reading.parameters import Parameters
+from megatron_flex.dump.reading.shards import Check, Files, Found
+from megatron_flex.errors import DumpError, nearest
+from megatron_flex.sites import GRAD
+
+OUTPUT = ":output"
+
+
+def open_dump(path: str | PathLike[str], *, check: Check = "whole") -> OpenDump:
+    """Open a dump to read.
+
+    Args:
+        path: the folder that `Dump` was given.
+        check: compare a shard's bytes with its checksum when it is `first` read (all of it is read for that),
+            when it is first read as a `whole`, or `never`. Headers are always checked.
+
+    Raises:
+        DumpError: there is no dump, or its manifest is damaged or of another version.
+    """
+    return OpenDump(path, check=check)
+
+
+class OpenDump:
+    """A dump: names of sites to arrays over (iteration, sample, token, *features).
+
+    Opening reads manifests only. Iterations that several runs have whole are the first run's.
+
+    Attributes:
+        path: the folder.
+        runs: the runs it consists of, in order.
+    """
+
+    def __init__(self, path: str | PathLike[str], *, check: Check = "whole") -> None:
+        self.path, self.check = Path(path), check
+        self.files = Files(check)
+        self.runs: list[Run] = runs_in(self.path)
+
+    # -- what there is ---------------------------------------------------------------------------------
+
+    @property
+    def manifests(self) -> list[Manifest]:
+        """What each run says of itself."""
+        return [run.manifest for run in self.runs]
+
+    @property
+    def manifest(self) -> Manifest:
+        """That of the first run."""
+        return self.runs[0].manifest
+
+    @cached_property
+    def _whole(self) -> dict[Pass, Written]:
+        out: dict[Pass, Written] = {}
+        last: Written | None = None
+        for run in self.runs:
+            for which in run.folders:
+                if which not in out:
+                    found = run.written(*which, like=last)
+                    if found is not None:
+                        out[which] = last = found
+        return dict(sorted(out.items()))
+
+    @property
+    def passes(self) -> list[Pass]:
+        """The whole iterations, with further runs of the schedule: (number, 0), (number, 1), ..."""
+        return list(self._whole)
+
+    @property
+    def iterations(self) -> list[int]:
+        """The numbers of the whole iterations."""
+        return [number for number, run_of in self._whole if run_of == 0]
+
+    def written(self, which: Pass) -> Written:
+        """A whole iteration.
+
+        Raises:
+            DumpError: it is not whole, or not there.
+        """
+        found = self._whole.get(which)
+        if found is None:
+            have = self.iterations
+            told = f"{have[0]} to {have[-1]}, {len(have)} in all" if have else "none"
+            raise DumpError(f"{self.path}: iteration {which} is not there, or not whole; there are {told}")
+        return found
+
+    @cached_property
+    def places(self) -> dict[str, Place]:
+        """The sites of all runs, in model order."""
+        out: dict[str, Place] = {}
+        for manifest in self.manifests:
+            for place in manifest.sites:
+                out.setdefault(place.name, place)
+        return out
+
+    @cached_property
+    def _parameter_places(self) -> dict[str, Place]:
+        return {p.name: p for m in reversed(self.manifests) for p in m.parameters}
+
+    @property
+    def sites(self) -> list[str]:
+        """The names of what was dumped, in model order, each followed by its gradient if that was."""
+        passed = set(self.order)
+        both = ((name, name + GRAD) for name in self.places)
+        return [n for name, grad in both for n in ((name, grad) if grad in passed else (name,))]
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names of the parameters that were dumped, in model order."""
+        return list(self._parameter_places)
+
+    @cached_property
+    def order(self) -> list[str]:
+        """The names in the order in which they passed, values before gradients.
+
+        It is the first iteration that made gradients that tells, or else the first one.
+        """
+        written = next((w for k, w in self._whole.items() if k[1] == 0 and self.trained(k)), None)
+        written = written or next(iter(self._whole.values()), None)
+        return [] if written is None else execution_order(self.files, written, self.places)
+
+    def trained(self, which: Pass) -> bool:
+        """Whether gradients were made in an iteration."""
+        written = self.written(which)
+        path = next(iter(written.paths(next(iter(written.run.coords)))))
+        return self.files.open(path).part.index.training
+
+    # -- arrays ----------------------------------------------------------------------------------------
+
+    def __getitem__(self, key: str | tuple[str, int]) -> DumpArray:
+        name, call = key if isinstance(key, tuple) else (key, None)
+        found = self._resolved(name)
+        if found is None:
+            raise DumpError(f"{self.path} has no site {name!r}{nearest(name, self.sites)}")
+        site, kind = found
+        passes = [w for w in self._whole if w[1] == 0]
+        if kind == GRADIENT:
+            passes = [w for w in passes if self.trained(w)]
+        stage = self.places[site].stage
+        if call is None and passes:
+            self._check_calls(name, site, kind, stage, passes[0])
+        return DumpArray(Activations(self, name, site, kind, call or 0, stage, passes))
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._resolved(name) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sites)
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def keys(self) -> list[str]:
+        """The names of the sites."""
+        return self.sites
+
+    def items(self) -> Iterator[tuple[str, DumpArray]]:
+        """The sites and their arrays."""
+        return ((name, self[name]) for name in self.sites)
+
+    def parameter(self, name: str, gradient: bool = False) -> DumpArray:
+        """A parameter, or its gradient, over (iteration, *dims)."""
+        place = self._parameter_places.get(name)
+        if place is None:
+            raise DumpError(f"{self.path} has no parameter {name!r}{nearest(name, self.parameters)}")
+        passes = [w for w in self._whole if w[1] == 0]
+        if gradient:
+            passes = [w for w in passes if self.trained(w)]
+        kind = PARAMETER_GRADIENT if gradient else PARAMETER
+        return DumpArray(Parameters(self, name, kind, place.stage, passes))
+
+    def _resolved(self, name: str) -> tuple[str, str] | None:
+        """A site, and which kind of its tensors; a module's name stands for its output."""
+        for site, kind in ((name, VALUE), (name.removesuffix(GRAD), GRADIENT)):
+            for full in (site, site + OUTPUT):
+                if full in self.places and (kind == VALUE or full + GRAD in self.order):
+                    return full, kind
+        return None
+
+    def _check_calls(self, name: str, site: str, kind: str, stage: int, which: Pass) -> None:
+        written = self.written(which)
+        calls = {e.call for _, e, _, _ in self.entries(written, site, kind, stage, written.run.replicas[0])}
+        if len(calls) > 1:
+            raise DumpError(
+                f"{name} was passed {len(calls)} times in a microbatch: say which, d[{name!r}, 0] to "
+                f"d[{name!r}, {max(calls)}]"
+            )
+
+    # -- what the arrays ask ---------------------------------------------------------------------------
+
+    def entries(self, written: Written, site: str, kind: str, stage: int, replica: int) -> list[Found]:
+        """What the ranks of a stage of a replica wrote of a site."""
+        out: list[Found] = []
+        for rank in written.run.ranks(stage, replica):
+            coords = written.run.coords[rank]
+            for path in written.paths(rank):
+                opened = self.files.open(path)
+                out += [
+                    (opened.part, entry, layout, coords) for entry, layout in opened.by.get((site, kind), ())
+                ]
+        return out
+
+    def close(self) -> None:
+        """Let go of all files."""
+        self.files.close()
+
+    def __enter__(self) -> OpenDump:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

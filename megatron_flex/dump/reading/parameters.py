@@ -1,0 +1,98 @@
+"""A parameter, or its gradient, over iterations, as a source of an array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_flex.dump.reading.array import Pass
+from megatron_flex.dump.reading.assembling import Assembled, gathered, is_complete
+from megatron_flex.dump.reading.shards import Found
+from megatron_flex.errors import DumpError
+from megatron_flex.layout import Where
+
+if TYPE_CHECKING:
+    from megatron_flex.dump.reading.opened import OpenDump
+
+
+class Parameters:
+    """A parameter in each iteration: of which rank does not matter, as long as all of it is found.
+
+    Args:
+        dump: that has it.
+        name: of the parameter.
+        kind: `parameter` or `parameter_gradient`.
+        stage: the pipeline stage that has it.
+        passes: the iterations.
+    """
+
+    def __init__(self, dump: OpenDump, name: str, kind: str, stage: int, passes: list[Pass]) -> None:
+        self.dump, self.name, self.kind, self.stage, self.passes = dump, name, kind, stage, passes
+
+    @cached_property
+    def _like(self) -> Assembled:
+        if not self.passes:
+            raise DumpError(f"{self.name}: no iteration of the dump is whole")
+        return self._assembled(self.passes[0])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one iteration."""
+        return self._like.shape
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The names of its dims."""
+        return tuple(self._like.dims)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its values."""
+        return self._like.dtype
+
+    @property
+    def layout(self) -> str:
+        """In words."""
+        return self._like.layout.describe(self._like.sizes)
+
+    def among(self, passes: list[Pass]) -> Parameters:
+        """The same over other iterations."""
+        for which in passes:
+            self.dump.written(which)
+        return Parameters(self.dump, self.name, self.kind, self.stage, passes)
+
+    def labels(self, which: Pass) -> tuple[Tensor | None, Tensor | None]:
+        """A parameter has neither samples nor tokens."""
+        return None, None
+
+    def pieces(self) -> Iterator[tuple[Pass, int, int, Parameters]]:
+        """Each iteration by itself."""
+        for which in self.passes:
+            yield which, 0, 0, self.among([which])
+
+    def read(self, which: Pass, where: Where) -> Tensor:
+        """The entries wanted of one iteration."""
+        one = self._like if which == self.passes[0] else self._assembled(which)
+        if one.shape != self.shape:
+            raise DumpError(
+                f"{one.where}: {list(one.shape)}, and {list(self.shape)} in the first: use .pieces()"
+            )
+        return one.region(where)
+
+    def _assembled(self, which: Pass) -> Assembled:
+        written = self.dump.written(which)
+        where = f"{self.name} ({self.kind}), {written.describe()}"
+        found: list[Found] = []
+        for replica in written.run.replicas:
+            found += self.dump.entries(written, self.name, self.kind, self.stage, replica)
+            if found:
+                layout, shards = gathered(found, written.run.sizes, where)
+                if is_complete(layout, shards, written.run.sizes):
+                    break
+        if not found:
+            raise DumpError(f"{where}: it is not there; .at(...) chooses iterations that have it")
+        return Assembled(self.dump.files, layout, written.run.sizes, shards, where)

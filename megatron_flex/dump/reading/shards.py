@@ -1,0 +1,198 @@
+"""Parts opened to read: headers and mappings kept, as many as fit, and bytes copied out of them."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_flex.dump.files import REPLICA, Entry, Part, read_part
+from megatron_flex.dump.layouts import from_json
+from megatron_flex.errors import DumpError, LayoutError
+from megatron_flex.layout import Coords, Layout, Where, take
+
+Check = Literal["first", "whole", "never"]
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+Found = tuple[Part, Entry, Layout, Coords]  # an entry, the part that has it, and the rank's coordinates
+
+
+class Kept(Generic[K, V]):
+    """The values that were asked for last, up to a total weight."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self._weight = most, 0
+        self._values: OrderedDict[K, tuple[V, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: K, make: Callable[[], V], weight: Callable[[V], int] = lambda _: 1) -> V:
+        """The value of a key; made where it is not kept."""
+        with self._lock:
+            found = self._values.get(key)
+            if found is not None:
+                self._values.move_to_end(key)
+                return found[0]
+        value = make()
+        with self._lock:
+            if key not in self._values:
+                self._values[key] = value, weight(value)
+                self._weight += self._values[key][1]
+            while self._weight > self.most and len(self._values) > 1:
+                self._weight -= self._values.popitem(last=False)[1][1]
+        return value
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class Opened:
+    """A part whose header was read.
+
+    Attributes:
+        part: the header.
+        by: its entries by site and kind, each with its layout.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.part: Part = read_part(path)
+        self.by: dict[tuple[str, str], list[tuple[Entry, Layout]]] = {}
+        index = self.part.index
+        try:
+            layouts = [layout_of(json.dumps(told)) for told in index.layouts]
+            for entry in index.entries:
+                layout = layouts[entry.layout]
+                if entry.layout < 0 or len(entry.shape) != len(layout.dims):
+                    raise LayoutError(f"{entry.tensor[:80]} of shape {entry.shape} in {layout.describe()}")
+                self.by.setdefault((entry.site, entry.kind), []).append((entry, layout))
+        except (LayoutError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise DumpError(f"{path}: its index is no dump's: {error}; the file is damaged") from error
+
+
+@lru_cache(4096)
+def layout_of(told: str) -> Layout:
+    """A layout, from JSON's text."""
+    return from_json(json.loads(told))
+
+
+class Files:
+    """The parts of a dump, opened as they are needed.
+
+    Args:
+        check: compare a shard's bytes with its checksum when it is `first` read, when it is first read as a
+            `whole`, or `never`.
+        most_open: how many files are mapped at once.
+        most_entries: how many entries of headers are kept.
+    """
+
+    def __init__(self, check: Check = "whole", most_open: int = 256, most_entries: int = 1 << 18) -> None:
+        if check not in ("first", "whole", "never"):
+            raise DumpError(f"check={check!r} is none of first, whole, never")
+        self.check, self.most = check, (most_open, most_entries)
+        self.bytes_read = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._maps: Kept[Path, mmap.mmap] = Kept(self.most[0])
+        self._headers: Kept[Path, Opened] = Kept(self.most[1])
+        self._checked: set[tuple[Path, str]] = set()
+
+    def _mine(self) -> None:
+        """In a process that was forked off begin anew: another thread may have held a lock."""
+        if self._pid != os.getpid():
+            self._begin()
+
+    def open(self, path: Path) -> Opened:
+        """The header of a part."""
+        self._mine()
+        return self._headers.get(path, lambda: Opened(path), lambda o: 1 + len(o.part.index.entries))
+
+    def read(self, part: Part, entry: Entry, where: Where) -> Tensor:
+        """Copy entries of a shard, as it is stored.
+
+        Args:
+            part: that has the shard.
+            entry: which.
+            where: for each dim the entries wanted.
+
+        Returns:
+            A tensor of its own.
+
+        Raises:
+            DumpError: the file is gone or has shrunk, or the checksum is wrong.
+        """
+        self._mine()
+        if entry.kind == REPLICA:
+            raise DumpError(f"{part.path}: {entry.site} is there as a checksum only")
+        dtype, shape, start, size = part.where[entry.tensor]
+        if size == 0:
+            return take(torch.empty(shape, dtype=dtype), where).clone()
+        stored = self._bytes(part, start, size)
+        whole = prod(len(index) for index in where) == prod(shape)
+        if self.check == "first" or (self.check == "whole" and whole):
+            self._verify(part, entry, stored)
+        if start % dtype.itemsize:
+            stored = stored.clone()
+        small = dtype.itemsize == 1 and dtype is not torch.bool  # not every function knows 8-bit floats
+        tensor = stored.view(torch.uint8 if small else dtype).reshape(shape)
+        out = take(tensor, where)
+        out = out.clone() if all(isinstance(i, range) for i in where) else out.contiguous()
+        self.bytes_read += out.nbytes
+        return out.view(dtype) if small else out
+
+    def verify(self, part: Part, entry: Entry) -> None:
+        """Compare a shard's bytes with its checksum, if that was not done before.
+
+        Raises:
+            DumpError: they differ.
+        """
+        _, _, start, size = part.where[entry.tensor]
+        self._verify(
+            part, entry, self._bytes(part, start, size) if size else torch.empty(0, dtype=torch.uint8)
+        )
+
+    def _bytes(self, part: Part, start: int, size: int) -> Tensor:
+        mapped = self._maps.get(part.path, lambda: _mapped(part.path))
+        if mapped.size() < start + size or len(mapped) < start + size:
+            # reading behind a file's end kills the process
+            raise DumpError(
+                f"{part.path}: has shrunk to {mapped.size()} bytes since it was opened: it is damaged"
+            )
+        return torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=start)
+
+    def _verify(self, part: Part, entry: Entry, stored: Tensor) -> None:
+        key = part.path, entry.tensor
+        if key in self._checked:
+            return
+        found = zlib.crc32(memoryview(stored.numpy())) if len(stored) else 0
+        if found != entry.crc:
+            raise DumpError(
+                f"{part.path}: the bytes of {entry.site} ({entry.kind}, microbatch {entry.microbatch}, rank "
+                f"{part.index.rank}) have checksum {found:08x}, and were written with {entry.crc:08x}: the file "
+                "is damaged"
+            )
+        self._checked.add(key)
+
+    def close(self) -> None:
+        """Let go of all files."""
+        self._begin()
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            # a private mapping that nobody writes to: torch warns of memory that is read-only
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        raise DumpError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error

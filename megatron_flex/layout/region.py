@@ -1,0 +1,194 @@
+"""A region of the whole from the parts of shards that make it: `assemble`, for who wants only some of it.
+
+`region(...) == assemble(...)[wanted]` for every layout; nothing outside of the region is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_flex.errors import LayoutError
+from megatron_flex.layout.spans import coordinates, spans
+from megatron_flex.layout.types import Coords, Dim, Layout, Lengths, Sizes
+
+Index = range | list[int]  # entries of a dim, in this order; a range counts upwards
+Where = tuple[Index, ...]  # for each dim
+
+
+class Read(NamedTuple):
+    """A block of one shard, and its place in the region; dims in the shard's order.
+
+    Attributes:
+        coords: of the shard; where several ranks hold copies, the first of them.
+        source: the entries of the shard.
+        target: the entries of the region.
+    """
+
+    coords: Coords
+    source: Where
+    target: Where
+
+
+def reads(
+    layout: Layout, full: Sequence[int], sizes: Sizes, wanted: Sequence[Index], lengths: Lengths | None = None
+) -> Iterator[Read]:
+    """The blocks of shards that make a region. Blocks of summands have one target, and their sum goes there.
+
+    Args:
+        layout: how the shards relate.
+        full: the whole's shape, padding included, dims in the shards' order.
+        sizes: the mesh.
+        wanted: for each dim, in the shards' order, the entries wanted.
+        lengths: the lengths of the parts of uneven dims.
+    """
+    rows_of: list[dict[tuple[int, ...], list[tuple[Index, Index]]]] = [{} for _ in layout.dims]
+    for coords in coordinates(layout, sizes):
+        if first_copy(layout, coords, sizes) != coords:
+            continue
+        rows = []
+        for index, dim in enumerate(layout.dims):
+            at = tuple(coords[c.axis] for c in dim.cuts)
+            if at not in rows_of[index]:
+                own = None if lengths is None else lengths.get(index)
+                rows_of[index][at] = _overlap(dim, full[index], coords, sizes, own, wanted[index])
+            rows.append(rows_of[index][at])
+        for combo in product(*rows):
+            yield Read(coords, tuple(s for s, _ in combo), tuple(t for _, t in combo))
+
+
+def region(
+    layout: Layout,
+    shard: Callable[[Coords, Where], Tensor],
+    full: Sequence[int],
+    sizes: Sizes,
+    wanted: Sequence[Index],
+    lengths: Lengths | None = None,
+) -> Tensor:
+    """Make a region of the whole.
+
+    Args:
+        layout: how the shards relate.
+        shard: gives the entries of the shard of a rank, as a tensor that nobody else holds.
+        full: the whole's shape, padding included, dims in the shards' order (`padded_shape`).
+        sizes: the mesh.
+        wanted: for each dim of the whole, as one device has them, the entries wanted.
+        lengths: the lengths of the parts of uneven dims.
+
+    Returns:
+        A tensor of its own, dims as one device has them. Summands of half precision are added in fp32, and
+        the sum is rounded once.
+
+    Raises:
+        LayoutError: entries that the whole does not have.
+    """
+    order = layout.permute or tuple(range(len(layout.dims)))
+    if len(wanted) != len(order):
+        raise LayoutError(f"a region of {len(wanted)} dims of layout {layout.describe()}")
+    local: list[Index] = [range(0)] * len(order)
+    for index, at in zip(wanted, order, strict=True):
+        keep = layout.dims[at].keep
+        length = full[at] if keep is None else min(full[at], keep)
+        if len(index) and not 0 <= min(index) <= max(index) < length:
+            raise LayoutError(f"entries {min(index)} to {max(index)} of a dim of {length}")
+        local[at] = index
+    shape = [len(index) for index in local]
+    summed = is_sum(layout, sizes)
+    out: Tensor | None = None
+    dtype: torch.dtype | None = None
+    for coords, source, target in reads(layout, full, sizes, local, lengths):
+        block = shard(coords, source)
+        dtype = block.dtype
+        if summed and dtype.is_floating_point and dtype.itemsize < 4:
+            block = block.float()
+        if out is None:
+            if not summed and list(block.shape) == shape and all(isinstance(t, range) for t in target):
+                out = block
+                break
+            out = (torch.zeros if summed else torch.empty)(shape, dtype=block.dtype)
+        place(out, target, block, summed)
+    if out is None or dtype is None:
+        # nothing is wanted, or the mesh has no rank for it: any shard tells the dtype
+        empty = shard(coordinates(layout, sizes)[0], tuple(range(0) for _ in order))
+        return empty.new_empty([shape[i] for i in order])
+    return out.to(dtype).permute(order)
+
+
+def take(tensor: Tensor, where: Where) -> Tensor:
+    """The entries of a tensor, each dim's by themselves; a view as far as ranges go."""
+    for dim, index in enumerate(where):
+        if isinstance(index, range) and index != range(tensor.shape[dim]):
+            tensor = tensor[(slice(None),) * dim + (slice(index.start, index.stop, index.step),)]
+    for dim, index in enumerate(where):
+        if not isinstance(index, range):
+            tensor = tensor.index_select(dim, torch.tensor(index, dtype=torch.int64))
+    return tensor
+
+
+def place(out: Tensor, where: Where, block: Tensor, add: bool = False) -> None:
+    """Write a block to the entries of a tensor, or add it to what is there."""
+    if all(isinstance(index, range) for index in where):
+        target = take(out, where)
+        _ = target.add_(block) if add else target.copy_(block)
+        return
+    at = []
+    for dim, index in enumerate(where):
+        shape = [1] * len(where)
+        shape[dim] = len(index)
+        at.append(torch.tensor(list(index), dtype=torch.int64).reshape(shape))
+    out.index_put_(tuple(at), block, accumulate=add)
+
+
+def is_sum(layout: Layout, sizes: Sizes) -> bool:
+    """Whether the whole is a sum over ranks."""
+    cuts = [c for d in layout.dims for c in d.cuts if c.partial and c.copies > 1 and sizes.get(c.axis, 1) > 1]
+    return bool(cuts) or any(sizes.get(a, 1) > 1 for a in layout.partial)
+
+
+def first_copy(layout: Layout, coords: Coords, sizes: Sizes) -> dict[str, int]:
+    """The coordinates on the layout's axes of the first of the ranks that hold the same as the one at `coords`."""
+    copies = {c.axis: c.copies for d in layout.dims for c in d.cuts if not c.partial}
+    out = {}
+    for axis in layout.axes:
+        at = coords.get(axis, 0) if sizes.get(axis, 1) > 1 else 0
+        out[axis] = at - at % copies.get(axis, 1)
+    return out
+
+
+def compact(index: Sequence[int]) -> Index:
+    """The same entries as a range, where they are evenly spaced upwards."""
+    if isinstance(index, range) and index.step > 0:
+        return index
+    found = list(index)
+    if not found:
+        return range(0)
+    step = found[1] - found[0] if len(found) > 1 else 1
+    if step > 0 and found == (even := list(range(found[0], found[-1] + 1, step))):
+        return range(even[0], even[-1] + 1, step)
+    return found
+
+
+def _overlap(
+    dim: Dim, length: int, coords: Coords, sizes: Sizes, lengths: Sequence[int] | None, wanted: Index
+) -> list[tuple[Index, Index]]:
+    """What of the wanted entries of a dim a rank has: where they lie in its shard, and in the region."""
+    out: list[tuple[Index, Index]] = []
+    offset = 0
+    for start, stop in spans(dim, length, coords, sizes, lengths):
+        if isinstance(wanted, range):
+            first = max(0, -((wanted.start - start) // wanted.step))
+            last = min(len(wanted), -((wanted.start - stop) // wanted.step))
+            if first < last:
+                begin = wanted[first] - start + offset
+                source = range(begin, begin + (last - first - 1) * wanted.step + 1, wanted.step)
+                out.append((source, range(first, last)))
+        else:
+            pairs = [(i - start + offset, at) for at, i in enumerate(wanted) if start <= i < stop]
+            if pairs:
+                out.append((compact([i for i, _ in pairs]), compact([at for _, at in pairs])))
+        offset += stop - start
+    return out
