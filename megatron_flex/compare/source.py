@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_flex.dump import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE
 from megatron_flex.dump.layouts import from_json
+from megatron_flex.dump.reading import open_dump
 from megatron_flex.errors import DumpError, LayoutError
 from megatron_flex.layout import Layout
 from megatron_flex.sites import GRAD
@@ -126,13 +127,23 @@ class Source:
         if self._items is None:
             grads = [n.removesuffix(GRAD) for n in self.dump.order if n.endswith(GRAD)]
             self._items = [
-                *(Item(n, VALUE, c) for n in self.order for c in range(self.dump.calls(n))),
-                *(Item(n, GRADIENT, c) for n in grads for c in range(self.dump.calls(n + GRAD))),
+                *(Item(n, VALUE, c) for n in self.order for c in self._calls(n, VALUE)),
+                *(Item(n, GRADIENT, c) for n in grads for c in self._calls(n, GRADIENT)),
             ]
             for kind in (PARAMETER_GRADIENT, PARAMETER):
                 names = [n for n in self.dump.parameters if self._has(Item(n, kind))]
                 self._items += [Item(n, kind) for n in (reversed(names) if kind == PARAMETER_GRADIENT else names)]
         return self._items
+
+    def _calls(self, name: str, kind: str) -> list[int]:
+        """The passes through a site within a microbatch, in the first iteration that has some."""
+        for iteration in self.iterations:
+            written = self.dump.written((iteration, 0))
+            for replica in written.run.replicas:
+                found = self.dump.entries(written, name, kind, self._places[name].stage, replica)
+                if found:
+                    return sorted({entry.call for _, entry, *_ in found})
+        return []
 
     def _has(self, item: Item) -> bool:
         try:
@@ -183,8 +194,6 @@ def opened(dump: Any, label: str) -> Iterator[Any]:
     if dump is None:
         yield None
     elif isinstance(dump, (str, PathLike)):
-        from megatron_flex.dump import open_dump
-
         with open_dump(dump) as found:
             yield Source(found, label)
     else:
