@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 
 import typer
 
+from megatron_flex.cli.comparing import compare
 from megatron_flex.cli.dump import app as dump
+from megatron_flex.cli.planning import plan
 from megatron_flex.errors import FlexError
 from megatron_flex.version import __version__
 
@@ -19,6 +22,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(dump, name="dump")
+app.command()(plan)
+app.command()(compare)
 
 
 @app.callback(invoke_without_command=True)
@@ -32,8 +37,11 @@ def _top(
 
 def run() -> None:
     """Run the command line. Exit status: 0; 1 where a check found something; 2 where it could not be done."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal of ASCII shows "?" for a dash, and no traceback
     try:
-        app()
+        app(prog_name="megatron-flex")
     except FlexError as error:
         sys.stderr.write(f"megatron-flex: {error}\n")
         sys.exit(2)

@@ -22,7 +22,7 @@ EIGHTHS = "▏▎▍▌▋▊▉█"
 
 
 def tell_contents(out: Console, path: Path, found: Contents, every: bool = False) -> None:
-    """Runs, then sites and parameters; those that differ in the layer's number only in one row, unless `every`."""
+    """Runs, then sites and parameters; layers that are alike in one row, unless `every`."""
     runs = counted(len(found.runs), "run")
     out.print(
         f"{path}: {runs}, {counted(len(found.iterations), 'whole iteration')}, {in_bytes(found.nbytes)}"

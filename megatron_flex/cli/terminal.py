@@ -16,8 +16,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from megatron_flex.dump.plan import in_bytes
+
 WIDE = 4000  # columns of what is no terminal: nothing is cut for a program that reads on
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def console(file: TextIO | None = None) -> Console:
@@ -47,14 +48,6 @@ def say_json(told: Any) -> None:
     sys.stdout.write(json.dumps(told, indent=1, default=str) + "\n")
 
 
-def in_bytes(count: float) -> str:
-    """`1.5 GiB`."""
-    power = 0
-    while count >= 1023.5 and power < len(UNITS) - 1:
-        count, power = count / 1024, power + 1
-    return f"{count:.0f} {UNITS[power]}" if power == 0 or count >= 99.95 else f"{count:.1f} {UNITS[power]}"
-
-
 def number(value: float | int | None, digits: int = 4) -> str:
     """A number as short as it can be said in so many digits."""
     if value is None:
@@ -81,25 +74,42 @@ def series(numbers: Sequence[int]) -> str:
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Gives what is told how much is done; None where nobody looks. The bar goes when it is done."""
+def _bar(what: str) -> Iterator[Callable[[int, int, str], None] | None]:
+    """Gives what is told how much is done, of how much, and more; None where nobody looks. The bar goes."""
     if not sys.stderr.isatty():
         yield None
         return
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=24),
         TaskProgressColumn(),
-        TextColumn("{task.fields[size]}"),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[more]}"),
+        TimeRemainingColumn(compact=True),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None, size="")
+        task = bar.add_task(what, total=None, more="")
 
-        def tell(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, size=f"{in_bytes(done)} of {in_bytes(total)}")
+        def tell(done: int, total: int, more: str) -> None:
+            bar.update(task, completed=done, total=total, more=more)
 
         yield tell
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar of bytes."""
+    with _bar(what) as bar:
+        if bar is None:
+            yield None
+        else:
+            yield lambda done, total: bar(done, total, f"{in_bytes(done)} of {in_bytes(total)}")
+
+
+@contextmanager
+def counting(what: str) -> Iterator[Callable[[int, int, str], None] | None]:
+    """A bar of things that have names."""
+    with _bar(what) as bar:
+        yield bar
 
 
 def unicode_works() -> bool:
@@ -109,3 +119,17 @@ def unicode_works() -> bool:
     except (UnicodeEncodeError, LookupError):
         return False
     return True
+
+
+__all__ = [
+    "console",
+    "counted",
+    "counting",
+    "in_bytes",
+    "number",
+    "progress",
+    "say_json",
+    "series",
+    "table",
+    "unicode_works",
+]

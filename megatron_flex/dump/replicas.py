@@ -55,7 +55,7 @@ class Replicas:
                 self._owners[key] = _Held(rank, entry)
 
     def differing(self) -> Iterator[tuple[int, int, Entry]]:
-        """The rank, the rank that it is compared with (which wrote it, if one did), and the latter's entry."""
+        """The rank, the one that it is compared with (which wrote it, if one did), and that one's entry."""
         for key, copies in self._copies.items():
             first = self._owners.get(key, copies[0])
             for rank, entry in copies:
@@ -66,7 +66,9 @@ class Replicas:
         """What ranks that hold the same tensor have in common."""
         assert self.manifest is not None
         name = entry.site + (GRAD if entry.kind in (GRADIENT, PARAMETER_GRADIENT) else "")
-        whose = entry.kind == REPLICA and name.removesuffix(GRAD) in {p.name for p in self.manifest.parameters}
+        whose = entry.kind == REPLICA and name.removesuffix(GRAD) in {
+            p.name for p in self.manifest.parameters
+        }
         apart = () if whose or entry.kind in (PARAMETER, PARAMETER_GRADIENT) else OTHERS
         expert = any(a in layout.axes for a in self.manifest.experts)
         copies = {c.axis: c.copies for d in layout.dims for c in d.cuts if c.copies > 1 and not c.partial}
