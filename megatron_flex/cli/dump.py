@@ -27,7 +27,7 @@ from megatron_flex.cli.options import (
 )
 from megatron_flex.cli.terminal import console, counted, in_bytes, progress, say_json, series
 from megatron_flex.dump.contents import array_of, contents, parameter_names, site_names
-from megatron_flex.dump.exporting import FORMATS, Format, Rows
+from megatron_flex.dump.exporting import FORMATS, Format, Rows, check_target
 from megatron_flex.dump.exporting import export as write
 from megatron_flex.dump.exporting.blocks import Column, Progress, blocks
 from megatron_flex.dump.inventory import Tell
@@ -88,8 +88,10 @@ def show(
             say_json({name: {**said[name], **found[name].to_json()} for name in wanted})
             return
         shapes = shape_in_words(arrays[site].dims, arrays[site].shape)
-        what = f"{shapes}, {said[site]['dtype']}, {in_bytes(arrays[site].nbytes)}; iterations "
-        what += f"{series(arrays[site].iterations)}; {arrays[site].layout}"
+        what = [
+            f"{shapes}, {said[site]['dtype']}, {in_bytes(arrays[site].nbytes)}",
+            f"iterations {series(arrays[site].iterations)}; ranks held {arrays[site].layout}",
+        ]
         titles = [n.removeprefix(site).removeprefix(".") or "values" for n in wanted]
         tell_statistics(console(), site, what, dict(zip(titles, found.values(), strict=True)))
 
@@ -148,6 +150,7 @@ def export(
     Everything is exported unless --sites says what; --sites '*.grad' are the gradients. Parameters have no
     samples: safetensors and Zarr take them.
     """
+    check_target(out, to, force)
     with open_dump(path) as dump:
         names = site_names(dump) + ([] if to == "datasets" and not sites else parameter_names(dump))
         chosen = chosen_names(sites, names)

@@ -145,10 +145,11 @@ def shape_in_words(dims: Sequence[str], shape: Sequence[int]) -> str:
     return "[" + ", ".join(f"{d} {n}" for d, n in zip(dims, shape, strict=True)) + "]"
 
 
-def tell_statistics(out: Console, name: str, what: str, columns: Mapping[str, Statistics]) -> None:
+def tell_statistics(out: Console, name: str, what: Sequence[str], columns: Mapping[str, Statistics]) -> None:
     """A table with a column for each, and a histogram of each."""
     out.print(name, style="bold", soft_wrap=True)
-    out.print(what, soft_wrap=True)
+    for line in what:
+        out.print(line)
     out.print()
     rows = table("", *(f">{title}" for title in columns))
     found = list(columns.values())

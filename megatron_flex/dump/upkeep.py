@@ -12,6 +12,7 @@ from megatron_flex.dump.inventory import IterationFolder, RunFolder, Tell, is_te
 from megatron_flex.errors import DumpError, FlexError
 
 GONE = ".pruned-"  # a folder beside the runs that readers do not look into: what is in it is being removed
+LEFT = "left over"  # of a prune that was stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def to_prune(
     if keep_every is not None and keep_every < 1:
         raise FlexError(f"keep-every {keep_every}: keep every n-th iteration, n at least 1")
     runs = run_folders(path)
-    out = [Removal(left, _size(left), "left over") for left in sorted(path.glob(GONE + "*")) if left.is_dir()]
+    out = [Removal(left, _size(left), LEFT) for left in sorted(path.glob(GONE + "*")) if left.is_dir()]
     for run in runs if force else runs[:-1]:
         out += _of_run(run, keep_every, before)
     return out
@@ -98,7 +99,9 @@ def prune(path: Path, removals: Sequence[Removal], tell: Tell | None = None) -> 
     total, freed = sum(r.nbytes for r in removals), 0
     try:
         for number, removal in enumerate(removals):
-            if removal.path.is_dir():
+            if removal.why == LEFT:
+                shutil.rmtree(removal.path)
+            elif removal.path.is_dir():
                 aside.mkdir(exist_ok=True)
                 target = aside / str(number)
                 removal.path.rename(target)

@@ -18,6 +18,7 @@ from megatron_flex.version import __version__
 
 Format = Literal["safetensors", "zarr", "datasets"]
 FORMATS: tuple[Format, ...] = ("safetensors", "zarr", "datasets")
+ROWS: tuple[arrow.Rows, ...] = ("token", "sample")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,13 @@ def export(
         DumpError: something is there already, a package is missing, a shape or dtype has no place in the
             format, the dump is damaged, or the disk is full.
     """
-    _check(columns, out, to, per_iteration, force)
+    check_target(out, to, force)
+    if not columns:
+        raise DumpError("nothing to export: the dump has no whole iteration, or no site was chosen")
+    if per_iteration and to == "datasets":
+        raise DumpError("datasets have a column for the iteration; leave out --per-iteration")
+    if rows not in ROWS:
+        raise FlexError(f"rows {rows!r} is none of {', '.join(ROWS)}")
     chosen = [one for c in columns for one in (c.by_iteration() if per_iteration else [c])]
     if not per_iteration:
         for column in chosen:
@@ -89,17 +96,19 @@ def export(
     return Exported(out, _size(out), [c.name for c in chosen], _notes(chosen, to))
 
 
-def _check(columns: Sequence[Column], out: Path, to: Format, per_iteration: bool, force: bool) -> None:
+def check_target(out: Path, to: str, force: bool) -> None:
+    """Whether something can be exported there, before anything is read.
+
+    Raises:
+        FlexError: no such format.
+        DumpError: something is there already, or a package is missing.
+    """
     if to not in FORMATS:
         raise FlexError(f"format {to!r} is none of {', '.join(FORMATS)}")
     if to != "safetensors" and find_spec(to) is None:
         raise DumpError(f"the package {to} is not installed: pip install megatron-flex[{to}]")
     if (out.exists() or out.is_symlink()) and not force:
         raise DumpError(f"{out} is there already; name another, or say --force to replace it")
-    if not columns:
-        raise DumpError("nothing to export: the dump has no whole iteration, or no site was chosen")
-    if per_iteration and to == "datasets":
-        raise DumpError("datasets have a column for the iteration; leave out --per-iteration")
 
 
 def _described(columns: Sequence[Column]) -> dict[str, dict[str, object]]:
