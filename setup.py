@@ -41,8 +41,13 @@ setup(
         "deepspeed": ["deepspeed==0.19.8"],
         # What caches are compared with in tests; TransformerLens 4 has no HookedTransformer any more.
         "lens-proof": ["transformer-lens>=3.9,<4", "transformers>=5.9"],
+        # The command line, and what `megatron-flex dump export` writes beside safetensors.
+        "cli": ["numpy", "rich>=13", "typer>=0.15"],
+        "zarr": ["numpy", "zarr>=3"],
+        "datasets": ["datasets>=4", "numpy"],
         "dev": ["hypothesis", "mypy", "pytest>=8", "pytest-timeout", "rich", "ruff", "safetensors"],
     },
+    entry_points={"console_scripts": ["megatron-flex=megatron_flex.cli:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",

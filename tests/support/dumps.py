@@ -198,7 +198,7 @@ class _Rank:
 
     def _parameter(self, kind: str, name: str, layout: Layout, whole: Tensor) -> None:
         local = extract(layout, whole, self.coords, self.sizes)
-        if self.ownership.mine(layout, local.nbytes, ()):
+        if self.ownership.mine(layout, local.nbytes, ("pp",)):
             self.writer.put(Entry(name, kind, 0, 0, 0, tuple(local.shape), ""), layout, local)
 
 

@@ -153,6 +153,12 @@ def model(case: Any, common: dict[str, Any], stage: int | None, hybrid_spec: Cal
         return MambaModel(mamba_stack_spec=_mamba_stack(), hybrid_override_pattern=pattern, **common)
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
+    spec = stack(case, hybrid_spec)
+    return HybridModel(hybrid_stack_spec=spec, hybrid_layer_pattern=case.pattern, vp_stage=stage, **common)
+
+
+def stack(case: Any, hybrid_spec: Callable[[], Any]) -> Any:
+    """A stack's spec with every kind of layer that a case's pattern may name."""
     spec = hybrid_spec()
     more = {"mamba_layer": _mamba_layer(), "gdn_layer": _delta_layer(), "mtp_block_spec": _prediction()}
     if "E" in case.pattern:
@@ -160,7 +166,7 @@ def model(case: Any, common: dict[str, Any], stage: int | None, hybrid_spec: Cal
     if "+" in case.pattern:
         more["mla_layer"] = _latent_layer()
     spec.submodules = dataclasses.replace(spec.submodules, **more)
-    return HybridModel(hybrid_stack_spec=spec, hybrid_layer_pattern=case.pattern, vp_stage=stage, **common)
+    return spec
 
 
 def _linears() -> dict[str, Any]:

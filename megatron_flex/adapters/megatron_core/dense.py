@@ -86,7 +86,7 @@ def _linears(b: Builder, path: str, module: Any, width: int, no: str) -> Iterato
     yield from b.column(f"{path}.linear_fc1", module.linear_fc1, layout, width * (2 if gated else 1), no=no)
     if gated:
         hidden = no or b.no_rule(module.linear_fc1, COLUMN)
-        yield from gate_up(b, f"{path}.linear_fc1", module.linear_fc1, hidden)
+        yield from gate_up(b, f"{path}.linear_fc1", module.linear_fc1, hidden, width)
     yield from b.row(f"{path}.linear_fc2", module.linear_fc2, "f", width, no)
 
 

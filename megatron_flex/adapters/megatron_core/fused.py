@@ -120,11 +120,14 @@ def qkv(b: Builder, path: str, linear: Any, hidden: str, gated: bool) -> Iterato
         yield b.site(f"{path}:{name}", layout, FusedPart(linear, index, packing, split), hidden)
 
 
-def gate_up(b: Builder, path: str, linear: Any, hidden: str) -> Iterator[Site]:
-    """The halves of a gated MLP's `linear_fc1:output`, like it without the bias (added behind it)."""
+def gate_up(b: Builder, path: str, linear: Any, hidden: str, width: int) -> Iterator[Site]:
+    """The halves of a gated MLP's `linear_fc1:output`, like it without the bias (added behind it).
+
+    Each has `width` features in the whole.
+    """
     for index, name in enumerate(("gate", "up")):
         tap = FusedPart(linear, index, Packing(1, (1, 1)))
-        yield b.site(f"{path}:{name}", b.of.features("f"), tap, hidden)
+        yield b.site(f"{path}:{name}", b.of.features("f"), tap, hidden, width)
 
 
 def _everywhere(layout: Layout) -> Layout:

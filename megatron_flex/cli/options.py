@@ -1,0 +1,80 @@
+"""What options of several commands say."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_flex.errors import FlexError, nearest
+
+DumpPath = Annotated[
+    Path,
+    typer.Argument(metavar="PATH", help="The dump's folder, which has run-0000 in it.", show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Iterations = Annotated[
+    str | None,
+    typer.Option(
+        "--iterations",
+        "-i",
+        metavar="WHICH",
+        help="Such as 100, or 100,200, or 0:1000:100.",
+        show_default=False,
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
+
+
+def chosen_iterations(said: str | None, there: list[int]) -> list[int]:
+    """The iterations that are meant, of those that are there.
+
+    Raises:
+        FlexError: it says no numbers, or one that is not there, or nothing is left.
+    """
+    if said is None:
+        return there
+    out: set[int] = set()
+    for word in said.split(","):
+        try:
+            if ":" in word:
+                first, last, *step = (int(n) if n.strip() else None for n in word.split(":"))
+                out |= {n for n in there if _within(n, first, last, *step)}
+                continue
+            one = int(word)
+        except (ValueError, TypeError, ZeroDivisionError):
+            raise FlexError(
+                f"iterations {word!r}: no number and no range; say 100, or 100,200, or 0:1000:100"
+            ) from None
+        if one not in there:
+            raise FlexError(f"iteration {one} is not in the dump, which has {_few(there)}")
+        out.add(one)
+    if not out:
+        raise FlexError(f"no iteration is within {said}; the dump has {_few(there)}")
+    return sorted(out)
+
+
+def _within(number: int, first: int | None, last: int | None, step: int | None = None) -> bool:
+    start = first or 0
+    return number >= start and (last is None or number < last) and (number - start) % (step or 1) == 0
+
+
+def _few(there: list[int]) -> str:
+    return f"{there[0]} to {there[-1]}" if len(there) > 8 else ", ".join(map(str, there)) or "none"
+
+
+def chosen_names(patterns: list[str] | None, there: list[str]) -> list[str]:
+    """The names that some pattern matches, in their order; all without one.
+
+    Raises:
+        FlexError: a pattern matches nothing.
+    """
+    if not patterns:
+        return there
+    words = [word for pattern in patterns for word in pattern.split(",") if word]
+    for word in words:
+        if not any(fnmatchcase(name, word) for name in there):
+            raise FlexError(f"nothing in the dump is named {word!r}{nearest(word, there)}")
+    return [name for name in there if any(fnmatchcase(name, word) for word in words)]

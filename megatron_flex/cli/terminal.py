@@ -1,0 +1,135 @@
+"""How the command line speaks: tables, numbers with units, progress; plain where no person is looking."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from megatron_flex.dump.plan import in_bytes
+
+WIDE = 4000  # columns of what is no terminal: nothing is cut for a program that reads on
+
+
+def console(file: TextIO | None = None) -> Console:
+    """Where output goes: as wide as the terminal, or as wide as it likes."""
+    stream = sys.stdout if file is None else file
+    width = None if stream.isatty() or os.environ.get("COLUMNS", "").isdigit() else WIDE
+    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
+
+
+def table(*columns: str, title: str = "") -> Table:
+    """An empty table; columns whose name begins with `>` are numbers and stand to the right."""
+    out = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", title_justify="left")
+    out.title = Text(title, "bold") if title else None
+    for name in columns:
+        number = name.startswith(">")
+        out.add_column(
+            name.removeprefix(">"),
+            justify="right" if number else "left",
+            no_wrap=number,
+            overflow="fold",
+        )
+    return out
+
+
+def say_json(told: Any) -> None:
+    """Print plain values for a program."""
+    sys.stdout.write(json.dumps(told, indent=1, default=str) + "\n")
+
+
+def number(value: float | int | None, digits: int = 4) -> str:
+    """A number as short as it can be said in so many digits."""
+    if value is None:
+        return "–"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:.{digits}g}"
+
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def series(numbers: Sequence[int]) -> str:
+    """`0, 10 … 90 (10)`: numbers that may be many."""
+    if len(numbers) <= 4:
+        return ", ".join(map(str, numbers)) or "–"
+    steps = {b - a for a, b in pairwise(numbers)}
+    every = f", every {steps.pop()}" if len(steps) == 1 and steps != {1} else ""
+    return f"{numbers[0]} … {numbers[-1]} ({len(numbers)}{every})"
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int, str], None] | None]:
+    """Gives what is told how much is done, of how much, and more; None where nobody looks. The bar goes."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[more]}"),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None, more="")
+
+        def tell(done: int, total: int, more: str) -> None:
+            bar.update(task, completed=done, total=total, more=more)
+
+        yield tell
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar of bytes."""
+    with _bar(what) as bar:
+        if bar is None:
+            yield None
+        else:
+            yield lambda done, total: bar(done, total, f"{in_bytes(done)} of {in_bytes(total)}")
+
+
+@contextmanager
+def counting(what: str) -> Iterator[Callable[[int, int, str], None] | None]:
+    """A bar of things that have names."""
+    with _bar(what) as bar:
+        yield bar
+
+
+def unicode_works() -> bool:
+    """Whether the output can show more than ASCII."""
+    try:
+        "█▏…–".encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+__all__ = [
+    "console",
+    "counted",
+    "counting",
+    "in_bytes",
+    "number",
+    "progress",
+    "say_json",
+    "series",
+    "table",
+    "unicode_works",
+]

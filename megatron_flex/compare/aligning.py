@@ -1,0 +1,188 @@
+"""Two dumped tensors, entry on entry: the iterations, samples and tokens that both have, read block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megatron_flex.compare.source import MICROBATCH, SAMPLE, TOKEN, Array, Item
+from megatron_flex.compare.statistics import BLOCK, Statistics, blocks
+
+Picked = tuple[int, ...] | None  # indices along a dim; None for all
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What both dumps have of one tensor in one iteration, or in a part of it.
+
+    Attributes:
+        item: what it is.
+        iteration: the framework's number.
+        a: of the one dump, without the dim of iterations.
+        b: of the other.
+        dims: their names.
+        numbers: for each dim, what people call its entries: numbers of samples, positions of tokens.
+        picked_a: which indices along each dim of `a` these are.
+        picked_b: likewise.
+        microbatch: the number among all of the iteration, where a tensor has no samples to tell it.
+    """
+
+    item: Item
+    iteration: int
+    a: Array
+    b: Array
+    dims: tuple[str, ...]
+    numbers: tuple[tuple[int, ...], ...]
+    picked_a: tuple[Picked, ...]
+    picked_b: tuple[Picked, ...]
+    microbatch: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what is compared."""
+        return tuple(map(len, self.numbers))
+
+    def read(self, block: Sequence[slice]) -> tuple[Tensor, Tensor]:
+        """A block of both; only that is read."""
+        return _read(self.a, self.picked_a, block), _read(self.b, self.picked_b, block)
+
+    def blocks(self, most: int = BLOCK) -> Iterator[tuple[tuple[slice, ...], Tensor, Tensor]]:
+        """All blocks, one after the other."""
+        for block in blocks(self.shape, most):
+            yield block, *self.read(block)
+
+    def along(self, dim: str) -> int | None:
+        """The index of a dim; None if there is none of that name."""
+        return self.dims.index(dim) if dim in self.dims else None
+
+
+def statistics(pairs: Sequence[Pair], most: int = BLOCK) -> tuple[Statistics, Pair]:
+    """Over all blocks of all of them; and the pair that has the greatest difference."""
+    out, worst = Statistics(), pairs[0]
+    for pair in pairs:
+        for block, a, b in pair.blocks(most):
+            before = out.worst, out.values, out.broken
+            out.add(a, b, tuple(s.start for s in block))
+            if (out.worst, out.values, out.broken) != before:
+                worst = pair
+    return out, worst
+
+
+def align(item: Item, iteration: int, a: Array, b: Array) -> list[Pair] | str:
+    """Put two arrays on each other.
+
+    Args:
+        item: what they are.
+        iteration: a number that both have.
+        a: over iterations.
+        b: likewise.
+
+    Returns:
+        What both have: mostly one pair; one for each sample where tokens were drawn for each by itself, one
+        for each microbatch where there are no samples. Or words that say why that is nothing.
+    """
+    one, two = a.at(iteration), b.at(iteration)
+    if MICROBATCH in (*one.dims, *two.dims):
+        return _by_microbatch(item, iteration, one, two)
+    return _aligned(item, iteration, one[0], two[0])
+
+
+def _by_microbatch(item: Item, iteration: int, a: Array, b: Array) -> list[Pair] | str:
+    left, right = ([piece.array for piece in x.pieces()] for x in (a, b))
+    if len(left) != len(right):
+        return f"{len(left)} microbatches in A and {len(right)} in B, and no samples to tell them by"
+    out: list[Pair] = []
+    for number, (one, two) in enumerate(zip(left, right, strict=True)):
+        found = _aligned(item, iteration, one, two, number)
+        if isinstance(found, str):
+            return f"{found} (microbatch {number})"
+        out += found
+    return out
+
+
+def _aligned(
+    item: Item, iteration: int, a: Array, b: Array, microbatch: int | None = None
+) -> list[Pair] | str:
+    places = [d if d in (SAMPLE, TOKEN) else "" for d in a.dims]
+    if places != [d if d in (SAMPLE, TOKEN) else "" for d in b.dims]:
+        return f"dims {', '.join(a.dims)} in A and {', '.join(b.dims)} in B"
+    labels = [(_labels(a, p, d), _labels(b, p, d)) for p, d in enumerate(a.dims)]
+    token = places.index(TOKEN) if TOKEN in places else None
+    sampled = token is not None and any(isinstance(x[0], list) for x in labels[token])
+    if not sampled:
+        numbered = [(x, y) for x, y in labels if isinstance(x, tuple) and isinstance(y, tuple)]
+        found = _pair(item, iteration, a, b, numbered, microbatch)
+        return found if isinstance(found, str) else [found]
+    return _by_sample(item, iteration, a, b, labels, places.index(SAMPLE), token)
+
+
+Labels = tuple[int, ...] | list[tuple[int, ...]]  # of a dim's entries; of tokens, for each sample its own
+
+
+def _labels(array: Array, place: int, dim: str) -> Labels:
+    known = array.samples if dim == SAMPLE else (array.tokens if dim == TOKEN else None)
+    if known is None:
+        return tuple(range(array.shape[place]))
+    if known.ndim == 2:
+        return [tuple(row) for row in known.tolist()]
+    return tuple(int(n) for n in known.tolist())
+
+
+def _pair(
+    item: Item,
+    iteration: int,
+    a: Array,
+    b: Array,
+    labels: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+    microbatch: int | None,
+) -> Pair | str:
+    numbers: list[tuple[int, ...]] = []
+    picked: list[tuple[Picked, Picked]] = []
+    for dim, (one, two) in zip(a.dims, labels, strict=True):
+        if dim not in (SAMPLE, TOKEN) and len(one) != len(two):
+            return f"{len(one)} entries along {dim!r} in A and {len(two)} in B"
+        both = tuple(sorted(set(one) & set(two)))
+        if not both and (one or two):
+            return f"no {dim} that both have"
+        numbers.append(both)
+        picked.append((_where(one, both), _where(two, both)))
+    ours, theirs = tuple(p for p, _ in picked), tuple(p for _, p in picked)
+    return Pair(item, iteration, a, b, tuple(a.dims), tuple(numbers), ours, theirs, microbatch)
+
+
+def _by_sample(
+    item: Item, iteration: int, a: Array, b: Array, labels: Sequence[tuple[Labels, Labels]], sample: int, token: int
+) -> list[Pair] | str:
+    """Where the tokens of each sample were drawn by themselves: sample by sample."""
+    out = []
+    ours, theirs = labels[sample]
+    for number in sorted(set(ours) & set(theirs)):  # type: ignore[arg-type]
+        at = ours.index(number), theirs.index(number)  # type: ignore[arg-type]
+        here: list[Any] = list(labels)
+        here[sample] = (number,), (number,)
+        here[token] = tuple(
+            side[i] if isinstance(side, list) else side for side, i in zip(labels[token], at, strict=True)
+        )
+        kept = [slice(None)] * sample
+        found = _pair(
+            item, iteration, a[(*kept, slice(at[0], at[0] + 1))], b[(*kept, slice(at[1], at[1] + 1))], here, None
+        )
+        if not isinstance(found, str):
+            out.append(found)
+    return out or "no sample and token that both have"
+
+
+def _where(numbers: tuple[int, ...], wanted: tuple[int, ...]) -> Picked:
+    if numbers == wanted:
+        return None
+    places = {n: i for i, n in enumerate(numbers)}
+    return tuple(places[n] for n in wanted)
+
+
+def _read(array: Array, picked: Sequence[Picked], block: Sequence[slice]) -> Tensor:
+    index = [part if p is None else list(p[part]) for p, part in zip(picked, block, strict=True)]
+    found: Tensor = array[tuple(index)].torch()
+    return found

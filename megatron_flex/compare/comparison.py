@@ -1,0 +1,253 @@
+"""What comparing two dumps has found, for people, scripts and terminals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Verdict = Literal["equal", "round-off", "diverges"]
+SHOWN = 20  # rows of a table that say what happened, where there are more
+HEADS = ("site", "iteration", "relative", "tolerance", "cosine", "max abs", "worst element", "A", "B")
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """The element that differs most.
+
+    Attributes:
+        iteration: the framework's number.
+        sample: its number in the global batch; None where a tensor has no samples.
+        token: its position in the sequence; None where it has no tokens.
+        index: along the other dims.
+        a: the value in A.
+        b: the value in B.
+        ranks_a: the ranks of A that held it, with their coordinates in words.
+        ranks_b: likewise.
+    """
+
+    iteration: int
+    sample: int | None
+    token: int | None
+    index: tuple[int, ...]
+    a: float
+    b: float
+    ranks_a: tuple[str, ...] = ()
+    ranks_b: tuple[str, ...] = ()
+
+    def place(self) -> str:
+        """In words."""
+        said = [f"{n} {v}" for n, v in (("sample", self.sample), ("token", self.token)) if v is not None]
+        return ", ".join([*said, *([str(list(self.index))] if self.index else [])])
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One site in one iteration.
+
+    Attributes:
+        name: of the site or parameter, with `.grad` for a gradient and `#1` for a second call.
+        kind: `value`, `gradient`, `parameter_gradient`, `parameter`.
+        iteration: the framework's number.
+        count: entries compared.
+        relative: norm of the difference over the greater of the two norms.
+        cosine: of the angle between the two.
+        max_abs: the greatest difference.
+        error: what the tolerance bounds: the greater of `relative` and `max_abs` over the greatest entry; of
+            whole numbers the part that differs.
+        tolerance: as said, derived or measured.
+        equal: whether every entry is the same.
+        worst: the element that differs most; None where all are equal.
+    """
+
+    name: str
+    kind: str
+    iteration: int
+    count: int
+    relative: float
+    cosine: float
+    max_abs: float
+    error: float
+    tolerance: float
+    equal: bool
+    worst: Worst | None
+
+    @property
+    def diverges(self) -> bool:
+        """Whether the error is above the tolerance."""
+        return not self.error <= self.tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfStep:
+    """A replicated tensor that is not the same on all ranks of one run.
+
+    Attributes:
+        dump: `A` or `B`.
+        name: of the site or parameter.
+        iteration: the framework's number.
+        microbatch: of the ranks.
+        ranks: those whose copies differ from the one that was written.
+    """
+
+    dump: str
+    name: str
+    iteration: int
+    microbatch: int
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.ranks))
+        return (
+            f"replicas differ in {self.dump}: {self.name}, iteration {self.iteration}, microbatch "
+            f"{self.microbatch}: rank(s) {ranks} hold other bits than the rank that wrote it"
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two dumps compared.
+
+    Attributes:
+        a: the one, in words.
+        b: the other.
+        rows: every site in every iteration that both have, in the order of execution: iteration by iteration
+            values, gradients from the loss backwards, gradients of parameters, parameters.
+        replicas: what is out of step within one of the runs, in the same order.
+        hints: what the first divergence looks like.
+        notes: what could not be compared, and other things to know.
+    """
+
+    a: str
+    b: str
+    rows: Sequence[Row]
+    replicas: Sequence[OutOfStep] = ()
+    hints: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+    @property
+    def first(self) -> Row | None:
+        """The first site, in the order of execution, that differs by more than its tolerance."""
+        return next((r for r in self.rows if r.diverges), None)
+
+    @property
+    def verdict(self) -> Verdict:
+        """`equal` if every entry is; `diverges` if a site is above its tolerance, or replicas differ."""
+        if self.first is not None or self.replicas:
+            return "diverges"
+        return "equal" if all(r.equal for r in self.rows) else "round-off"
+
+    @property
+    def exit_status(self) -> int:
+        """1 if they diverge, else 0."""
+        return int(self.verdict == "diverges")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for `json.dump`; infinite and undefined numbers as text."""
+        first = self.first
+        told = {
+            "verdict": self.verdict,
+            "a": self.a,
+            "b": self.b,
+            "first": None if first is None else asdict(first),
+            "hints": list(self.hints),
+            "replicas": [asdict(r) for r in self.replicas],
+            "notes": list(self.notes),
+            "rows": [{**asdict(r), "diverges": r.diverges} for r in self.rows],
+        }
+        plain: dict[str, Any] = _plain(told)
+        return plain
+
+    def shown(self, most: int = SHOWN) -> list[Row]:
+        """The rows that tell most: around the first divergence, or those nearest to their tolerance."""
+        if len(self.rows) <= most:
+            return list(self.rows)
+        first = self.first
+        if first is not None:
+            at = list(self.rows).index(first)
+            begin = max(0, min(at - most // 3, len(self.rows) - most))
+            return list(self.rows[begin : begin + most])
+        worst = sorted(self.rows, key=lambda r: -(r.error / r.tolerance if r.tolerance else r.error))[:most]
+        return [r for r in self.rows if r in worst]
+
+    def summary(self) -> list[str]:
+        """What happened, line by line."""
+        first, lines = self.first, [f"A: {self.a}", f"B: {self.b}", *map(str, self.replicas[:3])]
+        if len(self.replicas) > 3:
+            lines.append(f"and {len(self.replicas) - 3} more replicas")
+        if first is None:
+            worst = max(self.rows, key=lambda r: r.error)
+            within = {
+                "equal": f"equal: all entries of {len(self.rows)} tensors are the same",
+                "round-off": f"round-off: {len(self.rows)} tensors are within their tolerances; greatest "
+                f"error {worst.error:.2g} ({worst.name}, tolerance {worst.tolerance:.2g})",
+                "diverges": f"diverges: replicas are out of step, while what was written of {len(self.rows)} "
+                "tensors is within its tolerances",
+            }
+            return [*lines, within[self.verdict], *self.notes]
+        lines.append(f"diverges: first at {first.name} ({_words(first.kind)}), iteration {first.iteration}")
+        lines.append(
+            f"  relative error {first.relative:.3g}, cosine {first.cosine:.4g}, greatest difference "
+            f"{first.max_abs:.3g}; error {first.error:.3g}, tolerance {first.tolerance:.2g}"
+        )
+        worst_at = first.worst
+        if worst_at is not None:
+            lines.append(f"  worst at {worst_at.place()}: A {worst_at.a:.6g}, B {worst_at.b:.6g}")
+            for name, ranks in (("A", worst_at.ranks_a), ("B", worst_at.ranks_b)):
+                if ranks:
+                    lines.append(f"  held in {name} by {'; '.join(ranks[:4])}{' ...' if ranks[4:] else ''}")
+        lines += [f"  {h}" for h in self.hints]
+        return [*lines, *self.notes]
+
+    def table(self, most: int = SHOWN) -> Table:
+        """A table for `rich.print`.
+
+        Raises:
+            ImportError: rich is not installed.
+        """
+        from rich.table import Table
+
+        table = Table(*HEADS)
+        for row in self.shown(most):
+            style = "bold red" if row is self.first else ("red" if row.diverges else None)
+            table.add_row(*_cells(row), style=style)
+        return table
+
+    def __str__(self) -> str:
+        rows = [HEADS, *(_cells(r) for r in self.shown())]
+        widths = [max(len(r[i]) for r in rows) for i in range(len(HEADS))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+        return "\n".join([*self.summary(), "", *lines])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    worst = row.worst
+    return (
+        row.name,
+        str(row.iteration),
+        "equal" if row.equal else f"{row.relative:.2e}",
+        f"{row.tolerance:.1e}" + (" !" if row.diverges else ""),
+        f"{row.cosine:.6f}",
+        f"{row.max_abs:.2e}",
+        "" if worst is None else worst.place(),
+        "" if worst is None else f"{worst.a:.6g}",
+        "" if worst is None else f"{worst.b:.6g}",
+    )
+
+
+def _words(kind: str) -> str:
+    return kind.replace("_", " ").replace("parameter gradient", "gradient of a parameter")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

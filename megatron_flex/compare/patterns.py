@@ -1,0 +1,187 @@
+"""What an error looks like, in words: whose part it sits in, a constant factor, rows in another order.
+
+Each of these is told only where the numbers show it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from megatron_flex.layout import Dim, Sizes, spans
+
+ROWS, COLUMNS = 2048, 512  # at most so many are matched against each other
+MOST = 8  # places named in a sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Which entries of a dim are whose, in one of the two runs.
+
+    Attributes:
+        run: `A` or `B`.
+        axis: of the mesh.
+        size: of it.
+        parts: for each coordinate, the entries of the dim.
+    """
+
+    run: str
+    axis: str
+    size: int
+    parts: tuple[tuple[int, ...], ...]
+
+
+def shares(run: str, dim: Dim, length: int, sizes: Sizes) -> list[Shares]:
+    """Who holds what of a dim: one for each axis that cuts it, over all coordinates of the others."""
+    live = [c.axis for c in dim.cuts if sizes.get(c.axis, 1) > 1 and not c.partial]
+    if dim.uneven:
+        return []
+    out = []
+    for axis in live:
+        held: list[tuple[int, ...]] = []
+        for coord in range(sizes[axis]):
+            mine: set[int] = set()
+            for others in _coordinates({a: sizes[a] for a in live if a != axis}):
+                for start, stop in spans(dim, length, {**others, axis: coord}, sizes):
+                    mine |= set(range(start, stop))
+            held.append(tuple(sorted(mine)))
+        out.append(Shares(run, axis, sizes[axis], tuple(held)))
+    return out
+
+
+def _coordinates(sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    out: list[dict[str, int]] = [{}]
+    for axis, size in sizes.items():
+        out = [{**o, axis: c} for o in out for c in range(size)]
+    return out
+
+
+def whose_part(energy: Tensor, found: Sequence[Shares], numbers: Sequence[int]) -> list[str]:
+    """Whether an error sits in the parts of some coordinates only, or at their borders only.
+
+    Args:
+        energy: squares of the error, by entry of a dim.
+        found: who holds what of it.
+        numbers: of those entries in the whole.
+    """
+    out = []
+    wrong = {numbers[int(i)] for i in (energy > energy.sum() * 1e-9).nonzero()}
+    last = max(numbers)
+    for share in found:
+        ill = [c for c, part in enumerate(share.parts) if wrong & set(part)]
+        if 0 < len(ill) < share.size:
+            out.append(
+                f"all of the error is in what {share.axis} rank{'s' if len(ill) > 1 else ''} "
+                f"{_listed(ill)} of {share.size} hold{'s' if len(ill) == 1 else ''} in {share.run}"
+            )
+        edges = {i for part in share.parts for i in part if not {i - 1, i + 1} <= set(part)}
+        edges -= {0, last}
+        if wrong and wrong <= edges and len(edges) < last / 2:
+            out.append(f"all of the error is at the borders between {share.axis} ranks of {share.run}")
+    return out
+
+
+def which(name: str, energy: Tensor, numbers: Sequence[int]) -> str:
+    """Which entries of a dim differ, where not all do."""
+    wrong = [int(i) for i in (energy > energy.sum() * 1e-9).nonzero()]
+    if not 0 < len(wrong) < len(energy):
+        return ""
+    return f"{len(wrong)} of {len(energy)} {name}s differ: {_listed([numbers[i] for i in wrong])}"
+
+
+def factor(ratio: float, rest: float, axes: Mapping[str, int]) -> str:
+    """Whether one is the other times a number, and which sizes that number could come from.
+
+    Args:
+        ratio: the number that fits best, B over A.
+        rest: what is then left of the difference, over the norm of B.
+        axes: sizes that a factor could come from, by name.
+    """
+    if not math.isfinite(ratio) or abs(ratio - 1) < 1e-3 or rest > 1e-2 * min(abs(ratio - 1), 1):
+        return ""
+    named = {n: s for n, s in axes.items() if s > 1}
+    for count in range(1, len(named) + 1):
+        for chosen in combinations(named, count):
+            size = math.prod(named[n] for n in chosen)
+            for value, text in ((size, " x ".join(chosen)), (1 / size, "1 / (" + " x ".join(chosen) + ")")):
+                if math.isclose(ratio, value, rel_tol=1e-3):
+                    return f"B is A times a constant factor, {ratio:.6g}, which is {text}".replace(
+                        "(" + chosen[0] + ")", chosen[0]
+                    )
+    return f"B is A times a constant factor, {ratio:.6g}"
+
+
+def same_for_all(name: str, difference: Tensor, scale: float) -> str:
+    """Whether the difference is one vector, the same in each row: a bias, added or left out.
+
+    Args:
+        name: of a row.
+        difference: `[rows, ...]`, B less A.
+        scale: the norm of what is compared.
+    """
+    rows = difference.reshape(len(difference), -1)
+    if len(rows) < 3 or rows.shape[1] < 2:
+        return ""
+    mean = rows.mean(0, keepdim=True)
+    spread = float((rows - mean).norm())
+    if float(mean.norm()) * math.sqrt(len(rows)) > 1e-3 * scale and spread < 1e-3 * float(rows.norm()):
+        return f"the difference is the same vector for every {name}: a bias added too often or left out"
+    return ""
+
+
+def in_another_order(
+    name: str, a: Tensor, b: Tensor, numbers: Sequence[int], known: Mapping[str, Callable[[int], list[int]]]
+) -> str:
+    """Whether rows of the one are rows of the other at other places.
+
+    Args:
+        name: of a row.
+        a: `[rows, ...]`.
+        b: likewise.
+        numbers: of the rows, as people count them.
+        known: orders with a name, as functions of the number of rows: row i of B would be row f[i] of A.
+    """
+    left, right = (t.reshape(len(t), -1)[:, :COLUMNS].double() for t in (a, b))
+    if not 2 <= len(left) <= ROWS or not (left.isfinite().all() and right.isfinite().all()):
+        return ""
+    close = 1e-3 * max(float(left.norm(dim=1).max()), 1e-300)
+    wrong = ((left - right).norm(dim=1) > close).nonzero().flatten()
+    if len(wrong) < 2:
+        return ""
+    for told, order in known.items():
+        places = torch.tensor(order(len(left)))
+        if float((left[places] - right).norm(dim=1).max()) <= close:
+            return f"{name}s are permuted: {told}"
+    distance, place = torch.cdist(right[wrong], left).min(1)
+    if float((distance <= close).double().mean()) < 0.9:
+        return ""
+    pairs = [f"{numbers[int(i)]}<-{numbers[int(p)]}" for i, p in zip(wrong, place, strict=True)]
+    return f"{name}s are permuted (B<-A): {_listed(pairs)}"
+
+
+def dealt_contiguously(size: int, zigzag: bool) -> Callable[[int], list[int]]:
+    """Rows as they come if zigzag parts were filled from contiguous ones, or the other way round."""
+
+    def order(length: int) -> list[int]:
+        if length % (2 * size):
+            return list(range(length))
+        chunks = [list(c) for c in torch.arange(length).chunk(2 * size)]
+        zig = [int(i) for r in range(size) for i in [*chunks[r], *chunks[2 * size - 1 - r]]]
+        if zigzag:
+            return zig
+        out = [0] * length
+        for place, row in enumerate(zig):
+            out[row] = place
+        return out
+
+    return order
+
+
+def _listed(items: Sequence[object]) -> str:
+    text = ", ".join(map(str, items[:MOST]))
+    return text + (f" and {len(items) - MOST} more" if len(items) > MOST else "")

@@ -1,0 +1,244 @@
+"""Walking two dumps in the order of execution, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from typing import Any
+
+from megatron_flex.compare.aligning import Pair, align, statistics
+from megatron_flex.compare.comparison import Comparison, Row, Worst
+from megatron_flex.compare.explaining import explain
+from megatron_flex.compare.holding import held, holders
+from megatron_flex.compare.source import SAMPLE, TOKEN, Item, Source, opened
+from megatron_flex.compare.statistics import BLOCK, Statistics
+from megatron_flex.compare.tolerance import Depths, Tolerances, precision_of
+from megatron_flex.errors import DumpError, FlexError, nearest
+
+Progress = Callable[[int, int, str], None]  # done, of how many, and what is next
+Path = str | PathLike[str]
+
+
+def compare(
+    a: Any,
+    b: Any,
+    tolerance: float | Mapping[str, float] | None = None,
+    tolerance_from: Any = None,
+    *,
+    progress: Progress | None = None,
+    block_bytes: int = BLOCK,
+) -> Comparison:
+    """Find the first site, in the order of execution, at which two dumps differ by more than round-off.
+
+    The dumps may be of different layouts. Tensors are aligned by site, iteration, sample and token, and what
+    only one of the dumps has is told. Not more than a few blocks are in memory at a time.
+
+    Args:
+        a: a dump, or its path.
+        b: another one.
+        tolerance: how far right runs may differ, as a part of the norm and of the greatest entry: for all
+            sites, or by globs over their names. None: derived from dtype and depth.
+        tolerance_from: a third dump, or its path, of a run that is right but for round-off (another layout,
+            inputs disturbed in the last digit): what differs between it and the nearer of the two, times a
+            margin, is the tolerance of each site that it has.
+        progress: called before each tensor.
+        block_bytes: of one tensor in memory, in fp64.
+
+    Raises:
+        DumpError: a dump cannot be read, or the two have nothing in common.
+        FlexError: a tolerance is no number, is negative, or is said in both ways.
+    """
+    _check(tolerance, tolerance_from)
+    with opened(a, "A") as one, opened(b, "B") as two, opened(tolerance_from, "C") as noise:
+        walk = _Walk(one, two, noise, tolerance, block_bytes)
+        return walk.run(progress)
+
+
+def _check(tolerance: float | Mapping[str, float] | None, tolerance_from: Any) -> None:
+    said = tolerance.values() if isinstance(tolerance, Mapping) else [tolerance]
+    for value in said:
+        if value is not None and not (isinstance(value, (int, float)) and value >= 0):
+            raise FlexError(f"tolerance={value!r}: a number, 0 or greater, as a part of a tensor's norm")
+    if tolerance_from is not None and isinstance(tolerance, (int, float)):
+        raise FlexError("tolerance and tolerance_from are both said; leave one of them out")
+
+
+@dataclass
+class _Walk:
+    """One comparison under way."""
+
+    a: Source
+    b: Source
+    noise: Source | None
+    said: float | Mapping[str, float] | None
+    most: int
+    notes: list[str] = field(default_factory=list)
+    depths: Depths = field(init=False)
+    first: tuple[Pair, Statistics] | None = None
+
+    def run(self, progress: Progress | None) -> Comparison:
+        items, iterations = self.items(), self.iterations()
+        self.depths = Depths(self.order(), max(precision_of(s).layers for s in (self.a, self.b)))
+        tolerances = Tolerances(self.said, self.a, self.b, self.depths)
+        rows: list[Row] = []
+        skipped: dict[str, list[str]] = {}
+        for step, iteration in enumerate(iterations):
+            for number, item in enumerate(items):
+                if progress is not None:
+                    progress(step * len(items) + number, len(iterations) * len(items), item.name)
+                pairs = self.pairs(item, iteration)
+                if isinstance(pairs, str):
+                    skipped.setdefault(pairs, []).append(item.name)
+                else:
+                    rows.append(self.row(pairs, tolerances, step))
+        self.notes += [f"not compared: {_some(names)}: {why}" for why, names in skipped.items()]
+        if not rows:
+            raise DumpError(f"{self.a.path} and {self.b.path} have nothing in common: {'; '.join(self.notes)}")
+        replicas = [*self.a.replicas(iterations), *self.b.replicas(iterations)]
+        hints = self.explained(rows)
+        return Comparison(
+            self.a.describe(), self.b.describe(), tuple(rows), tuple(replicas), tuple(hints), tuple(self.notes)
+        )
+
+    # -- what is compared ------------------------------------------------------------------------------
+
+    def order(self) -> list[str]:
+        """Names of sites in the order of execution, from the run on fewer ranks: stages do not mix there."""
+        leader = min((self.a, self.b), key=lambda s: len(s.ranks))
+        return leader.order
+
+    def items(self) -> list[Item]:
+        """What both have, in the order of execution."""
+        one, two = self.a.items(), self.b.items()
+        leader, other = (one, two) if len(self.a.ranks) <= len(self.b.ranks) else (two, one)
+        common = [i for i in leader if i in set(other)]
+        for name, mine, others in (("A", one, set(two)), ("B", two, set(one))):
+            alone = [i.name for i in mine if i not in others]
+            if alone:
+                self.notes.append(f"only in {name}: {_some(alone)}")
+        if not common:
+            names = [i.name for i in two]
+            close = nearest(one[0].name, names) if one and names else ""
+            raise DumpError(
+                f"{self.a.path} and {self.b.path} have no site in common: {_some([i.name for i in one])} "
+                f"and {_some(names)}{close}"
+            )
+        return common
+
+    def iterations(self) -> list[int]:
+        """Those that both have."""
+        one, two = set(self.a.iterations), set(self.b.iterations)
+        if not one & two:
+            raise DumpError(
+                f"{self.a.path} and {self.b.path} have no iteration in common: {_some(sorted(one))} and "
+                f"{_some(sorted(two))}"
+            )
+        for name, mine, others in (("A", one, two), ("B", two, one)):
+            if mine - others:
+                self.notes.append(f"iterations only in {name}: {_some(sorted(mine - others))}")
+        return sorted(one & two)
+
+    def pairs(self, item: Item, iteration: int) -> list[Pair] | str:
+        """Both tensors, aligned; words if nothing of them is."""
+        one, two = self.a.array(item), self.b.array(item)
+        for source, array in ((self.a, one), (self.b, two)):
+            if iteration not in array.iterations:
+                return f"{source.label} does not have it in iteration {iteration}"
+        pairs = align(item, iteration, one, two)
+        if not isinstance(pairs, str):
+            self._note_selection(pairs[0])
+        return pairs
+
+    def _note_selection(self, pair: Pair) -> None:
+        for name, array in (("A", pair.a), ("B", pair.b)):
+            for dim in (SAMPLE, TOKEN):
+                place = pair.along(dim)
+                if place is None:
+                    continue
+                there, used = array.shape[array.dims.index(dim)], pair.shape[place]
+                note = f"{used} of {there} {dim}s of {name} are compared, which both have"
+                if used < there and note not in self.notes:
+                    self.notes.append(note)
+
+    # -- one tensor ------------------------------------------------------------------------------------
+
+    def row(self, pairs: list[Pair], tolerances: Tolerances, step: int) -> Row:
+        """Compare one tensor."""
+        found, pair = statistics(pairs, self.most)
+        item = pair.item
+        allowed = tolerances.of(item, (pair.a.dtype, pair.b.dtype), step, self.measured(item, pair.iteration))
+        row = Row(
+            item.name,
+            item.kind,
+            pair.iteration,
+            found.count,
+            found.relative,
+            found.cosine,
+            found.greatest,
+            found.error,
+            allowed,
+            found.equal,
+            None if found.equal else _worst(pair, found),
+        )
+        if row.diverges and self.first is None:
+            self.first = pair, found
+            assert row.worst is not None
+            worst = replace(
+                row.worst,
+                ranks_a=holders(self.a, pair, found.worst),
+                ranks_b=holders(self.b, pair, found.worst),
+            )
+            row = replace(row, worst=worst)
+        return row
+
+    def measured(self, item: Item, iteration: int) -> float | None:
+        """How far the third run is from the nearer of the two; None if it does not have this."""
+        noise = self.noise
+        if noise is None or item not in noise.items():
+            return None
+        third = noise.array(item)
+        if iteration not in third.iterations:
+            return None
+        errors = []
+        for source in (self.a, self.b):
+            pairs = align(item, iteration, source.array(item), third)
+            if not isinstance(pairs, str):
+                errors.append(statistics(pairs, self.most)[0].error)
+        return min(errors, default=None)
+
+    def explained(self, rows: list[Row]) -> Iterator[str]:
+        """What the first divergence looks like, and what else is wrong there."""
+        if self.first is None:
+            return
+        pair, found = self.first
+        shares = held(self.a, pair)
+        for place, more in held(self.b, pair).items():
+            shares.setdefault(place, []).extend(more)
+        axes = {n: s for source in (self.a, self.b) for n, s in source.sizes.items() if s > 1}
+        yield from explain(pair, found, shares, axes, self.most)
+        module = pair.item.site.partition(":")[0]
+        ill = [r.name for r in rows if r.diverges and r.kind == "parameter" and r.iteration == pair.iteration]
+        own = [n for n in ill if n.startswith(f"{module}.")] if pair.item.kind != "parameter" else []
+        if own:
+            yield f"parameters of it differ as well: {_some(own)}; the weights are not the same"
+        elif ill and pair.item.kind != "parameter":
+            yield f"parameters differ as well: {_some(ill)}"
+
+
+def _worst(pair: Pair, found: Statistics) -> Worst:
+    numbers = [known[i] for known, i in zip(pair.numbers, found.worst, strict=True)]
+    sample, token = pair.along(SAMPLE), pair.along(TOKEN)
+    rest = tuple(n for p, n in enumerate(numbers) if p not in (sample, token))
+    return Worst(
+        pair.iteration,
+        None if sample is None else numbers[sample],
+        None if token is None else numbers[token],
+        rest,
+        *found.values,
+    )
+
+
+def _some(names: list[Any], most: int = 5) -> str:
+    text = ", ".join(map(str, names[:most]))
+    return text + (f" and {len(names) - most} more" if len(names) > most else "")

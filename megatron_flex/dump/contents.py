@@ -1,0 +1,214 @@
+"""What a dump has: its runs, and its tensors with shapes, types, iterations and bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_flex.dump.files import (
+    GRADIENT,
+    PARAMETER_GRADIENT,
+    REPLICA,
+    ROUTING,
+    VALUE,
+    Entry,
+    read_part,
+)
+from megatron_flex.dump.inventory import RunFolder, Tell, run_folders, total
+from megatron_flex.dump.reading import DumpArray, OpenDump
+from megatron_flex.errors import DumpError
+from megatron_flex.sites import GRAD
+
+
+@dataclass(slots=True)
+class RunRow:
+    """A run of a dump.
+
+    Attributes:
+        number: of the run.
+        created: when, in UTC.
+        framework: the adapter's name.
+        mesh: axis name to size.
+        ranks: how many write.
+        whole: iterations that all of them have closed.
+        torn: iterations that some have not.
+        nbytes: of all its files.
+        damage: why its manifest cannot be read.
+    """
+
+    number: int
+    created: str = ""
+    framework: str = ""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    ranks: int = 0
+    whole: list[int] = field(default_factory=list)
+    torn: list[int] = field(default_factory=list)
+    nbytes: int = 0
+    damage: str = ""
+
+
+@dataclass(slots=True)
+class TensorRow:
+    """A tensor of a dump, over all whole iterations.
+
+    Attributes:
+        name: of the site or parameter; of a gradient with `.grad`.
+        kind: `site` or `parameter`.
+        dims: the names of the axes of the whole, without iterations.
+        shape: likewise, in the first iteration.
+        dtype: as it is stored.
+        layout: how ranks held it.
+        iterations: those that have it.
+        nbytes: on disk, over all ranks and runs.
+        problem: why it cannot be read.
+    """
+
+    name: str
+    kind: str
+    dims: Sequence[str] = ()
+    shape: Sequence[int] = ()
+    dtype: str = ""
+    layout: str = ""
+    iterations: Sequence[int] = ()
+    nbytes: int = 0
+    problem: str = ""
+
+
+@dataclass(slots=True)
+class Contents:
+    """What a dump has.
+
+    Attributes:
+        runs: in order.
+        tensors: sites in model order, then parameters.
+        iterations: that some run has whole.
+        nbytes: of all files.
+    """
+
+    runs: list[RunRow]
+    tensors: list[TensorRow]
+    iterations: list[int]
+    nbytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """In plain values."""
+        return asdict(self)
+
+
+def contents(path: Path, tell: Tell | None = None) -> Contents:
+    """What a dump has, by its manifests and the headers of its files; damaged ones are told, not raised.
+
+    Raises:
+        DumpError: there is no dump.
+    """
+    folders = run_folders(path)
+    runs = [_run(folder) for folder in folders]
+    sizes = _sizes(folders, tell)
+    tensors: list[TensorRow] = []
+    iterations: list[int] = sorted({n for run in runs for n in run.whole})
+    if any(not run.damage for run in runs):
+        with OpenDump(path, check="never") as dump:
+            tensors = [_row(dump, name, "site", sizes) for name in site_names(dump)]
+            tensors += [_row(dump, name, "parameter", sizes) for name in parameter_names(dump)]
+    return Contents(runs, tensors, iterations, sum(run.nbytes for run in runs))
+
+
+def _run(folder: RunFolder) -> RunRow:
+    row = RunRow(folder.number, ranks=len(folder.ranks), damage=folder.damage)
+    row.nbytes = sum(f.nbytes for f in folder.iterations) + sum(n for _, n in folder.strays)
+    for iteration in folder.iterations:
+        torn = not folder.ranks or bool(iteration.missing(folder.ranks))
+        numbers = row.torn if torn else row.whole
+        if iteration.number not in numbers:
+            numbers.append(iteration.number)
+    if folder.manifest is not None:
+        row.created, row.framework = folder.manifest.created, folder.manifest.framework
+        row.mesh = {**folder.manifest.axes, **folder.manifest.experts}
+    return row
+
+
+def _sizes(folders: list[RunFolder], tell: Tell | None) -> Counter[str]:
+    """Bytes on disk by name, of what can be read."""
+    out: Counter[str] = Counter()
+    done, of = 0, total(folders)
+    for folder in folders:
+        for iteration in folder.iterations:
+            for path, nbytes in iteration.files.values():
+                done += nbytes
+                if tell is not None:
+                    tell(done, of)
+                try:
+                    part = read_part(path)
+                except DumpError:
+                    continue  # `verify` is who tells
+                for entry in part.index.entries:
+                    if entry.kind not in (REPLICA, ROUTING):
+                        end = GRAD if entry.kind in (GRADIENT, PARAMETER_GRADIENT) else ""
+                        size = part.where[entry.tensor][3]
+                        out[entry.site + end] += size
+                        out[f"{entry.site}{end}#{entry.call}"] += size
+    return out
+
+
+def _row(dump: OpenDump, name: str, kind: str, sizes: Counter[str]) -> TensorRow:
+    row = TensorRow(name, kind, nbytes=sizes[name])
+    try:
+        array = array_of(dump, name)
+        row.dims, row.shape = array.dims[1:], array.shape[1:]
+        row.dtype = str(array.dtype).removeprefix("torch.")
+        row.layout, row.iterations = array.layout, array.iterations
+    except DumpError as error:
+        row.problem = str(error)
+    return row
+
+
+def site_names(dump: OpenDump) -> list[str]:
+    """The sites, and gradients as `NAME.grad`; of a site that is passed several times `NAME#0`, `NAME#1`."""
+    out = []
+    for name in dump.sites:
+        calls = _calls(dump, name)
+        out += [f"{name}#{call}" for call in calls] if len(calls) > 1 else [name]
+    return out
+
+
+def parameter_names(dump: OpenDump) -> list[str]:
+    """The parameters, each followed by its gradient as `NAME.grad` if that was dumped."""
+    out = []
+    for name in dump.parameters:
+        out.append(name)
+        trained = [p for p in dump.passes if dump.trained(p)][:1]
+        if any(True for p in trained for _ in _entries(dump, p, name, PARAMETER_GRADIENT)):
+            out.append(name + GRAD)
+    return out
+
+
+def array_of(dump: OpenDump, name: str) -> DumpArray:
+    """The array of what `site_names` or `parameter_names` tells.
+
+    Raises:
+        DumpError: there is none of that name.
+    """
+    site, _, call = name.rpartition("#")
+    if site and call.isdigit():
+        return dump[site, int(call)]
+    if name not in dump and name.removesuffix(GRAD) in dump.parameters:
+        return dump.parameter(name.removesuffix(GRAD), gradient=name.endswith(GRAD))
+    return dump[name]
+
+
+def _calls(dump: OpenDump, name: str) -> list[int]:
+    """The passes through a site in a microbatch, in the first iteration."""
+    site, kind = (name, VALUE) if name in dump.places else (name.removesuffix(GRAD), GRADIENT)
+    first = [p for p in dump.passes if kind == VALUE or dump.trained(p)][:1]
+    return sorted({entry.call for p in first for entry in _entries(dump, p, site, kind)})
+
+
+def _entries(dump: OpenDump, which: tuple[int, int], name: str, kind: str) -> Iterator[Entry]:
+    written = dump.written(which)
+    places = {p.name: p.stage for m in dump.manifests for p in (*m.sites, *m.parameters)}
+    for replica in written.run.replicas:
+        for _, entry, _, _ in dump.entries(written, name, kind, places[name], replica):
+            yield entry

@@ -1,0 +1,72 @@
+"""Export to a Zarr group (format 3): an array for each site, one iteration at most in a chunk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_flex.dump.exporting.blocks import Column, Progress, slabs
+
+CHUNK = 8 << 20  # bytes; about as large as a chunk is
+
+
+def write(path: Path, columns: list[Column], metadata: dict[str, str], progress: Progress) -> None:
+    """Write a group with the names of dims, and attributes that say what the entries of each are."""
+    import zarr
+
+    group = zarr.open_group(str(path), mode="w", zarr_format=3, attributes=dict(metadata))
+    for column in columns:
+        array = column.array
+        dtype = str(column.dtype).removeprefix("torch.")
+        chunks = _chunks(array.shape, array.dims, column.dtype.itemsize)
+        out: Any = group.create_array(
+            column.name,
+            shape=array.shape,
+            chunks=chunks,
+            dtype=dtype,
+            dimension_names=array.dims,
+            attributes=_attributes(column),
+        )
+        for where in slabs(chunks_of(array.shape, chunks), 1, 1):
+            inside = tuple(
+                slice(w.start * c, min(w.stop * c, n))
+                for w, c, n in zip(where, chunks, array.shape, strict=True)
+            )
+            block = array[inside].torch(column.dtype)
+            out[inside] = block.numpy()
+            progress.advance(block.numel() * array.dtype.itemsize)
+
+
+def chunks_of(shape: tuple[int, ...], chunks: tuple[int, ...]) -> tuple[int, ...]:
+    """How many chunks there are along each axis."""
+    return tuple(-(-n // c) for n, c in zip(shape, chunks, strict=True))
+
+
+def _chunks(shape: tuple[int, ...], dims: tuple[str, ...], itemsize: int) -> tuple[int, ...]:
+    """One iteration, and of that as much as `CHUNK` holds, halving from the front."""
+    out = [1 if d == "iteration" else max(1, n) for n, d in zip(shape, dims, strict=True)]
+
+    def nbytes() -> int:
+        count = itemsize
+        for n in out:
+            count *= n
+        return count
+
+    for axis in range(len(out)):
+        while nbytes() > CHUNK and out[axis] > 1:
+            out[axis] = -(-out[axis] // 2)
+    return tuple(out)
+
+
+def _attributes(column: Column) -> dict[str, Any]:
+    array = column.array
+    out: dict[str, Any] = {"layout": array.layout}
+    if "iteration" in array.dims:
+        out["iterations"] = array.iterations
+    if "sample" in array.dims and array.samples is not None:
+        out["samples"] = array.samples.tolist()
+    if "token" in array.dims and array.tokens is not None:
+        out["tokens"] = array.tokens.tolist()
+    if column.dtype != array.dtype:
+        out["stored"] = str(array.dtype).removeprefix("torch.")
+    return out

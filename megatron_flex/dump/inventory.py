@@ -1,0 +1,162 @@
+"""What lies in a dump's folder, run by run, whole or not: what `ls`, `verify` and `prune` start from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_flex.dump.files import MANIFEST, iteration_of, part_of
+from megatron_flex.dump.manifest import Manifest
+from megatron_flex.errors import DumpError
+
+Tell = Callable[[int, int], None]  # is told how many bytes are done, and of how many
+RUN = re.compile(r"run-(\d{4,})", re.ASCII)
+
+
+@dataclass(slots=True)
+class IterationFolder:
+    """The folder of an iteration in a run.
+
+    Attributes:
+        path: the folder.
+        number: of the iteration.
+        run_of: which run of the schedule in it.
+        files: the parts' files by rank and number, with their bytes.
+        closed: for each rank whose last part is there how many it has.
+        strays: what is no part: temporary files, and what somebody put there.
+    """
+
+    path: Path
+    number: int
+    run_of: int
+    files: dict[tuple[int, int], tuple[Path, int]] = field(default_factory=dict)
+    closed: dict[int, int] = field(default_factory=dict)
+    strays: list[tuple[Path, int]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is in it."""
+        return sum(n for _, n in self.files.values()) + sum(n for _, n in self.strays)
+
+    def missing(self, ranks: Sequence[int]) -> dict[int, list[int]]:
+        """By rank the parts that are not there.
+
+        Where a rank has not closed the iteration, the next number stands for all others.
+        """
+        there: dict[int, set[int]] = {rank: set() for rank in ranks}
+        for rank, part in self.files:
+            if rank in there:
+                there[rank].add(part)
+        out = {}
+        for rank, seen in there.items():
+            count = self.closed.get(rank) or max(seen, default=-1) + 2
+            if gone := set(range(count)) - seen:
+                out[rank] = sorted(gone)
+        return out
+
+
+@dataclass(slots=True)
+class RunFolder:
+    """A run of the dump, as it lies there.
+
+    Attributes:
+        path: the folder.
+        number: of the run.
+        manifest: what the run says of itself; None where that cannot be read.
+        damage: why it cannot.
+        iterations: in order.
+        strays: what belongs to no iteration, and is not the manifest.
+    """
+
+    path: Path
+    number: int
+    manifest: Manifest | None
+    damage: str
+    iterations: list[IterationFolder]
+    strays: list[tuple[Path, int]]
+
+    @property
+    def ranks(self) -> list[int]:
+        """Who writes to it: as the manifest says, else who has left a part."""
+        if self.manifest is not None:
+            return [rank for rank, _ in self.manifest.ranks]
+        return sorted({rank for folder in self.iterations for rank, _ in folder.files})
+
+
+def run_folders(path: Path) -> list[RunFolder]:
+    """The runs of a dump, by number; also those that have no manifest.
+
+    Raises:
+        DumpError: there is no dump.
+    """
+    try:
+        found = sorted((int(m[1]), f) for f in path.iterdir() if (m := RUN.fullmatch(f.name)) and f.is_dir())
+    except OSError as error:
+        raise DumpError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if not found:
+        inside = RUN.fullmatch(path.resolve().name)
+        fix = f"; name the folder that it is in: {path.resolve().parent}" if inside else ""
+        raise DumpError(f"{path} is no dump: no run-0000 is in it{fix}")
+    return [_run(number, folder) for number, folder in found]
+
+
+def _run(number: int, path: Path) -> RunFolder:
+    manifest, damage = None, ""
+    try:
+        manifest = Manifest.read(path)
+    except DumpError as error:
+        damage = str(error)
+    run = RunFolder(path, number, manifest, damage, [], [])
+    for item, nbytes in _inside(path):
+        named = iteration_of(item.name)
+        if named is not None and item.is_dir():
+            run.iterations.append(_iteration(item, *named))
+        elif item.name != MANIFEST:
+            run.strays.append((item, nbytes))
+    run.iterations.sort(key=lambda f: (f.number, f.run_of))
+    return run
+
+
+def _iteration(path: Path, number: int, run_of: int) -> IterationFolder:
+    folder = IterationFolder(path, number, run_of)
+    for item, nbytes in _inside(path):
+        if (named := part_of(item.name)) is not None and item.is_file():
+            rank, part, parts = named
+            folder.files[rank, part] = item, nbytes
+            if parts:
+                folder.closed[rank] = parts
+        else:
+            folder.strays.append((item, nbytes))
+    return folder
+
+
+def _inside(path: Path) -> Iterator[tuple[Path, int]]:
+    """What is in a folder, with its bytes; a file that goes away meanwhile is not there."""
+    try:
+        items = sorted(path.iterdir())
+    except OSError as error:
+        raise DumpError(f"{path}: cannot be read: {error.strerror or error}") from error
+    for item in items:
+        try:
+            yield item, item.stat().st_size
+        except FileNotFoundError:
+            continue
+
+
+def total(runs: list[RunFolder]) -> int:
+    """Bytes of all parts."""
+    return sum(n for run in runs for folder in run.iterations for _, n in folder.files.values())
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether a file is one that a writer had begun and not finished."""
+    return path.is_file() and path.name.endswith(".tmp")
+
+
+def places(manifest: Manifest | None) -> Mapping[str, int]:
+    """The stage of each site and parameter."""
+    if manifest is None:
+        return {}
+    return {place.name: place.stage for place in (*manifest.sites, *manifest.parameters)}

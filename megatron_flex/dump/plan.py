@@ -1,0 +1,349 @@
+"""What a dump would cost: bytes of every tensor, of every rank, in all. Pure arithmetic over layouts and sizes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import ceil, prod
+from typing import Any
+
+import numpy as np
+
+from megatron_flex.dump.owners import Ranks, Stage
+from megatron_flex.errors import FlexError
+from megatron_flex.layout import Dim, Layout, parts, spans
+from megatron_flex.mesh import Mesh
+
+TOKEN = "s"  # the dim that tokens are counted along
+DENSE, EXPERTS = ("dp", "cp", "tp"), ("edp", "ep", "etp")  # the axes of a stage, in two divisions
+
+Tokens = float | Sequence[int] | slice | None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor that a dump would write.
+
+    Attributes:
+        name: of the site or parameter.
+        kind: `value`, `gradient`, `parameter` or `parameter_gradient`.
+        layout: how the shards make the whole.
+        shape: of the whole, without padding; a name where only the data tell.
+        local: of a rank's shard; expected rows where `expected`.
+        itemsize: bytes of an entry, as written.
+        stage: the pipeline stage that has it.
+        chunk: which of that stage's virtual chunks.
+        times: how often it passes in an iteration, on each data parallel rank.
+        replicated: the axes over which ranks hold the same, where the layout does not say otherwise.
+        where: coordinates of the ranks that have it; empty for all of the stage.
+        expected: whether the number of rows depends on the data, and is what even routing makes.
+    """
+
+    name: str
+    kind: str
+    layout: Layout
+    shape: tuple[int | str, ...]
+    local: tuple[float, ...]
+    itemsize: int
+    stage: int = 0
+    chunk: int = 0
+    times: int = 1
+    replicated: tuple[str, ...] = ("cp", "tp")
+    where: tuple[tuple[str, int], ...] = ()
+    expected: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSite:
+    """One tensor of a plan.
+
+    Attributes:
+        name: of the site or parameter.
+        kind: `value`, `gradient`, `parameter` or `parameter_gradient`.
+        layout: in words.
+        shape: of the whole in one microbatch; a name where only the data tell.
+        local: of one rank's shard before tokens are picked; expected rows where `expected`.
+        stage: the pipeline stage that has it.
+        chunk: which of that stage's virtual chunks.
+        rank_bytes: what a rank that writes it writes at each pass; the most of them.
+        bytes: of all ranks in one iteration.
+        expected: whether it depends on how experts are chosen; evenly, here.
+    """
+
+    name: str
+    kind: str
+    layout: str
+    shape: tuple[int | str, ...]
+    local: tuple[float, ...]
+    stage: int
+    chunk: int
+    rank_bytes: int
+    bytes: int
+    expected: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRank:
+    """A rank of a plan: its number, its coordinates and the bytes that it writes in one iteration."""
+
+    rank: int
+    coords: Mapping[str, int]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a dump would cost. Nothing here counts the files' headers, some hundred bytes for each tensor.
+
+    Attributes:
+        mesh: axis name to number of ranks.
+        ranks: how many there are.
+        sites: every tensor, in model order.
+        hidden: sites that were asked for and cannot be had, and why.
+        least: the rank with the fewest bytes in one iteration.
+        most: the one with the most.
+        mean: bytes of a rank in one iteration.
+        stages: of each pipeline stage the bytes of all of its ranks in one iteration.
+        bytes: of all ranks in one iteration that is dumped.
+        files: that one such iteration has.
+        iterations: that would be dumped.
+        every: of how many iterations one is dumped.
+        seconds: to write one iteration at the disk's rate, if that was given.
+    """
+
+    mesh: Mapping[str, int]
+    ranks: int
+    sites: tuple[PlannedSite, ...]
+    least: PlannedRank
+    most: PlannedRank
+    mean: float
+    stages: tuple[int, ...]
+    bytes: int
+    files: int
+    iterations: int
+    every: int
+    hidden: Mapping[str, str] = field(default_factory=dict)
+    seconds: float | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all iterations that would be dumped."""
+        return self.bytes * self.iterations
+
+    @property
+    def bytes_per_iteration(self) -> float:
+        """Averaged over all iterations, dumped or not."""
+        return self.bytes / self.every
+
+    def to_json(self) -> dict[str, Any]:
+        """In plain values, with the derived ones."""
+        told: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return {**told, "total_bytes": self.total_bytes, "bytes_per_iteration": self.bytes_per_iteration}
+
+    def rows(self, most: int | None = None) -> list[tuple[str, str, str, str, str, str]]:
+        """Rows for a table: tensor, stage, whole shape, layout, bytes of a rank's shard, bytes in all.
+
+        Tensors that are alike but for their layer are one row. Strings, to be printed as they are.
+
+        Args:
+            most: so many rows, the largest first; all of them in model order if None.
+        """
+        groups: dict[tuple[Any, ...], list[PlannedSite]] = {}
+        for site in self.sites:
+            key = (_unnumbered(site.name), site.kind, site.shape, site.layout, site.rank_bytes)
+            groups.setdefault(key, []).append(site)
+        found = list(groups.values())
+        if most is not None:
+            found = sorted(found, key=lambda g: -sum(s.bytes for s in g))[:most]
+        return [_row(group) for group in found]
+
+    def summary(self) -> list[tuple[str, str]]:
+        """What a table ends with: names and values, as strings."""
+        out = [
+            ("ranks", f"{self.ranks} ({' x '.join(f'{a}={n}' for a, n in self.mesh.items() if n > 1) or 'one'})"),
+            ("tensors", str(len(self.sites))),
+            ("bytes in an iteration", in_bytes(self.bytes)),
+            ("of a rank", f"{in_bytes(self.mean)} on average"),
+            ("least", _rank(self.least)),
+            ("most", _rank(self.most)),
+            ("files in an iteration", str(self.files)),
+        ]
+        if self.seconds is not None:
+            out.append(("seconds for an iteration", f"{self.seconds:.2f}"))
+        if self.iterations > 1:
+            out.append((f"{self.iterations} iterations", in_bytes(self.total_bytes)))
+        return out + [("cannot be had", f"{name}: {why}") for name, why in self.hidden.items()]
+
+
+def plan_of(
+    mesh: Mesh,
+    tensors: Iterable[Held],
+    *,
+    tokens: Tokens = None,
+    reduce: str | None = None,
+    every: int = 1,
+    iterations: int = 1,
+    disk: float | None = None,
+    part_bytes: int = 256 << 20,
+    hidden: Mapping[str, str] | None = None,
+) -> Plan:
+    """Lay tensors over the ranks.
+
+    Args:
+        mesh: of the run; only its sizes count.
+        tensors: in the order in which a stage writes them.
+        tokens: the positions kept of each sample: a list, a slice, a fraction below 1, or how many (drawn at
+            random: spread evenly); None for all.
+        reduce: `mean` for the mean over the positions, in fp32.
+        every: dump every so many iterations.
+        iterations: how many are dumped.
+        disk: bytes that the disk, or all of them together, take in a second.
+        part_bytes: of a file.
+        hidden: sites that cannot be had.
+
+    Raises:
+        FlexError: no tensor at all, or one whose size is not known.
+    """
+    stages = [Stage(mesh) for _ in range(mesh["pp"].size)]
+    out = []
+    for held in tensors:
+        stage = stages[held.stage]
+        size = _sizes(held, stage, tokens, reduce)
+        written = stage.assign(held.layout, size * held.times, held.replicated, dict(held.where))
+        out.append(_planned(held, mesh, written))
+    if not out:
+        raise FlexError("a plan of nothing: name sites, such as 'decoder.layers.*', or parameters")
+    load = np.concatenate([s.bytes for s in stages])
+    total = int(load.sum())
+    return Plan(
+        {n: s for n, s in mesh.sizes.items()},
+        load.size,
+        tuple(out),
+        _coords(stages, load, int(load.argmin())),
+        _coords(stages, load, int(load.argmax())),
+        total / load.size,
+        tuple(int(s.bytes.sum()) for s in stages),
+        total,
+        int(np.maximum(1, -(-load // part_bytes)).sum()),
+        iterations,
+        every,
+        dict(hidden or {}),
+        None if disk is None else total / disk,
+    )
+
+
+def local_shape(layout: Layout, whole: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """A rank's shape, dims in the local order, from the whole's shape with its padding.
+
+    Raises:
+        FlexError: a dim does not divide.
+    """
+    order = range(len(whole)) if layout.permute is None else layout.permute
+    padded = [0] * len(whole)
+    for place, dim in enumerate(order):
+        padded[dim] = whole[place]
+    out = []
+    for dim, length in zip(layout.dims, padded, strict=True):
+        even = replace(dim, uneven=False)
+        out.append(sum(b - a for a, b in spans(even, length, {}, sizes)))
+    return tuple(out)
+
+
+def _sizes(held: Held, stage: Stage, tokens: Tokens, reduce: str | None) -> Any:
+    """The bytes of one pass, of each rank's shard."""
+    token = next((i for i, d in enumerate(held.layout.dims) if d.name == TOKEN), None)
+    activation = held.kind in ("value", "gradient")
+    if token is None or not activation or (tokens is None and reduce is None):
+        return round(prod(held.local) * held.itemsize)
+    rest = prod(n for i, n in enumerate(held.local) if i != token)
+    if reduce is not None:  # each rank has its summand of the mean
+        return round(rest * 4)
+    kept = _kept(held.layout.dims[token], round(held.local[token]), stage, tokens)
+    return np.rint(kept * rest * held.itemsize).astype(np.int64)
+
+
+def _kept(dim: Dim, local: int, stage: Stage, tokens: Tokens) -> Any:
+    """How many of the kept positions each rank holds."""
+    sizes = stage.mesh.sizes
+    length = local * parts(dim, sizes)
+    if isinstance(tokens, (int, float)) and not isinstance(tokens, bool):
+        share = tokens if 0 < tokens < 1 else min(tokens, length) / length
+        return np.full(stage.count, local * share)
+    chosen = range(length)[tokens] if isinstance(tokens, slice) else _positions(tokens, length)
+    marks = np.zeros(length, dtype=np.int64)
+    marks[list(chosen)] = 1
+    before = np.concatenate([[0], np.cumsum(marks)])
+    axes = [c.axis for c in dim.cuts]
+    places = np.stack([stage.coords[a] for a in axes], 1) if axes else np.zeros((stage.count, 0), dtype=int)
+    different, which = np.unique(places, axis=0, return_inverse=True)
+    counts = [
+        sum(int(before[b] - before[a]) for a, b in spans(dim, length, dict(zip(axes, map(int, at), strict=True)), sizes))
+        for at in different
+    ]
+    return np.array(counts)[which.reshape(-1)]
+
+
+def _positions(tokens: Any, length: int) -> set[int]:
+    return {p + length if p < 0 else p for p in tokens if -length <= p < length}
+
+
+def _planned(held: Held, mesh: Mesh, written: Ranks) -> PlannedSite:
+    most = int(written.max(initial=0)) // held.times
+    return PlannedSite(
+        held.name,
+        held.kind,
+        held.layout.describe(mesh.sizes),
+        held.shape,
+        held.local,
+        held.stage,
+        held.chunk,
+        most,
+        int(written.sum()),
+        held.expected,
+    )
+
+
+def _coords(stages: Sequence[Stage], load: Ranks, rank: int) -> PlannedRank:
+    count = stages[0].count
+    at = {name: int(c[rank % count]) for name, c in stages[0].coords.items()}
+    return PlannedRank(rank, {"pp": rank // count, **at}, int(load[rank]))
+
+
+# -- words -------------------------------------------------------------------------------------------
+
+
+def in_bytes(count: float) -> str:
+    """A number of bytes, such as `1.50 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} PiB"
+
+
+def _rank(rank: PlannedRank) -> str:
+    coords = ", ".join(f"{a} {n}" for a, n in rank.coords.items() if a in ("pp", *DENSE))
+    return f"{in_bytes(rank.bytes)} (rank {rank.rank}: {coords})"
+
+
+def _unnumbered(name: str) -> str:
+    return re.sub(r"\.\d+(?=[.:]|$)", ".*", name)
+
+
+def _row(group: list[PlannedSite]) -> tuple[str, str, str, str, str, str]:
+    first = group[0]
+    name = first.name if len(group) == 1 else f"{_unnumbered(first.name)} ({len(group)})"
+    stages = sorted({s.stage for s in group})
+    told = f"{stages[0]}-{stages[-1]}" if len(stages) > 1 else str(stages[0])
+    about = "~" if first.expected else ""
+    kind = "" if first.kind in ("value", "parameter") else ".grad"
+    return (
+        name + kind,
+        told,
+        "x".join(map(str, first.shape)) or "1",
+        first.layout,
+        about + in_bytes(first.rank_bytes),
+        about + in_bytes(sum(s.bytes for s in group)),
+    )

@@ -1,0 +1,319 @@
+"""Verifying a dump: every checksum, and what is missing, by rank and site. Nothing is loaded as a whole."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megatron_flex.dump.files import GRADIENT, PARAMETER_GRADIENT, REPLICA, Entry, Part, read_part
+from megatron_flex.dump.inventory import (
+    IterationFolder,
+    RunFolder,
+    Tell,
+    is_temporary,
+    places,
+    run_folders,
+    total,
+)
+from megatron_flex.dump.opening import check_same
+from megatron_flex.dump.replicas import Replicas
+from megatron_flex.errors import DumpError
+from megatron_flex.sites import GRAD
+
+CHUNK = 4 << 20  # bytes that are read at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is not as it should be.
+
+    Attributes:
+        kind: `manifest`, `missing`, `torn`, `header`, `checksum`, `replica`, `contradiction`, `stray`.
+        where: the file or folder, from the dump's folder on.
+        text: what is wrong, in a line.
+        rank: whose file it is; None where it belongs to no rank.
+        iteration: None where it belongs to none.
+        sites: what is lost or wrong; gradients as `NAME.grad`.
+        error: whether something is lost or wrong; else nothing that a reader shows is.
+    """
+
+    kind: str
+    where: str
+    text: str
+    rank: int | None = None
+    iteration: int | None = None
+    sites: tuple[str, ...] = ()
+    error: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """In plain values."""
+        told = {n: getattr(self, n) for n in ("kind", "where", "text", "rank", "iteration", "error")}
+        return {**told, "sites": list(self.sites)}
+
+
+@dataclass(slots=True)
+class Verification:
+    """What was checked, and what was found.
+
+    Attributes:
+        findings: in the order of runs and iterations.
+        files: parts that were read.
+        tensors: whose checksum was computed.
+        nbytes: of them.
+        replicas: checksums of replicas that were compared.
+        whole: iterations that some run has whole.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    files: int = 0
+    tensors: int = 0
+    nbytes: int = 0
+    replicas: int = 0
+    whole: list[int] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is lost or wrong."""
+        return not any(f.error for f in self.findings)
+
+    def to_json(self) -> dict[str, Any]:
+        """In plain values."""
+        return {
+            "good": self.good,
+            "files": self.files,
+            "tensors": self.tensors,
+            "bytes": self.nbytes,
+            "replicas": self.replicas,
+            "iterations": self.whole,
+            "findings": [f.to_json() for f in self.findings],
+        }
+
+
+def verify(path: Path, tell: Tell | None = None, live: bool = False) -> Verification:
+    """Read every byte of a dump and compare it with its checksum; find what is not there.
+
+    Args:
+        path: the dump's folder.
+        tell: is told how far it is.
+        live: the newest run still writes: what it has not closed yet is not counted as torn.
+
+    Raises:
+        DumpError: there is no dump.
+    """
+    runs = run_folders(path)
+    return _Verifier(path, runs, tell, live).run()
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What is known of a run when all of it was read: parts that are missing are named by it.
+
+    Attributes:
+        names: the tensors in each rank's parts, by rank and number.
+        sites: those that some part has.
+    """
+
+    names: dict[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
+    sites: set[str] = field(default_factory=set)
+
+
+class _Verifier:
+    def __init__(self, path: Path, runs: list[RunFolder], tell: Tell | None, live: bool) -> None:
+        self.path, self.runs, self.live = path, runs, live
+        self.tell, self.total, self.done = tell, total(runs), 0
+        self.out = Verification()
+        self.whole = {
+            (f.number, f.run_of) for r in runs for f in r.iterations if not f.missing(r.ranks) and r.ranks
+        }
+
+    def run(self) -> Verification:
+        self.out.whole = sorted({number for number, _ in self.whole})
+        first = next((r.manifest for r in self.runs if r.manifest is not None), None)
+        for run in self.runs:
+            if run.manifest is None:
+                self._add("manifest", run.path / "manifest.json", f"run {run.number}: {run.damage}")
+            elif run.manifest.run != run.number:
+                self._add("contradiction", run.path / "manifest.json", f"it is of run {run.manifest.run}")
+            if run.manifest is not None and first is not None:
+                try:
+                    check_same(self.path, first, run.manifest)
+                except DumpError as error:
+                    self._add("contradiction", run.path / "manifest.json", str(error))
+            self._run(run)
+        return self.out
+
+    def _add(self, kind: str, where: Path, text: str, **more: Any) -> None:
+        self.out.findings.append(Finding(kind, str(where.relative_to(self.path)), text, **more))
+
+    # -- what is there ---------------------------------------------------------------------------------
+
+    def _run(self, run: RunFolder) -> None:
+        seen, late = _Seen(), []
+        for folder in run.iterations:
+            replicas = Replicas(run.manifest)
+            for (rank, number), (file, nbytes) in sorted(folder.files.items()):
+                part = self._part(run, folder, rank, number, file)
+                if part is None:
+                    late.append((file, rank, number, folder.number))
+                else:
+                    seen.names.setdefault((rank, number), tuple(_name(e) for e in part.index.entries))
+                    seen.sites.update(e.site for e in part.index.entries)
+                    replicas.add(rank, part)
+                self._advance(nbytes)
+            self._replicas(folder, replicas)
+            self._strays(folder.strays)
+        self._strays(run.strays)
+        for file, rank, number, iteration in late:
+            text, sites = self._lost(run, seen, rank, [number], rest=False)
+            self.out.findings = [
+                f if f.where != str(file.relative_to(self.path)) or f.kind != "header"
+                else Finding("header", f.where, f"{f.text}; lost: {text}", rank, iteration, sites)
+                for f in self.out.findings
+            ]  # fmt: skip
+        self._absent(run, seen)
+
+    def _advance(self, nbytes: int) -> None:
+        self.done += nbytes
+        if self.tell is not None:
+            self.tell(self.done, self.total)
+
+    def _part(
+        self, run: RunFolder, folder: IterationFolder, rank: int, number: int, file: Path
+    ) -> Part | None:
+        about: dict[str, Any] = {"rank": rank, "iteration": folder.number}
+        try:
+            part = read_part(file)
+        except DumpError as error:
+            text = str(error).removeprefix(f"{file}: ")
+            self._add("header", file, f"rank {rank}, iteration {folder.number}: {text}", **about)
+            return None
+        self.out.files += 1
+        for text in _contradictions(run, folder, rank, number, part):
+            self._add("contradiction", file, f"rank {rank}, iteration {folder.number}: {text}", **about)
+        try:
+            with file.open("rb") as handle:
+                for entry in part.index.entries:
+                    if entry.kind != REPLICA and not self._checksum(handle, part, entry):
+                        text = (
+                            f"rank {rank}, iteration {folder.number}: the checksum of {_name(entry)}"
+                            f"{_times(entry)} is wrong: its bytes are not those that were written"
+                        )
+                        self._add("checksum", file, text, sites=(_name(entry),), **about)
+        except OSError as error:
+            text = f"rank {rank}, iteration {folder.number}: cannot be read: {error.strerror or error}"
+            self._add("header", file, text, **about)
+            return None
+        return part
+
+    def _checksum(self, handle: BinaryIO, part: Part, entry: Entry) -> bool:
+        _, _, at, size = part.where[entry.tensor]
+        self.out.tensors += 1
+        self.out.nbytes += size
+        handle.seek(at)
+        crc = 0
+        while size > 0 and (read := handle.read(min(size, CHUNK))):
+            crc = zlib.crc32(read, crc)
+            size -= len(read)
+        return size == 0 and crc == entry.crc
+
+    def _replicas(self, folder: IterationFolder, replicas: Replicas) -> None:
+        self.out.replicas += replicas.compared
+        for rank, owner, entry in replicas.differing():
+            text = (
+                f"iteration {folder.number}: rank {rank} held another {_name(entry)}{_times(entry)} than "
+                f"rank {owner}, which wrote it: the replicas are out of step"
+            )
+            about: dict[str, Any] = {"rank": rank, "iteration": folder.number, "sites": (_name(entry),)}
+            self._add("replica", folder.path, text, **about)
+
+    def _strays(self, strays: Sequence[tuple[Path, int]]) -> None:
+        for path, nbytes in strays:
+            what = "a file that its writer did not finish" if is_temporary(path) else "not of a dump"
+            self._add("stray", path, f"{what}, {nbytes} bytes", error=False)
+
+    # -- what is not -----------------------------------------------------------------------------------
+
+    def _absent(self, run: RunFolder, seen: _Seen) -> None:
+        newest = run is self.runs[-1]
+        ranks = run.ranks
+        latest = {rank: n for n, f in enumerate(run.iterations) for rank, _ in f.files}
+        for n, folder in enumerate(run.iterations):
+            elsewhere = (folder.number, folder.run_of) in self.whole
+            for rank, gone in folder.missing(ranks).items():
+                closed = rank in folder.closed
+                stopped = not closed and latest.get(rank, -1) <= n
+                if stopped and newest and self.live:
+                    continue
+                what, sites = self._lost(run, seen, rank, gone, rest=not closed)
+                numbers = ", ".join(map(str, gone))
+                if stopped:
+                    text = f"iteration {folder.number} is torn: rank {rank} stopped before its part {numbers}"
+                else:
+                    text = f"iteration {folder.number}: part {numbers} of rank {rank} is missing"
+                text += f"; lost: {what}" + ("; another run has it whole" if elsewhere else "")
+                about: dict[str, Any] = {"rank": rank, "iteration": folder.number, "sites": sites}
+                kind = "torn" if stopped else "missing"
+                self._add(kind, folder.path, text, error=not elsewhere, **about)
+        if run.manifest is not None and any(not f.missing(ranks) for f in run.iterations):
+            for name in sorted(set(places(run.manifest)) - seen.sites):
+                text = f"{name}: the manifest has it, and no part does: nothing passed there"
+                self._add("contradiction", run.path, text, error=False, sites=(name,))
+
+    def _lost(
+        self, run: RunFolder, seen: _Seen, rank: int, numbers: Sequence[int], rest: bool
+    ) -> tuple[str, tuple[str, ...]]:
+        """What was in parts that are not there, from the same parts of other iterations."""
+        last = numbers[-1]
+        held = [names for (r, n), names in sorted(seen.names.items())
+                if r == rank and (n in numbers or (rest and n > last))]  # fmt: skip
+        sites = tuple(dict.fromkeys(name for names in held for name in names))
+        if sites:
+            return _list(sites), sites
+        coords = next((c for r, c in run.manifest.ranks if r == rank), {}) if run.manifest else {}
+        stage = coords.get("pp", 0)
+        sites = tuple(name for name, at in places(run.manifest).items() if at == stage)
+        return (f"of {_list(sites)} what it wrote" if sites else "what it wrote"), sites
+
+
+def _contradictions(
+    run: RunFolder, folder: IterationFolder, rank: int, number: int, part: Part
+) -> Iterator[str]:
+    """Where a part, its name and the manifest disagree."""
+    index = part.index
+    said = index.rank, index.part, index.iteration, index.run_of
+    if said != (rank, number, folder.number, folder.run_of):
+        yield "it says it is rank {}, part {}, iteration {}, run {} of it".format(*said)
+    for entry in index.entries:
+        if not 0 <= entry.layout < len(index.layouts):
+            yield f"{_name(entry)}: layout {entry.layout} of {len(index.layouts)}"
+        elif len(index.layouts[entry.layout].get("dims", ())) != len(entry.shape):
+            yield f"{_name(entry)}: a shape of {len(entry.shape)} dims, and a layout of others"
+    if named := sorted(set(part.where) - {e.tensor for e in index.entries}):
+        yield f"the tensor {named[0]!r} is not in its index"
+    if run.manifest is None:
+        return
+    coords = dict(run.manifest.ranks)
+    if rank not in coords:
+        yield f"the manifest has no rank {rank}"
+    elif dict(index.coords) != dict(coords[rank]):
+        yield f"coordinates {dict(index.coords)}; the manifest has {dict(coords[rank])}"
+    known = places(run.manifest)
+    for name in sorted({e.site.removesuffix(GRAD) for e in index.entries} - set(known)):
+        yield f"the manifest has no site or parameter {name!r}"
+
+
+def _name(entry: Entry) -> str:
+    return entry.site + (GRAD if entry.kind in (GRADIENT, PARAMETER_GRADIENT) else "")
+
+
+def _times(entry: Entry) -> str:
+    calls = f", call {entry.call}" if entry.call else ""
+    return f" (microbatch {entry.microbatch}{calls})"
+
+
+def _list(names: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,302 @@
+"""Puts together what a dump would write: the model's sites, their sizes in this run, and who writes them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from megatron_flex import cpu
+from megatron_flex.adapters import ParameterSite
+from megatron_flex.adapters.megatron_core.dispatch import Rows
+from megatron_flex.dump.plan import Held, Plan, local_shape, plan_of
+from megatron_flex.errors import FlexError, nearest
+from megatron_flex.launch.planning.arguments import SIZES, Config, arguments
+from megatron_flex.launch.planning.model import Whole, built, quiet
+from megatron_flex.sites import Pattern, Site, SiteTable
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WHOLE_NUMBERS = {"map": torch.bool, "indices": torch.int64}  # points of a layer of experts
+RESIDUAL = re.compile(
+    r"embedding:output|decoder\.layers\.\d+(:(input|mid|output)|\.(input_layernorm|pre_mlp_layernorm|norm):input)"
+    r"|decoder\.final_(layernorm|norm):input"
+)
+ROUTED = (("router", "logits"), ("router", "probs"), ("experts", "weights"))
+ROUTER = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+def plan(
+    config: Config,
+    sites: Sequence[Pattern] | Pattern = (),
+    *,
+    mesh: Mapping[str, int] | None = None,
+    world_size: int | None = None,
+    sequence_length: int | None = None,
+    micro_batch_size: int | None = None,
+    microbatches: int | None = None,
+    dtype: torch.dtype | str | None = None,
+    gradients: bool = False,
+    parameters: Sequence[str] | str = (),
+    tokens: Any = None,
+    reduce: Literal["mean"] | None = None,
+    every: int = 1,
+    iterations: int | None = None,
+    disk_bytes_per_second: float | None = None,
+    part_bytes: int = 256 << 20,
+) -> Plan:
+    """Say what a dump of a Megatron run would write.
+
+    The model is built by Megatron on meta tensors, stage by stage, in a process that has no process groups
+    yet and keeps none; the adapter is asked for its sites. Ranks of data parallelism are only counted.
+
+        costs = plan(
+            {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 4096,
+             "micro_batch_size": 1, "global_batch_size": 512, "vocab_size": 128256, "bf16": True,
+             "tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 4, "sequence_parallel": True},
+            ["decoder.layers.*.mlp.linear_fc1", "decoder.layers.*.mlp.linear_fc2"],
+            world_size=1024, tokens=slice(None, None, 8), every=100, disk_bytes_per_second=20e9,
+        )
+        for row in costs.rows(): ...
+        for name, value in costs.summary(): ...
+
+    Args:
+        config: a YAML or JSON file or a mapping of Megatron's argument names, or a list of its flags.
+        sites: as for Dump: names or patterns of modules and places; a module's output where none is named.
+        mesh: sizes that count instead of the config's: `tp`, `pp`, `cp`, `ep`, `etp`, `dp`.
+        world_size: number of ranks; else from `dp`, or with the least data parallel size that fits.
+        sequence_length: instead of the config's `seq_length`.
+        micro_batch_size: instead of the config's.
+        microbatches: dumped in an iteration by each data parallel rank; else all that `global_batch_size` makes.
+        dtype: as for Dump: what is cast to; the model's own dtypes if None.
+        gradients: as for Dump.
+        parameters: as for Dump.
+        tokens: as for Dump: a position, a list, a slice, `sampled(count)`; or a fraction below 1.
+        reduce: as for Dump.
+        every: as for Dump.
+        iterations: of the run, of which every so many are dumped; one dumped iteration if None.
+        disk_bytes_per_second: what the disks take together, for the seconds of an iteration.
+        part_bytes: as for Dump.
+
+    Raises:
+        FlexError: the configuration cannot be; a pattern matches nothing; the process has groups already.
+    """
+    if every < 1:
+        raise FlexError(f"every={every}: dump every n-th iteration, n at least 1")
+    changes = _changes(mesh, world_size, sequence_length, micro_batch_size)
+    with cpu.runtime(force=True), quiet():
+        args = arguments(config, changes)
+        whole = built(args)
+    chosen = _chosen(whole.sites, [sites] if isinstance(sites, str) or callable(sites) else sites)
+    hidden = {s.name: s.hidden for s in chosen if s.hidden}
+    run = _Run(whole, args, _microbatches(args, microbatches), _dtype(dtype), gradients)
+    visible = [s for s in chosen if not s.hidden]
+    if hidden and not visible and not parameters:
+        raise FlexError(next(f"{name}: {why}" for name, why in hidden.items()))
+    named = [parameters] if isinstance(parameters, str) else parameters
+    return plan_of(
+        whole.mesh,
+        [*run.activations(visible), *run.parameters(_parameters(whole.parameters, named))],
+        tokens=_tokens(tokens),
+        reduce=reduce,
+        every=every,
+        iterations=1 if iterations is None else -(-iterations // every),
+        disk=disk_bytes_per_second,
+        part_bytes=part_bytes,
+        hidden=hidden,
+    )
+
+
+def _changes(
+    mesh: Mapping[str, int] | None, world: int | None, length: int | None, size: int | None
+) -> dict[str, Any]:
+    for axis in mesh or {}:
+        if axis not in SIZES:
+            raise FlexError(f"mesh has no axis {axis!r}{nearest(axis, SIZES)}; its axes are {', '.join(SIZES)}")
+    lengths = {"seq_length": length, "max_position_embeddings": length, "micro_batch_size": size}
+    return {**(mesh or {}), "world_size": world, **lengths}
+
+
+def _microbatches(args: argparse.Namespace, said: int | None) -> int:
+    samples = args.micro_batch_size * args.data_parallel_size
+    if args.global_batch_size % samples:
+        raise FlexError(
+            f"global_batch_size={args.global_batch_size} must divide by {samples}, micro_batch_size times the "
+            f"data parallel size; nearest: {-(-args.global_batch_size // samples) * samples}"
+        )
+    there = int(args.global_batch_size // samples)
+    if said is not None and not 1 <= said <= there:
+        raise FlexError(f"microbatches={said}: an iteration has {there} on each data parallel rank")
+    return there if said is None else said
+
+
+def _dtype(said: torch.dtype | str | None) -> torch.dtype | None:
+    if said is None or isinstance(said, torch.dtype):
+        return said
+    if said in DTYPES:
+        return DTYPES[said]
+    raise FlexError(f"dtype={said!r} is no torch.dtype and none of {', '.join(DTYPES)}")
+
+
+def _tokens(said: Any) -> Any:
+    """Dump's words for tokens in those of `plan_of`."""
+    if isinstance(said, bool) or (isinstance(said, float) and not 0 < said <= 1):
+        raise FlexError(f"tokens={said!r}: a fraction of the tokens is above 0 and at most 1")
+    if said is None or said == 1.0 and isinstance(said, float):
+        return None
+    if isinstance(said, int):  # a position, as for Dump
+        return (said,)
+    count = getattr(said, "count", None)
+    return count if isinstance(count, int) else said
+
+
+def _is_residual(site: Site) -> bool:
+    """Whether it is on the residual stream itself, not on what is added to it."""
+    return bool(RESIDUAL.fullmatch(site.name))
+
+
+def _chosen(sites: list[Site], patterns: Iterable[Pattern]) -> list[Site]:
+    table = SiteTable(sites)
+    names = {s.name for pattern in patterns for s in table.match(pattern, "output")}
+    return [s for s in table if s.name in names]
+
+
+def _parameters(found: list[ParameterSite], patterns: Sequence[str]) -> list[ParameterSite]:
+    """Those meant; without copies of others that are among them."""
+    as_sites = SiteTable(Site(p.name, p.layout, p.shape) for p in {p.name: p for p in found}.values())
+    names = {s.name for pattern in patterns for s in as_sites.match(pattern)}
+    return [p for p in found if p.name in names and p.copy_of not in names]
+
+
+class _Run:
+    """Sizes of tensors in one run."""
+
+    def __init__(
+        self, whole: Whole, args: argparse.Namespace, microbatches: int, cast: torch.dtype | None, gradients: bool
+    ) -> None:
+        self.whole, self.args, self.microbatches, self.gradients = whole, args, microbatches, gradients
+        self.cast, self.config, self.sizes = cast, whole.config, whole.mesh.sizes
+        self.lengths = {"s": args.seq_length, "b": args.micro_batch_size}
+        self.lengths["heads"] = getattr(self.config, "linear_num_value_heads", None) or 0
+
+    def activations(self, sites: Iterable[Site]) -> Iterator[Held]:
+        """What passes at sites, and its gradients."""
+        for site in sites:
+            held = self._rows(site) if isinstance(site.tap, Rows) else self._dense(site)
+            dtype = self.dtype(site)
+            for kind in ("value", "gradient") if self.gradients and dtype.is_floating_point else ("value",):
+                layout = held["layout"].gradient() if kind == "gradient" else held["layout"]
+                yield Held(
+                    **{**held, "layout": layout},
+                    name=site.name,
+                    kind=kind,
+                    itemsize=self._written(dtype).itemsize,
+                    stage=site.stage,
+                    chunk=site.chunk,
+                    times=self.microbatches * self._calls(site),
+                )
+
+    def parameters(self, found: Iterable[ParameterSite]) -> Iterator[Held]:
+        """Parameters when the step is over, and their reduced gradients."""
+        for p in found:
+            assert p.parameter is not None or p.owner, "one rank sees all parameters but other ranks' experts"
+            expert = bool(p.owner)
+            dtype = self.config.params_dtype if p.parameter is None else p.parameter.dtype
+            kinds = {"parameter": dtype}
+            if self.gradients:
+                kept = getattr(self.args, "accumulate_allreduce_grads_in_fp32", False)
+                kinds["parameter_gradient"] = torch.float32 if kept else dtype
+            for kind, own in kinds.items():
+                yield Held(
+                    name=p.name,
+                    kind=kind,
+                    layout=p.layout,
+                    shape=p.shape,
+                    local=self._local_parameter(p),
+                    itemsize=self._written(own).itemsize,
+                    stage=p.stage,
+                    chunk=p.chunk,
+                    replicated=("edp", "etp") if expert else ("dp", "cp", "tp"),
+                    where=p.owner,
+                )
+
+    def _local_parameter(self, p: ParameterSite) -> tuple[int, ...]:
+        if p.local:
+            return tuple(p.local)
+        if p.parameter is not None:
+            return tuple(p.parameter.shape)
+        return local_shape(p.layout, p.shape, self.sizes)
+
+    def _dense(self, site: Site) -> dict[str, Any]:
+        """A tensor of all tokens."""
+        shape = tuple(self._length(site, n) for n in site.shape)
+        padded = tuple(
+            self.whole.padded_vocabulary if name == "v" and site.module == "output_layer" else n
+            for name, n in zip(site.dims, shape, strict=True)
+        )
+        return {"layout": site.layout, "shape": shape, "local": local_shape(site.layout, padded, self.sizes)}
+
+    def _length(self, site: Site, told: int | str) -> int:
+        if isinstance(told, int):
+            return told
+        times = re.fullmatch(r"(\d*)([a-z]+)", told)
+        if times and self.lengths.get(times[2]):
+            return int(times[1] or 1) * int(self.lengths[times[2]])
+        raise FlexError(f"{site.name}: the length of its dim {told!r} follows from no configuration; leave it out")
+
+    def _rows(self, site: Site) -> dict[str, Any]:
+        """A tensor of experts, with as many rows on each rank as even routing brings."""
+        tap: Any = site.tap
+        config, mesh = self.config, self.whole.mesh
+        mine = self.lengths["s"] * self.lengths["b"] / mesh["cp"].size
+        if config.sequence_parallel:
+            mine /= mesh["tp"].size
+        rows = mine * config.moe_router_topk * mesh["etp"].size
+        where: tuple[tuple[str, int], ...] = ()
+        if tap.expert is not None:
+            each = config.num_moe_experts // mesh["ep"].size
+            rows, where = rows / each, (("ep", tap.expert // each),)
+        local: list[float] = [rows]
+        for dim in tap.layout.dims[1:]:
+            width = site.shape[-1]
+            assert isinstance(width, int), "the last dim of an expert's tensor is known"
+            cut = 1
+            for c in dim.cuts:
+                cut *= mesh[c.axis].size
+            local.append(width // cut)
+        shape = tuple(n if n == "t" else self._length(site, n) for n in site.shape)
+        return {
+            "layout": tap.layout,
+            "shape": shape,
+            "local": tuple(local),
+            "replicated": ("etp",),
+            "where": where,
+            "expected": True,
+        }
+
+    def _calls(self, site: Site) -> int:
+        """How often a tensor passes for each microbatch: each depth of prediction asks the output layer too."""
+        depths = getattr(self.config, "mtp_num_layers", None) or 0
+        return 1 + depths if site.module in ("output_layer", "loss") else 1
+
+    def _written(self, dtype: torch.dtype) -> torch.dtype:
+        return self.cast if self.cast is not None and dtype.is_floating_point else dtype
+
+    def dtype(self, site: Site) -> torch.dtype:
+        """What a tensor has in the model."""
+        config, own = self.config, self.config.params_dtype
+        role = site.module.rpartition(".")[2]
+        if role in ("router", "experts") and site.point in WHOLE_NUMBERS:
+            return WHOLE_NUMBERS[site.point]
+        if site.name == "loss:output":
+            return own if self.args.fp16_lm_cross_entropy else torch.float32
+        if (role, site.point) in ROUTED and getattr(config, "moe_router_dtype", None) is not None:
+            return ROUTER[config.moe_router_dtype]
+        if (role, site.point) == ("self_attention", "g") or (
+            getattr(config, "fp32_residual_connection", False) and _is_residual(site)
+        ):
+            return torch.float32
+        assert isinstance(own, torch.dtype), "Megatron's parameters have one dtype"
+        return own

@@ -1,0 +1,226 @@
+"""The command line: what it prints, its errors and exit statuses, in a terminal and in a pipe."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_flex.cli import main
+from tests.support import dumps
+from tests.support.commands import Command, kept
+from tests.support.dumps import COLUMN, NORM, SEQUENCE, WEIGHT, Given, random
+
+ROOT = Path(__file__).parents[2]
+PYTHON = [sys.executable, "-m", "megatron_flex.cli"]
+MESH = {"pp": 2, "dp": 2, "tp": 2}
+TOKENS, SAMPLES = 8, 4
+
+
+@pytest.fixture
+def command(monkeypatch, capsys, tmp_path) -> Command:
+    return Command(monkeypatch, capsys, tmp_path)
+
+
+def sites(count: int = 3) -> dict[str, Given]:
+    """Four layers on two stages, `[iteration, sample, token, ...]`."""
+    out = {}
+    for layer in range(4):
+        for n, (end, width, layout) in enumerate(((".mlp.linear_fc1", 8, COLUMN), ("", 4, SEQUENCE))):
+            value, gradient = (
+                random(count, SAMPLES, TOKENS, width, seed=100 * layer + 10 * n + g) for g in (0, 1)
+            )
+            out[f"decoder.layers.{layer}{end}"] = Given(value, layout, gradient, stage=layer // 2)
+    return out
+
+
+@pytest.fixture
+def dump(tmp_path: Path, written: Path) -> Path:
+    (tmp_path / "dump").symlink_to(written)
+    return tmp_path / "dump"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("dumps") / "dump"
+    parameters = {
+        "decoder.layers.0.mlp.linear_fc1.weight": Given(random(3, 8, 4), WEIGHT, random(3, 8, 4, seed=1)),
+        "decoder.final_layernorm.weight": Given(random(3, 4), NORM, stage=1),
+    }
+    dumps.write(
+        path,
+        sites(),
+        mesh=MESH,
+        parameters=parameters,
+        microbatches=2,
+        iterations=[0, 10, 20],
+        versions={"torch": "2.13.0"},
+    )
+    return path
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_ls_and_show_as_they_are_kept(command, dump, width):
+    command.width(width)
+    for name, words in (
+        ("ls", ["ls", "dump"]),
+        ("ls-all", ["ls", "dump", "--all"]),
+        ("show", ["show", "dump", "decoder.layers.1", "--gradients", "-i", "10,20"]),
+    ):
+        done = command("dump", *words)
+        assert (done.status, done.err) == (0, "")
+        assert max(map(len, done.out.splitlines())) <= width
+        kept(f"{name}-{width}", done.out)
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["dump"], *(["dump", n] for n in ("ls", "show", "verify", "export", "prune"))]
+)
+def test_help_as_it_is_kept(command, words):
+    kept("-".join(["help", *words]), command(*words, "--help").out)
+
+
+def test_json_of_ls_has_every_tensor(command, dump):
+    told = json.loads(command("dump", "ls", dump, "--json").out)
+    rows = {t["name"]: t for t in told["tensors"]}
+    for name, given in sites().items():
+        for one in (name, name + ".grad"):
+            assert rows[one]["shape"] == [SAMPLES, TOKENS, given.value.shape[-1]]
+            assert rows[one]["iterations"] == [0, 10, 20]
+            assert rows[one]["nbytes"] == given.value.nbytes
+    assert rows["decoder.layers.0.mlp.linear_fc1.weight.grad"]["nbytes"] == 3 * 8 * 4 * 4
+    assert "decoder.final_layernorm.weight.grad" not in rows
+    assert told["runs"][0]["whole"] == [0, 10, 20]
+    assert told["runs"][0]["mesh"] == {"pp": 2, "dp": 2, "cp": 1, "tp": 2}
+
+
+def test_show_tells_what_torch_computes(command, dump):
+    told = json.loads(
+        command("dump", "show", dump, "decoder.layers.2", "-g", "--iterations", "10:", "--json").out
+    )
+    given = sites()["decoder.layers.2"]
+    assert list(told) == ["decoder.layers.2", "decoder.layers.2.grad"]
+    for one, whole in zip(told.values(), (given.value, given.gradient), strict=True):
+        value = whole[1:].double()
+        assert one["count"] == value.numel()
+        assert one["mean"] == pytest.approx(float(value.mean()))
+        assert one["std"] == pytest.approx(float(value.std(correction=0)))
+        assert one["rms"] == pytest.approx(float(value.square().mean().sqrt()))
+        assert one["absmax"] == float(value.abs().max())
+        assert sum(one["counts"]) + one["below"] + one["above"] == value.numel()
+
+
+def test_calls_of_a_site_have_numbers(command, tmp_path):
+    dumps.write(tmp_path / "twice", {"decoder.layers.0": Given(random(1, 2, 3, 4), calls=2)})
+    names = [t["name"] for t in json.loads(command("dump", "ls", "twice", "--json").out)["tensors"]]
+    assert names == ["decoder.layers.0#0", "decoder.layers.0#1"]
+    first, second = (json.loads(command("dump", "show", "twice", name, "--json").out)[name] for name in names)
+    assert second["absmax"] == 2 * first["absmax"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["dump", "ls", "nowhere"], "nowhere: cannot be read: No such file or directory"),
+        (["dump", "ls", "."], "is no dump: no run-0000 is in it"),
+        (["dump", "ls", "dump/run-0000"], "name the folder that it is in: "),
+        (["dump", "show", "dump", "decoder.layer.1"], "nearest: decoder.layers.1"),
+        (["dump", "show", "dump", "decoder.layers.1", "-i", "7"], "iteration 7 is not in the dump"),
+        (["dump", "show", "dump", "decoder.layers.1", "-i", "x"], "'x': no number and no range"),
+        (["dump", "show", "dump", "decoder.layers.1", "-i", "30:"], "no iteration is within 30:"),
+        (["dump", "export", "dump", "out", "-s", "encoder.*"], "nothing in the dump is named 'encoder.*'"),
+        (["dump", "export", "dump", "out", "-f", "hdf5"], "'hdf5' is none of safetensors, zarr, datasets"),
+        (["dump", "prune", "dump", "--keep-every", "0"], "keep-every 0"),
+        (["plan"], "say the run's configuration once"),
+        (["compare", "dump", "dump", "-t", "x"], "--tolerance x: say a number"),
+    ],
+)  # fmt: skip
+def test_errors_are_one_line(command, dump, words, said):
+    done = command(*words)
+    assert done.status == 2
+    assert done.out == ""
+    assert done.err.startswith("megatron-flex: ")
+    assert done.err.count("\n") == 1
+    assert said in done.err
+
+
+@pytest.mark.parametrize("name", ["typer", "rich"])
+def test_what_is_missing_is_said_in_one_line(command, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == f"megatron-flex: {name} is not installed: pip install megatron-flex[cli]"
+
+
+def test_the_package_imports_no_part_of_the_command_line():
+    code = "import sys, megatron_flex.cli; print([m for m in ('typer', 'rich') if m in sys.modules])"
+    assert _run([sys.executable, "-c", code]).stdout == "[]\n"
+
+
+def test_the_entry_point_is_the_function():
+    text = (ROOT / "setup.py").read_text(encoding="utf-8")
+    (where,) = re.findall(r'"megatron-flex=([\w.:]+)"', text)
+    assert where == "megatron_flex.cli:main"
+
+
+def test_a_pipe_gets_plain_text_that_is_not_cut_whatever_its_encoding(dump):
+    done = _run([*PYTHON, "dump", "ls", str(dump), "--all"], PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert "\x1b" not in done.stdout
+    assert all(name in done.stdout for name in sites())
+    assert "decoder.layers.0.mlp.linear_fc1.weight.grad" not in done.stdout  # it is in a column of its own
+
+
+def test_a_terminal_gets_a_bar_and_colours_unless_it_wants_none(dump):
+    words = [*PYTHON, "dump", "verify", str(dump)]
+    with ThreadPoolExecutor() as both:
+        coloured, plain = both.map(lambda more: _in_terminal(words, **more), ({}, {"NO_COLOR": "1"}))
+    assert "\x1b[32m" in coloured
+    assert "verifying" in coloured
+    assert "all is as it was written" in coloured
+    assert "all is as it was written" in plain
+    assert "\x1b[32m" not in plain
+
+
+def test_values_that_are_not_finite_are_counted(command, tmp_path):
+    value = torch.tensor([float("nan"), float("inf"), 0.0, 1.0]).reshape(1, 1, 2, 2)
+    dumps.write(tmp_path / "odd", {"decoder.layers.0": Given(value)})
+    told = json.loads(command("dump", "show", "odd", "decoder.layers.0", "--json").out)["decoder.layers.0"]
+    assert (told["nan"], told["infinite"], told["zeros"], told["mean"]) == (1, 1, 1, 0.5)
+    assert "nan" in command("dump", "show", "odd", "decoder.layers.0").out
+
+
+def _environment(more: dict[str, str]) -> dict[str, str]:
+    left_out = ("COLUMNS", "NO_COLOR", "FORCE_COLOR")
+    base = {k: v for k, v in os.environ.items() if k not in left_out}
+    return {**base, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", **more}
+
+
+def _run(words: list[str], **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words, capture_output=True, text=True, timeout=120, cwd=ROOT, env=_environment(more)
+    )
+
+
+def _in_terminal(words: list[str], **more: str) -> str:
+    mine, its = pty.openpty()
+    with subprocess.Popen(
+        words, stdin=its, stdout=its, stderr=its, cwd=ROOT, env=_environment(more)
+    ) as process:
+        os.close(its)
+        out = b""
+        try:
+            while data := os.read(mine, 65536):
+                out += data
+        except OSError:
+            pass  # the other end is closed: Linux tells it so
+        os.close(mine)
+    assert process.returncode == 0
+    return out.decode()

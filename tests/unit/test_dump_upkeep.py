@@ -1,0 +1,292 @@
+"""Verifying and pruning: each kind of damage is found and named; what is whole stays."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_flex.dump import REPLICA, Writer
+from megatron_flex.dump.contents import contents
+from megatron_flex.dump.files import read_part
+from megatron_flex.dump.inventory import run_folders
+from megatron_flex.dump.reading import open_dump
+from megatron_flex.dump.upkeep import prune, to_prune
+from megatron_flex.dump.verifying import Finding, verify
+from megatron_flex.errors import DumpError
+from tests.support import dumps
+from tests.support.commands import Command, kept
+from tests.support.dumps import COLUMN, REPLICATED, Given, random
+
+MESH = {"pp": 2, "tp": 2}
+FIRST, SECOND = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc1"
+
+
+def sites(count: int = 3) -> dict[str, Given]:
+    return {
+        FIRST: Given(random(count, 2, 4, 8, seed=1), COLUMN, random(count, 2, 4, 8, seed=2)),
+        SECOND: Given(random(count, 2, 4, 8, seed=3), COLUMN, stage=1),
+    }
+
+
+@pytest.fixture
+def dump(tmp_path: Path) -> Path:
+    write(tmp_path / "dump", [0, 10, 20])
+    return tmp_path / "dump"
+
+
+@pytest.fixture
+def command(monkeypatch, capsys, tmp_path) -> Command:
+    return Command(monkeypatch, capsys, tmp_path)
+
+
+def write(path: Path, iterations: list[int], **more) -> None:
+    dumps.write(path, sites(len(iterations)), mesh=MESH, iterations=iterations, **more)
+
+
+def part(dump: Path, iteration: int, rank: int, run: int = 0) -> Path:
+    (found,) = (dump / f"run-{run:04d}" / f"{iteration:010d}").glob(f"{rank:05d}-*.safetensors")
+    return found
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def only(dump: Path, **more) -> Finding:
+    found = verify(dump, **more)
+    (finding,) = found.findings
+    assert found.good is not finding.error
+    return finding
+
+
+def test_a_dump_as_it_was_written_is_good(dump):
+    found = verify(dump)
+    assert found.good
+    assert found.findings == []
+    assert (found.files, found.tensors, found.whole) == (12, 3 * (2 * 2 + 2), [0, 10, 20])
+    assert found.nbytes == sum(g.value.nbytes for g in sites().values()) * 3 // 2
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_flipped_byte_is_named_by_rank_and_site(dump, rank):
+    path = part(dump, 10, rank)
+    flip(path, path.stat().st_size - 1)
+    finding = only(dump)
+    assert (finding.kind, finding.rank, finding.iteration) == ("checksum", rank, 10)
+    assert finding.sites == ((FIRST + ".grad",) if rank == 1 else (SECOND,))
+    assert finding.where == str(path.relative_to(dump))
+
+
+def test_a_flipped_byte_of_a_header_is_named_by_what_is_lost(dump):
+    flip(part(dump, 10, 2), 100)
+    finding = only(dump)
+    assert (finding.kind, finding.rank, finding.sites) == ("header", 2, (SECOND,))
+
+
+def test_a_truncated_file_is_named(dump):
+    path = part(dump, 0, 0)
+    path.write_bytes(path.read_bytes()[:-8])
+    finding = only(dump)
+    assert (finding.kind, finding.rank, finding.sites) == ("header", 0, (FIRST, FIRST + ".grad"))
+
+
+def test_a_missing_part_is_named_by_rank_and_site(dump):
+    part(dump, 10, 1).unlink()
+    finding = only(dump)
+    assert (finding.kind, finding.rank, finding.iteration) == ("missing", 1, 10)
+    assert finding.sites == (FIRST, FIRST + ".grad")
+    assert "part 0 of rank 1 is missing" in finding.text
+
+
+def test_one_of_several_parts_that_is_missing_is_named_by_what_was_in_it(tmp_path):
+    path = tmp_path / "dump"
+    write(path, [0, 10], part_bytes=100)
+    one = path / "run-0000" / f"{10:010d}" / "00000-000.safetensors"
+    (entry,) = read_part(one).index.entries
+    one.unlink()
+    finding = only(path)
+    assert (finding.kind, finding.rank, finding.sites) == ("missing", 0, (entry.site,))
+
+
+def test_a_rank_that_stopped_leaves_a_torn_iteration(dump):
+    part(dump, 20, 3).unlink()
+    finding = only(dump)
+    assert (finding.kind, finding.rank, finding.iteration) == ("torn", 3, 20)
+    assert finding.error
+    assert verify(dump, live=True).findings == []
+
+
+def test_what_another_run_has_whole_is_not_lost(dump):
+    part(dump, 20, 3).unlink()
+    write(dump, [0, 10, 20])
+    finding = only(dump)
+    assert finding.kind == "torn"
+    assert not finding.error
+    assert open_dump(dump).iterations == [0, 10, 20]
+
+
+def test_a_manifest_that_is_gone_is_found_and_checksums_are_still_checked(dump):
+    (dump / "run-0000" / "manifest.json").unlink()
+    path = part(dump, 10, 1)
+    flip(path, path.stat().st_size - 1)
+    assert [f.kind for f in verify(dump).findings] == ["manifest", "checksum"]
+
+
+def test_a_part_under_another_name_contradicts_it(dump):
+    path = part(dump, 10, 1)
+    path.write_bytes(part(dump, 0, 1).read_bytes())
+    finding = only(dump)
+    assert (finding.kind, finding.rank) == ("contradiction", 1)
+    assert "iteration 0" in finding.text
+
+
+def test_a_site_that_the_manifest_does_not_have_contradicts_it(dump):
+    path = dump / "run-0000" / "manifest.json"
+    path.write_text(path.read_text().replace(SECOND, "decoder.layers.7"))
+    found = verify(dump)
+    assert not found.good
+    assert {f.rank for f in found.findings if f.error} == {2, 3}
+    assert any("decoder.layers.7" in f.text and not f.error for f in found.findings)
+
+
+def test_strays_are_noted_and_are_no_error(dump):
+    (dump / "run-0000" / f"{10:010d}" / ".00001-000.safetensors.tmp").write_bytes(b"x" * 9)
+    assert only(dump).kind == "stray"
+    assert verify(dump).good
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_replicas_out_of_step_are_named(tmp_path, monkeypatch, wrong):
+    path, put = tmp_path / "dump", Writer.put
+    whole = {"decoder.layers.0": Given(random(1, 2, 4, 8), REPLICATED)}
+    monkeypatch.setattr("tests.support.dumps.Ownership.mine", lambda *_, **__: True)
+
+    def copied(self, entry, layout, tensor):
+        if self.coords["tp"] == 1:
+            entry = replace(entry, kind=REPLICA)
+            tensor = tensor + 1 if wrong else tensor
+        put(self, entry, layout, tensor)
+
+    monkeypatch.setattr(Writer, "put", copied)
+    dumps.write(path, whole, mesh={"tp": 2}, replicas=True)
+    found = verify(path)
+    assert found.replicas == 1
+    assert [(f.kind, f.rank, f.sites) for f in found.findings] == (
+        [("replica", 1, ("decoder.layers.0",))] if wrong else []
+    )
+
+
+def test_findings_as_they_are_printed(command, dump):
+    flip(part(dump, 10, 1), part(dump, 10, 1).stat().st_size - 1)
+    part(dump, 0, 2).unlink()
+    part(dump, 20, 3).unlink()
+    (dump / "run-0000" / f"{20:010d}" / ".00003-000-of-001.safetensors.tmp").write_bytes(b"x" * 9)
+    done = command("dump", "verify", "dump")
+    assert (done.status, done.err) == (1, "")
+    kept("verify", done.out)
+    told = json.loads(command("dump", "verify", "dump", "--json").out)
+    assert not told["good"]
+    assert [f["kind"] for f in told["findings"]] == ["checksum", "stray", "missing", "torn"]
+    assert contents(dump).iterations == [10]
+
+
+# -- pruning
+
+
+def runs(dump: Path) -> dict[int, list[int]]:
+    return {r.number: [f.number for f in r.iterations] for r in run_folders(dump)}
+
+
+def test_prune_removes_what_is_torn_of_runs_that_are_over_and_nothing_that_is_whole(dump):
+    part(dump, 20, 3).unlink()
+    stray = dump / "run-0000" / f"{10:010d}" / ".00001-000.safetensors.tmp"
+    stray.write_bytes(b"x" * 9)
+    write(dump, [0, 10, 20, 30])
+    torn = part(dump, 30, 0, run=1)
+    torn.unlink()
+    before = {n: open_dump(dump)[FIRST].at(n).torch() for n in (0, 10, 20)}
+    found = to_prune(dump)
+    assert [(r.why, r.iteration) for r in found] == [("temporary", 10), ("torn", 20)]
+    assert prune(dump, found) == sum(r.nbytes for r in found)
+    assert runs(dump) == {0: [0, 10], 1: [20, 30]}
+    assert not stray.exists()
+    assert {n: open_dump(dump)[FIRST].at(n).torch() for n in (0, 10, 20)}.keys() == before.keys()
+    assert all(torch.equal(open_dump(dump)[FIRST].at(n).torch(), v) for n, v in before.items())
+    assert to_prune(dump) == []
+    assert [(r.why, r.iteration, r.run) for r in to_prune(dump, force=True)] == [("torn", 30, 1)]
+
+
+def test_prune_leaves_the_newest_run_alone_unless_told(dump):
+    part(dump, 20, 3).unlink()
+    assert to_prune(dump, keep_every=7, before=100) == []
+    assert [r.iteration for r in to_prune(dump, force=True)] == [20]
+
+
+@pytest.mark.parametrize(
+    ("said", "left"),
+    [
+        ({"keep_every": 20}, [0, 20, 40]),
+        ({"before": 20}, [20, 30, 40]),
+        ({"keep_every": 20, "before": 20}, [0, 20, 30, 40]),
+        ({}, [0, 10, 20, 30, 40]),
+    ],
+)
+def test_prune_thins_whole_iterations_out_as_told(tmp_path, said, left):
+    path = tmp_path / "dump"
+    write(path, [0, 10, 20, 30, 40])
+    prune(path, to_prune(path, force=True, **said))
+    assert open_dump(path).iterations == left
+    assert verify(path).good
+
+
+def test_prune_leaves_what_is_damaged_to_a_person(dump):
+    flip(part(dump, 10, 2), 100)
+    write(dump, [30])
+    (dump / "run-0001" / "manifest.json").unlink()
+    write(dump, [40])
+    assert to_prune(dump) == []
+
+
+def test_prune_removes_the_folder_of_a_run_that_never_began(dump):
+    (dump / "run-0001").mkdir()
+    assert to_prune(dump) == []  # it may be beginning
+    write(dump, [30])
+    (removal,) = to_prune(dump)
+    assert removal.why == "empty run"
+    prune(dump, [removal])
+    assert runs(dump).keys() == {0, 2}
+
+
+def test_a_prune_that_was_stopped_is_finished_by_the_next(dump, monkeypatch):
+    part(dump, 20, 3).unlink()
+    found = to_prune(dump, force=True)
+
+    def stopped(path):
+        raise OSError(5, "stopped", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("megatron_flex.dump.upkeep.shutil.rmtree", stopped)
+        with pytest.raises(DumpError, match="cannot be removed: stopped"):
+            prune(dump, found)
+    assert runs(dump) == {0: [0, 10]}
+    assert verify(dump).good
+    (left,) = to_prune(dump)
+    assert left.why == "left over"
+    prune(dump, [left])
+    assert [p.name for p in dump.iterdir()] == ["run-0000"]
+
+
+def test_a_dry_run_removes_nothing(command, dump):
+    part(dump, 20, 3).unlink()
+    before = sorted(dump.rglob("*"))
+    done = command("dump", "prune", "dump", "--force", "--keep-every", "20", "--dry-run")
+    assert done.status == 0
+    kept("prune-dry", done.out)
+    assert sorted(dump.rglob("*")) == before
+    kept("prune", command("dump", "prune", "dump", "--force", "--keep-every", "20").out)
+    assert open_dump(dump).iterations == [0]
+    assert command("dump", "prune", "dump", "--force").out == "nothing to remove\n"
