@@ -1,7 +1,10 @@
-"""scripts/bench --dump: what writing every fc1 and fc2 output to disk costs a step, against other ways to do it.
+"""scripts/bench --dump: what writing every fc1 and fc2 output to disk costs a step.
 
-Variants take turns within each round. A visit is some steps one behind the other, as in training, and then the wait
-until everything is with the operating system: both are timed, since a writer in the background could hide its work.
+Other ways to do it are beside it.
+
+Variants take turns within each round. A visit is some steps one behind the other, as in training, and then
+the wait until everything is with the operating system: both are timed, since a writer in the background could
+hide its work.
 """
 
 from __future__ import annotations
@@ -41,11 +44,12 @@ class Writing:
     found: dict[str, float] = field(default_factory=dict)
 
 
+Save = Callable[[dict[str, Tensor], Path], None]
 Way = Callable[[Subject, Path], AbstractContextManager[Writing]]
 
 
 def _mine(name: str) -> bool:
-    """Whether this rank writes what a module returns: its shard of fc1; fc2's in turn, as all ranks have it."""
+    """Whether this rank writes what a module returns: its shard of fc1; of fc2, which all have, in turn."""
     return "fc1" in name or int(name.split(".")[2]) % dist.get_world_size() == dist.get_rank()
 
 
@@ -56,7 +60,9 @@ def nothing(subject: Subject, folder: Path) -> Iterator[Writing]:
 
 
 @contextmanager
-def by_hand(save: Callable[[dict[str, Tensor], Path], None], subject: Subject, folder: Path) -> Iterator[Writing]:
+def by_hand(
+    save: Callable[[dict[str, Tensor], Path], None], subject: Subject, folder: Path
+) -> Iterator[Writing]:
     """Hooks that clone this rank's shard, and a file of them when the step is over."""
     kept: dict[str, Tensor] = {}
     number = 0
@@ -93,13 +99,13 @@ def ours(options: dict[str, Any], subject: Subject, folder: Path) -> Iterator[Wr
     patterns = ["decoder.layers.*.mlp.linear_fc1", "decoder.layers.*.mlp.linear_fc2"]
     flex = mf.attach(subject.model, dumps=mf.Dump(folder / "dump", patterns, **options))
     (dumped,) = flex.session.dumping.dumps
+    writer = dumped._taking.writer
     writing = Writing()
 
     def end() -> None:
         flex.restore()
-        assert dumped.writer is not None
-        assert dumped.writer.failure is None, dumped.writer.failure
-        writing.found["held"] = float(dumped.writer.most)
+        assert writer.tally.written == STEPS + 1, writer.tally
+        writing.found["held"] = float(writer.greatest)
 
     writing.end = end
     yield writing
@@ -180,7 +186,7 @@ def _visit(writing: Writing, step: Callable[[], None], model: nn.Module) -> tupl
 
 
 def throughput(place: Path, mib: int = 512, rounds: int = 5) -> dict[str, list[float]]:
-    """MiB/s of one process: the writer, plain writes of the same bytes; the reader, a copy out of a mapping."""
+    """MiB/s of one process: the writer and plain writes; the reader and a copy out of a mapping."""
     from megatron_flex.dump import VALUE, Dump, Entry, Writer
     from megatron_flex.layout import replicated
 
@@ -195,10 +201,14 @@ def throughput(place: Path, mib: int = 512, rounds: int = 5) -> dict[str, list[f
         out["raw write"].append(mib / (perf_counter() - start))
         (folder / "run").mkdir()
         start = perf_counter()
-        writer = Writer(folder / "run", 0, {}, Dump(folder, ["x"], queue_bytes=128 << 20, part_bytes=64 << 20))
+        writer = Writer(
+            folder / "run", 0, {}, Dump(folder, ["x"], queue_bytes=128 << 20, part_bytes=64 << 20)
+        )
         writer.begin(0, 0, True, 1)
         for number, tensor in enumerate(tensors):
-            writer.put(Entry("x", VALUE, number, 0, 0, tuple(tensor.shape), ""), replicated("s", "b", "h"), tensor)
+            writer.put(
+                Entry("x", VALUE, number, 0, 0, tuple(tensor.shape), ""), replicated("s", "b", "h"), tensor
+            )
         writer.finish()
         writer.close()
         out["writer"].append(mib / (perf_counter() - start))
@@ -214,10 +224,12 @@ def throughput(place: Path, mib: int = 512, rounds: int = 5) -> dict[str, list[f
 
 def read_back(place: Path, tensors: list[Tensor]) -> float:
     """Seconds in which a dump of these tensors, of four tensor parallel ranks, is read whole."""
-    from tests.support.dumps import write_dump
+    from tests.support import dumps
 
     folder = Path(tempfile.mkdtemp(dir=place))
-    write_dump(folder / "dump", tensors)
+    whole = torch.stack([t.transpose(0, 1) for t in tensors], 1).flatten(1, 2)[None]
+    given = dumps.Given(whole.reshape(1, -1, *tensors[0].shape[::2]), dumps.COLUMN)
+    dumps.write(folder / "dump", {"x": given}, mesh={"tp": 4}, microbatches=len(tensors))
     with mf.open_dump(folder / "dump") as dump:
         start = perf_counter()
         got = dump["x"].torch()
@@ -269,15 +281,19 @@ def report(result: dict[str, Any]) -> str:
         table.append(row)
     rates = {n: statistics.median(v) for n, v in result["rates"].items()}
     told = ", ".join(f"{n} {v:.0f}" for n, v in rates.items())
-    writer = spread([a / b for a, b in zip(result["rates"]["writer"], result["rates"]["raw write"], strict=True)])
-    reader = spread([a / b for a, b in zip(result["rates"]["reader"], result["rates"]["raw read"], strict=True)])
+
+    def over(one: str, other: str) -> str:
+        pairs = zip(result["rates"][one], result["rates"][other], strict=True)
+        return _interval(spread([a / b for a, b in pairs]), 2)
+
     return "\n".join(
         [
             _markdown(table),
             "",
             f"one process, MiB/s: {told}",
-            f"writer over raw writes of the same bytes: {_interval(writer, 2)}; reader, assembling four ranks' shards, "
-            f"over a copy out of a mapped file: {_interval(reader, 2)}",
+            f"writer over raw writes of the same bytes: {over('writer', 'raw write')}",
+            "reader, which puts four ranks' shards together, over a copy out of a mapped file: "
+            + over("reader", "raw read"),
             f"most that the queue held: {result['held']['m'] / 2**20:.1f} MiB",
         ]
     )
