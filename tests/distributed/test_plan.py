@@ -14,7 +14,9 @@ from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
 VERSION = tuple(int(p) for p in importlib.metadata.version("megatron-core").split(".")[:2])
-pytestmark = pytest.mark.skipif(VERSION < (0, 19), reason="megatron.training with its arguments came with 0.19")
+pytestmark = pytest.mark.skipif(
+    VERSION < (0, 19), reason="megatron.training with its arguments came with 0.19"
+)
 
 DENSE = [
     Case("one rank"),

@@ -1,4 +1,4 @@
-"""What a run would cost before it is started, from its configuration alone: no weights, no GPU, no other rank.
+"""What a run would cost before it is started, from its configuration alone: no weights, no GPU, no ranks.
 
 >>> from megatron_flex.launch.planning import plan
 >>> costs = plan("config.yaml", ["decoder.layers.*.mlp.linear_fc1"], world_size=16384)  # doctest: +SKIP
