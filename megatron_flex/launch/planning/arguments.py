@@ -210,6 +210,12 @@ def _complete(args: argparse.Namespace, world: Mapping[str, Any]) -> None:
             f"a stage of {inside} ranks does not divide by {experts}, the expert parallel size times the "
             "expert tensor parallel size; choose sizes whose product divides it"
         )
+    samples = args.micro_batch_size * (ranks // inner)
+    if args.global_batch_size is not None and args.global_batch_size % samples:
+        raise FlexError(
+            f"global_batch_size={args.global_batch_size} must divide by {samples}, micro_batch_size times "
+            f"the data parallel size; nearest: {-(-args.global_batch_size // samples) * samples}"
+        )
     args.rank, args.world_size = 0, ranks
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     args.use_cpu_initialization, args.perform_initialization = True, False

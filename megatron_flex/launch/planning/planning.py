@@ -134,11 +134,6 @@ def _changes(
 
 def _microbatches(args: argparse.Namespace, said: int | None) -> int:
     samples = args.micro_batch_size * args.data_parallel_size
-    if args.global_batch_size % samples:
-        raise FlexError(
-            f"global_batch_size={args.global_batch_size} must divide by {samples}, micro_batch_size times "
-            f"the data parallel size; nearest: {-(-args.global_batch_size // samples) * samples}"
-        )
     there = int(args.global_batch_size // samples)
     if said is not None and not 1 <= said <= there:
         raise FlexError(f"microbatches={said}: an iteration has {there} on each data parallel rank")
