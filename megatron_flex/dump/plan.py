@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
@@ -13,11 +12,10 @@ import numpy as np
 
 from megatron_flex.dump.selection import TOKEN, Sampled, Tokens, dim_of, positions_of
 from megatron_flex.dump.stage import Ranks, Stage, coordinates_of
+from megatron_flex.dump.words import in_bytes, rank_in_words, row_of, unnumbered
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Dim, Layout, parts, spans
 from megatron_flex.mesh import Mesh
-
-DENSE, EXPERTS = ("dp", "cp", "tp"), ("edp", "ep", "etp")  # the axes of a stage, in two divisions
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +150,12 @@ class Plan:
         """
         groups: dict[tuple[Any, ...], list[PlannedSite]] = {}
         for site in self.sites:
-            key = (_unnumbered(site.name), site.kind, site.shape, site.layout, site.rank_bytes)
+            key = (unnumbered(site.name), site.kind, site.shape, site.layout, site.rank_bytes)
             groups.setdefault(key, []).append(site)
         found = list(groups.values())
         if most is not None:
             found = sorted(found, key=lambda g: -sum(s.bytes for s in g))[:most]
-        return [_row(group) for group in found]
+        return [row_of(group) for group in found]
 
     def summary(self) -> list[tuple[str, str]]:
         """What a table ends with: names and values, as strings."""
@@ -169,15 +167,15 @@ class Plan:
             ("tensors", str(len(self.sites))),
             ("bytes in an iteration", in_bytes(self.bytes)),
             ("of a rank", f"{in_bytes(self.mean)} on average"),
-            ("least", _rank(self.least)),
-            ("most", _rank(self.most)),
+            ("least", rank_in_words(self.least)),
+            ("most", rank_in_words(self.most)),
             ("files in an iteration", str(self.files)),
         ]
         if self.seconds is not None:
             out.append(("seconds for an iteration", f"{self.seconds:.2f}"))
         if self.iterations > 1:
             out.append((f"{self.iterations} iterations", in_bytes(self.total_bytes)))
-        hidden = {_unnumbered(name): why for name, why in self.hidden.items()}
+        hidden = {unnumbered(name): why for name, why in self.hidden.items()}
         return out + [("cannot be had", f"{name}: {why}") for name, why in hidden.items()]
 
 
@@ -210,20 +208,7 @@ def plan_of(
     Raises:
         FlexError: no tensor at all, or one whose size is not known.
     """
-    stages = [Stage(mesh) for _ in range(mesh["pp"].size)]
-    words: dict[Layout, str] = {}
-    out = []
-    for held in tensors:
-        stage = stages[held.stage]
-        size = _sizes(held, stage, tokens, reduce)
-        load = round(prod(held.local) * held.weight)
-        total = stage.add(held.layout, size, held.times, held.replicated, held.where, load)
-        if held.layout not in words:
-            words[held.layout] = held.layout.describe(stage.sizes)
-        most = size if isinstance(size, int) else int(size.max())
-        out.append(_planned(held, words[held.layout], most, total))
-    if not out:
-        raise FlexError("a plan of nothing: name sites, such as 'decoder.layers.*', or parameters")
+    stages, out = _laid(mesh, tensors, tokens, reduce)
     for stage in stages:
         stage.deal()
     loads = np.concatenate([s.bytes for s in stages])
@@ -243,6 +228,27 @@ def plan_of(
         dict(hidden or {}),
         None if disk is None else total / disk,
     )
+
+
+def _laid(
+    mesh: Mesh, tensors: Iterable[Held], tokens: Tokens | float, reduce: str | None
+) -> tuple[list[Stage], list[PlannedSite]]:
+    """Give each stage what it has to write."""
+    stages = [Stage(mesh) for _ in range(mesh["pp"].size)]
+    words: dict[Layout, str] = {}
+    out = []
+    for held in tensors:
+        stage = stages[held.stage]
+        size = _sizes(held, stage, tokens, reduce)
+        load = round(prod(held.local) * held.weight)
+        total = stage.add(held.layout, size, held.times, held.replicated, held.where, load)
+        if held.layout not in words:
+            words[held.layout] = held.layout.describe(stage.sizes)
+        most = size if isinstance(size, int) else int(size.max())
+        out.append(_planned(held, words[held.layout], most, total))
+    if not out:
+        raise FlexError("a plan of nothing: name sites, such as 'decoder.layers.*', or parameters")
+    return stages, out
 
 
 def local_shape(layout: Layout, whole: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -317,41 +323,3 @@ def _planned(held: Held, words: str, rank_bytes: int, total: int) -> PlannedSite
 def _rank_of(stages: Sequence[Stage], load: Ranks, rank: int) -> PlannedRank:
     stage, place = divmod(rank, stages[0].count)
     return PlannedRank(rank, {"pp": stage, **coordinates_of(stages[stage], place)}, int(load[rank]))
-
-
-# -- words -------------------------------------------------------------------------------------------
-
-
-def in_bytes(count: float) -> str:
-    """A number of bytes, such as `1.50 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} PiB"
-
-
-def _rank(rank: PlannedRank) -> str:
-    coords = ", ".join(f"{a} {n}" for a, n in rank.coords.items() if a in ("pp", *DENSE))
-    return f"{in_bytes(rank.bytes)} (rank {rank.rank}: {coords})"
-
-
-def _unnumbered(name: str) -> str:
-    return re.sub(r"\.\d+(?=[.:]|$)", ".*", name)
-
-
-def _row(group: list[PlannedSite]) -> tuple[str, str, str, str, str, str]:
-    first = group[0]
-    name = first.name if len(group) == 1 else f"{_unnumbered(first.name)} ({len(group)})"
-    stages = sorted({s.stage for s in group})
-    told = f"{stages[0]}-{stages[-1]}" if len(stages) > 1 else str(stages[0])
-    about = "~" if first.expected else ""
-    kind = "" if first.kind in ("value", "parameter") else ".grad"
-    return (
-        name + kind,
-        told,
-        "x".join(map(str, first.shape)) or "1",
-        first.layout,
-        about + in_bytes(first.rank_bytes),
-        about + in_bytes(sum(s.bytes for s in group)),
-    )

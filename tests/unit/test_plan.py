@@ -14,8 +14,9 @@ import pytest
 
 from megatron_flex import Axis, Cut, Dim, FlexError, Layout, Mesh, SiteError
 from megatron_flex.dump import Ownership, pick, sampled
-from megatron_flex.dump.plan import Held, Plan, in_bytes, local_shape, plan_of
+from megatron_flex.dump.plan import Held, Plan, local_shape, plan_of
 from megatron_flex.dump.stage import Stage
+from megatron_flex.dump.words import in_bytes
 from megatron_flex.layout import replicated
 
 BASE: dict[str, Any] = {

@@ -52,34 +52,15 @@ def plan(
     The model is built by Megatron on meta tensors, stage by stage, in a process that has no process groups
     yet and keeps none; the adapter is asked for its sites. Ranks of data parallelism are only counted.
 
-        costs = plan(
-            {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 4096,
-             "micro_batch_size": 1, "global_batch_size": 512, "vocab_size": 128256, "bf16": True,
-             "tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 4, "sequence_parallel": True},
-            ["decoder.layers.*.mlp.linear_fc1", "decoder.layers.*.mlp.linear_fc2"],
-            world_size=1024, tokens=slice(None, None, 8), every=100, disk_bytes_per_second=20e9,
-        )
-        for row in costs.rows(): ...
-        for name, value in costs.summary(): ...
-
-    Args:
+    Args, beside those that are as for Dump:
         config: a YAML or JSON file or a mapping of Megatron's argument names, or a list of its flags.
-        sites: as for Dump: names or patterns of modules and places; a module's output where none is named.
         mesh: sizes that count instead of the config's: `tp`, `pp`, `cp`, `ep`, `etp`, `dp`.
-        world_size: number of ranks; else from `dp`, or with the least data parallel size that fits.
-        sequence_length: instead of the config's `seq_length`.
-        micro_batch_size: instead of the config's.
-        microbatches: how many each data parallel rank dumps of an iteration; else all of
-            `global_batch_size`.
-        dtype: as for Dump: what is cast to; the model's own dtypes if None.
-        gradients: as for Dump.
-        parameters: as for Dump.
-        tokens: as for Dump: a position, a list, a slice, `sampled(count)`; or a fraction below 1.
-        reduce: as for Dump.
-        every: as for Dump.
-        iterations: of the run, of which every so many are dumped; one dumped iteration if None.
+        world_size: ranks; else from `dp`, or with the least data parallel size that fits.
+        sequence_length, micro_batch_size: instead of the config's.
+        microbatches: how many each data parallel rank dumps; else all of `global_batch_size`.
+        tokens: a fraction below 1, too.
+        iterations: of the run; one dumped iteration if None.
         disk_bytes_per_second: what the disks take together, for the seconds of an iteration.
-        part_bytes: as for Dump.
 
     Raises:
         FlexError: the configuration cannot be; a pattern matches nothing, or only what cannot be had; the
@@ -88,17 +69,15 @@ def plan(
     share = tokens if isinstance(tokens, float) else None
     if share is not None and not 0 < share <= 1:
         raise FlexError(f"tokens={share}: a fraction of the tokens is above 0 and at most 1")
-    dump = Dump(
-        "",
-        sites,
-        every=every,
-        tokens=None if share is not None else tokens,
-        reduce=reduce,
-        dtype=dtype,
-        gradients=gradients,
-        parameters=parameters,
-        part_bytes=part_bytes,
-    )
+    kept = None if share is not None else tokens
+    said: dict[str, Any] = {
+        "every": every,
+        "tokens": kept,
+        "reduce": reduce,
+        "dtype": dtype,
+        "gradients": gradients,
+    }
+    dump = Dump("", sites, parameters=parameters, part_bytes=part_bytes, **said)
     with cpu.runtime(force=True), quiet():
         args = arguments(config, _changes(mesh, world_size, sequence_length, micro_batch_size))
         whole = built(args)
@@ -106,10 +85,7 @@ def plan(
     run = _Run(whole, args, _microbatches(args, microbatches), dump)
     return plan_of(
         whole.mesh,
-        [
-            *run.activations(s for s in chosen if not s.hidden),
-            *run.parameters(_parameters(whole.parameters, dump.parameters)),
-        ],
+        [*run.activations(chosen), *run.parameters(_parameters(whole.parameters, dump.parameters))],
         tokens=dump.tokens if share is None else share,
         reduce=reduce,
         every=every,
@@ -181,6 +157,8 @@ class _Run:
     def activations(self, sites: Iterable[Site]) -> Iterator[Held]:
         """What passes at sites, and its gradients."""
         for site in sites:
+            if site.hidden:
+                continue
             held = self._rows(site) if isinstance(site.tap, Rows) else self._dense(site)
             dtype = self.dtype(site)
             for kind in ("value", "gradient") if self.gradients and dtype.is_floating_point else ("value",):
