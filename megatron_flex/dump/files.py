@@ -2,17 +2,18 @@
 
 Where files lie:
 
-    PATH/run-0000/manifest.json                     what all ranks have in common, once for each run
-    PATH/run-0000/0000000100/00003-000.safetensors  what rank 3 wrote of iteration 100, first part
-    PATH/run-0000/0000000100/00003-001-of-002.safetensors  the last part, whose name says how many there are
+    PATH/run-0000/manifest.json                            what all ranks have in common, once for each run
+    PATH/run-0000/0000000100/00003-000.safetensors         what rank 3 wrote of iteration 100, first part
+    PATH/run-0000/0000000100/00003-001-of-002.safetensors  the second, which is the last
 
-A part has its name only once it is whole. An iteration is there if each rank's last part is, and all before
-it: names tell.
+A part has its name only once it is whole. An iteration is there if each rank's last part is, whose name says
+how many there are, and all before it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 import zlib
@@ -45,7 +46,7 @@ NAMES = {  # safetensors' names of dtypes
 }
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _FOLDER = re.compile(r"([0-9]{10,18})(?:\.([0-9]{1,9}))?")
-_PART = re.compile(r"([0-9]{5,12})-([0-9]{3,9})(?:-of-([0-9]{3,9}))?\.safetensors")
+PART_NAME = re.compile(r"(\d{5,})-(\d{3,})(?:-of-(\d{3,}))?\.safetensors", re.ASCII)
 
 VALUE, GRADIENT, PARAMETER, PARAMETER_GRADIENT, ROUTING, REPLICA = (
     "value",
@@ -73,7 +74,7 @@ class Entry:
         picked: whether its tokens and samples were picked: `[kept, ...]` is written then.
         span: the entries, counted flat, that are written; None for all.
         crc: CRC-32 of its bytes.
-        turn: how many tensors passed on the rank before it in the iteration, counting those that others write.
+        turn: how many tensors passed on the rank before it in the iteration, also those that others write.
     """
 
     site: str
@@ -144,17 +145,39 @@ def iteration_of(folder: str) -> tuple[int, int] | None:
 
 
 def part_name(rank: int, part: int, parts: int = 0) -> str:
-    """The file of a part; of the last one with the number of parts there are."""
-    return f"{rank:05d}-{part:03d}" + (f"-of-{parts:03d}" if parts else "") + ".safetensors"
+    """The file of a part; the last of a rank's iteration has how many there are in its name."""
+    end = f"-of-{parts:03d}" if parts else ""
+    return f"{rank:05d}-{part:03d}{end}.safetensors"
 
 
-def part_of(name: str) -> tuple[int, int, int] | None:
-    """Rank, part and number of parts (0 in all but the last) by the name of a file; None if it is no part's."""
-    found = _PART.fullmatch(name)
-    if found is None:
-        return None
-    out = int(found[1]), int(found[2]), int(found[3] or 0)
-    return out if part_name(*out) == name else None
+def parse_part_name(name: str) -> tuple[int, int, int] | None:
+    """Rank, part and parts (0 but in the last) of a file; None if it is no part's name."""
+    found = PART_NAME.fullmatch(name)
+    return None if found is None else (int(found[1]), int(found[2]), int(found[3] or 0))
+
+
+def whole_parts(folder: Path, ranks: Sequence[int]) -> dict[int, list[Path]] | None:
+    """Rank to its parts in order, of an iteration that all `ranks` have closed; None if they have not.
+
+    By the files' names alone.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    there: dict[int, set[int]] = {rank: set() for rank in ranks}
+    counts: dict[int, int] = {}
+    for name in os.listdir(folder):
+        if (found := parse_part_name(name)) is not None and found[0] in there:
+            rank, part, parts = found
+            there[rank].add(part)
+            counts[rank] = max(counts.get(rank, 0), parts)
+    for rank, seen in there.items():
+        if not counts.get(rank) or seen != set(range(counts[rank])):
+            return None
+    return {
+        rank: [folder / part_name(rank, n, count * (n == count - 1)) for n in range(count)]
+        for rank, count in sorted(counts.items())
+    }
 
 
 def header(index: Index, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> tuple[bytes, list[int]]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megatron_flex.dump.selection import Tokens, tokens_from_json
 from megatron_flex.errors import DumpError
 
@@ -18,11 +20,13 @@ class Selection:
         tokens: the positions.
         samples: the samples.
         mean: whether the mean over tokens was taken, so that there are none.
+        dtype: of means.
     """
 
     tokens: Tokens = None
     samples: frozenset[int] | slice | None = None
     mean: bool = False
+    dtype: torch.dtype = torch.float32
 
     @staticmethod
     def of(settings: Mapping[str, Any]) -> Selection:
@@ -38,16 +42,13 @@ class Selection:
                 chosen = slice(*(None if n is None else int(n) for n in samples["slice"]))
             elif samples is not None:
                 chosen = frozenset(int(n) for n in samples)
-            return Selection(
-                tokens_from_json(settings.get("tokens")), chosen, settings.get("reduce") == "mean"
-            )
-        except (TypeError, ValueError, KeyError) as error:
+            kept = getattr(torch, str(settings.get("dtype") or "float32"))
+            if not isinstance(kept, torch.dtype):
+                raise ValueError(f"dtype {kept!r}")
+            tokens = tokens_from_json(settings.get("tokens"))
+            return Selection(tokens, chosen, settings.get("reduce") == "mean", kept)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise DumpError(f"a manifest's settings of tokens or samples are no dump's: {error!r}") from error
-
-    @property
-    def listed(self) -> frozenset[int] | None:
-        """The samples that are picked while writing: those that are given one by one."""
-        return self.samples if isinstance(self.samples, frozenset) else None
 
     def keeps(self, sample: int) -> bool:
         """Whether a sample is kept."""

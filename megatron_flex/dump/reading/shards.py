@@ -9,10 +9,11 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -61,20 +62,25 @@ class Opened:
 
     Attributes:
         part: the header.
-        by: its entries by site and kind, each with its layout.
+        by: its entries by site and kind, each with its layout; with a part that knows of these alone, so that
+            who keeps them does not keep all.
     """
 
     def __init__(self, path: Path) -> None:
         self.part: Part = read_part(path)
-        self.by: dict[tuple[str, str], list[tuple[Entry, Layout]]] = {}
+        self.by: dict[tuple[str, str], tuple[Part, list[tuple[Entry, Layout]]]] = {}
         index = self.part.index
+        bare = replace(index, layouts=(), entries=())
         try:
             layouts = [layout_of(json.dumps(told)) for told in index.layouts]
             for entry in index.entries:
                 layout = layouts[entry.layout]
                 if entry.layout < 0 or len(entry.shape) != len(layout.dims):
                     raise LayoutError(f"{entry.tensor[:80]} of shape {entry.shape} in {layout.describe()}")
-                self.by.setdefault((entry.site, entry.kind), []).append((entry, layout))
+                part, several = self.by.setdefault((entry.site, entry.kind), (Part(path, bare, {}), []))
+                several.append((entry, layout))
+                if entry.kind != REPLICA:
+                    cast(dict[str, Any], part.where)[entry.tensor] = self.part.where[entry.tensor]
         except (LayoutError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise DumpError(f"{path}: its index is no dump's: {error}; the file is damaged") from error
 
@@ -166,9 +172,7 @@ class Files:
         mapped = self._maps.get(part.path, lambda: _mapped(part.path))
         if mapped.size() < start + size or len(mapped) < start + size:
             # reading behind a file's end kills the process
-            raise DumpError(
-                f"{part.path}: has shrunk to {mapped.size()} bytes since it was opened: it is damaged"
-            )
+            raise DumpError(f"{part.path}: has shrunk to {mapped.size()} bytes since it was opened")
         return torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=start)
 
     def _verify(self, part: Part, entry: Entry, stored: Tensor) -> None:
@@ -179,8 +183,8 @@ class Files:
         if found != entry.crc:
             raise DumpError(
                 f"{part.path}: the bytes of {entry.site} ({entry.kind}, microbatch {entry.microbatch}, rank "
-                f"{part.index.rank}) have checksum {found:08x}, and were written with {entry.crc:08x}: the file "
-                "is damaged"
+                f"{part.index.rank}) have checksum {found:08x}, and were written with {entry.crc:08x}: the "
+                "file is damaged"
             )
         self._checked.add(key)
 
