@@ -209,6 +209,10 @@ class OpenDump:
             coords = written.run.coords[rank]
             for path in written.paths(rank):
                 part, several = self.files.open(path).by.get((site, kind), (None, ()))
+                if part is not None and dict(part.index.coords) != dict(coords):
+                    raise DumpError(
+                        f"{path}: rank {rank} is at {part.index.coords}, by its manifest {coords}"
+                    )
                 if part is not None:
                     out += [(part, entry, layout, coords) for entry, layout in several]
         return out

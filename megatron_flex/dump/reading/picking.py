@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_flex.dump.forms import check
 from megatron_flex.dump.selection import Tokens, tokens_from_json
 from megatron_flex.errors import DumpError
 
@@ -39,15 +40,18 @@ class Selection:
         try:
             chosen: frozenset[int] | slice | None = None
             if isinstance(samples, dict):
-                chosen = slice(*(None if n is None else int(n) for n in samples["slice"]))
+                chosen = _slice(samples["slice"])
             elif samples is not None:
                 chosen = frozenset(int(n) for n in samples)
             kept = getattr(torch, str(settings.get("dtype") or "float32"))
             if not isinstance(kept, torch.dtype):
                 raise ValueError(f"dtype {kept!r}")
-            tokens = tokens_from_json(settings.get("tokens"))
+            said = settings.get("tokens")
+            if isinstance(said, dict) and "slice" in said:
+                _slice(said["slice"])
+            tokens = tokens_from_json(said)
             return Selection(tokens, chosen, settings.get("reduce") == "mean", kept)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             raise DumpError(f"a manifest's settings of tokens or samples are no dump's: {error!r}") from error
 
     def keeps(self, sample: int) -> bool:
@@ -56,3 +60,11 @@ class Selection:
             first, last, step = self.samples.start or 0, self.samples.stop, self.samples.step or 1
             return sample >= first and (last is None or sample < last) and (sample - first) % step == 0
         return self.samples is None or sample in self.samples
+
+
+def _slice(told: Any) -> slice:
+    """A slice whose ends are integers, and whose step counts upwards."""
+    check(told, ["int|null"])
+    start, stop, step = told
+    range(1)[slice(start, stop, step)]
+    return slice(start, stop, step)

@@ -241,7 +241,7 @@ class Planner:
     def _tensor(self, written: Written, microbatch: int, replica: int, found: list[Found]) -> Whole:
         """Put together the tensor of a block."""
         run = written.run
-        where = f"{self.which.name}, {written.describe()}, microbatch {microbatch} of data parallel rank {replica}"
+        where = f"{self.which.name}, {written.describe()}, microbatch {microbatch} of replica {replica}"
         if found and REPLICAS in found[0][2].axes:
             found = [f for r in run.replicas for f in self.found(written, r).get(microbatch, [])]
         if not found:

@@ -18,7 +18,7 @@ from typing import Any, Generic, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.files import REPLICA, Entry, Part, read_part
+from megatron_flex.dump.files import REPLICA, Entry, Part, iteration_of, parse_part_name, read_part
 from megatron_flex.dump.layouts import from_json
 from megatron_flex.errors import DumpError, LayoutError
 from megatron_flex.layout import Coords, Layout, Where, take
@@ -122,7 +122,7 @@ class Files:
     def open(self, path: Path) -> Opened:
         """The header of a part."""
         self._mine()
-        return self._headers.get(path, lambda: Opened(path), lambda o: 1 + len(o.part.index.entries))
+        return self._headers.get(path, lambda: _opened(path), lambda o: 1 + len(o.part.index.entries))
 
     def read(self, part: Part, entry: Entry, where: Where) -> Tensor:
         """Copy entries of a shard, as it is stored.
@@ -191,6 +191,16 @@ class Files:
     def close(self) -> None:
         """Let go of all files."""
         self._begin()
+
+
+def _opened(path: Path) -> Opened:
+    """The header of a part, which must be of the rank and iteration that its name has."""
+    opened, named = Opened(path), (iteration_of(path.parent.name), parse_part_name(path.name))
+    index = opened.part.index
+    told = (index.iteration, index.run_of), (index.rank, index.part, index.parts)
+    if told != named:
+        raise DumpError(f"{path} says that it is of {told}, and its name that it is of {named}: it was moved")
+    return opened
 
 
 def _mapped(path: Path) -> mmap.mmap:
