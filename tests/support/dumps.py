@@ -118,8 +118,9 @@ def write(
             if f"{number:010d}" not in manifest.skipped and dump.wants_iteration(number):
                 rank_of.iteration(at, number, sites, parameters, training)
         rank_of.writer.close()
-        if rank_of.writer.failure is not None:
-            raise rank_of.writer.failure
+        failure = rank_of.writer.trouble()
+        if failure is not None:
+            raise failure
     return manifest
 
 
