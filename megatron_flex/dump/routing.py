@@ -68,8 +68,11 @@ def choice_from_json(told: Any, packed: Tensor) -> Choice:
         stream, slots = from_json(told["stream"]), int(told["slots"])
         if packed.shape != (sequence * batch, -(-experts // len(BITS))) or len(stream.dims) != 2:
             raise DumpError(f"bits of shape {tuple(packed.shape)} for {sequence * batch} tokens: damaged")
-        return Choice(unpack(packed, experts), (sequence, batch), slots, stream, bool(told["etp_outer"]))
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        chosen = unpack(packed, experts)
+        if not 0 < slots <= experts or (sequence * batch and int(chosen.sum(1).max()) > slots):
+            raise DumpError(f"tokens that go to more than {slots} of {experts} experts: damaged")
+        return Choice(chosen, (sequence, batch), slots, stream, bool(told["etp_outer"]))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, LayoutError) as error:
         raise DumpError(f"no decision of a router: {error!r}; the dump is damaged") from error
 
 
@@ -115,14 +118,22 @@ class Routing:
     def __init__(self, choices: Iterable[tuple[Coords, Choice]], sizes: Sizes) -> None:
         self.sizes = sizes
         self.choices = {place_of(coords): (coords, choice) for coords, choice in choices}
-        found = {c.chosen.shape[1] for _, c in self.choices.values()}
-        self.experts = next(iter(found), 0)
-        if len(found) != 1 or not self.experts or self.experts % sizes.get("ep", 1):
-            raise DumpError(f"routers choose among {sorted(found)} experts on {sizes.get('ep', 1)} ranks")
-        some = next(iter(self.choices.values()))[1]
+        every = [c for _, c in self.choices.values()]
+        if not every:
+            raise DumpError("no router's decision is there; parts of the dump are missing")
+        some = every[0]
+        self.experts = some.chosen.shape[1]
+        if self.experts % sizes.get("ep", 1) or any(_kind(c) != _kind(some) for c in every):
+            found = sorted({c.chosen.shape[1] for c in every})
+            raise DumpError(
+                f"routers choose among {found} experts on {sizes.get('ep', 1)} ranks, and not all alike: "
+                "the dump is damaged"
+            )
         self.slots, self._tokens = some.slots, Layout(some.stream.dims[:2])
         try:
             sequence, batch = padded_shape(self._tokens, some.shape, sizes)
+            for coords, choice in self.choices.values():
+                choice.places(coords, sizes)
         except LayoutError as error:
             raise DumpError(f"tokens of routers: {error}; the dump is damaged") from error
         self.shape = sequence, batch
@@ -136,8 +147,10 @@ class Routing:
             expert: if given, of a tensor that has the rows of this expert alone.
 
         Raises:
-            DumpError: a rank's decision is missing.
+            DumpError: a rank's decision is missing, or there is no such expert.
         """
+        if expert is not None and not (type(expert) is int and 0 <= expert < self.experts):
+            raise DumpError(f"rows of expert {str(expert)[:40]} of {self.experts}: the dump is damaged")
         out = []
         owners = [(p, c) for p, (c, _) in sorted(self.choices.items()) if c.get("dp", 0) == replica]
         for at in coordinates(self._tokens, self.sizes):
@@ -146,6 +159,10 @@ class Routing:
                 raise DumpError(f"no router's decision of the rank at {at} of replica {replica}")
             out.append(self._of(place, expert))
         return Rows(*(torch.cat(entries) for entries in zip(*out, strict=True)))
+
+    def sent(self, edp: int, ep: int, expert: int | None = None) -> int:
+        """How many rows the ranks with these coordinates got, or of one expert."""
+        return sum(len(rows) for sources in self._from(edp, ep, expert) for rows in sources)
 
     def whole(
         self, rows: Mapping[Place, Tensor], layout: Layout, replica: int, expert: int | None = None
@@ -241,3 +258,8 @@ def spread(
 def place_of(coords: Coords) -> Place:
     """A rank's coordinates as layers of experts have them."""
     return coords.get("edp", 0), coords.get("ep", 0), coords.get("etp", 0)
+
+
+def _kind(choice: Choice) -> tuple[Any, ...]:
+    """What all ranks' decisions have in common."""
+    return choice.chosen.shape[1], choice.shape, choice.slots, choice.stream.dims[:2], choice.etp_outer

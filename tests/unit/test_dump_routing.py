@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -210,3 +211,25 @@ def test_what_is_missing_is_named() -> None:
     other = replace(choices[1][1], chosen=choices[1][1].chosen[:, :2])
     with pytest.raises(DumpError, match=r"among \[2, 4\] experts"):
         Routing([choices[0], (choices[1][0], other)], ranks.sizes)
+
+
+CUT_BY_DATA = {"dims": [{"name": "s", "cuts": [{"axis": "dp"}]}, {"name": "b"}]}
+NUMBERS = st.one_of(st.integers(-3, 12), st.just(10**12), st.floats())
+NASTY = st.one_of(
+    st.none(), st.booleans(), NUMBERS, st.text(max_size=3), st.lists(NUMBERS), st.just(CUT_BY_DATA)
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(["experts", "shape", "slots", "stream", "etp_outer"]), NASTY)
+def test_nasty_decisions_are_refused_or_harmless(key: str, value: Any) -> None:
+    """Whatever an entry says beside its bits: one kind of error, and no memory beyond the dump's own size."""
+    ranks = Ranks((2, 1, 1), (1, 2, 1), True, 2, True)
+    chosen = ranks.route(2, 3)
+    told = [(coords, choice_to_json(c), pack(c.chosen)) for coords, c in ranks.choices(chosen, 2)]
+    told[1][1][key] = value
+    with contextlib.suppress(DumpError):
+        routing = Routing([(coords, choice_from_json(one, bits)) for coords, one, bits in told], ranks.sizes)
+        assert len(routing.rows(0).row) == int(chosen[0].sum())
+    with pytest.raises(DumpError, match="rows of expert"):
+        Routing(ranks.choices(chosen, 2), ranks.sizes).rows(0, 4 if key == "slots" else -1)

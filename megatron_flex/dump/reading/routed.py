@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,21 +12,17 @@ from torch import Tensor
 from megatron_flex.dump.files import ROUTING
 from megatron_flex.dump.reading.assembling import Assembled, gathered
 from megatron_flex.dump.reading.folders import Written
-from megatron_flex.dump.reading.picking import Selection
 from megatron_flex.dump.reading.shards import Files, Found, layout_of
 from megatron_flex.dump.routing import Routing, choice_from_json, spread
-from megatron_flex.dump.selection import SAMPLE, TOKEN, dim_of, positions_of
+from megatron_flex.dump.selection import SAMPLE, TOKEN, dim_of
 from megatron_flex.errors import DumpError
-from megatron_flex.layout import Dim, Index, Layout, Sizes, Where
+from megatron_flex.layout import Dim, Index, Layout, Sizes
 
 if TYPE_CHECKING:
     from megatron_flex.dump.reading.opened import OpenDump
 
 MOST = 64  # decisions that are kept for each site
 STREAM = Dim(TOKEN), Dim(SAMPLE)
-Averaged = Callable[
-    [int], Sequence[int]
-]  # of a sample, counted within the microbatch, the positions to average
 
 
 class Routed:
@@ -50,20 +46,24 @@ class Routed:
         replica: int,
         sizes: Sizes,
         where: str,
-        average: tuple[Averaged, torch.dtype] | None = None,
     ) -> None:
-        self.where, self.routing, self._average = where, routing, average
+        self.where, self.routing = where, routing
         route = found[0][1].route or {}
         expert = route.get("expert")
         self._slots = 1 if expert is not None else routing.slots
         self._rows = routing.rows(replica, expert)
         self._ranks = _by_ranks(files, found, sizes, where)
+        for (edp, ep), rows in self._ranks.items():
+            if rows.shape[0] != routing.sent(edp, ep, expert):
+                raise DumpError(
+                    f"{where}: {rows.shape[0]} rows at edp={edp}, ep={ep}, and routers sent "
+                    f"{routing.sent(edp, ep, expert)}: the dump is damaged"
+                )
         some = next(iter(self._ranks.values()))
-        self.dtype = some.dtype if average is None else average[1]
+        self.dtype = some.dtype
         dims = (*STREAM, *home.dims[1:]) if expert is not None else home.dims
-        shape = *routing.shape, *((routing.slots,) if expert is None else ()), *some.shape[1:]
-        self.layout = Layout(dims if average is None else dims[1:])
-        self.shape = shape if average is None else shape[1:]
+        self.shape = *routing.shape, *((routing.slots,) if expert is None else ()), *some.shape[1:]
+        self.layout = Layout(dims)
         self._one = expert is not None
         if len(self.shape) != len(self.layout.dims):
             raise DumpError(
@@ -85,19 +85,8 @@ class Routed:
         Raises:
             DumpError: a rank's rows are missing or damaged.
         """
-        if self._average is None:
-            return self._by_token(wanted[0], wanted[1], tuple(wanted[2:]))
-        (positions, dtype), rest = self._average, tuple(wanted[1:])
-        means = []
-        for sample in wanted[0]:
-            kept = list(positions(sample))
-            means.append(
-                self._by_token(kept, [sample], rest)[:, 0].sum(0, dtype=torch.float32) / max(len(kept), 1)
-            )
-        return (torch.stack(means) if means else self._by_token([], [], rest)[0]).to(dtype)
-
-    def _by_token(self, tokens: Index, samples: Index, rest: Where) -> Tensor:
-        (length, batch), slots = self.routing.shape, range(1) if self._one else rest[0]
+        tokens, samples, *rest = wanted
+        (length, batch), slots = self.routing.shape, [0] if self._one else list(rest[0])
         features = rest if self._one else rest[1:]
         mine, at_token = torch.tensor(list(tokens), dtype=torch.int64).unique(return_inverse=True)
         theirs, at_sample = torch.tensor(list(samples), dtype=torch.int64).unique(return_inverse=True)
@@ -116,7 +105,7 @@ class Routed:
 
         shape = len(mine), len(theirs)
         dense = spread(rows, fetch, shape, self._slots, next(iter(self._ranks)))
-        dense = dense[at_token[:, None], at_sample][:, :, list(slots)]
+        dense = dense[at_token[:, None], at_sample][:, :, slots]
         return dense[:, :, 0] if self._one else dense
 
 
@@ -150,8 +139,6 @@ class Routings:
         replica: int,
         found: Sequence[Found],
         where: str,
-        selection: Selection,
-        numbers: Callable[[int], list[int] | None],
     ) -> Routed:
         """The tensor of a microbatch of a replica, by token.
 
@@ -161,21 +148,10 @@ class Routings:
             replica: the data parallel coordinate.
             found: what ranks wrote of it.
             where: what it is, for errors.
-            selection: whether its mean is wanted, and over which tokens.
-            numbers: of so many samples of the microbatch, in the global batch.
         """
-        run, average = written.run, None
         routing = self._routing(written, microbatch, str((found[0][1].route or {}).get("of")))
-        if selection.mean:
-            said, numbered = str(run.manifest.settings.get("dtype") or "float32"), numbers(routing.shape[1])
-
-            def positions(sample: int) -> list[int]:
-                number = sample if numbered is None else numbered[sample]
-                return positions_of(selection.tokens, routing.shape[0], written.iteration, number)
-
-            average = positions, cast(torch.dtype, getattr(torch, said, torch.float32))
         home = layout_of(json.dumps(self.dump.places[self.site].layout))
-        return Routed(self.dump.files, found, routing, home, replica, run.sizes, where, average)
+        return Routed(self.dump.files, found, routing, home, replica, written.run.sizes, where)
 
     def _routing(self, written: Written, microbatch: int, layer: str) -> Routing:
         key = written.iteration, written.run_of, microbatch
