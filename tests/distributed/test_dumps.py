@@ -1,4 +1,4 @@
-"""Law 8: a dump holds every value and gradient that one process has, from any layout, and costs nothing else."""
+"""Law 8: a dump has every value and gradient that one process has, from any layout, and changes nothing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.distributed.matrix import BOUND, Cell, judge, relative
+from tests.distributed.matrix import BOUND, judge
 from tests.support import dumped, oracle
 from tests.support.gpt import Case
 from tests.support.pool import run
