@@ -229,7 +229,7 @@ class Dumped:
         self._check(mesh)
 
     def _check(self, mesh: Mesh | None) -> None:
-        """If failures are to be raised, see whether a rank of the mesh had one; the writer warns of others."""
+        """See whether a rank of the mesh had a failure, if those are raised; the writer warns of others."""
         if self.dump.on_error != "raise" or mesh is None or self._taking is None:
             return
         failure = self._taking.writer.trouble()

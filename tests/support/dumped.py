@@ -1,0 +1,156 @@
+"""Dumps of real runs in tests: what the ranks write, and how that compares with one process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_flex.dump.layouts import from_json
+from tests.distributed.matrix import Cell, relative
+from tests.support import gpt, moe, oracle, ranks
+
+ALL = "**:*"
+
+
+def dumping(case: gpt.Case, state: dict[str, Tensor] | None, path: str, settings: dict[str, Any]) -> Any:
+    """What one rank does: a step without a dump, then one with it.
+
+    Returns:
+        `plain` and `dumped`: the losses and parameter gradients of each.
+    """
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    if state is not None:
+        gpt.load(chunks, state)
+    rank, answer = ranks.mine(chunks), {}
+    answer["plain"] = gpt.step(case, chunks, rank), gradients(chunks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", mf.FlexWarning)
+        with mf.attach(chunks, dumps=mf.Dump(path, **{"sites": ALL, "order": "blocks", **settings})) as flex:
+            answer["hidden"] = {s.name: s.hidden for s in flex.sites() if s.hidden}
+            answer["dumped"] = gpt.step(case, chunks, rank), gradients(chunks)
+    return answer
+
+
+def gradients(chunks: list[Any]) -> dict[str, Tensor]:
+    """This rank's parameter gradients, copied."""
+    return {
+        f"{number}.{name}": p.grad.clone()
+        for number, root in enumerate(chunks)
+        for name, p in root.named_parameters()
+        if p.grad is not None
+    }
+
+
+def changed(answers: Sequence[dict[str, Any]], bound: float = 0.0) -> list[str]:
+    """What in a run with a dump was not, bit for bit, as in the one without: losses, gradients by name.
+
+    A gradient may differ by `bound` of its greatest entry.
+    """
+    out = []
+    for a in answers:
+        (losses, before), (also, behind) = a["plain"], a["dumped"]
+        out += [] if losses == also else ["losses"]
+        out += sorted(before.keys() ^ behind.keys())
+        for name, gradient in before.items():
+            if not torch.equal(gradient, behind[name]) and relative(behind[name], gradient) > bound:
+                out.append(name)
+    return out
+
+
+def bitwise(site: Any) -> bool:
+    """All sites but inputs of norms on the residual stream.
+
+    What a norm and the residual give the stream is summed with the norm's two summands first where its own
+    gradient is wanted, and last where it is not.
+    """
+    return not site.name.endswith(("input_layernorm:input", "pre_mlp_layernorm:input"))
+
+
+def as_written(tensor: Tensor, dims: Sequence[str]) -> Tensor:
+    """A microbatch's whole tensor as an array of a dump has it: `[sample, token, ...]`."""
+    front = [dims.index(n) for n in ("b", "s") if n in dims]
+    out = tensor.permute(*front, *(i for i in range(tensor.ndim) if i not in front))
+    return out if "b" in dims else out[None]
+
+
+def against_truth(case: gpt.Case, path: str | Path, sites: list[str], truth: dict[str, Any]) -> list[Cell]:
+    """Every value and gradient of a dump's only iteration, against one process."""
+    import megatron_flex as mf
+
+    found = []
+    with mf.open_dump(path) as dump:
+        places = {s.name: s for s in dump.manifest.sites}
+        for site in sites:
+            layout = from_json(dict(places[site].layout))
+            order = range(len(layout.dims)) if layout.permute is None else layout.permute
+            dims = [layout.dims[i].name for i in order]
+            for check, name, wanted in (
+                ("dump", site, truth["values"].get(site)),
+                ("dump of gradients", f"{site}.grad", truth["gradients"].get(site)),
+            ):
+                if wanted is None or (check != "dump" and moe.read_only(site)):
+                    continue
+                # at a microbatch's own loss, of which one process makes the mean over all microbatches
+                scale = len(truth["losses"]) if check != "dump" else 1
+                whole = torch.cat([as_written(w * scale if scale > 1 else w, dims) for w in wanted])
+                got = dump[name].torch()[0]
+                found.append(Cell(case.name, site, check, relative(got, whole), model=case.model))
+    return found
+
+
+def truth_of(case: gpt.Case) -> dict[str, Any]:
+    """The single-process run, with every site watched."""
+    from tests.support.pool import run
+
+    (truth,) = run(1, oracle.run, case.single(), oracle.sites_of(case), [])
+    return truth
+
+
+class Written(NamedTuple):
+    """An entry of a part, by whom it was written, and the bytes of its tensor."""
+
+    rank: int
+    coords: Mapping[str, int]
+    entry: Any
+    layout: dict[str, Any]
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """Of the array that it is a part of."""
+        own: str = self.entry.site
+        return f"{own}.grad" if self.entry.kind.endswith("gradient") else own
+
+
+def entries(path: Path) -> list[Written]:
+    """All entries of all parts of a dump."""
+    from megatron_flex.dump.files import read_part
+
+    out = []
+    for file in sorted(path.rglob("*.safetensors")):
+        part = read_part(file)
+        for entry in part.index.entries:
+            size = part.where[entry.tensor][3] if entry.tensor in part.where else 0
+            layout = dict(part.index.layouts[entry.layout])
+            out.append(Written(part.index.rank, part.index.coords, entry, layout, size))
+    return out
+
+
+def summands(dump: Any, name: str) -> int:
+    """How many ranks hold a summand of each entry of an array."""
+    place = next(p for p in dump.manifest.sites if p.name == name.removesuffix(".grad"))
+    layout = from_json(dict(place.layout))
+    layout = layout.gradient() if name.endswith(".grad") else layout
+    out = 1
+    for axis in layout.partial:
+        out *= dump.manifest.sizes[axis]
+    for cut in (c for d in layout.dims for c in d.cuts if c.partial):
+        out *= cut.copies
+    return out
