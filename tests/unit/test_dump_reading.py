@@ -521,7 +521,7 @@ def test_arrays_and_dumps_pickle(tmp_path: Path) -> None:
 
 
 def test_reading_needs_torch_alone(tmp_path: Path) -> None:
-    """In a process where other packages are not to be had, and where process groups and GPUs are left alone."""
+    """In a process that has no other packages, and that leaves process groups and GPUs alone."""
     value = random(2, 8, 16, 8)
     small(tmp_path / "d", value)
     torch.save(value, tmp_path / "value.pt")
@@ -530,7 +530,7 @@ import sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {BLOCKED!r}:
-            raise ImportError(f"{{name}} is blocked")
+            raise ModuleNotFoundError(f"{{name}} is blocked", name=name)
 sys.meta_path.insert(0, Blocked())
 import torch
 import megatron_flex as mf

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -259,8 +258,10 @@ class DumpArray:
         Raises:
             DumpError: numpy is not installed.
         """
-        if find_spec("numpy") is None:
-            raise DumpError(f"{self.name}: numpy is not installed; .torch() needs none")
+        try:
+            import numpy  # noqa: F401
+        except ImportError:
+            raise DumpError(f"{self.name}: numpy is not installed; .torch() needs none") from None
         found = self.torch()
         lacks = found.dtype == torch.bfloat16 or (found.is_floating_point() and found.dtype.itemsize == 1)
         return (found.float() if lacks else found).numpy()
