@@ -33,6 +33,9 @@ class Parameters:
     def __init__(self, dump: OpenDump, name: str, kind: str, stage: int, passes: list[Pass]) -> None:
         self.dump, self.name, self.kind, self.stage, self.passes = dump, name, kind, stage, passes
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return Parameters, (self.dump, self.name, self.kind, self.stage, self.passes)
+
     @cached_property
     def _like(self) -> Assembled:
         if not self.passes:
@@ -95,4 +98,6 @@ class Parameters:
                     break
         if not found:
             raise DumpError(f"{where}: it is not there; .at(...) chooses iterations that have it")
+        if not is_complete(layout, shards, written.run.sizes):
+            raise DumpError(f"{where}: ranks wrote only some of its shards")
         return Assembled(self.dump.files, layout, written.run.sizes, shards, where)

@@ -230,11 +230,12 @@ class Planner:
     def _first(self, written: Written, microbatch: int, replica: int, count: int, joined: bool) -> int:
         """The number of the first sample of a block."""
         replicas = 1 if joined else len(written.run.replicas)
-        many = self._microbatches(written, replica)
+        some = written.run.replicas[0] if self.which.only is None else self.which.only[1]
+        many = self._microbatches(written, some)
         found = first_sample(_order(written.run), microbatch, replica, replicas, many, count)
         if found is not None:
             return found
-        many = max(self.found(written, replica)) + 1
+        many = max(self.found(written, some)) + 1
         return (replica * many + microbatch) * count
 
     def _microbatches(self, written: Written, replica: int) -> int:
