@@ -1,25 +1,21 @@
-"""What a dump would cost: bytes of every tensor, of every rank, in all. Pure arithmetic over layouts and sizes."""
+"""What a dump would cost: bytes of every tensor, of every rank, in all. Arithmetic over layouts and sizes."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import ceil, prod
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from megatron_flex.dump.owners import Ranks, Stage
+from megatron_flex.dump.selection import TOKEN, Sampled, Tokens, dim_of, positions_of
+from megatron_flex.dump.stage import Ranks, Stage, coordinates_of
+from megatron_flex.dump.words import in_bytes, rank_in_words, row_of, unnumbered
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Dim, Layout, parts, spans
 from megatron_flex.mesh import Mesh
-
-TOKEN = "s"  # the dim that tokens are counted along
-DENSE, EXPERTS = ("dp", "cp", "tp"), ("edp", "ep", "etp")  # the axes of a stage, in two divisions
-
-Tokens = float | Sequence[int] | slice | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +29,7 @@ class Held:
         shape: of the whole, without padding; a name where only the data tell.
         local: of a rank's shard; expected rows where `expected`.
         itemsize: bytes of an entry, as written.
+        weight: bytes of an entry, as it passes.
         stage: the pipeline stage that has it.
         chunk: which of that stage's virtual chunks.
         times: how often it passes in an iteration, on each data parallel rank.
@@ -47,6 +44,7 @@ class Held:
     shape: tuple[int | str, ...]
     local: tuple[float, ...]
     itemsize: int
+    weight: int
     stage: int = 0
     chunk: int = 0
     times: int = 1
@@ -152,36 +150,40 @@ class Plan:
         """
         groups: dict[tuple[Any, ...], list[PlannedSite]] = {}
         for site in self.sites:
-            key = (_unnumbered(site.name), site.kind, site.shape, site.layout, site.rank_bytes)
+            key = (unnumbered(site.name), site.kind, site.shape, site.layout, site.rank_bytes)
             groups.setdefault(key, []).append(site)
         found = list(groups.values())
         if most is not None:
             found = sorted(found, key=lambda g: -sum(s.bytes for s in g))[:most]
-        return [_row(group) for group in found]
+        return [row_of(group) for group in found]
 
     def summary(self) -> list[tuple[str, str]]:
         """What a table ends with: names and values, as strings."""
         out = [
-            ("ranks", f"{self.ranks} ({' x '.join(f'{a}={n}' for a, n in self.mesh.items() if n > 1) or 'one'})"),
+            (
+                "ranks",
+                f"{self.ranks} ({' x '.join(f'{a}={n}' for a, n in self.mesh.items() if n > 1) or 'one'})",
+            ),
             ("tensors", str(len(self.sites))),
             ("bytes in an iteration", in_bytes(self.bytes)),
             ("of a rank", f"{in_bytes(self.mean)} on average"),
-            ("least", _rank(self.least)),
-            ("most", _rank(self.most)),
+            ("least", rank_in_words(self.least)),
+            ("most", rank_in_words(self.most)),
             ("files in an iteration", str(self.files)),
         ]
         if self.seconds is not None:
             out.append(("seconds for an iteration", f"{self.seconds:.2f}"))
         if self.iterations > 1:
             out.append((f"{self.iterations} iterations", in_bytes(self.total_bytes)))
-        return out + [("cannot be had", f"{name}: {why}") for name, why in self.hidden.items()]
+        hidden = {unnumbered(name): why for name, why in self.hidden.items()}
+        return out + [("cannot be had", f"{name}: {why}") for name, why in hidden.items()]
 
 
 def plan_of(
     mesh: Mesh,
     tensors: Iterable[Held],
     *,
-    tokens: Tokens = None,
+    tokens: Tokens | float = None,
     reduce: str | None = None,
     every: int = 1,
     iterations: int = 1,
@@ -194,8 +196,8 @@ def plan_of(
     Args:
         mesh: of the run; only its sizes count.
         tensors: in the order in which a stage writes them.
-        tokens: the positions kept of each sample: a list, a slice, a fraction below 1, or how many (drawn at
-            random: spread evenly); None for all.
+        tokens: the positions kept of each sample, as for Dump; or a fraction of them. A fraction, and those
+            drawn at random, are spread evenly.
         reduce: `mean` for the mean over the positions, in fp32.
         every: dump every so many iterations.
         iterations: how many are dumped.
@@ -206,32 +208,47 @@ def plan_of(
     Raises:
         FlexError: no tensor at all, or one whose size is not known.
     """
-    stages = [Stage(mesh) for _ in range(mesh["pp"].size)]
-    out = []
-    for held in tensors:
-        stage = stages[held.stage]
-        size = _sizes(held, stage, tokens, reduce)
-        written = stage.assign(held.layout, size * held.times, held.replicated, dict(held.where))
-        out.append(_planned(held, mesh, written))
-    if not out:
-        raise FlexError("a plan of nothing: name sites, such as 'decoder.layers.*', or parameters")
-    load = np.concatenate([s.bytes for s in stages])
-    total = int(load.sum())
+    stages, out = _laid(mesh, tensors, tokens, reduce)
+    for stage in stages:
+        stage.deal()
+    loads = np.concatenate([s.bytes for s in stages])
+    total = sum(site.bytes for site in out)
     return Plan(
-        {n: s for n, s in mesh.sizes.items()},
-        load.size,
+        dict(mesh.sizes),
+        loads.size,
         tuple(out),
-        _coords(stages, load, int(load.argmin())),
-        _coords(stages, load, int(load.argmax())),
-        total / load.size,
+        _rank_of(stages, loads, int(loads.argmin())),
+        _rank_of(stages, loads, int(loads.argmax())),
+        total / loads.size,
         tuple(int(s.bytes.sum()) for s in stages),
         total,
-        int(np.maximum(1, -(-load // part_bytes)).sum()),
+        int(np.maximum(1, -(-loads // part_bytes)).sum()),
         iterations,
         every,
         dict(hidden or {}),
         None if disk is None else total / disk,
     )
+
+
+def _laid(
+    mesh: Mesh, tensors: Iterable[Held], tokens: Tokens | float, reduce: str | None
+) -> tuple[list[Stage], list[PlannedSite]]:
+    """Give each stage what it has to write."""
+    stages = [Stage(mesh) for _ in range(mesh["pp"].size)]
+    words: dict[Layout, str] = {}
+    out = []
+    for held in tensors:
+        stage = stages[held.stage]
+        size = _sizes(held, stage, tokens, reduce)
+        load = round(prod(held.local) * held.weight)
+        total = stage.add(held.layout, size, held.times, held.replicated, held.where, load)
+        if held.layout not in words:
+            words[held.layout] = held.layout.describe(stage.sizes)
+        most = size if isinstance(size, int) else int(size.max())
+        out.append(_planned(held, words[held.layout], most, total))
+    if not out:
+        raise FlexError("a plan of nothing: name sites, such as 'decoder.layers.*', or parameters")
+    return stages, out
 
 
 def local_shape(layout: Layout, whole: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -242,8 +259,8 @@ def local_shape(layout: Layout, whole: Sequence[int], sizes: Mapping[str, int]) 
     """
     order = range(len(whole)) if layout.permute is None else layout.permute
     padded = [0] * len(whole)
-    for place, dim in enumerate(order):
-        padded[dim] = whole[place]
+    for place, index in enumerate(order):
+        padded[index] = whole[place]
     out = []
     for dim, length in zip(layout.dims, padded, strict=True):
         even = replace(dim, uneven=False)
@@ -251,9 +268,9 @@ def local_shape(layout: Layout, whole: Sequence[int], sizes: Mapping[str, int]) 
     return tuple(out)
 
 
-def _sizes(held: Held, stage: Stage, tokens: Tokens, reduce: str | None) -> Any:
+def _sizes(held: Held, stage: Stage, tokens: Tokens | float, reduce: str | None) -> Any:
     """The bytes of one pass, of each rank's shard."""
-    token = next((i for i, d in enumerate(held.layout.dims) if d.name == TOKEN), None)
+    token = dim_of(held.layout, TOKEN)
     activation = held.kind in ("value", "gradient")
     if token is None or not activation or (tokens is None and reduce is None):
         return round(prod(held.local) * held.itemsize)
@@ -264,86 +281,45 @@ def _sizes(held: Held, stage: Stage, tokens: Tokens, reduce: str | None) -> Any:
     return np.rint(kept * rest * held.itemsize).astype(np.int64)
 
 
-def _kept(dim: Dim, local: int, stage: Stage, tokens: Tokens) -> Any:
+def _kept(dim: Dim, local: int, stage: Stage, tokens: Tokens | float) -> Any:
     """How many of the kept positions each rank holds."""
-    sizes = stage.mesh.sizes
+    sizes = stage.sizes
     length = local * parts(dim, sizes)
-    if isinstance(tokens, (int, float)) and not isinstance(tokens, bool):
-        share = tokens if 0 < tokens < 1 else min(tokens, length) / length
+    if isinstance(tokens, (float, Sampled)):
+        share = tokens if isinstance(tokens, float) else min(tokens.count, length) / length
         return np.full(stage.count, local * share)
-    chosen = range(length)[tokens] if isinstance(tokens, slice) else _positions(tokens, length)
+    chosen = positions_of(tokens, length, 0, 0)
     marks = np.zeros(length, dtype=np.int64)
-    marks[list(chosen)] = 1
+    marks[chosen] = 1
     before = np.concatenate([[0], np.cumsum(marks)])
     axes = [c.axis for c in dim.cuts]
     places = np.stack([stage.coords[a] for a in axes], 1) if axes else np.zeros((stage.count, 0), dtype=int)
     different, which = np.unique(places, axis=0, return_inverse=True)
     counts = [
-        sum(int(before[b] - before[a]) for a, b in spans(dim, length, dict(zip(axes, map(int, at), strict=True)), sizes))
+        sum(
+            int(before[b] - before[a])
+            for a, b in spans(dim, length, dict(zip(axes, map(int, at), strict=True)), sizes)
+        )
         for at in different
     ]
     return np.array(counts)[which.reshape(-1)]
 
 
-def _positions(tokens: Any, length: int) -> set[int]:
-    return {p + length if p < 0 else p for p in tokens if -length <= p < length}
-
-
-def _planned(held: Held, mesh: Mesh, written: Ranks) -> PlannedSite:
-    most = int(written.max(initial=0)) // held.times
+def _planned(held: Held, words: str, rank_bytes: int, total: int) -> PlannedSite:
     return PlannedSite(
         held.name,
         held.kind,
-        held.layout.describe(mesh.sizes),
+        words,
         held.shape,
         held.local,
         held.stage,
         held.chunk,
-        most,
-        int(written.sum()),
+        rank_bytes,
+        total,
         held.expected,
     )
 
 
-def _coords(stages: Sequence[Stage], load: Ranks, rank: int) -> PlannedRank:
-    count = stages[0].count
-    at = {name: int(c[rank % count]) for name, c in stages[0].coords.items()}
-    return PlannedRank(rank, {"pp": rank // count, **at}, int(load[rank]))
-
-
-# -- words -------------------------------------------------------------------------------------------
-
-
-def in_bytes(count: float) -> str:
-    """A number of bytes, such as `1.50 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} PiB"
-
-
-def _rank(rank: PlannedRank) -> str:
-    coords = ", ".join(f"{a} {n}" for a, n in rank.coords.items() if a in ("pp", *DENSE))
-    return f"{in_bytes(rank.bytes)} (rank {rank.rank}: {coords})"
-
-
-def _unnumbered(name: str) -> str:
-    return re.sub(r"\.\d+(?=[.:]|$)", ".*", name)
-
-
-def _row(group: list[PlannedSite]) -> tuple[str, str, str, str, str, str]:
-    first = group[0]
-    name = first.name if len(group) == 1 else f"{_unnumbered(first.name)} ({len(group)})"
-    stages = sorted({s.stage for s in group})
-    told = f"{stages[0]}-{stages[-1]}" if len(stages) > 1 else str(stages[0])
-    about = "~" if first.expected else ""
-    kind = "" if first.kind in ("value", "parameter") else ".grad"
-    return (
-        name + kind,
-        told,
-        "x".join(map(str, first.shape)) or "1",
-        first.layout,
-        about + in_bytes(first.rank_bytes),
-        about + in_bytes(sum(s.bytes for s in group)),
-    )
+def _rank_of(stages: Sequence[Stage], load: Ranks, rank: int) -> PlannedRank:
+    stage, place = divmod(rank, stages[0].count)
+    return PlannedRank(rank, {"pp": stage, **coordinates_of(stages[stage], place)}, int(load[rank]))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support import planned, ssm
 from tests.support.gpt import Case
@@ -14,7 +16,9 @@ from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
 VERSION = tuple(int(p) for p in importlib.metadata.version("megatron-core").split(".")[:2])
-pytestmark = pytest.mark.skipif(VERSION < (0, 19), reason="megatron.training with its arguments came with 0.19")
+pytestmark = pytest.mark.skipif(
+    VERSION < (0, 19), reason="megatron.training with its arguments came with 0.19"
+)
 
 DENSE = [
     Case("one rank"),
@@ -106,6 +110,36 @@ def check_parameters(costs: Any, answers: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("case", DENSE, ids=lambda c: c.name)
 def test_plan_of_gpt(case: Case) -> None:
     check(case)
+
+
+DUMPED = ["decoder.layers.*", "**.mlp.linear_fc1:*", "**.self_attention:k", "embedding.**:*", "output_layer"]
+
+
+def dumped(case: Case, folder: str) -> int:
+    """The bytes of tensors that this rank wrote of one iteration."""
+    import megatron_flex as mf
+    from megatron_flex.dump.files import read_part
+    from tests.support import gpt, ranks
+
+    chunks = ranks.start(case)
+    flex = mf.FlexModel(chunks)
+    flex.register_dump(mf.Dump(folder, DUMPED, tokens=slice(0, None, 2), dtype="bf16"))
+    gpt.step(case, chunks, flex.session.mesh["dp"].coord)
+    flex.session.close()
+    rank = torch.distributed.get_rank()
+    parts = [read_part(path) for path in Path(folder).glob(f"run-*/*/{rank:05d}-*.safetensors")]
+    assert parts
+    return sum(size for part in parts for _, _, _, size in part.where.values())
+
+
+@pytest.mark.parametrize("case", [DENSE[2], DENSE[9], DENSE[11]], ids=lambda c: c.name)
+def test_plan_is_what_a_dump_writes(case: Case, tmp_path: Path) -> None:
+    from megatron_flex.launch.planning import plan
+
+    written = run(case.world, dumped, case, str(tmp_path), timeout=300)
+    costs = plan(planned.told(case), DUMPED, tokens=slice(0, None, 2), dtype="bf16")
+    assert costs.bytes == sum(written)
+    assert (costs.least.bytes, costs.most.bytes) == (min(written), max(written))
 
 
 @pytest.mark.parametrize("case", HYBRID, ids=lambda c: c.name)

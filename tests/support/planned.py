@@ -96,7 +96,14 @@ def present(case: Case) -> dict[str, Any]:
         "sites": {s.name: (_layout(s), s.stage, s.chunk, bool(s.hidden)) for s in sites},
         "seen": seen,
         "parameters": {
-            p.name: (p.layout, p.stage, p.chunk, p.copy_of, p.shape, None if p.parameter is None else p.parameter.nbytes)
+            p.name: (
+                p.layout,
+                p.stage,
+                p.chunk,
+                p.copy_of,
+                p.shape,
+                None if p.parameter is None else p.parameter.nbytes,
+            )
             for p in adapter.parameters()
         },
     }

@@ -1,11 +1,19 @@
-"""What a run would cost before it is started, from its configuration alone: no weights, no GPU, no other rank.
+"""What a run would cost before it is started, from its configuration alone: no weights, no GPU, no ranks.
 
->>> from megatron_flex.launch.planning import plan
->>> costs = plan("config.yaml", ["decoder.layers.*.mlp.linear_fc1"], world_size=16384)  # doctest: +SKIP
->>> costs.bytes, costs.most.bytes, costs.files  # doctest: +SKIP
+from megatron_flex.launch.planning import plan
+
+costs = plan(
+    "config.yaml",  # or a mapping such as {"num_layers": 32, "hidden_size": 4096, ...}, or a list of flags
+    ["decoder.layers.*.mlp.linear_fc1", "decoder.layers.*.mlp.linear_fc2"],
+    world_size=1024, tokens=slice(None, None, 8), every=100, disk_bytes_per_second=20e9,
+)
+for tensor, stages, shape, layout, of_a_rank, in_all in costs.rows(): ...
+for name, value in costs.summary(): ...
+costs.to_json(); costs.bytes; costs.most.rank; costs.seconds
 """
 
-from megatron_flex.dump.plan import Plan, PlannedRank, PlannedSite, in_bytes
+from megatron_flex.dump.plan import Plan, PlannedRank, PlannedSite
+from megatron_flex.dump.words import in_bytes
 from megatron_flex.launch.planning.planning import plan
 
 __all__ = ["Plan", "PlannedRank", "PlannedSite", "in_bytes", "plan"]

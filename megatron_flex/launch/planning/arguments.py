@@ -129,7 +129,7 @@ def _read(config: Any) -> Mapping[str, Any]:
 
 
 def _yaml(text: str) -> Any:
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     try:
         return yaml.safe_load(text)
@@ -197,8 +197,9 @@ def _complete(args: argparse.Namespace, world: Mapping[str, Any]) -> None:
         ranks = inner * (replicas or _fewest(args))
     if ranks % inner or (replicas is not None and replicas * inner != ranks):
         raise FlexError(
-            f"world_size={ranks} must be {inner} (tensor x pipeline x context parallel sizes) times the data "
-            f"parallel size{'' if replicas is None else f' {replicas}'}; nearest: {max(1, ranks // inner) * inner}"
+            f"world_size={ranks} must be {inner} (tensor x pipeline x context parallel sizes) times "
+            f"the data parallel size{'' if replicas is None else f' {replicas}'}; nearest: "
+            f"{max(1, ranks // inner) * inner}"
         )
     inside = ranks // args.pipeline_model_parallel_size
     experts = args.expert_model_parallel_size * (
@@ -208,6 +209,12 @@ def _complete(args: argparse.Namespace, world: Mapping[str, Any]) -> None:
         raise FlexError(
             f"a stage of {inside} ranks does not divide by {experts}, the expert parallel size times the "
             "expert tensor parallel size; choose sizes whose product divides it"
+        )
+    samples = args.micro_batch_size * (ranks // inner)
+    if args.global_batch_size is not None and args.global_batch_size % samples:
+        raise FlexError(
+            f"global_batch_size={args.global_batch_size} must divide by {samples}, micro_batch_size times "
+            f"the data parallel size; nearest: {-(-args.global_batch_size // samples) * samples}"
         )
     args.rank, args.world_size = 0, ranks
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
@@ -246,7 +253,9 @@ def _check(args: argparse.Namespace) -> None:
     if args.num_layers is None and args.hybrid_layer_pattern is None:
         raise FlexError("num_layers=None: a plan needs num_layers, or a hybrid_layer_pattern")
     if args.vocab_size is None and args.padded_vocab_size is None:
-        raise FlexError("vocab_size=None: a plan has no tokenizer to ask; give vocab_size or padded_vocab_size")
+        raise FlexError(
+            "vocab_size=None: a plan has no tokenizer to ask; give vocab_size or padded_vocab_size"
+        )
     tp, cp = sizes["tp"], sizes["cp"]
     parts = (2 * cp if cp > 1 else 1) * (tp if args.sequence_parallel else 1)
     rules = [

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import io
 import logging
-
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -17,13 +16,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec, module_from_spec
 from math import gcd
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_flex import cpu
 from megatron_flex.adapters import Adapter, ParameterSite, detect
 from megatron_flex.errors import FlexError
 from megatron_flex.launch.planning.arguments import megatrons_words
@@ -105,7 +103,8 @@ def mesh_of(args: argparse.Namespace) -> Mesh:
     inside = dense["dp"] * dense["cp"] * dense["tp"]
     ep, etp = args.expert_model_parallel_size, args.expert_tensor_parallel_size
     experts = {"edp": inside // (ep * etp), "ep": ep, "etp": etp}
-    return Mesh(*(tuple(Axis(n, s, 0, None, tuple(range(s))) for n, s in a.items()) for a in (dense, experts)))
+    made = [tuple(Axis(n, s, 0, None, tuple(range(s))) for n, s in axes.items()) for axes in (dense, experts)]
+    return Mesh(made[0], made[1])
 
 
 # -- one rank's world --------------------------------------------------------------------------------
@@ -153,7 +152,7 @@ def _be(stage: int, stages: int, groups: Any) -> None:
     parallel_state.set_pipeline_model_parallel_rank(stage)
     if stages == 1:
         return
-    group = FakeProcessGroup._create_internal(stage, stages)
+    group: Any = FakeProcessGroup._create_internal(stage, stages)
     # Who asks torch for a rank's place in a group is answered out of this table; this process is rank 0.
     others = [-1 - n for n in range(stages)]
     members = [0 if n == stage else others[n] for n in range(stages)]
@@ -195,7 +194,8 @@ def _chunk(settings: Any, groups: Any, args: argparse.Namespace, chunk: int) -> 
 def _hybrid_spec() -> Any:
     """Megatron's own spec of a hybrid stack, which names classes as they are when its module is run."""
     source = find_spec("megatron.core.models.hybrid.hybrid_layer_specs")
-    assert source is not None and source.loader is not None, "megatron-core 0.19 has it"
+    assert source is not None, "megatron-core 0.19 has it"
+    assert source.loader is not None, "it is a file"
     module = module_from_spec(source)
     source.loader.exec_module(module)
     return module.hybrid_stack_spec
@@ -274,7 +274,7 @@ class _Survey:
 
 
 def _likeness(layer: nn.Module) -> Hashable:
-    """What layers with alike sites have in common: the classes in them, and the shapes of their parameters."""
+    """What layers with alike sites have in common: the classes and the shapes of parameters."""
     return tuple(
         (path, type(m).__qualname__, tuple((n, tuple(p.shape)) for n, p in m.named_parameters(recurse=False)))
         for path, m in layer.named_modules()
@@ -283,8 +283,10 @@ def _likeness(layer: nn.Module) -> Hashable:
 
 def _under(places: list[Named], front: str) -> list[Named]:
     """Those of one layer, by the rest of their names."""
-    return [replace(p, name=p.name[len(front) :]) for p in places if p.name.startswith((front + ".", front + ":"))]
+    return [
+        replace(p, name=p.name[len(front) :]) for p in places if p.name.startswith((front + ".", front + ":"))
+    ]
 
 
 def _at(place: Named, stage: int, chunk: int, front: str = "") -> Named:
-    return cast(Named, replace(place, name=front + place.name, stage=stage, chunk=chunk))
+    return replace(place, name=front + place.name, stage=stage, chunk=chunk)

@@ -12,13 +12,13 @@ import torch
 from megatron_flex import cpu
 from megatron_flex.adapters import ParameterSite
 from megatron_flex.adapters.megatron_core.dispatch import Rows
+from megatron_flex.dump import Dump
 from megatron_flex.dump.plan import Held, Plan, local_shape, plan_of
 from megatron_flex.errors import FlexError, nearest
 from megatron_flex.launch.planning.arguments import SIZES, Config, arguments
 from megatron_flex.launch.planning.model import Whole, built, quiet
 from megatron_flex.sites import Pattern, Site, SiteTable
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WHOLE_NUMBERS = {"map": torch.bool, "indices": torch.int64}  # points of a layer of experts
 RESIDUAL = re.compile(
     r"embedding:output|decoder\.layers\.\d+(:(input|mid|output)|\.(input_layernorm|pre_mlp_layernorm|norm):input)"
@@ -52,60 +52,47 @@ def plan(
     The model is built by Megatron on meta tensors, stage by stage, in a process that has no process groups
     yet and keeps none; the adapter is asked for its sites. Ranks of data parallelism are only counted.
 
-        costs = plan(
-            {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 4096,
-             "micro_batch_size": 1, "global_batch_size": 512, "vocab_size": 128256, "bf16": True,
-             "tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 4, "sequence_parallel": True},
-            ["decoder.layers.*.mlp.linear_fc1", "decoder.layers.*.mlp.linear_fc2"],
-            world_size=1024, tokens=slice(None, None, 8), every=100, disk_bytes_per_second=20e9,
-        )
-        for row in costs.rows(): ...
-        for name, value in costs.summary(): ...
-
-    Args:
+    Args, beside those that are as for Dump:
         config: a YAML or JSON file or a mapping of Megatron's argument names, or a list of its flags.
-        sites: as for Dump: names or patterns of modules and places; a module's output where none is named.
         mesh: sizes that count instead of the config's: `tp`, `pp`, `cp`, `ep`, `etp`, `dp`.
-        world_size: number of ranks; else from `dp`, or with the least data parallel size that fits.
-        sequence_length: instead of the config's `seq_length`.
-        micro_batch_size: instead of the config's.
-        microbatches: dumped in an iteration by each data parallel rank; else all that `global_batch_size` makes.
-        dtype: as for Dump: what is cast to; the model's own dtypes if None.
-        gradients: as for Dump.
-        parameters: as for Dump.
-        tokens: as for Dump: a position, a list, a slice, `sampled(count)`; or a fraction below 1.
-        reduce: as for Dump.
-        every: as for Dump.
-        iterations: of the run, of which every so many are dumped; one dumped iteration if None.
+        world_size: ranks; else from `dp`, or with the least data parallel size that fits.
+        sequence_length, micro_batch_size: instead of the config's.
+        microbatches: how many each data parallel rank dumps; else all of `global_batch_size`.
+        tokens: a fraction below 1, too.
+        iterations: of the run; one dumped iteration if None.
         disk_bytes_per_second: what the disks take together, for the seconds of an iteration.
-        part_bytes: as for Dump.
 
     Raises:
-        FlexError: the configuration cannot be; a pattern matches nothing; the process has groups already.
+        FlexError: the configuration cannot be; a pattern matches nothing, or only what cannot be had; the
+            process has groups already.
     """
-    if every < 1:
-        raise FlexError(f"every={every}: dump every n-th iteration, n at least 1")
-    changes = _changes(mesh, world_size, sequence_length, micro_batch_size)
+    share = tokens if isinstance(tokens, float) else None
+    if share is not None and not 0 < share <= 1:
+        raise FlexError(f"tokens={share}: a fraction of the tokens is above 0 and at most 1")
+    kept = None if share is not None else tokens
+    said: dict[str, Any] = {
+        "every": every,
+        "tokens": kept,
+        "reduce": reduce,
+        "dtype": dtype,
+        "gradients": gradients,
+    }
+    dump = Dump("", sites, parameters=parameters, part_bytes=part_bytes, **said)
     with cpu.runtime(force=True), quiet():
-        args = arguments(config, changes)
+        args = arguments(config, _changes(mesh, world_size, sequence_length, micro_batch_size))
         whole = built(args)
-    chosen = _chosen(whole.sites, [sites] if isinstance(sites, str) or callable(sites) else sites)
-    hidden = {s.name: s.hidden for s in chosen if s.hidden}
-    run = _Run(whole, args, _microbatches(args, microbatches), _dtype(dtype), gradients)
-    visible = [s for s in chosen if not s.hidden]
-    if hidden and not visible and not parameters:
-        raise FlexError(next(f"{name}: {why}" for name, why in hidden.items()))
-    named = [parameters] if isinstance(parameters, str) else parameters
+    chosen = _chosen(whole.sites, dump.sites)
+    run = _Run(whole, args, _microbatches(args, microbatches), dump)
     return plan_of(
         whole.mesh,
-        [*run.activations(visible), *run.parameters(_parameters(whole.parameters, named))],
-        tokens=_tokens(tokens),
+        [*run.activations(chosen), *run.parameters(_parameters(whole.parameters, dump.parameters))],
+        tokens=dump.tokens if share is None else share,
         reduce=reduce,
         every=every,
         iterations=1 if iterations is None else -(-iterations // every),
         disk=disk_bytes_per_second,
         part_bytes=part_bytes,
-        hidden=hidden,
+        hidden={s.name: s.hidden for s in chosen if s.hidden},
     )
 
 
@@ -114,42 +101,19 @@ def _changes(
 ) -> dict[str, Any]:
     for axis in mesh or {}:
         if axis not in SIZES:
-            raise FlexError(f"mesh has no axis {axis!r}{nearest(axis, SIZES)}; its axes are {', '.join(SIZES)}")
+            raise FlexError(
+                f"mesh has no axis {axis!r}{nearest(axis, SIZES)}; its axes are {', '.join(SIZES)}"
+            )
     lengths = {"seq_length": length, "max_position_embeddings": length, "micro_batch_size": size}
     return {**(mesh or {}), "world_size": world, **lengths}
 
 
 def _microbatches(args: argparse.Namespace, said: int | None) -> int:
     samples = args.micro_batch_size * args.data_parallel_size
-    if args.global_batch_size % samples:
-        raise FlexError(
-            f"global_batch_size={args.global_batch_size} must divide by {samples}, micro_batch_size times the "
-            f"data parallel size; nearest: {-(-args.global_batch_size // samples) * samples}"
-        )
     there = int(args.global_batch_size // samples)
     if said is not None and not 1 <= said <= there:
         raise FlexError(f"microbatches={said}: an iteration has {there} on each data parallel rank")
     return there if said is None else said
-
-
-def _dtype(said: torch.dtype | str | None) -> torch.dtype | None:
-    if said is None or isinstance(said, torch.dtype):
-        return said
-    if said in DTYPES:
-        return DTYPES[said]
-    raise FlexError(f"dtype={said!r} is no torch.dtype and none of {', '.join(DTYPES)}")
-
-
-def _tokens(said: Any) -> Any:
-    """Dump's words for tokens in those of `plan_of`."""
-    if isinstance(said, bool) or (isinstance(said, float) and not 0 < said <= 1):
-        raise FlexError(f"tokens={said!r}: a fraction of the tokens is above 0 and at most 1")
-    if said is None or said == 1.0 and isinstance(said, float):
-        return None
-    if isinstance(said, int):  # a position, as for Dump
-        return (said,)
-    count = getattr(said, "count", None)
-    return count if isinstance(count, int) else said
 
 
 def _is_residual(site: Site) -> bool:
@@ -158,9 +122,20 @@ def _is_residual(site: Site) -> bool:
 
 
 def _chosen(sites: list[Site], patterns: Iterable[Pattern]) -> list[Site]:
+    """Those meant, and hidden ones beside them; what the run would refuse is refused here."""
     table = SiteTable(sites)
-    names = {s.name for pattern in patterns for s in table.match(pattern, "output")}
+    names: set[str] = set()
+    for pattern in patterns:
+        found = table.match(pattern, "output")
+        hidden = [s for s in found if s.hidden]
+        if hidden and (len(hidden) == len(found) or not _is_glob(pattern)):
+            raise FlexError(f"{hidden[0].name} cannot be dumped: {hidden[0].hidden}")
+        names |= {s.name for s in found}
     return [s for s in table if s.name in names]
+
+
+def _is_glob(pattern: Pattern) -> bool:
+    return not isinstance(pattern, str) or re.search(r"[*?\[]", pattern) is not None
 
 
 def _parameters(found: list[ParameterSite], patterns: Sequence[str]) -> list[ParameterSite]:
@@ -173,17 +148,17 @@ def _parameters(found: list[ParameterSite], patterns: Sequence[str]) -> list[Par
 class _Run:
     """Sizes of tensors in one run."""
 
-    def __init__(
-        self, whole: Whole, args: argparse.Namespace, microbatches: int, cast: torch.dtype | None, gradients: bool
-    ) -> None:
-        self.whole, self.args, self.microbatches, self.gradients = whole, args, microbatches, gradients
-        self.cast, self.config, self.sizes = cast, whole.config, whole.mesh.sizes
+    def __init__(self, whole: Whole, args: argparse.Namespace, microbatches: int, dump: Dump) -> None:
+        self.whole, self.args, self.microbatches, self.gradients = whole, args, microbatches, dump.gradients
+        self.cast, self.config, self.sizes = dump.dtype, whole.config, dict(whole.mesh.sizes)
         self.lengths = {"s": args.seq_length, "b": args.micro_batch_size}
         self.lengths["heads"] = getattr(self.config, "linear_num_value_heads", None) or 0
 
     def activations(self, sites: Iterable[Site]) -> Iterator[Held]:
         """What passes at sites, and its gradients."""
         for site in sites:
+            if site.hidden:
+                continue
             held = self._rows(site) if isinstance(site.tap, Rows) else self._dense(site)
             dtype = self.dtype(site)
             for kind in ("value", "gradient") if self.gradients and dtype.is_floating_point else ("value",):
@@ -193,6 +168,7 @@ class _Run:
                     name=site.name,
                     kind=kind,
                     itemsize=self._written(dtype).itemsize,
+                    weight=dtype.itemsize,
                     stage=site.stage,
                     chunk=site.chunk,
                     times=self.microbatches * self._calls(site),
@@ -216,6 +192,7 @@ class _Run:
                     shape=p.shape,
                     local=self._local_parameter(p),
                     itemsize=self._written(own).itemsize,
+                    weight=own.itemsize,
                     stage=p.stage,
                     chunk=p.chunk,
                     replicated=("edp", "etp") if expert else ("dp", "cp", "tp"),
@@ -244,19 +221,21 @@ class _Run:
         times = re.fullmatch(r"(\d*)([a-z]+)", told)
         if times and self.lengths.get(times[2]):
             return int(times[1] or 1) * int(self.lengths[times[2]])
-        raise FlexError(f"{site.name}: the length of its dim {told!r} follows from no configuration; leave it out")
+        raise FlexError(
+            f"{site.name}: the length of its dim {told!r} follows from no configuration; leave it out"
+        )
 
     def _rows(self, site: Site) -> dict[str, Any]:
         """A tensor of experts, with as many rows on each rank as even routing brings."""
         tap: Any = site.tap
-        config, mesh = self.config, self.whole.mesh
-        mine = self.lengths["s"] * self.lengths["b"] / mesh["cp"].size
+        config, sizes = self.config, self.sizes
+        mine = self.lengths["s"] * self.lengths["b"] / sizes["cp"]
         if config.sequence_parallel:
-            mine /= mesh["tp"].size
-        rows = mine * config.moe_router_topk * mesh["etp"].size
+            mine /= sizes["tp"]
+        rows = mine * config.moe_router_topk * sizes["etp"]
         where: tuple[tuple[str, int], ...] = ()
         if tap.expert is not None:
-            each = config.num_moe_experts // mesh["ep"].size
+            each = config.num_moe_experts // sizes["ep"]
             rows, where = rows / each, (("ep", tap.expert // each),)
         local: list[float] = [rows]
         for dim in tap.layout.dims[1:]:
@@ -264,7 +243,7 @@ class _Run:
             assert isinstance(width, int), "the last dim of an expert's tensor is known"
             cut = 1
             for c in dim.cuts:
-                cut *= mesh[c.axis].size
+                cut *= sizes[c.axis]
             local.append(width // cut)
         shape = tuple(n if n == "t" else self._length(site, n) for n in site.shape)
         return {
@@ -277,7 +256,7 @@ class _Run:
         }
 
     def _calls(self, site: Site) -> int:
-        """How often a tensor passes for each microbatch: each depth of prediction asks the output layer too."""
+        """How often a tensor passes for each microbatch: depths of prediction ask the output layer too."""
         depths = getattr(self.config, "mtp_num_layers", None) or 0
         return 1 + depths if site.module in ("output_layer", "loss") else 1
 

@@ -1,6 +1,6 @@
 """Transformer Engine's layers without Transformer Engine: of the right names and shapes, never to be run.
 
-A plan asks Megatron's wrappers what they hold, not what they compute. While a plan is made, their constructors
+A plan asks Megatron's wrappers what they hold, not what they compute. While it is made, their constructors
 make empty parameters; classes, specs and the models around them are Megatron's own.
 """
 

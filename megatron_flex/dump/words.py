@@ -1,0 +1,47 @@
+"""Plans in words: bytes, ranks, rows of a table."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_flex.dump.plan import PlannedRank, PlannedSite
+
+
+def in_bytes(count: float) -> str:
+    """A number of bytes, such as `1.50 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} PiB"
+
+
+def rank_in_words(rank: PlannedRank) -> str:
+    """Its bytes, and which it is."""
+    coords = ", ".join(f"{a} {n}" for a, n in rank.coords.items() if a in ("pp", "dp", "cp", "tp"))
+    return f"{in_bytes(rank.bytes)} (rank {rank.rank}: {coords})"
+
+
+def unnumbered(name: str) -> str:
+    """A name without the numbers of layers and experts."""
+    return re.sub(r"\.\d+(?=[.:]|$)", ".*", name)
+
+
+def row_of(group: list[PlannedSite]) -> tuple[str, str, str, str, str, str]:
+    """A row of a table for tensors that are alike."""
+    first = group[0]
+    name = first.name if len(group) == 1 else f"{unnumbered(first.name)} ({len(group)})"
+    stages = sorted({s.stage for s in group})
+    told = f"{stages[0]}-{stages[-1]}" if len(stages) > 1 else str(stages[0])
+    about = "~" if first.expected else ""
+    kind = "" if first.kind in ("value", "parameter") else ".grad"
+    return (
+        name + kind,
+        told,
+        "x".join(map(str, first.shape)) or "1",
+        first.layout,
+        about + in_bytes(first.rank_bytes),
+        about + in_bytes(sum(s.bytes for s in group)),
+    )
