@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from megatron_flex.dump.plan import in_bytes
+from megatron_flex.dump.words import in_bytes
 
 WIDE = 4000  # columns of what is no terminal: nothing is cut for a program that reads on
 

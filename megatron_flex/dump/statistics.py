@@ -157,5 +157,5 @@ def nice_edges(first: float, last: float, bins: int) -> list[float]:
     exact = (last - first) / bins
     power = 10.0 ** math.floor(math.log10(exact))
     step = power * next(s for s in STEPS if s * power >= exact * (1 - 1e-9))
-    low, high = math.floor(first / step + 1e-9), math.ceil(last / step - 1e-9)
+    low, high = math.floor(first / step), math.ceil(last / step)
     return [float(f"{i * step:.12g}") for i in range(low, high + 1)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_flex.dump.inventory import IterationFolder, RunFolder, Tell, is_temporary, run_folders
+from megatron_flex.dump.opening import ROUGH
 from megatron_flex.errors import DumpError, FlexError
 
 GONE = ".pruned-"  # a folder beside the runs that readers do not look into: what is in it is being removed
@@ -56,6 +57,8 @@ def to_prune(
         raise FlexError(f"keep-every {keep_every}: keep every n-th iteration, n at least 1")
     runs = run_folders(path)
     out = [Removal(left, _size(left), LEFT) for left in sorted(path.glob(GONE + "*")) if left.is_dir()]
+    if force:  # else a job may be opening the dump
+        out += [Removal(f, _size(f), "temporary") for f in sorted(path.iterdir()) if ROUGH.fullmatch(f.name)]
     for run in runs if force else runs[:-1]:
         out += _of_run(run, keep_every, before)
     return out

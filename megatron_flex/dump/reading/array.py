@@ -93,6 +93,7 @@ class DumpArray:
     def __init__(self, source: Source, view: list[Index | int] | None = None) -> None:
         self._source = source
         self._view, self._sliced = view, view is not None
+        self._all: list[Index | int] | None = None
         self.name = source.name
 
     # -- what it is ------------------------------------------------------------------------------------
@@ -100,9 +101,11 @@ class DumpArray:
     @property
     def view(self) -> list[Index | int]:
         """The entries of each axis of what was dumped; an integer where the axis is gone."""
-        if self._view is None:
-            self._view = [range(n) for n in (len(self._source.passes), *self._source.shape)]
-        return self._view
+        if self._view is not None:
+            return self._view
+        if self._all is None:
+            self._all = [range(n) for n in (len(self._source.passes), *self._source.shape)]
+        return self._all
 
     @property
     def shape(self) -> tuple[int, ...]:

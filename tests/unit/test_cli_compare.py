@@ -1,0 +1,138 @@
+"""`megatron-flex compare` and `plan`: verdicts and exit statuses, tables, options that mean what they say."""
+
+import json
+
+import pytest
+
+from megatron_flex.cli.planning import tokens_said
+from megatron_flex.dump import sampled
+from megatron_flex.errors import FlexError
+from tests.support import dumps
+from tests.support.commands import Command, kept
+from tests.support.dumps import SEQUENCE, Given, random
+
+GPT = [
+    *("--num-layers", 4, "--hidden-size", 64, "--num-attention-heads", 4, "--seq-length", 128),
+    *("--max-position-embeddings", 128, "--micro-batch-size", 1, "--global-batch-size", 16, "--vocab-size", 1000),
+    *("--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2, "--bf16"),
+]  # fmt: skip
+FC1 = "decoder.layers.*.mlp.linear_fc1"
+
+
+@pytest.fixture
+def command(monkeypatch, capsys, tmp_path) -> Command:
+    return Command(monkeypatch, capsys, tmp_path)
+
+
+def write(path, mesh, wrong: float = 0.0, scale: float = 1.0) -> None:
+    given = {}
+    for layer in range(4):
+        value = random(1, 4, 8, 8, seed=layer) * scale
+        if layer >= 2:
+            value = value + wrong * random(1, 4, 8, 8, seed=99)
+        given[f"decoder.layers.{layer}"] = Given(
+            value, SEQUENCE, random(1, 4, 8, 8, seed=10 + layer), layer // 2
+        )
+    dumps.write(path, given, mesh=mesh, iterations=[10])
+
+
+@pytest.fixture
+def three(tmp_path) -> None:
+    write(tmp_path / "a", {"pp": 2, "tp": 2})
+    write(tmp_path / "wrong", {"pp": 2, "dp": 2}, wrong=0.1)
+    write(tmp_path / "round", {"pp": 2, "cp": 2}, scale=1 + 1e-6)
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_first_that_diverges_is_named(command, three, width):
+    command.width(width)
+    done = command("compare", "a", "wrong", "-t", "0.001")
+    assert (done.status, done.err) == (1, "")
+    assert "diverges: first at decoder.layers.2 (value), iteration 10" in done.out
+    table = done.out.partition("\n\n")[0]
+    assert max(map(len, table.splitlines())) <= width
+    assert [line.split()[1] for line in table.splitlines() if line.startswith("→")] == ["decoder.layers.2"]
+    kept(f"compare-{width}", table)
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "verdict"),
+    [
+        (["a"], 0, "equal"),
+        (["round"], 0, "round-off"),
+        (["wrong"], 1, "diverges"),
+        (["wrong", "--tolerance", "0.5"], 0, "round-off"),
+        (["round", "--tolerance", "1e-9"], 1, "diverges"),
+        (["wrong", "-t", "decoder.layers.[23]=0.5"], 0, "round-off"),
+        (["wrong", "-t", "decoder.layers.2=0.5"], 1, "diverges"),
+        (["wrong", "--tolerance-from", "round"], 1, "diverges"),
+        (["round", "--tolerance-from", "round"], 0, "round-off"),
+    ],
+)
+def test_the_exit_status_is_the_verdict(command, three, words, status, verdict):
+    done = command("compare", "a", *words, "--json")
+    assert done.status == status
+    assert json.loads(done.out)["verdict"] == verdict
+
+
+def test_what_cannot_be_compared_is_another_status(command, three, tmp_path):
+    dumps.write(tmp_path / "other", {"encoder": Given(random(1, 4, 8, 8))}, iterations=[10])
+    done = command("compare", "a", "other")
+    assert done.status == 2
+    assert done.err.count("\n") == 1
+
+
+def test_a_plan_of_flags_and_of_a_file_is_the_same(command, tmp_path):
+    pytest.importorskip("megatron.core")
+    words = ["plan", "-s", FC1, "--world-size", 16, "--iterations", 1000, "--every", 100, "--tokens", "::8"]
+    by_flags = command(*words, "--json", "--", *GPT)
+    assert by_flags.status == 0
+    told = json.loads(by_flags.out)
+    whole = 16 * 128 // 8 * 256 * 2  # samples, kept tokens, features, bytes of bf16
+    assert told["bytes"] == 4 * whole
+    assert told["stages"] == [2 * whole] * 2
+    assert told["total_bytes"] == 10 * told["bytes"]
+
+    config = {k.removeprefix("--").replace("-", "_"): v for k, v in zip(GPT[:-1:2], GPT[1:-1:2], strict=True)}
+    (tmp_path / "run.json").write_text(json.dumps({**config, "bf16": True}))
+    by_file = command(*words, "--json", "--config", "run.json")
+    assert json.loads(by_file.out) == told
+
+    shown = command(*words, "--mesh", "pp=4", "--config", "run.json").out
+    assert "stage  bytes in an iteration" in shown
+    assert f"{FC1}:output" in shown.replace("\n", "")
+
+
+def test_a_plan_that_cannot_be_is_told_in_one_line(command):
+    pytest.importorskip("megatron.core")
+    for words, said in (
+        (["-s", "decoder.layer.*"], "decoder.layer"),
+        (["-s", FC1, "--mesh", "tp=x"], "--mesh tp=x: say AXIS=N"),
+        (["-s", FC1, "--tokens", "x"], "--tokens x"),
+        (["-s", FC1, "--config", "run.yaml"], "say the run's configuration once"),
+    ):
+        done = command("plan", *words, "--", *GPT)
+        assert (done.status, done.err.count("\n")) == (2, 1)
+        assert said in done.err
+
+
+@pytest.mark.parametrize(
+    ("said", "means"),
+    [
+        (None, None),
+        ("5", [5]),
+        ("0,5", [0, 5]),
+        ("::8", slice(None, None, 8)),
+        ("4:16", slice(4, 16)),
+        ("random:64", sampled(64)),
+        ("0.1", 0.1),
+    ],
+)
+def test_tokens_as_they_are_said(said, means):
+    assert tokens_said(said) == means
+
+
+@pytest.mark.parametrize("said", ["x", "1:2:3:4", "random:", "random:0", "1,,2", ""])
+def test_tokens_that_cannot_be_said(said):
+    with pytest.raises(FlexError):
+        tokens_said(said)
