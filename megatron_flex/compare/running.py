@@ -11,6 +11,7 @@ from megatron_flex.compare.aligning import Pair, align, statistics
 from megatron_flex.compare.comparison import Comparison, Row, Worst
 from megatron_flex.compare.explaining import explain
 from megatron_flex.compare.holding import held, holders
+from megatron_flex.compare.replicas import out_of_step
 from megatron_flex.compare.source import SAMPLE, TOKEN, Item, Source, opened
 from megatron_flex.compare.statistics import BLOCK, Statistics
 from megatron_flex.compare.tolerance import Depths, Tolerances, precision_of
@@ -74,6 +75,7 @@ class _Walk:
     said: float | Mapping[str, float] | None
     most: int
     notes: list[str] = field(default_factory=list)
+    alone: list[list[Item]] = field(default_factory=list)
     depths: Depths = field(init=False)
     first: tuple[Pair, Statistics] | None = None
 
@@ -94,11 +96,18 @@ class _Walk:
                     rows.append(self.row(pairs, tolerances, step))
         self.notes += [f"not compared: {_some(names)}: {why}" for why, names in skipped.items()]
         if not rows:
-            raise DumpError(f"{self.a.path} and {self.b.path} have nothing in common: {'; '.join(self.notes)}")
-        replicas = [*self.a.replicas(iterations), *self.b.replicas(iterations)]
+            raise DumpError(
+                f"{self.a.path} and {self.b.path} have nothing in common: {'; '.join(self.notes)}"
+            )
+        replicas = [*out_of_step(self.a, iterations), *out_of_step(self.b, iterations)]
         hints = self.explained(rows)
         return Comparison(
-            self.a.describe(), self.b.describe(), tuple(rows), tuple(replicas), tuple(hints), tuple(self.notes)
+            self.a.describe(),
+            self.b.describe(),
+            tuple(rows),
+            tuple(replicas),
+            tuple(hints),
+            tuple(self.notes),
         )
 
     # -- what is compared ------------------------------------------------------------------------------
@@ -114,9 +123,10 @@ class _Walk:
         leader, other = (one, two) if len(self.a.ranks) <= len(self.b.ranks) else (two, one)
         common = [i for i in leader if i in set(other)]
         for name, mine, others in (("A", one, set(two)), ("B", two, set(one))):
-            alone = [i.name for i in mine if i not in others]
+            alone = [i for i in mine if i not in others]
+            self.alone.append(alone)
             if alone:
-                self.notes.append(f"only in {name}: {_some(alone)}")
+                self.notes.append(f"only in {name}: {_some([i.name for i in alone])}")
         if not common:
             names = [i.name for i in two]
             close = nearest(one[0].name, names) if one and names else ""
@@ -215,9 +225,18 @@ class _Walk:
         shares = held(self.a, pair)
         for place, more in held(self.b, pair).items():
             shares.setdefault(place, []).extend(more)
-        axes = {n: s for source in (self.a, self.b) for n, s in source.sizes.items() if s > 1}
+        axes = {**self.a.told, **self.b.told}
         yield from explain(pair, found, shares, axes, self.most)
         module = pair.item.site.partition(":")[0]
+        for here, other, alone in (("A", "B", self.alone[0]), ("B", "A", self.alone[1])):
+            inside = [
+                i for i in alone if i.site.startswith((f"{module}.", f"{module}:")) and i.kind == "value"
+            ]
+            again = [i for i in inside if i.call]
+            if again:
+                yield f"{len(again)} places of it were passed more often in {here} than in {other}"
+            elif inside:
+                yield f"{len(inside)} places of it were passed in {here} only"
         ill = [r.name for r in rows if r.diverges and r.kind == "parameter" and r.iteration == pair.iteration]
         own = [n for n in ill if n.startswith(f"{module}.")] if pair.item.kind != "parameter" else []
         if own:

@@ -113,7 +113,9 @@ def layer_of(name: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def derived(item: Item, depth: int, precisions: Sequence[Precision], dtypes: Sequence[torch.dtype], steps: int) -> float:
+def derived(
+    item: Item, depth: int, precisions: Sequence[Precision], dtypes: Sequence[torch.dtype], steps: int
+) -> float:
     """The tolerance from dtype and depth.
 
     Args:
@@ -123,14 +125,19 @@ def derived(item: Item, depth: int, precisions: Sequence[Precision], dtypes: Seq
         dtypes: of both tensors, as they are in the dumps.
         steps: how many compared iterations came before: their errors went into the parameters.
     """
-    if item.kind == PARAMETER and steps == 0:
-        return 0.0  # nothing was computed
     unit, cast = 0.0, 0.0
     for precision, dtype in zip(precisions, dtypes, strict=True):
         here = roundoff(precision.computed or dtype)
         unit = max(unit, here + FP32 * math.sqrt(precision.width))
-        cast += roundoff(precision.stored) if precision.stored is not None and dtype.is_floating_point else 0.0
-    return (MARGIN * unit * math.sqrt(depth)) * (1 + steps) + 2 * cast
+        cast += (
+            roundoff(precision.stored) if precision.stored is not None and dtype.is_floating_point else 0.0
+        )
+    bound = MARGIN * unit * math.sqrt(depth)
+    if item.kind == PARAMETER:
+        # At first nothing was computed. Later an optimizer has divided gradients by their own size, which
+        # makes a whole step of the last digits of one that is nearly zero.
+        return (math.sqrt(bound) if steps else 0.0) + 2 * cast
+    return bound * (1 + steps) + 2 * cast
 
 
 class Tolerances:

@@ -96,8 +96,9 @@ def wrong_vocabulary_mask(words: Any) -> int:
 def unreduced_backward(models: list[Any], state: State) -> Iterator[None]:
     """A column-parallel linear leaves the sum of its input's gradient to somebody else."""
     path = "decoder.layers.1.mlp.linear_fc1"
-    off = everywhere(path, "allreduce_dgrad", lambda _: False), everywhere(
-        path, "disable_grad_reduce", lambda _: True
+    off = (
+        everywhere(path, "allreduce_dgrad", lambda _: False),
+        everywhere(path, "disable_grad_reduce", lambda _: True),
     )
     with off[0](models, state), off[1](models, state):
         yield
@@ -458,7 +459,14 @@ MORE = [
         "decoder.layers.1.mlp.linear_fc1",
         "gradient",
     ),
-    Bug("loss divided by the data parallel ranks twice", DP2, divided_twice, "loss:output", "gradient", "factor"),
+    Bug(
+        "loss divided by the data parallel ranks twice",
+        DP2,
+        divided_twice,
+        "loss:output",
+        "gradient",
+        "factor",
+    ),
     Bug(
         "keys gathered in the order of ranks",
         CP2,
