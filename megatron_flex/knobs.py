@@ -31,6 +31,7 @@ class Knobs:
             port, -1 for none (FLEX_DEBUG_PORT).
         dry_run: whether editing functions that can do no harm are tried on a small tensor when they are
             registered (FLEX_DRY_RUN=0: no).
+        dump_seconds: how long a dump waits for a disk that takes nothing (FLEX_DUMP_SECONDS).
         pending_bytes: read shards are sent to the leader at a microbatch's end once their wholes are
             together larger than this, and at the step's end otherwise (FLEX_PENDING_BYTES).
         seed: where the random streams of editing functions start (FLEX_SEED).
@@ -44,6 +45,7 @@ class Knobs:
     debug: bool = _number("FLEX_DEBUG", 0) != 0
     debug_port: int = int(_number("FLEX_DEBUG_PORT", -1))
     dry_run: bool = _number("FLEX_DRY_RUN", 1) != 0
+    dump_seconds: float = _number("FLEX_DUMP_SECONDS", 120.0)
     pending_bytes: int = int(_number("FLEX_PENDING_BYTES", 1 << 30))
     seed: int = int(_number("FLEX_SEED", 0))
     untested: bool = _number("FLEX_UNTESTED", 0) != 0

@@ -41,6 +41,8 @@ def flags(words: list[str] | None = None) -> argparse.Namespace:
     add("--seq", type=int, default=256, help="tokens of a sequence (default %(default)s)")
     add("--batch", type=int, default=2, help="sequences of a step (default %(default)s)")
     add("--edit", action="store_true", help="edit fc1's output in five ways instead of reading")
+    add("--dump", action="store_true", help="write both to disk, in several ways, instead of reading")
+    add("--folder", help="where --dump writes (default: a temporary folder)")
     add("--patience", type=float, default=300, help="seconds for repeats of disturbed steps (%(default)s)")
     add("--timeout", type=float, default=1800, help="seconds for all steps (default %(default)s)")
     add("--json", metavar="FILE", help="write everything there too, each step's times included")
@@ -129,6 +131,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Measure, print, and write the file that was asked for."""
     args = flags()
+    if args.dump:
+        import bench_dumps
+
+        bench_dumps.main(args)
+        return
     if args.json:
         Path(args.json).touch()  # a place that cannot be written to is told now, not after minutes
     from bench_report import report, summary

@@ -27,6 +27,8 @@ class Listener(Protocol):
     ) -> None:
         """A schedule starts over `microbatches` of them; `iteration` if the framework counts those.
 
+        The number is 0 where it is not known beforehand.
+
         `gradient_factor` tells by how much the gradients that this schedule makes are greater than those of
         one microbatch's own loss; None where they are these.
         """

@@ -81,7 +81,7 @@ class Called:
                 "what they hand on; run that in `with flex.trace(), flex.step():`"
             )
         assert self._listener is not None
-        self._listener.step_begins(None)
+        self._listener.step_begins(None, microbatches=0)
         failed = True
         try:
             with torch.no_grad():

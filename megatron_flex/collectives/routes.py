@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_flex.collectives.edit import all_assemble, gather_whole, scatter_whole, stack_along
 from megatron_flex.collectives.meter import counted
-from megatron_flex.layout import Dim, Layout, extract, padded_shape
+from megatron_flex.layout import Choice, Dim, Layout, extract, held, padded_shape, rows_from
 from megatron_flex.mesh import Mesh
 
 
@@ -74,24 +74,14 @@ class _Away(torch.autograd.Function):
 
 
 @dataclass(eq=False)
-class Dispatch:
-    """Which experts each token goes to, in one call of one layer.
+class Dispatch(Choice):
+    """What a router chose on this rank, and the ranks that its tokens go to.
 
     Attributes:
-        chosen: `[tokens, experts]`, true where this rank's token goes to the expert.
-        shape: `(sequence, batch)` of this rank's tokens; `tokens` is their product.
-        slots: experts for each token, at most.
-        stream: the layout `[s, b, ...]` that the tokens have.
         mesh: the run's axes; the experts are cut over `ep`, each one's rows come from all of `ep` and `etp`.
-        etp_outer: whether a rank's rows are ordered by source (etp, ep) and not (ep, etp).
     """
 
-    chosen: Tensor
-    shape: tuple[int, int]
-    slots: int
-    stream: Layout
     mesh: Mesh
-    etp_outer: bool
 
     @cached_property
     def counts(self) -> Tensor:
@@ -100,32 +90,6 @@ class Dispatch:
         for axis in (self.mesh["etp"], self.mesh["ep"]):
             own = stack_along(own, axis) if axis.size > 1 else own[None]
         return own.cpu()
-
-    @cached_property
-    def pairs(self) -> tuple[Tensor, Tensor]:
-        """Expert and token of each of this rank's rows at home, by expert and then by token."""
-        experts, tokens = self.chosen.T.nonzero(as_tuple=True)
-        return experts, tokens
-
-    @cached_property
-    def slot(self) -> Tensor:
-        """`[tokens, experts]`: the place of an expert among those that the token goes to, by number."""
-        return self.chosen.cumsum(1) - 1
-
-    @cached_property
-    def indices(self) -> Tensor:
-        """`[sequence, batch, slots]`: the experts of each token in ascending order; -1 for none."""
-        experts, tokens = self.pairs
-        out = experts.new_full((self.chosen.shape[0], self.slots), -1)
-        out[tokens, self.slot[tokens, experts]] = experts
-        return out.view(*self.shape, self.slots)
-
-    def positions(self, expert: int) -> Tensor:
-        """Where in the whole's tokens, counted by sequence and then batch, this rank's for an expert are."""
-        mesh, stream = self.mesh, Layout(self.stream.dims[:2])
-        full = padded_shape(stream, self.shape, mesh.sizes)
-        whole = torch.arange(full[0] * full[1], device=self.chosen.device).view(full)
-        return extract(stream, whole, mesh.coords, mesh.sizes).reshape(-1)[self.chosen[:, expert]]
 
 
 @dataclass(eq=False)
@@ -150,6 +114,12 @@ class Route:
         """The run's axes."""
         return self.dispatch.mesh
 
+    @property
+    def here(self) -> bool:
+        """Whether this rank's experts are those, or among those, whose rows the tensor has."""
+        mine = self._mine
+        return int(mine.stop) > int(mine.start)
+
     def gradient(self) -> Route:
         """The way of the tensor's gradient."""
         return Route(self.dispatch, self.layout.gradient(), self.home_layout, self.expert)
@@ -163,7 +133,8 @@ class Route:
         if self.expert is None:
             return None
         rows = Layout(self.home_layout.dims[:1])
-        positions, _ = all_assemble(self.dispatch.positions(self.expert), rows, self.mesh)
+        own = self.dispatch.positions(self.expert, self.mesh.coords, self.mesh.sizes)
+        positions, _ = all_assemble(own, rows, self.mesh)
         return positions.argsort()
 
     def home_like(self, local: Tensor) -> Tensor:
@@ -186,20 +157,11 @@ class Route:
         rows, _ = all_assemble(local, self.layout, self.mesh)
         mine = self._where[self.mesh["etp"].coord]
         rows = self._exchange(rows[mine.to(rows.device)], self._from_ranks(), self._to_ranks())
-        if self.expert is not None:
-            return rows
-        experts, tokens = self.dispatch.pairs
-        dense = rows.new_zeros((self.dispatch.chosen.shape[0], self.dispatch.slots, *rows.shape[1:]))
-        dense[tokens, self.dispatch.slot[tokens, experts]] = rows
-        return dense.view(*self.dispatch.shape, self.dispatch.slots, *rows.shape[1:])
+        return self.dispatch.by_token(rows) if self.expert is None else rows
 
     def away(self, home: Tensor) -> Tensor:
         """The rows of this rank's experts, the inverse of `home`. Collective over `ep` and `etp`."""
-        rows = home
-        if self.expert is None:
-            experts, tokens = self.dispatch.pairs
-            flat = home.reshape(-1, self.dispatch.slots, *home.shape[3:])
-            rows = flat[tokens, self.dispatch.slot[tokens, experts]]
+        rows = self.dispatch.by_expert(home) if self.expert is None else home
         rows = self._exchange(rows, self._to_ranks(), self._from_ranks())
         axis, where = self.mesh["etp"], self._where
         if axis.size > 1:
@@ -219,29 +181,14 @@ class Route:
     @property
     def _mine(self) -> slice:
         """The experts of this rank whose rows the tensor has."""
-        each = self.dispatch.chosen.shape[1] // self.mesh["ep"].size
-        first = self.mesh["ep"].coord * each
-        if self.expert is None:
-            return slice(first, first + each)
-        inside = first <= self.expert < first + each
-        return slice(self.expert, self.expert + int(inside))
+        axis = self.mesh["ep"]
+        return held(self.dispatch.chosen.shape[1], axis.size, axis.coord, self.expert)
 
     @cached_property
     def _where(self) -> list[Tensor]:
         """For each coordinate of `etp`, the rows here that come from its ranks: by source, then by expert."""
-        counts = self.dispatch.counts[:, :, self._mine]  # [ep, etp, experts]
-        outer = counts.permute(2, 1, 0) if self.dispatch.etp_outer else counts.permute(2, 0, 1)
-        ends = outer.reshape(-1).cumsum(0).view(outer.shape)
-        starts = ends - outer
-        starts = starts.permute(2, 1, 0) if self.dispatch.etp_outer else starts.permute(1, 2, 0)
-        out = []
-        for t in range(self.mesh["etp"].size):
-            pieces = [
-                torch.arange(int(s), int(s + n))
-                for s, n in zip(starts[:, t].reshape(-1), counts[:, t].reshape(-1), strict=True)
-            ]
-            out.append(torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64))
-        return out
+        sources = rows_from(self.dispatch.counts[:, :, self._mine], self.dispatch.etp_outer)
+        return [torch.cat(ranks) for ranks in sources]
 
     def _from_ranks(self) -> list[int]:
         """How many of the rows here come from each rank of this rank's `ep` group."""

@@ -2,17 +2,18 @@
 
 Where files lie:
 
-    PATH/run-0000/manifest.json                     what all ranks have in common, once for each run
-    PATH/run-0000/0000000100/00003-000.safetensors  what rank 3 wrote of iteration 100, first part
-    PATH/run-0000/0000000100/00003-001-of-002.safetensors  the last part, whose name says how many there are
+    PATH/run-0000/manifest.json                            what all ranks have in common, once for each run
+    PATH/run-0000/0000000100/00003-000.safetensors         what rank 3 wrote of iteration 100, first part
+    PATH/run-0000/0000000100/00003-001-of-002.safetensors  the second, which is the last
 
-A part has its name only once it is whole. An iteration is there if each rank's last part is, and all before
-it: names tell.
+A part has its name only once it is whole. An iteration is there if each rank's last part is, whose name says
+how many there are, and all before it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 import zlib
@@ -27,6 +28,7 @@ from megatron_flex.errors import DumpError
 
 FORMAT, VERSION = "megatron_flex.dump", 1
 MANIFEST = "manifest.json"
+PART_NAME = re.compile(r"(\d{5,})-(\d{3,})(?:-of-(\d{3,}))?\.safetensors", re.ASCII)
 ALIGN = 64  # bytes; each tensor begins at a multiple of it, counted from the first
 MOST_HEADER = 100 << 20  # bytes, as safetensors has it
 NAMES = {  # safetensors' names of dtypes
@@ -73,6 +75,8 @@ class Entry:
         picked: whether its tokens and samples were picked: `[kept, ...]` is written then.
         span: the entries, counted flat, that are written; None for all.
         crc: CRC-32 of its bytes.
+        route: of experts' rows `{"of": the layer, "expert": its number or None}`; of a decision what beside
+            its bits tells where rows go (dump/routing.py); None of every other tensor.
         turn: how many tensors passed on the rank before it in the iteration, counting those that others write.
     """
 
@@ -86,6 +90,7 @@ class Entry:
     picked: bool = False
     span: tuple[int, int] | None = None
     crc: int = 0
+    route: dict[str, Any] | None = None
     turn: int = 0
 
     @property
@@ -134,6 +139,42 @@ def iteration_folder(iteration: int, run_of: int = 0) -> str:
     return f"{iteration:010d}" + (f".{run_of}" if run_of else "")
 
 
+def part_name(rank: int, part: int, parts: int = 0) -> str:
+    """The file of a part; the last of a rank's iteration has how many there are in its name."""
+    end = f"-of-{parts:03d}" if parts else ""
+    return f"{rank:05d}-{part:03d}{end}.safetensors"
+
+
+def parse_part_name(name: str) -> tuple[int, int, int] | None:
+    """Rank, part and parts (0 but in the last) of a file; None if it is no part's name."""
+    found = PART_NAME.fullmatch(name)
+    return None if found is None else (int(found[1]), int(found[2]), int(found[3] or 0))
+
+
+def whole_parts(folder: Path, ranks: Sequence[int]) -> dict[int, list[Path]] | None:
+    """Rank to its parts in order, of an iteration that all `ranks` have closed; None if they have not.
+
+    By the files' names alone.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    there: dict[int, set[int]] = {rank: set() for rank in ranks}
+    counts: dict[int, int] = {}
+    for name in os.listdir(folder):
+        if (found := parse_part_name(name)) is not None and found[0] in there:
+            rank, part, parts = found
+            there[rank].add(part)
+            counts[rank] = max(counts.get(rank, 0), parts)
+    for rank, seen in there.items():
+        if not counts.get(rank) or seen != set(range(counts[rank])):
+            return None
+    return {
+        rank: [folder / part_name(rank, n, count * (n == count - 1)) for n in range(count)]
+        for rank, count in sorted(counts.items())
+    }
+
+
 def iteration_of(folder: str) -> tuple[int, int] | None:
     """The number of an iteration, and which run of the schedule, by the name of its folder."""
     found = _FOLDER.fullmatch(folder)
@@ -141,11 +182,6 @@ def iteration_of(folder: str) -> tuple[int, int] | None:
         return None
     out = int(found[1]), int(found[2] or 0)
     return out if iteration_folder(*out) == folder else None
-
-
-def part_name(rank: int, part: int, parts: int = 0) -> str:
-    """The file of a part; of the last one with the number of parts there are."""
-    return f"{rank:05d}-{part:03d}" + (f"-of-{parts:03d}" if parts else "") + ".safetensors"
 
 
 def part_of(name: str) -> tuple[int, int, int] | None:

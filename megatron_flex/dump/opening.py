@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_flex.dump.files import read_part, run_folder
+from megatron_flex.dump.files import run_folder, whole_parts
 from megatron_flex.dump.manifest import Manifest
 from megatron_flex.errors import DumpError
 
@@ -75,23 +75,6 @@ def whole_iterations(folder: Path, manifest: Manifest) -> set[str]:
     """The names of a run's iterations that every rank has closed; a damaged part does not count."""
     out = set()
     for iteration in folder.iterdir():
-        if iteration.is_dir() and is_whole(iteration, [rank for rank, _ in manifest.ranks]):
+        if iteration.is_dir() and whole_parts(iteration, [rank for rank, _ in manifest.ranks]):
             out.add(iteration.name)
     return out
-
-
-def is_whole(folder: Path, ranks: list[int]) -> bool:
-    """Whether all parts of all ranks are there."""
-    found: dict[int, list[Path]] = {}
-    for part in sorted(folder.glob("*.safetensors")):
-        number = part.name.partition("-")[0]
-        if number.isdigit():
-            found.setdefault(int(number), []).append(part)
-    for rank in ranks:
-        parts = found.get(rank, [])
-        try:
-            if not parts or read_part(parts[-1]).index.parts != len(parts):
-                return False
-        except DumpError:
-            return False
-    return True

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from math import prod
 
 from megatron_flex.layout import Layout
-from megatron_flex.mesh import Mesh
+from megatron_flex.mesh import Axis, Mesh
 
 
 class Ownership:
@@ -20,18 +21,27 @@ class Ownership:
         self.mesh = mesh
         self._loads: dict[tuple[tuple[str, int], ...], list[tuple[int, int]]] = {}
 
-    def mine(self, layout: Layout, nbytes: int, apart: tuple[str, ...] = ("pp", "dp")) -> bool:
+    def mine(
+        self,
+        layout: Layout,
+        nbytes: int,
+        apart: tuple[str, ...] = ("pp", "dp", "edp"),
+        over: Sequence[Axis] | None = None,
+    ) -> bool:
         """Whether this rank writes a tensor.
 
         Args:
             layout: of the local tensor.
             nbytes: of it.
             apart: axes along which ranks hold other tensors, though the layout does not name them.
+            over: the axes along which ranks may hold the same; None for those of the mesh, or, where the
+                layout names one of them, those that experts are divided over.
         """
         expert = any(a.name in layout.axes for a in self.mesh.experts)
+        among = self.mesh.experts if expert else self.mesh.axes
         copies = {c.axis: c.copies for d in layout.dims for c in d.cuts if c.copies > 1 and not c.partial}
         places: list[tuple[str, int, int]] = []
-        for axis in self.mesh.experts if expert else self.mesh.axes:
+        for axis in among if over is None else over:
             if axis.size == 1 or axis.name in apart:
                 continue
             if axis.name not in layout.axes:

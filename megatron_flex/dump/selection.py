@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +47,7 @@ class Sampled:
 
 
 Tokens = slice | tuple[int, ...] | Sampled | None
+Times = slice | frozenset[int] | None  # numbers of iterations, microbatches, samples
 
 
 def tokens_of(said: Any) -> Tokens:
@@ -55,14 +58,15 @@ def tokens_of(said: Any) -> Tokens:
     """
     if said is None or isinstance(said, (slice, Sampled)):
         return said
-    if isinstance(said, int) and not isinstance(said, bool):
-        return (said,)
     try:
-        return tuple(int(p) for p in said)
-    except (TypeError, ValueError):
+        found = tuple(index(p) for p in ([said] if isinstance(said, int) else said))
+    except TypeError:
+        found = ()
+    if isinstance(said, bool) or not found:
         raise FlexError(
             f"tokens={said!r} is no position, list of positions, slice or sampled(count); say which to keep"
-        ) from None
+        )
+    return found
 
 
 def tokens_to_json(tokens: Tokens) -> Any:
@@ -85,13 +89,42 @@ def tokens_from_json(told: Any) -> Tokens:
 
 def positions_of(tokens: Tokens, length: int, iteration: int, sample: int) -> list[int]:
     """The kept positions of a sample of `length` tokens, in ascending order."""
-    if tokens is None:
-        return list(range(length))
-    if isinstance(tokens, slice):
-        return sorted(range(length)[tokens])
     if isinstance(tokens, Sampled):
-        return tokens.positions(length, iteration, sample)
-    return sorted({p + length if p < 0 else p for p in tokens if -length <= p < length})
+        return _drawn(tokens, length, iteration, sample).tolist()
+    return _same(_key_of(tokens), length).tolist()
+
+
+def among(number: int, wanted: Times) -> bool:
+    """Whether a number is one of those that are wanted."""
+    if isinstance(wanted, slice):
+        first, last, step = wanted.start or 0, wanted.stop, wanted.step or 1
+        return number >= first and (last is None or number < last) and (number - first) % step == 0
+    return wanted is None or number in wanted
+
+
+Key = tuple[Any, ...]
+
+
+def _key_of(tokens: Tokens) -> Key:
+    """Positions that are the same for all samples, as something that can be looked up."""
+    if isinstance(tokens, slice):
+        return "slice", tokens.start, tokens.stop, tokens.step
+    return () if tokens is None else ("list", *tokens)  # type: ignore[misc]
+
+
+@lru_cache(256)
+def _same(key: Key, length: int) -> Tensor:
+    if not key:
+        return torch.arange(length)
+    if key[0] == "slice":
+        return torch.tensor(sorted(range(length)[slice(*key[1:])]), dtype=torch.int64)
+    kept = {p + length if p < 0 else p for p in key[1:] if -length <= p < length}
+    return torch.tensor(sorted(kept), dtype=torch.int64)
+
+
+@lru_cache(4096)
+def _drawn(tokens: Sampled, length: int, iteration: int, sample: int) -> Tensor:
+    return torch.tensor(tokens.positions(length, iteration, sample), dtype=torch.int64)
 
 
 class Picked(NamedTuple):
@@ -116,21 +149,23 @@ class Picked(NamedTuple):
 
 
 def dim_of(layout: Layout, name: str) -> int | None:
-    """The first dim of that name."""
-    return next((i for i, d in enumerate(layout.dims) if d.name == name), None)
+    """The first dim of that name, in the whole's order."""
+    order = range(len(layout.dims)) if layout.permute is None else layout.permute
+    return next((i for i in order if layout.dims[i].name == name), None)
 
 
 def pick(
     tokens: Tokens,
-    samples: frozenset[int] | None,
+    samples: Times,
     layout: Layout,
     shape: Sequence[int],
     sizes: Sizes,
     coords: Coords,
     iteration: int,
     numbers: Sequence[int] | None,
+    device: torch.device | None = None,
 ) -> Picked | None:
-    """Which entries of a rank's tensor are kept.
+    """Which entries of a rank's tensor are kept; asked again, the answer is at hand.
 
     Args:
         tokens: the positions wanted.
@@ -141,70 +176,122 @@ def pick(
         coords: the rank's.
         iteration: of the run.
         numbers: the numbers of the local samples; None where they are not known.
+        device: where the answer is wanted; the CPU if None.
 
     Returns:
         None where nothing is left out, or it cannot be known here which entries are meant: then all is kept.
     """
     token, sample = dim_of(layout, TOKEN), dim_of(layout, SAMPLE)
-    wants = tokens is not None and token is not None, samples is not None and sample is not None
-    if not any(wants) or any(layout.dims[d].uneven for d in (token, sample) if d is not None):
+    by_token, by_sample = tokens is not None and token is not None, samples is not None and sample is not None
+    if not (by_token or by_sample) or any(layout.dims[d].uneven for d in (token, sample) if d is not None):
         return None
-    per_sample = isinstance(tokens, Sampled) and wants[0]
-    if numbers is None and (wants[1] or per_sample):
+    drawn = tokens if isinstance(tokens, Sampled) and by_token else None
+    if (by_sample or drawn) and (numbers is None or sample is None):
         return None
-    if per_sample and sample is None:
-        return None
-    own, length = [0], 1
-    if token is not None:
-        dim = layout.dims[token]
-        length = shape[token] * parts(dim, sizes)
-        own = [p for a, b in spans(dim, length, coords, sizes) for p in range(a, b)]
-    index = {p: i for i, p in enumerate(own)}
-    rows: list[tuple[int, int, int]] = []
-    for b in range(shape[sample] if sample is not None else 1):
-        number = b if numbers is None else numbers[b]
-        if wants[1] and samples is not None and number not in samples:
-            continue
-        kept = positions_of(tokens, length, iteration, number) if token is not None else [0]
-        rows += [(b, index[p], p) for p in kept if p in index]
-    table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)
-    return Picked(
-        table[:, 0] if sample is not None else None,
-        table[:, 1] if token is not None else None,
-        table[:, 2] if token is not None else None,
-    )
+    taken: tuple[int, ...] | None = None  # where of the local samples, and the number of each
+    if sample is not None:
+        taken = tuple(i for i in range(shape[sample]) if not by_sample or among(numbers[i], samples))  # type: ignore[index]
+    named = tuple(numbers[i] for i in taken or ()) if drawn and numbers is not None else ()
+    dim, at = (None, ()) if token is None else (layout.dims[token], _at(layout.dims[token], sizes, coords))
+    local = 0 if token is None else shape[token]
+    key = drawn or (_key_of(tokens) if by_token else ())
+    return _table(key, taken, named, iteration if drawn else 0, dim, at, local, device)
+
+
+At = tuple[tuple[str, int, int], ...]
+
+
+def _at(dim: Dim, sizes: Sizes, coords: Coords) -> At:
+    """The size and the rank's coordinate of each axis that cuts a dim."""
+    return tuple((c.axis, sizes.get(c.axis, 1), coords.get(c.axis, 0)) for c in dim.cuts)
+
+
+@lru_cache(1024)
+def _held(dim: Dim, at: At, local: int) -> tuple[Tensor, int]:
+    """Where a rank holds each position of the whole, -1 where it does not; how many positions there are."""
+    sizes, coords = {a: n for a, n, _ in at}, {a: c for a, _, c in at}
+    length = local * parts(dim, sizes)
+    where = torch.full((length,), -1)
+    first = 0
+    for start, stop in spans(dim, length, coords, sizes):
+        where[start:stop] = torch.arange(first, first + stop - start)
+        first += stop - start
+    return where, length
+
+
+@lru_cache(1024)
+def _table(
+    tokens: Sampled | Key,
+    taken: tuple[int, ...] | None,
+    numbers: tuple[int, ...],
+    iteration: int,
+    dim: Dim | None,
+    at: At,
+    local: int,
+    device: torch.device | None,
+) -> Picked:
+    """The kept entries of the local samples `taken`, by sample and then by position."""
+    rows = None if taken is None else torch.tensor(taken, dtype=torch.int64)
+    if dim is None:
+        return Picked(rows if rows is None else rows.to(device), None, None)
+    where, length = _held(dim, at, local)
+    if isinstance(tokens, Sampled):
+        each = [_drawn(tokens, length, iteration, n) for n in numbers]
+        kept = [p[where[p] >= 0] for p in each]
+        position = torch.cat(kept) if kept else torch.zeros(0, dtype=torch.int64)
+        assert rows is not None
+        sample = torch.repeat_interleave(rows, torch.tensor([len(p) for p in kept], dtype=torch.int64))
+    else:
+        position = _same(tokens, length)
+        position = position[where[position] >= 0]
+        count = 1 if rows is None else len(rows)
+        sample = None if rows is None else rows.repeat_interleave(len(position))  # type: ignore[assignment]
+        position = position.repeat(count)
+    found = sample, where[position], position
+    return Picked(*(t if t is None else t.to(device) for t in found))
 
 
 def mean_layout(layout: Layout) -> Layout:
     """The layout of the mean over the sequence: ranks that cut it hold summands."""
     token = dim_of(layout, TOKEN)
-    if token is None or layout.permute is not None:
+    if token is None:
         raise FlexError(f"layout {layout.describe()} has no dim of tokens to take a mean over")
     gone = tuple(c.axis for c in layout.dims[token].cuts)
     dims: list[Dim] = [d for i, d in enumerate(layout.dims) if i != token]
-    return replace(layout, dims=tuple(dims), partial=(*layout.partial, *gone))
+    order = layout.permute and tuple(i - (i > token) for i in layout.permute if i != token)
+    return replace(layout, dims=tuple(dims), partial=(*layout.partial, *gone), permute=order)
 
 
 def mean(
-    local: Tensor, layout: Layout, sizes: Sizes, coords: Coords, tokens: Tokens, iteration: int, numbers: Any
-) -> Tensor:
-    """This rank's summand of the mean over the kept positions, in fp32; in `mean_layout`."""
+    local: Tensor,
+    layout: Layout,
+    sizes: Sizes,
+    coords: Coords,
+    tokens: Tokens,
+    iteration: int,
+    numbers: Sequence[int] | None,
+) -> Tensor | None:
+    """This rank's summand of the mean over the kept positions, in fp32; in `mean_layout`.
+
+    Returns:
+        None where it cannot be known here which positions are meant, or how many there are.
+    """
     token, sample = dim_of(layout, TOKEN), dim_of(layout, SAMPLE)
-    assert token is not None
-    dim = layout.dims[token]
-    length = local.shape[token] * parts(dim, sizes)
+    if token is None or layout.dims[token].uneven:
+        return None
+    length = local.shape[token] * parts(layout.dims[token], sizes)
     if tokens is None:
-        return local.sum(token, dtype=torch.float32) / length
-    picked = pick(tokens, None, layout, local.shape, sizes, coords, iteration, numbers)
+        return local.sum(token, dtype=torch.float32) / max(length, 1)
+    where = layout, local.shape, sizes, coords, iteration, numbers, local.device
+    picked = pick(tokens, None, *where)
     if picked is None or picked.token is None:
-        raise FlexError(
-            f"the mean over tokens={tokens} needs to know which sample is which; take the mean over all"
-        )
-    weight = torch.zeros([n if i in (token, sample) else 1 for i, n in enumerate(local.shape)])
-    where: list[Any] = [0] * local.ndim
-    where[token] = picked.token
+        return None
+    kept = min(tokens.count, length) if isinstance(tokens, Sampled) else len(_same(_key_of(tokens), length))
+    lengths = [n if i in (token, sample) else 1 for i, n in enumerate(local.shape)]
+    weight = torch.zeros(lengths, device=local.device)
+    at: list[Any] = [0] * local.ndim
+    at[token] = picked.token
     if sample is not None:
-        where[sample] = picked.sample
-    kept = len(positions_of(tokens, length, iteration, 0))
-    weight[tuple(where)] = 1.0 / max(kept, 1)
-    return (local.float() * weight.to(local.device)).sum(token)
+        at[sample] = picked.sample
+    weight[tuple(at)] = 1.0 / max(kept, 1)
+    return (local.float() * weight).sum(token)

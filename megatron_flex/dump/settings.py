@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import index
 from os import PathLike, fspath
 from typing import Any, Literal
 
 import torch
 
-from megatron_flex.dump.selection import Sampled, Tokens, tokens_of, tokens_to_json
+from megatron_flex.dump.selection import Sampled, Times, Tokens, among, tokens_of, tokens_to_json
 from megatron_flex.errors import FlexError
 from megatron_flex.sites import Pattern, in_words
 
 Order = Literal["interleaved", "blocks"]
 WhenFull = Literal["wait", "drop"]
 OnError = Literal["warn", "raise"]
-Times = int | slice | Iterable[int] | None
+Wanted = int | slice | Iterable[int] | None
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -33,13 +34,14 @@ class Dump:
         every: dump iterations whose number is a multiple of it.
         iterations: of these the ones in here: a slice, a range, numbers.
         microbatches: of each iteration these, by their number on the data parallel rank.
-        samples: these samples only, by their number in the global batch.
+        samples: these samples only, by their number in the global batch, in which all microbatches have
+            equally many.
         tokens: these positions only: a number, a list, a slice (`slice(None, None, 8)`), or `sampled(64)`.
         reduce: `mean` writes the mean over the (kept) positions of each sample, in fp32.
         dtype: to cast to before anything is copied: a torch.dtype, or `bf16`, `fp16`, `fp32`.
         gradients: the gradients at the sites too, at the scale of a microbatch's own loss, and those of
-            `parameters`, once they are reduced.
-        parameters: names or patterns of parameters, as they are when the step is over.
+            `parameters`, once they are reduced, at the scale that the framework gave them.
+        parameters: names or patterns of parameters, as they are when the step begins.
         order: how samples of data parallel ranks are numbered: `interleaved`, as Megatron's samplers deal
             them out (microbatch by microbatch over all ranks), or `blocks`, one rank's behind the other's.
         runs: where a schedule runs several times in an iteration (evaluation), the `first`, or `all`.
@@ -65,14 +67,14 @@ class Dump:
         sites: Sequence[Pattern] | Pattern = (),
         *,
         every: int = 1,
-        iterations: Times = None,
-        microbatches: Times = None,
-        samples: Times = None,
+        iterations: Wanted = None,
+        microbatches: Wanted = None,
+        samples: Wanted = None,
         tokens: int | slice | Sequence[int] | Sampled | None = None,
         reduce: Literal["mean"] | None = None,
         dtype: torch.dtype | str | None = None,
         gradients: bool = False,
-        parameters: Sequence[str] | str = (),
+        parameters: Sequence[Pattern] | Pattern = (),
         order: Order = "interleaved",
         runs: Literal["first", "all"] = "first",
         when_full: WhenFull = "wait",
@@ -84,8 +86,7 @@ class Dump:
         tags: Iterable[str] = (),
     ) -> None:
         self.path = fspath(path)
-        self.sites: list[Pattern] = [sites] if isinstance(sites, str) or callable(sites) else list(sites)  # type: ignore[arg-type]
-        self.parameters = [parameters] if isinstance(parameters, str) else list(parameters)
+        self.sites, self.parameters = _patterns(sites), _patterns(parameters)
         self.every, self.gradients, self.replicas, self.durable = every, gradients, replicas, durable
         self.iterations = _times("iterations", iterations)
         self.microbatches = _times("microbatches", microbatches)
@@ -119,17 +120,17 @@ class Dump:
 
     def wants_iteration(self, number: int) -> bool:
         """Whether the iteration is one of those to dump."""
-        return number % self.every == 0 and _among(number, self.iterations)
+        return number % self.every == 0 and among(number, self.iterations)
 
     def wants_microbatch(self, number: int) -> bool:
         """Whether the microbatch is one of those to dump."""
-        return _among(number, self.microbatches)
+        return among(number, self.microbatches)
 
     def to_json(self) -> dict[str, Any]:
         """What a reader must know of the settings, in plain values."""
         return {
             "sites": [in_words(p) for p in self.sites],
-            "parameters": self.parameters,
+            "parameters": [in_words(p) for p in self.parameters],
             "every": self.every,
             "iterations": _told(self.iterations),
             "microbatches": _told(self.microbatches),
@@ -148,23 +149,32 @@ class Dump:
         return f"dump to {self.path} of {self.to_json()}"
 
 
-def _times(name: str, said: Times) -> slice | frozenset[int] | None:
-    if said is None or isinstance(said, slice):
+def _patterns(said: Sequence[Pattern] | Pattern) -> list[Pattern]:
+    return list(said) if isinstance(said, Sequence) and not isinstance(said, str) else [said]
+
+
+def _times(name: str, said: Wanted) -> Times:
+    if isinstance(said, slice):
+        ends = said.start or 0, 0 if said.stop is None else said.stop, 1 if said.step is None else said.step
+        if min(ends[:2]) < 0 or ends[2] < 1:
+            raise FlexError(
+                f"{name}={said!r}: how many there are is not known; count from 0, with steps of 1 or more"
+            )
         return said
+    if said is None:
+        return None
     try:
-        return frozenset([said] if isinstance(said, int) else (int(n) for n in said))
-    except (TypeError, ValueError):
-        raise FlexError(f"{name}={said!r} is no number, list of numbers, range or slice") from None
+        found = frozenset(index(n) for n in ([said] if isinstance(said, int) else said))
+    except TypeError:
+        found = frozenset()
+    if isinstance(said, bool) or not found or min(found) < 0:
+        raise FlexError(
+            f"{name}={said!r} is no number from 0 on, list of them, range or slice; say which to dump"
+        )
+    return found
 
 
-def _among(number: int, wanted: slice | frozenset[int] | None) -> bool:
-    if isinstance(wanted, slice):
-        first, last, step = wanted.start or 0, wanted.stop, wanted.step or 1
-        return number >= first and (last is None or number < last) and (number - first) % step == 0
-    return wanted is None or number in wanted
-
-
-def _told(wanted: slice | frozenset[int] | None) -> Any:
+def _told(wanted: Times) -> Any:
     if isinstance(wanted, slice):
         return {"slice": [wanted.start, wanted.stop, wanted.step]}
     return None if wanted is None else sorted(wanted)

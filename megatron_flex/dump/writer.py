@@ -2,175 +2,233 @@
 
 from __future__ import annotations
 
-import os
-import threading
-import zlib
-from collections import deque
+import time
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.files import NAMES, REPLICA, Entry, Index, header, iteration_folder, part_name
-from megatron_flex.dump.layouts import to_json
+from megatron_flex.dump.background import EVERY, LOG, Background
+from megatron_flex.dump.files import NAMES, Entry, Index
+from megatron_flex.dump.parts import Part, Running
 from megatron_flex.dump.settings import Dump
-from megatron_flex.errors import DumpError
+from megatron_flex.dump.staging import Side
+from megatron_flex.errors import DumpError, FlexWarning
+from megatron_flex.knobs import knobs
 from megatron_flex.layout import Layout
-
-
-@dataclass(slots=True)
-class _Part:
-    """A part that fills up."""
-
-    index: Index
-    layouts: list[Layout] = field(default_factory=list)
-    entries: list[Entry] = field(default_factory=list)
-    tensors: list[Tensor] = field(default_factory=list)
-    nbytes: int = 0
 
 
 class Writer:
     """One rank's writing of a dump; `begin`, any number of `put`, `finish` or `abandon`, for each iteration.
 
-    Not collective: nothing here waits for another rank.
+    Not collective: nothing here waits for another rank, and nothing raises. An iteration that cannot be
+    written is absent, and `trouble` says why.
 
-    Attributes:
-        failure: what went wrong, if something did; the iteration that it happened in is absent.
-        written: bytes of tensors in parts that are on disk.
-        held: bytes that are copied and not yet written; never above the settings' `queue_bytes`, but for a
-            single tensor that is larger.
+    What was finished is written when the process ends without `close`, unless it is killed; it is not waited
+    for when the disk takes nothing for `knobs.dump_seconds`. Forked children write nothing.
     """
 
     def __init__(self, folder: Path, rank: int, coords: Mapping[str, int], dump: Dump) -> None:
         self.folder, self.rank, self.coords, self.dump = folder, rank, dict(coords), dump
-        self.failure: DumpError | None = None
-        self.written = self.held = 0
-        self._part: _Part | None = None
-        self._number = 0
-        self._queue: deque[_Part] = deque()
-        self._change = threading.Condition()
-        self._closing = False
-        self._broken: tuple[int, int] | None = None
-        self._thread: threading.Thread | None = None
+        self._back = Background(folder, dump.queue_bytes, dump.durable, rank == 0)
+        self.tally = self._back.tally
+        self._part: Part | None = None
+        self._usual = 0  # bytes of the largest iteration so far
+        self._sides: dict[torch.device, Side] = {}
+        self._warned: set[str] = set()
+        self._told = 0.0
+        self._closed = False
+
+    @property
+    def held(self) -> int:
+        """Bytes that are copied and not yet written."""
+        return self._back.buffers.held
+
+    @property
+    def greatest(self) -> int:
+        """The most that was ever held: within the settings' `queue_bytes`, but for a single larger tensor."""
+        return self._back.buffers.greatest
+
+    def would_wait(self) -> bool:
+        """Whether an iteration as large as the largest so far would have to wait for the disk."""
+        return self.held > 0 and self.held + self._usual > self.dump.queue_bytes
+
+    def drop(self, iteration: int) -> None:
+        """Leave out an iteration, as the disk is behind; all ranks do alike."""
+        self.tally.dropped += 1
+        now = time.monotonic()
+        if self.rank == 0 and (self.tally.dropped == 1 or now - self._told >= EVERY):
+            self._told = now
+            LOG.warning(
+                "%s: iteration %d is dropped, as the disk is behind; %d so far",
+                self.folder,
+                iteration,
+                self.tally.dropped,
+            )
 
     def begin(self, iteration: int, run_of: int, training: bool, microbatches: int) -> None:
         """An iteration starts."""
-        self._number = 0
+        if self._back.elsewhere or self._closed:
+            return
+        self.abandon()
         index = Index(self.rank, self.coords, iteration, run_of, training, microbatches, 0, 0)
-        self._part = _Part(index)
+        running = Running(iteration, run_of)
+        self._part = Part(index, running)
+        self._back.opens(running)
+        if self._back.stalled:
+            self._back.fail(running, _stalled())
 
-    def put(self, entry: Entry, layout: Layout, tensor: Tensor) -> None:
+    def put(self, entry: Entry, layout: Layout, tensor: Tensor, owned: bool = False) -> None:
         """Take a tensor, which may be overwritten as soon as this returns.
 
         Args:
-            entry: what it is; `layout`, `dtype` and `crc` are filled in here.
+            entry: what it is; `layout`, `dtype` and `crc` are filled in here. Of a `replica` only the
+                checksum is written.
             layout: of the shard, before anything was picked.
             tensor: what is to be written.
+            owned: nobody else has it: it need not be copied on its device.
         """
         part = self._part
-        if part is None:
+        if part is None or part.running.dead or self._back.elsewhere:
             return
-        if part.nbytes and part.nbytes + tensor.nbytes > self.dump.part_bytes:
-            part = self._next(part)
-        self._room(tensor.nbytes)
-        if layout not in part.layouts:
-            part.layouts.append(layout)
-        host = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        part.entries.append(replace(entry, layout=part.layouts.index(layout), dtype=NAMES[host.dtype]))
-        part.tensors.append(host)
-        part.nbytes += host.nbytes
+        try:
+            self._take(part, entry, layout, tensor.detach(), owned)
+        except (DumpError, RuntimeError, MemoryError) as error:  # raised here, other ranks would hang
+            self._fail(part.running, error)
 
     def finish(self) -> None:
         """The iteration is over: its last part closes it."""
-        part, self._part = self._part, None
-        if part is not None:
+        part = self._part
+        if part is None or self._back.elsewhere:
+            return
+        if part.running.dead:
+            self.abandon()
+        else:
+            self._part = None
+            self._usual = max(self._usual, part.running.nbytes)
             part.index = replace(part.index, parts=part.index.part + 1)
+            self._back.opens(None)
             self._submit(part)
+        self._warn()
 
     def abandon(self) -> None:
-        """The iteration failed: it will not be there."""
+        """The iteration failed: it will not be there, and what is on disk of it is removed."""
         part, self._part = self._part, None
-        if part is not None:
-            with self._change:
-                self.held -= part.nbytes
+        if part is None or self._back.elsewhere:
+            return
+        running = part.running
+        running.dead = True
+        self._back.opens(None)
+        self._back.release(part)
+        if running.submitted:
+            self._back.submit(running)
+
+    def trouble(self) -> DumpError | None:
+        """What went wrong since this was last asked."""
+        told = None
+        while self._back.failures:
+            told = self._back.failures.popleft()[1]
+        return told
 
     def close(self) -> None:
-        """Wait until everything is written."""
-        with self._change:
-            self._closing = True
-            self._change.notify_all()
-        if self._thread is not None:
-            self._thread.join()
+        """Wait until everything is written, as long as the disk takes anything, and sum up in the log."""
+        if self._closed or self._back.elsewhere:
+            return
+        self.abandon()
+        self._closed = True
+        began = time.monotonic()
+        if not self._back.close():
+            lost = DumpError(f"{self.folder}: {_stalled()}; what it has not is lost")
+            self._back.failures.append(("stalled", lost))
+        self.tally.waited += time.monotonic() - began
+        self._warn()
+        LOG.info("%s, rank %d: %s", self.folder, self.rank, self.tally)
 
-    # -- the queue -------------------------------------------------------------------------------------
+    # -- on the way to the thread ----------------------------------------------------------------------
 
-    def _next(self, part: _Part) -> _Part:
+    def _take(self, part: Part, entry: Entry, layout: Layout, tensor: Tensor, owned: bool) -> None:
+        if tensor.dtype not in NAMES:
+            raise DumpError(f"{entry.site}: {tensor.dtype} has no name in safetensors; give Dump a dtype")
+        running, nbytes = part.running, tensor.nbytes
+        entry = replace(entry, dtype=NAMES[tensor.dtype])
+        if entry.tensor in running.names:
+            raise DumpError(f"{entry.tensor} passed twice")
+        running.names.add(entry.tensor)
+        if part.nbytes and part.nbytes + nbytes > self.dump.part_bytes:
+            part = self._next(part)
+        on_host = tensor.device.type == "cpu"
+        if on_host and owned and tensor.is_contiguous() and tensor.untyped_storage().nbytes() == nbytes:
+            part = self._room(part, nbytes)
+            self._back.keep(nbytes)
+            part.kept += nbytes
+            host = tensor
+        else:
+            part, place = self._place(part, nbytes, not on_host)
+            host = place.view(tensor.dtype).view(tensor.shape)
+            if on_host:
+                host.copy_(tensor)
+            else:
+                self._side(tensor.device).copy(host, tensor, owned)
+        part.add(entry, layout, host)
+
+    def _place(self, part: Part, nbytes: int, pinned: bool) -> tuple[Part, Tensor]:
+        """So many bytes of host memory; they belong to the part that is returned."""
+        shares = self._back.buffers.shares(nbytes)
+        found = part.cut(nbytes, pinned) if shares else None
+        if found is not None:
+            return part, found
+        size = self._back.buffers.size(nbytes, pinned)
+        part = self._room(part, size)
+        buffer = self._back.buffer(size, pinned)
+        part.buffers.append((buffer, pinned))
+        if shares:
+            part.rest[pinned] = buffer
+            found = part.cut(nbytes, pinned)
+        return part, buffer[:nbytes] if found is None else found
+
+    def _room(self, part: Part, size: int) -> Part:
+        """Wait until so much more may be held; what waits for more tensors goes ahead."""
+        if not self._back.fits(size) and part.nbytes:
+            part = self._next(part)
+        if not self._back.reserve(size):
+            raise _stalled()
+        part.running.nbytes += size
+        return part
+
+    def _side(self, device: torch.device) -> Side:
+        if device not in self._sides:
+            self._sides[device] = Side(device)
+        return self._sides[device]
+
+    def _next(self, part: Part) -> Part:
         self._submit(part)
-        self._part = _Part(replace(part.index, part=part.index.part + 1))
+        self._part = Part(replace(part.index, part=part.index.part + 1), part.running)
         return self._part
 
-    def _room(self, nbytes: int) -> None:
-        """Wait until so much more may be held."""
-        part = self._part
-        with self._change:
-            full = self.held and self.held + nbytes > self.dump.queue_bytes
-        if full and part is not None and part.nbytes:
-            self._next(part)
-        with self._change:
-            self._change.wait_for(lambda: not self.held or self.held + nbytes <= self.dump.queue_bytes)
-            self.held += nbytes
+    def _submit(self, part: Part) -> None:
+        pinned = any(pinned for _, pinned in part.buffers)
+        events = [s.mark() for s in self._sides.values()] if pinned else []
+        part.ready = events
+        part.rest.clear()
+        part.running.submitted += 1
+        self._back.submit(part)
 
-    def _submit(self, part: _Part) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="megatron_flex dump", daemon=True)
-            self._thread.start()
-        with self._change:
-            self._queue.append(part)
-            self._change.notify_all()
+    def _fail(self, running: Running, error: BaseException) -> None:
+        self._back.fail(running, error)
+        self.abandon()
 
-    def _work(self) -> None:
-        while True:
-            with self._change:
-                self._change.wait_for(lambda: self._queue or self._closing)
-                if not self._queue:
-                    return
-                part = self._queue.popleft()
-            which = part.index.iteration, part.index.run_of
-            try:
-                if self._broken != which:
-                    self._write(part)
-            except OSError as error:
-                self._broken = which
-                where = self.folder / iteration_folder(*which)
-                self.failure = DumpError(f"{where}: cannot be written: {error.strerror or error}")
-            finally:
-                with self._change:
-                    self.held -= part.nbytes
-                    self._change.notify_all()
-
-    def _write(self, part: _Part) -> None:
-        views = [_bytes(t) for t in part.tensors]
-        crcs = iter([zlib.crc32(v) for v in views])
-        entries = [e if e.kind == REPLICA else replace(e, crc=next(crcs)) for e in part.entries]
-        index = replace(part.index, layouts=[to_json(x) for x in part.layouts], entries=entries)
-        front, _ = header(index, [tuple(t.shape) for t in part.tensors], [len(v) for v in views])
-        folder = self.folder / iteration_folder(index.iteration, index.run_of)
-        folder.mkdir(exist_ok=True)
-        name = part_name(self.rank, index.part, index.parts)
-        path = folder / f".{name}.tmp"
-        with path.open("wb") as file:
-            file.write(front)
-            for view in views:
-                file.write(view)
-            if self.dump.durable:
-                file.flush()
-                os.fsync(file.fileno())
-        path.rename(folder / name)
-        self.written += part.nbytes
+    def _warn(self) -> None:
+        if self.dump.on_error != "warn":
+            return
+        while self._back.failures:
+            kind, error = self._back.failures.popleft()
+            if kind not in self._warned:
+                self._warned.add(kind)
+                warnings.warn(str(error), FlexWarning, stacklevel=3)
 
 
-def _bytes(tensor: Tensor) -> Any:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+def _stalled() -> DumpError:
+    return DumpError(f"the disk has taken nothing for {knobs.dump_seconds:g} s")

@@ -7,6 +7,7 @@ folder, which communicates nothing and knows no framework.
 from megatron_flex.layout.assembly import assemble, extract
 from megatron_flex.layout.inferring import AXIS, batch_first, declared
 from megatron_flex.layout.region import Index, Where, compact, first_copy, is_sum, region, take
+from megatron_flex.layout.routing import Choice, held, rows_from
 from megatron_flex.layout.spans import (
     coordinates,
     padded_shape,
@@ -19,6 +20,7 @@ from megatron_flex.layout.types import Coords, Cut, Dim, Layout, Lengths, Sizes,
 
 __all__ = [
     "AXIS",
+    "Choice",
     "Coords",
     "Cut",
     "Dim",
@@ -35,6 +37,7 @@ __all__ = [
     "declared",
     "extract",
     "first_copy",
+    "held",
     "is_sum",
     "over_data",
     "padded_shape",
@@ -42,6 +45,7 @@ __all__ = [
     "parts",
     "region",
     "replicated",
+    "rows_from",
     "spans",
     "take",
     "whole_shape",

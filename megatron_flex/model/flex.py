@@ -99,7 +99,7 @@ class FlexModel(  # type: ignore[misc]
         Raises:
             HookError: as a step does, when the scope ends; or another step is under way.
         """
-        self.session.step_begins(None)
+        self.session.step_begins(None, microbatches=0)
         try:
             yield
         except BaseException:
@@ -182,7 +182,7 @@ class FlexModel(  # type: ignore[misc]
         if kind is None:
             self.restore()
         else:
-            self.session.close()  # what went wrong first is what matters
+            self.session.close(failed=True)  # what went wrong first is what matters
 
 
 def attach(
@@ -227,6 +227,6 @@ def attach(
         for dump in [dumps] if isinstance(dumps, Dump) else dumps:
             flex.register_dump(dump)
     except Exception:
-        flex.session.close()
+        flex.session.close(failed=True)
         raise
     return flex

@@ -59,10 +59,11 @@ class Firing:
             layout = self.declared.layout(site, key, local) if site.inferred else site.layout
         elif site.followed and route is None:
             self.declared.told(site.name, layout, local)
+        own = batch_first(layout) if site.inferred and not route else layout  # of this rank's samples only
         if not self.clock.replaying():
-            self._dump([h for h in hooks if not h.backward], key, local, layout, route)
+            self._dump([h for h in hooks if not h.backward], key, local, own, route)
         if self._over_data and not route:
-            layout = over_data(batch_first(layout) if site.inferred else layout)
+            layout = over_data(own)
         module = getattr(site.tap, "module", None)
         out = self._forward(module, [h for h in hooks if not h.backward], key, local, layout, route)
         if site.followed and self.editing.modules and out.requires_grad:
@@ -80,7 +81,10 @@ class Firing:
             out = out.clone()
             back = route and route.gradient()
             turned = self._turned(site, layout)
-            out.register_hook(partial(self._came_back, site.name, turned, module, seen, back))
+            dumped = turned
+            if any(h.dumped for h in hooks if h.backward) and own != layout:
+                dumped = self._turned(site, own)
+            out.register_hook(partial(self._came_back, site.name, turned, dumped, module, seen, back))
         return out
 
     def _dump(
@@ -113,21 +117,29 @@ class Firing:
         self,
         name: str,
         turned: Callable[[], Layout | str],
+        dumped: Callable[[], Layout | str],
         module: Any,
         key: Key,
         route: Route | None,
         grad: Tensor,
     ) -> Tensor | None:
-        layout = turned()
+        layout, own = turned(), dumped()
         if isinstance(layout, str):
             for hook in (h for h in self.registry.at(name) if h.backward):
-                self.editing.fired.add(hook)
-                self.editing.guard(hook, key, partial(_no_gradient, name, layout))
+                self._refuses(hook, name, key, layout, partial(_no_gradient, name, layout))
             self._backward_seen()
             return None
         if route is None:
             self.declared.told(name + GRAD, layout, grad)
+        if isinstance(own, Layout):
+            self._dump([h for h in self.registry.at(name) if h.backward], key, grad, own, route)
         return self.gradient(name, layout, module, key, grad, route)
+
+    def _refuses(self, hook: HookFunction, name: str, key: Key, why: str, refuse: Callable[[], None]) -> None:
+        """A place whose layout is not known is an error; a dump of a pattern leaves it out."""
+        self.editing.fired.add(hook)
+        if hook.dumped is None or not hook.dumped.leaves_out(name, why):
+            self.editing.guard(hook, key, refuse)
 
     def _forward(
         self,
@@ -197,8 +209,8 @@ class Firing:
         if self.registry.expected(site.name) is not None:
             return self.fire(site, local)
         for hook in self.registry.at(site.name):
-            self.editing.fired.add(hook)
-            self.editing.guard(hook, self.clock.key(site.name), partial(_no_layout, site, why))
+            key = self.clock.key(site.name)
+            self._refuses(hook, site.name, key, why, partial(_no_layout, site, why))
         return local
 
     def parameter(self, site: ParameterSite, grad: Tensor) -> Tensor | None:
@@ -217,9 +229,7 @@ class Firing:
         route: Route | None = None,
     ) -> Tensor | None:
         """Pass a local gradient, in `layout`, through the hooks that want it."""
-        hooks = [h for h in self.registry.at(name) if h.backward]
-        self._dump(hooks, key, grad, layout, route)
-        hooks = [h for h in hooks if h.dumped is None]
+        hooks = [h for h in self.registry.at(name) if h.backward and h.dumped is None]
         factor = self.clock.gradient_factor if any(h.gradient_scale == "loss" for h in hooks) else 1.0
         local = grad if factor == 1.0 else _at_loss_scale(grad, factor)
         edited = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megatron_flex.adapters import ParameterSite
@@ -42,6 +43,7 @@ class Registry:
         self.selection = Selection()
         self._adopted, self._stale = Selection(), False
         self.version = 0
+        self._wanted: list[Registered] = []  # of those selected, some of which may rest
         self._resting: set[HookFunction] = set()
         self._at: dict[str, list[HookFunction]] = {}
         self._expected: dict[str, tuple[int | None, ...]] = {}
@@ -114,8 +116,12 @@ class Registry:
 
     @property
     def follows(self) -> bool:
-        """Whether a hook stands where layouts are followed, and may turn out not to be known."""
-        return any(s.followed for e in self.active for s in e.sites)
+        """Whether a hook stands where layouts are followed, and may turn out not to be known.
+
+        Of a dump that counts in the first step that is dumped, behind which ranks do not meet.
+        """
+        asking = (e for e in self.active if e.hook.dumped is None or e.hook.dumped.first)
+        return any(s.followed for e in asking for s in e.sites)
 
     def expected(self, name: str) -> tuple[int | None, ...] | None:
         """The whole's shape that hooks, active or not, expect at a plain module's place; None for nothing."""
@@ -166,8 +172,8 @@ class Registry:
         self._stand()
 
     def _stand(self) -> None:
-        wanted = [e for e in self.entries if e.always or self._adopted.takes(e.hook.tags)]
-        self.active = [e for e in wanted if e.hook not in self._resting]
+        self._wanted = [e for e in self.entries if e.always or self._adopted.takes(e.hook.tags)]
+        self.active = [e for e in self._wanted if e.hook not in self._resting]
         self._at = {}
         for entry in self.active:
             for name in entry.names:
@@ -193,6 +199,10 @@ class Registry:
         self._refresh()
         return True
 
+    def takes(self, tags: Iterable[str]) -> bool:
+        """Whether a hook with these tags is selected in this step."""
+        return self._adopted.takes(set(tags))
+
     def rest(self, hooks: set[HookFunction]) -> bool:
         """Let these hooks rest in the step that begins, on every rank alike; whether that changes anything.
 
@@ -210,6 +220,6 @@ class Registry:
 
     def describe(self) -> str:
         """Return all hooks in words, for comparing ranks."""
-        idle = len(self.entries) - len(self.active)
-        told = [e.hook.describe() for e in self.active] + ([f"{idle} not active"] if idle else [])
+        idle = len(self.entries) - len(self._wanted)
+        told = [e.hook.describe() for e in self._wanted] + ([f"{idle} not active"] if idle else [])
         return ", ".join(told)

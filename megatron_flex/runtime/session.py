@@ -11,12 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters import Adapter, Undo
-from megatron_flex.collectives import (
-    Agreement,
-    any_rank,
-    everyone,
-    is_leader,
-)
+from megatron_flex.collectives import Agreement, any_rank, everyone, is_leader
 from megatron_flex.errors import HookError
 from megatron_flex.knobs import knobs
 from megatron_flex.layout import over_data
@@ -25,7 +20,7 @@ from megatron_flex.runtime.captures import Captures
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.debugging.rehearsal import Rehearsal
 from megatron_flex.runtime.debugging.tracing import Tracer
-from megatron_flex.runtime.dumping import Dumping
+from megatron_flex.runtime.dumps import Dumping
 from megatron_flex.runtime.editing import Editing
 from megatron_flex.runtime.failing import raise_everywhere
 from megatron_flex.runtime.firing import Firing
@@ -94,10 +89,11 @@ class Session:
             self._await_backward,
         )
         self.standing = Standing(own, parameters, self.registry, self.firing, self.mesh)
-        self.dumping = Dumping(self.registry, self.mesh, self.clock)
         self.tracer: Tracer | None = None
         self.trace(knobs.debug)
         self._agreement = Agreement(name, knobs.agree_seconds, ranks)
+        agree, retap = self._agreement.compare, self.standing.retap
+        self.dumping = Dumping(self.registry, self.mesh, self.clock, agree, retap)
         self._agreed = -1
         self._objection = ""
         self._in_schedule, self._in_call, self._calls = False, False, 0
@@ -165,14 +161,13 @@ class Session:
         """Whether checking was asked for and no step has been checked."""
         return self._verifier is not None and not self._verifier.checked
 
-    def close(self) -> None:
-        """Take everything out of the model and its schedule."""
+    def close(self, failed: bool = False) -> None:
+        """Take everything out of the model and its schedule; `failed`: perhaps not on all ranks."""
         if self._verifier is not None:
             self._verifier.stop()
             self._verifier = None
         self.trace(False)
         self.standing.take_out()
-        self.dumping.close()
         if self._unwatch is not None:
             self._unwatch()
             self._unwatch = None
@@ -180,6 +175,7 @@ class Session:
         self.passing.close()
         self.registry.clear()
         self.trainable.close()
+        self.dumping.close(failed)
 
     @property
     def in_schedule(self) -> bool:
@@ -202,8 +198,8 @@ class Session:
         self._compare()
         self.survey.called = False
         self.clock.begin(iteration, gradient_factor)
-        self._begin_dumps(microbatches)
-        self.trainable.begins(microbatches)
+        self.dumping.begins(microbatches, self.mesh, probing=self.probing is not None)
+        self.trainable.begins(microbatches or 1)
         self.passing.begin()
         self._in_schedule, self._calls = True, 0
 
@@ -260,7 +256,7 @@ class Session:
         self._awaits_backward = False  # of a backward pass that raised
         self.survey.called = torch.is_grad_enabled() or self.survey.called
         self.clock.begin(None, gradient_factor)
-        self._begin_dumps(1)
+        self.dumping.begins(1, self._replica(), called=True)
         self.trainable.begins(None)
         self.passing.begin()
         self.editing.scopes.begin()
@@ -274,7 +270,7 @@ class Session:
             return
         self._in_call = False
         try:
-            self._end(failed, self._replica())
+            self._end(failed, self._replica(), torch.is_grad_enabled())
         finally:
             if failed or not torch.is_grad_enabled():  # else its backward pass may need the values
                 self.passing.begin()
@@ -291,10 +287,6 @@ class Session:
             self.passing.adopt(plan)
             self._agreed = self.registry.version
 
-    def _begin_dumps(self, microbatches: int) -> None:
-        if self.dumping.begins(microbatches):
-            self.standing.retap()
-
     def _replica(self) -> Mesh:
         """The mesh without data parallelism, whose ranks need not call a model equally often.
 
@@ -305,35 +297,36 @@ class Session:
             return self.mesh
         return self.mesh.replica()
 
-    def _end(self, failed: bool, mesh: Mesh) -> None:
+    def _end(self, failed: bool, mesh: Mesh, called: bool = False) -> None:
         watched = self._verifier is not None and self._verifier.left > 0
         found = self._verifier.step_ends(failed, mesh) if self._verifier is not None and watched else []
-        self._finish(failed, mesh)
+        self._finish(failed, mesh, called)
         if not failed:
             self.trainable.synchronize()
             found += self.trainable.unequal() if watched else []
         if found:
             raise error_of(found, self.clock.step)
 
-    def _finish(self, failed: bool, mesh: Mesh) -> None:
+    def _finish(self, failed: bool, mesh: Mesh, called: bool = False) -> None:
         failure, self.editing.failure = self.editing.failure, None
         objection, self._objection = self._objection, ""
         hooks = [e.hook for e in self.registry.active]
-        self.dumping.ends(failed)
-        if failed or not hooks:
+        if failed or not hooks or objection:
+            refused = bool(hooks and objection) and not failed
             self._recorder.drop()
+            self.dumping.ends(failed or refused, mesh, called)
+            if refused:
+                raise HookError(objection)
             return
-        if objection:
-            self._recorder.drop()
-            raise HookError(objection)
         if self.probing is None:  # which may not pass where a step does: no labels, no backward pass
-            self.standing.judge(hooks)
+            self.standing.judge(h for h in hooks if torch.is_grad_enabled() or not (h.dumped and h.backward))
         differ = self.firing.declared.differ()
         if differ:
             failure = failure or (differ, HookError(differ))
         can_fail = self.registry.follows or any(h.can_fail for h in hooks)
         wrong = can_fail and any_rank([int(failure is not None)], mesh)[0]
         self.passing.settle()
+        self.dumping.ends(bool(wrong), mesh, called)
         if wrong:
             self._recorder.drop()
             raise_everywhere(failure, mesh)

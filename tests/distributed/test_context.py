@@ -288,7 +288,7 @@ def live(case: Case) -> list[int]:
     ]
     counts = []
     with mf.attach(chunks, [*hooks, *sharing.hooks("skip", EVERYWHERE)]):
-        for _ in range(6):
+        for _ in range(9):
             gpt.step(case, chunks, 0)
             gc.collect()
             counts.append(sum(isinstance(o, Tensor) for o in gc.get_objects()))
@@ -301,8 +301,9 @@ def live(case: Case) -> list[int]:
     ids=lambda c: c.name,
 )
 def test_nothing_is_left_of_a_step(case: Case) -> None:
+    # Least counts: a thread of gloo's may let go of a message a moment after it was waited for.
     for counts in run(case.world, live, case):
-        assert len(set(counts[1:])) == 1, counts
+        assert min(counts[5:]) <= min(counts[1:5]), counts
 
 
 # -- errors --------------------------------------------------------------------------------------------

@@ -168,8 +168,8 @@ class _Watch:
             (int(tokens.shape[0]), int(tokens.shape[1])),
             self.layer.config.moe_router_topk,
             tap.stream,
+            "AlltoAll" in type(self.layer.token_dispatcher).__name__,
             tap.mesh,
-            etp_outer="AlltoAll" in type(self.layer.token_dispatcher).__name__,
         )
         for tell in self._users.values():
             if tell is not None:

@@ -299,7 +299,7 @@ class Activations:
                 begin = first_sample(order, microbatch, replica, len(run.replicas), many, count)
                 numbers = None if begin is None else list(range(begin, begin + count))
             return pick(
-                tokens, self._selection.listed, layout, shape, run.sizes, coords, written.iteration, numbers
+                tokens, self._selection.samples, layout, shape, run.sizes, coords, written.iteration, numbers
             )
 
         return Assembled(self.dump.files, layout, run.sizes, shards, where, picking)

@@ -44,11 +44,6 @@ class Selection:
         except (TypeError, ValueError, KeyError) as error:
             raise DumpError(f"a manifest's settings of tokens or samples are no dump's: {error!r}") from error
 
-    @property
-    def listed(self) -> frozenset[int] | None:
-        """The samples that are picked while writing: those that are given one by one."""
-        return self.samples if isinstance(self.samples, frozenset) else None
-
     def keeps(self, sample: int) -> bool:
         """Whether a sample is kept."""
         if isinstance(self.samples, slice):

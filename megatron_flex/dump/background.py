@@ -1,0 +1,241 @@
+"""The thread of a rank that writes what is handed to it, in order, and tells what became of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_flex.dump.parts import Part, Running, write_part
+from megatron_flex.dump.staging import Buffers
+from megatron_flex.errors import DumpError
+from megatron_flex.knobs import knobs
+
+LOG = logging.getLogger("megatron_flex.dump")
+EVERY = 10.0  # seconds between two words on progress
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of a rank's iterations.
+
+    Attributes:
+        written: iterations that are on disk whole, as far as this rank goes.
+        dropped: iterations that were left out, as the disk was behind.
+        failed: iterations that could not be written.
+        nbytes: of tensors in parts that are on disk, later removed ones among them.
+        waited: seconds for which the model waited for the disk.
+        wrote: seconds for which the thread was at work.
+    """
+
+    written: int = 0
+    dropped: int = 0
+    failed: int = 0
+    nbytes: int = 0
+    waited: float = 0.0
+    wrote: float = 0.0
+
+    def __str__(self) -> str:
+        rate = f" at {self.nbytes / self.wrote / 1e6:.0f} MB/s" if self.wrote else ""
+        return (
+            f"{self.written} iterations ({self.nbytes / 1e6:.1f} MB{rate}) written, {self.dropped} dropped, "
+            f"{self.failed} failed; the model waited {self.waited:.1f} s for the disk"
+        )
+
+
+class Background:
+    """The thread and its queue. It is a daemon: at the process's end it has as long as it makes progress.
+
+    A disk that has taken nothing for `knobs.dump_seconds` counts as stalled; then nobody waits for it.
+
+    Attributes:
+        folder: of the run.
+        tally: what became of the iterations.
+        buffers: where tensors lie until they are written; used with `change` held.
+        failures: kind and error of what went wrong and has not been told.
+    """
+
+    def __init__(self, folder: Path, most: int, durable: bool, tells: bool) -> None:
+        self.folder, self.durable, self.tells = folder, durable, tells
+        self.tally, self.buffers = Tally(), Buffers(most)
+        self.failures: deque[tuple[str, DumpError]] = deque()
+        self.change = threading.Condition()
+        self._queue: deque[Part | Running] = deque()
+        self._closing = self._busy = False
+        self._moved = self._told = time.monotonic()
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+        self._open: Running | None = None
+        self._at_exit: Any = None
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether this is a forked child, which has no thread and must not write, nor wait for a lock."""
+        return os.getpid() != self._process
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the disk takes nothing."""
+        return self._busy and time.monotonic() - self._moved > knobs.dump_seconds
+
+    def opens(self, running: Running | None) -> None:
+        """Know the iteration that is under way, to remove it should the process end before it does."""
+        self._open = running
+
+    def fits(self, size: int) -> bool:
+        """Whether so much more may be held now."""
+        with self.change:
+            return self.buffers.fits(size)
+
+    def reserve(self, size: int) -> bool:
+        """Wait until so much more may be held; False if the disk is stalled."""
+        if self.fits(size):
+            return True
+        began = time.monotonic()
+        found = self._until(lambda: self.buffers.fits(size))
+        self.tally.waited += time.monotonic() - began
+        return found
+
+    def buffer(self, size: int, pinned: bool) -> Tensor:
+        """A buffer for which there is room."""
+        with self.change:
+            return self.buffers.take(size, pinned)
+
+    def keep(self, size: int) -> None:
+        """Count a tensor that is kept as it is."""
+        with self.change:
+            self.buffers.hold(size)
+
+    def release(self, part: Part) -> None:
+        """Forget a part's tensors."""
+        with self.change:
+            for buffer, pinned in part.buffers:
+                self.buffers.give(buffer, pinned)
+            self.buffers.hold(-part.kept)
+            self.change.notify_all()
+        part.tensors, part.buffers, part.rest, part.kept = [], [], {}, 0
+
+    def submit(self, item: Part | Running) -> None:
+        """Write a part; or remove what is on disk of an iteration."""
+        with self.change:
+            self._queue.append(item)
+            self._start()
+            self.change.notify_all()
+
+    def fail(self, running: Running, error: BaseException) -> None:
+        """An iteration will be absent."""
+        with self.change:
+            if running.dead:
+                return
+            running.dead = True
+            self.tally.failed += 1
+        if isinstance(error, DumpError):
+            kind, why = str(error), str(error)
+        else:
+            why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            kind = f"{type(error).__name__} {getattr(error, 'errno', '')}"
+        told = DumpError(
+            f"{self.folder / running.folder} cannot be written: {why}; the iteration is absent, and those "
+            "that follow are tried again"
+        )
+        told.__cause__ = error
+        self.failures.append((kind, told))
+
+    def close(self) -> bool:
+        """Wait until everything is written; returns whether it is, which it is not where the disk stalls."""
+        if self.elsewhere:
+            return True
+        with self.change:
+            self._closing = True
+            if self._open is not None and not self._open.dead:
+                self._open.dead = True
+                self._queue.append(self._open)
+                self._start()
+            self._open = None
+            self.change.notify_all()
+        done = self._until(lambda: not self._queue and not self._busy)
+        if self._at_exit is not None:
+            self._at_exit.cancel()
+            self._at_exit = None
+        if done:
+            if self._thread is not None:
+                self._thread.join()
+            with self.change:
+                self.buffers.clear()
+        return done
+
+    # -- the thread ------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Begin the thread, again if it died. The lock is held."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._work, name="megatron_flex dump", daemon=True)
+            self._thread.start()
+        if self._at_exit is None and not self._closing:
+            # Unlike atexit it is run by multiprocessing's children too, and not in forked ones.
+            self._at_exit = Finalize(None, self.close, exitpriority=100)
+
+    def _until(self, ready: Callable[[], bool]) -> bool:
+        with self.change:
+            while not ready():
+                if self.stalled:
+                    return False
+                if self._queue:
+                    self._start()
+                self.change.wait(1.0)
+            return True
+
+    def _work(self) -> None:
+        while True:
+            with self.change:
+                self.change.wait_for(lambda: self._queue or self._closing)
+                if not self._queue:
+                    return
+                item, self._busy, self._moved = self._queue.popleft(), True, time.monotonic()
+            began = time.monotonic()
+            try:
+                if isinstance(item, Part):
+                    self._part(item)
+                else:
+                    item.remove()
+            finally:
+                with self.change:
+                    self._busy = False
+                    self.tally.wrote += time.monotonic() - began
+                    self.change.notify_all()
+            self._tell()
+
+    def _part(self, part: Part) -> None:
+        running = part.running
+        try:
+            for event in part.ready:
+                event.synchronize()
+            if not running.dead:
+                write_part(self.folder, part, self.durable, self._moves)
+                self.tally.nbytes += part.nbytes
+                self.tally.written += part.index.parts > 0
+        except BaseException as error:  # whatever it is, training goes on; a dead thread is begun again
+            self.fail(running, error)
+            running.remove()
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self.release(part)
+
+    def _moves(self) -> None:
+        self._moved = time.monotonic()
+
+    def _tell(self) -> None:
+        now = time.monotonic()
+        if self.tells and now - self._told >= EVERY:
+            self._told = now
+            LOG.info("%s: %s; %.1f MB to go", self.folder, self.tally, self.buffers.held / 1e6)

@@ -1,0 +1,320 @@
+"""One dump at work on this rank: which steps it takes, and what passes in them."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_flex.collectives import Route, any_rank, everyone
+from megatron_flex.dump import GRADIENT, VALUE, Dump, Entry, Manifest, Writer, open_run
+from megatron_flex.dump.files import iteration_folder, run_folder
+from megatron_flex.errors import DumpError, FlexError, FlexWarning
+from megatron_flex.layout import Layout
+from megatron_flex.mesh import Mesh
+from megatron_flex.runtime.captures import Key
+from megatron_flex.runtime.clock import Clock
+from megatron_flex.runtime.dumps.parameters import CALLED, Parameters
+from megatron_flex.runtime.dumps.routed import Routed
+from megatron_flex.runtime.dumps.taking import Taking
+from megatron_flex.runtime.hooks import HookFunction, HookType
+from megatron_flex.sites import GRAD, Site
+
+SHOWN = 8  # names in one warning
+
+
+class Chosen(NamedTuple):
+    """What a dump is of.
+
+    Attributes:
+        sites: all of them, in model order.
+        exact: the names of those that were named as they are, and not by a pattern.
+        parameters: of the parameters.
+    """
+
+    sites: tuple[Site, ...]
+    exact: frozenset[str]
+    parameters: Parameters | None
+
+
+class Sinking(HookFunction):
+    """The hook of a dump: it keeps nothing and edits nothing, and hands what passes to the dump.
+
+    Attributes:
+        dumped: the dump at work.
+    """
+
+    def __init__(self, dumped: Dumped, places: frozenset[str], hook_type: HookType, index: int) -> None:
+        def chosen(site: Site) -> bool:
+            return site.name in places
+
+        chosen.__qualname__ = f"{dumped.dump.describe()}: {len(places)} places"
+        super().__init__(chosen, hook_type=hook_type, tags=dumped.dump.tags, unpack_idx=index)
+        self.save, self.dumped = False, dumped
+
+
+class Dumped:
+    """One dump at work on this rank.
+
+    Attributes:
+        dump: its settings.
+        hooks: those that stand for it.
+        active: whether this step is dumped.
+        first: whether no step has been dumped to its end.
+    """
+
+    def __init__(self, dump: Dump, chosen: Chosen, mesh: Mesh, clock: Clock) -> None:
+        self.dump, self.chosen, self.mesh, self.clock = dump, chosen, mesh, clock
+        self.active, self.first = False, True
+        self.hooks = self._hooks()
+        self._taking: Taking | None = None
+        self._routed = Routed()
+        self._runs: Counter[int] = Counter()  # of the iterations that are wanted
+        self._done: set[int] = set()
+        self._skipped: frozenset[str] = frozenset()
+        self._step, self._number, self._training = -1, -1, False
+        self._dropped = self._turns = 0
+        self._passed: set[str] = set()
+        self._said: set[str] = set()
+
+    def _hooks(self) -> list[HookFunction]:
+        out: list[HookFunction] = []
+        for kind, there in (("forward", True), ("tensor", self.dump.gradients)):
+            sites = [s for s in self.chosen.sites if there and not (kind == "tensor" and s.fixed)]
+            for index in sorted({s.index for s in sites}):
+                places = frozenset(s.place for s in sites if s.index == index)
+                out.append(Sinking(self, places, kind, index))  # type: ignore[arg-type]
+        return out
+
+    def open(self, manifest: Manifest) -> None:
+        """Begin a run of the dump. Collective over the mesh.
+
+        Raises:
+            DumpError: on all ranks: it cannot be written there.
+        """
+        axes = [a.name for a in self.mesh]
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        ranks = everyone((rank, dict(self.mesh.coords)), self.mesh, axes)
+        answer: Manifest | str | None = None
+        if rank == ranks[0][0]:
+            try:
+                answer = open_run(Path(self.dump.path), replace(manifest, ranks=tuple(ranks)))
+            except DumpError as error:
+                answer = str(error)
+        answer = everyone(answer, self.mesh, axes)[0]
+        if not isinstance(answer, Manifest):
+            raise DumpError(str(answer))
+        folder = Path(self.dump.path) / run_folder(answer.run)
+        blind = [r for r in everyone(None if folder.is_dir() else rank, self.mesh, axes) if r is not None]
+        if blind:
+            raise DumpError(
+                f"{folder} was made by rank {ranks[0][0]}, and rank(s) {blind[:SHOWN]} do not see it: "
+                "name a folder on a file system that all ranks share"
+            )
+        self._skipped = frozenset(answer.skipped)
+        self._taking = Taking(self.dump, self.mesh, Writer(folder, rank, self.mesh.coords, self.dump))
+
+    # -- steps -----------------------------------------------------------------------------------------
+
+    def begins(self, microbatches: int, mesh: Mesh, called: bool) -> bool:
+        """A step starts that the selection of groups takes; returns whether it is dumped.
+
+        Collective over the mesh where iterations may be dropped.
+
+        Args:
+            microbatches: how many it has on each data parallel rank; 0 if that is not known yet.
+            mesh: of the ranks that are in it.
+            called: whether it is a call of the model by itself.
+
+        Raises:
+            FlexError: on all ranks: gradients of parameters are wanted of such a call.
+        """
+        number, taking = self.clock.iteration, self._taking
+        if taking is None or not self._wants(number):
+            return False
+        run_of, self._runs[number] = self._runs[number], self._runs[number] + 1
+        if self._there(number, run_of):
+            return False
+        if called and torch.is_grad_enabled() and self.dump.gradients and self.chosen.parameters is not None:
+            raise FlexError(CALLED)
+        if self.dump.when_full == "drop" and any_rank([int(taking.writer.would_wait())], mesh)[0]:
+            taking.writer.drop(number)
+            self._dropped += 1
+            return False
+        self.active, self._step, self._number = True, self.clock.step, number
+        self._training = torch.is_grad_enabled()
+        self._done.add(number)
+        taking.microbatches = microbatches
+        self._turns = 0
+        self._routed.begins()
+        taking.writer.begin(number, run_of, self._training, microbatches)
+        if self.chosen.parameters is not None:
+            self.chosen.parameters.values(taking, number)
+        return True
+
+    def _wants(self, number: int) -> bool:
+        if not self.dump.wants_iteration(number):
+            return False
+        if self.dump.runs == "all" or number not in self._done:
+            return True
+        if torch.is_grad_enabled():
+            self._say(
+                "runs",
+                f"iteration {number} is trained again and only its first run is dumped: the loop does not "
+                "count iterations, or goes back; say runs='all' to dump each run",
+            )
+        return False
+
+    def _there(self, number: int, run_of: int) -> bool:
+        """Whether an earlier run of the dump has the iteration."""
+        name = iteration_folder(number, run_of)
+        first = {name.partition(".")[0] for name in self._skipped} if self.dump.runs == "first" else ()
+        if name not in self._skipped and name not in first:
+            return False
+        self._say(
+            "there",
+            f"iteration {number} is in {self.dump.path} already, from an earlier run, and is not written "
+            "again, nor are others that are there; name another folder if this run is not its continuation",
+        )
+        return True
+
+    @property
+    def awaits(self) -> bool:
+        """Whether gradients may still come once the model was called."""
+        return self.active and self._training and self.dump.gradients
+
+    def overtaken(self, mesh: Mesh) -> None:
+        """Another step begins, and the backward pass that was waited for has not come."""
+        if self.active:
+            self._say(
+                "late",
+                f"the call of iteration {self._number} is in the dump without gradients: another one began "
+                "before its backward pass; take such calls together in `with flex.step():`",
+            )
+            self.ends(False, mesh)
+
+    def ends(self, failed: bool, mesh: Mesh) -> None:
+        """The step is over. Collective over the mesh where a failure is to be raised.
+
+        Raises:
+            DumpError: on all ranks, if the settings say so: writing failed on some.
+            FlexError: on all ranks: gradients of parameters cannot be had.
+        """
+        if not self.active or self._taking is None:
+            return
+        self.active = False
+        writer, parameters = self._taking.writer, self.chosen.parameters
+        if failed:
+            self._done.discard(self._number)
+            writer.abandon()
+            return
+        if parameters is not None and self._training and self.dump.gradients:
+            try:
+                parameters.gradients(self._taking, self._number)
+            except FlexError:
+                writer.abandon()
+                raise
+        self.first = False
+        writer.finish()
+        self._check(mesh)
+
+    def _check(self, mesh: Mesh | None) -> None:
+        """If failures are to be raised, see whether a rank of the mesh had one; the writer warns of others."""
+        if self.dump.on_error != "raise" or mesh is None or self._taking is None:
+            return
+        failure = self._taking.writer.trouble()
+        if any_rank([int(failure is not None)], mesh)[0]:
+            told = everyone(failure and str(failure), mesh, [a.name for a in mesh])
+            raise DumpError("; ".join(dict.fromkeys(t for t in told if t)))
+
+    def close(self, failed: bool) -> None:
+        """Wait until everything is written. Collective if a failure is to be raised, unless `failed`."""
+        if self._taking is None:
+            return
+        try:
+            if self.active:
+                self.ends(failed, self.mesh)
+            self._taking.writer.close()
+            self._check(None if failed else self.mesh)
+        finally:
+            self._taking = None
+        if not failed:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Say what was left out."""
+        if self._dropped:
+            warnings.warn(
+                f"{self._dropped} iteration(s) were dropped from {self.dump.path}: the disk was slower than "
+                "the model; dump less, or say when_full='wait'",
+                FlexWarning,
+                stacklevel=2,
+            )
+        here = self.mesh.is_first(a.name for a in self.mesh if a.name != "pp")
+        own = [s.name for s in self.chosen.sites if s.tap is not None]
+        quiet = [n for n in own if n not in self._passed and n not in self._said]
+        if here and quiet and not self.first:
+            self._say("quiet", f"in the steps that were dumped nothing passed at {_some(quiet)}")
+
+    # -- on the way of a tensor ------------------------------------------------------------------------
+
+    def take(self, key: Key, local: Tensor, layout: Layout, route: Route | None, factor: float = 1.0) -> None:
+        """Write what passes, as far as it is wanted and this rank's to write."""
+        name = key.site.removesuffix(GRAD)
+        self._passed.add(name)
+        taking = self._taking
+        if taking is None or not self.dump.wants_microbatch(key.microbatch):
+            return
+        if not self.active or key.step != self._step:
+            self._say(
+                "late",
+                f"gradients of step {key.step} came when it was over, and are not in the dump; take calls "
+                "whose backward passes come later, or twice, together in `with flex.step():`",
+            )
+            return
+        kind = GRADIENT if key.site.endswith(GRAD) else VALUE
+        told = over = None
+        turn, self._turns = self._turns, self._turns + 1
+        if route is not None:
+            told, layout, over = (
+                self._routed.tell(key, route, taking.writer),
+                route.layout,
+                [self.mesh["etp"]],
+            )
+            if told is None:
+                return
+        entry = Entry(name, kind, key.microbatch, key.call, 0, (), "", route=told, turn=turn)
+        try:
+            taking.take(entry, local, layout, key.iteration, factor, over)
+        except FlexError as error:  # other ranks go on, so this one does
+            self.leaves_out(name, str(error))
+
+    def leaves_out(self, name: str, why: str) -> bool:
+        """Whether a place that cannot be dumped is left out, with a warning; else it is an error.
+
+        It is one in the first step, at whose end all ranks ask each other, where a person named the place.
+        """
+        if self.first and name in self.chosen.exact:
+            return False
+        self._passed.add(name)
+        self._say(name, f"{name} is left out of the dump: {why}")
+        return True
+
+    def _say(self, what: str, text: str) -> None:
+        """Warn, once."""
+        if what not in self._said:
+            self._said.add(what)
+            warnings.warn(text, FlexWarning, stacklevel=2)
+
+
+def _some(names: Iterable[str]) -> str:
+    found = list(names)
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return ", ".join(found[:SHOWN]) + more

@@ -1,0 +1,102 @@
+"""The dumps of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from os.path import realpath
+
+from megatron_flex.dump import Dump, Manifest
+from megatron_flex.errors import DumpError
+from megatron_flex.mesh import Mesh
+from megatron_flex.runtime.clock import Clock
+from megatron_flex.runtime.dumps.dumped import Chosen, Dumped
+from megatron_flex.runtime.registry import Registry
+
+
+class Dumping:
+    """The dumps of a session.
+
+    Args:
+        registry: of the hooks.
+        mesh: the axes of the run.
+        clock: which step and iteration it is.
+        agree: holds what is said of a dump against what other ranks say.
+        retap: puts taps where hooks stand now.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        mesh: Mesh,
+        clock: Clock,
+        agree: Callable[[str], None],
+        retap: Callable[[], None],
+    ) -> None:
+        self.registry, self.mesh, self.clock = registry, mesh, clock
+        self._agree, self._retap = agree, retap
+        self.dumps: list[Dumped] = []
+
+    def add(self, dump: Dump, chosen: Chosen, manifest: Manifest) -> Dumped:
+        """Open a dump. Collective over the mesh.
+
+        Args:
+            dump: the settings.
+            chosen: what it is of.
+            manifest: of the run; what is found when it is opened is filled in.
+
+        Raises:
+            DumpError: on all ranks: it cannot be written there.
+            HookError: on all ranks: they have different dumps.
+        """
+        self._agree(dump.describe())
+        if any(realpath(d.dump.path) == realpath(dump.path) for d in self.dumps):
+            raise DumpError(f"{dump.path} is being written by another dump here; name another folder")
+        dumped = Dumped(dump, chosen, self.mesh, self.clock)
+        dumped.open(manifest)
+        self.dumps.append(dumped)
+        return dumped
+
+    def remove(self, dump: Dump) -> Dumped:
+        """Take a dump out, once all of it is written. Collective over the mesh.
+
+        Raises:
+            DumpError: it is not there; or writing it failed, as the settings say.
+        """
+        found = next((d for d in self.dumps if d.dump is dump), None)
+        if found is None:
+            raise DumpError(f"the dump to {dump.path} is not registered here; nothing to remove")
+        self.dumps.remove(found)
+        found.close(False)
+        return found
+
+    def begins(self, microbatches: int, mesh: Mesh, called: bool = False, probing: bool = False) -> None:
+        """A step starts: hooks of dumps that do not take it rest.
+
+        Args:
+            microbatches: how many it has on each data parallel rank; 0 if that is not known yet.
+            mesh: of the ranks that are in it.
+            called: whether it is a call of the model by itself.
+            probing: whether the model is only run for what is read, which is no step of the loop.
+        """
+        if not self.dumps:
+            return
+        resting = set()
+        for dumped in self.dumps:
+            dumped.overtaken(mesh)
+            wanted = not probing and self.registry.takes(dumped.dump.tags)
+            if not wanted or not dumped.begins(microbatches, mesh, called):
+                resting |= set(dumped.hooks)
+        if self.registry.rest(resting):
+            self._retap()
+
+    def ends(self, failed: bool, mesh: Mesh, later: bool = False) -> None:
+        """It is over; or, with `later`, only its forward pass is, and a backward pass may follow."""
+        for dumped in self.dumps:
+            if failed or not (later and dumped.awaits):
+                dumped.ends(failed, mesh)
+
+    def close(self, failed: bool) -> None:
+        """Wait until everything is written. Collective over the mesh, unless something `failed`."""
+        dumps, self.dumps = self.dumps, []
+        for dumped in dumps:
+            dumped.close(failed)
