@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -135,15 +134,15 @@ def _pair(
     microbatch: int | None = None,
 ) -> Pair | str:
     numbers: list[tuple[int, ...]] = []
-    for dim, one, two in zip(a.dims, ours, theirs, strict=True):
-        if dim not in (SAMPLE, TOKEN) and len(one) != len(two):
-            return f"{len(one)} entries along {dim!r} in A and {len(two)} in B"
-        both = tuple(sorted(set(one) & set(two)))
-        if not both and (one or two):
+    for dim, mine, other in zip(a.dims, ours, theirs, strict=True):
+        if dim not in (SAMPLE, TOKEN) and len(mine) != len(other):
+            return f"{len(mine)} entries along {dim!r} in A and {len(other)} in B"
+        both = tuple(sorted(set(mine) & set(other)))
+        if not both and (mine or other):
             return f"no {dim} that both have"
         numbers.append(both)
-    picked = [tuple(_where(n, w) for n, w in zip(x, numbers, strict=True)) for x in (ours, theirs)]
-    return Pair(item, iteration, a, b, tuple(a.dims), tuple(numbers), *picked, microbatch)
+    one, two = (tuple(_where(n, w) for n, w in zip(x, numbers, strict=True)) for x in (ours, theirs))
+    return Pair(item, iteration, a, b, tuple(a.dims), tuple(numbers), one, two, microbatch)
 
 
 def _by_sample(item: Item, iteration: int, a: Array, b: Array) -> list[Pair] | str:
@@ -165,7 +164,8 @@ def _by_sample(item: Item, iteration: int, a: Array, b: Array) -> list[Pair] | s
 def _samples(array: Array) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     """Of an array over samples, tokens, ...: the number of each, where it is, and its tokens' positions."""
     samples, tokens = array.samples, array.tokens
-    assert samples is not None and tokens is not None, "tokens are drawn by sample"
+    assert samples is not None, "tokens are drawn by sample"
+    assert tokens is not None
     for row, number in enumerate(samples.tolist()):
         own = tokens[row] if tokens.ndim == 2 else tokens
         yield int(number), row, tuple(int(i) for i in own.tolist())
