@@ -330,7 +330,8 @@ class Session:
         if wrong:
             self._recorder.drop()
             raise_everywhere(failure, mesh)
-        self._recorder.flush()
+        if any(h.dumped is None for h in hooks):  # dumps have nothing to bring to the leader
+            self._recorder.flush()
         if self.delivered is not None:
             self.delivered()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,7 @@ from megatron_flex.dump.reading.array import Pass
 from megatron_flex.dump.reading.assembling import Assembled, gathered
 from megatron_flex.dump.reading.folders import REPLICAS, Written
 from megatron_flex.dump.reading.picking import Selection
+from megatron_flex.dump.reading.routed import Routed, Routings
 from megatron_flex.dump.reading.shards import Found
 from megatron_flex.dump.selection import SAMPLE, TOKEN, Picked, Sampled, pick, positions_of
 from megatron_flex.errors import DumpError
@@ -58,9 +59,9 @@ class Plan:
     blocks: list[Block]
     starts: list[int]
     counts: dict[int, int]
-    first: Assembled
+    first: Assembled | Routed
     joined: bool
-    tensors: dict[tuple[int, int], Assembled] = field(default_factory=dict)
+    tensors: dict[tuple[int, int], Assembled | Routed] = field(default_factory=dict)
 
 
 class Activations:
@@ -98,6 +99,7 @@ class Activations:
         )
         self.passes, self.only = passes, only
         self._plans: dict[Pass, Plan] = {}
+        self._routings = Routings(dump, site, stage, call)
 
     # -- what it is ------------------------------------------------------------------------------------
 
@@ -179,11 +181,11 @@ class Activations:
         """The same for all runs of a dump."""
         return Selection.of(self.dump.manifest.settings)
 
-    def _token(self, one: Assembled) -> int | None:
+    def _token(self, one: Assembled | Routed) -> int | None:
         """The dim of tokens; a mean over them leaves none."""
         return None if self._selection.mean else one.dim(TOKEN)
 
-    def _rest(self, one: Assembled) -> list[int]:
+    def _rest(self, one: Assembled | Routed) -> list[int]:
         return [d for d in range(len(one.shape)) if d not in (one.dim(SAMPLE), self._token(one))]
 
     def _per_sample(self, plan: Plan) -> bool:
@@ -223,7 +225,7 @@ class Activations:
                 f"{self.name}: nothing passed there in {written.describe()}; .at(...) chooses iterations that have it"
             )
         replicas, order = len(run.replicas), str(run.manifest.settings.get("order", "interleaved"))
-        tensors: dict[tuple[int, int], Assembled] = {}
+        tensors: dict[tuple[int, int], Assembled | Routed] = {}
         counts: dict[int, int] = {}
         for microbatch in sorted(found):
             one = tensors[microbatch, replica] = self._assembled(written, microbatch, replica)
@@ -250,14 +252,14 @@ class Activations:
             starts.append(starts[-1] + len(block.kept))
         return Plan(written, blocks, starts, counts, first, joined, tensors)
 
-    def _block(self, one: Assembled, microbatch: int, replica: int, begin: int, count: int) -> Block:
+    def _block(self, one: Assembled | Routed, microbatch: int, replica: int, begin: int, count: int) -> Block:
         """The samples of a block that are kept."""
         if one.dim(SAMPLE) is None:
             return Block(microbatch, replica, [0], [begin])
         kept = [i for i in range(count) if self._selection.keeps(begin + i)]
         return Block(microbatch, replica, kept, [begin + i for i in kept])
 
-    def _renumber(self, one: Assembled, blocks: list[Block], counts: dict[int, int]) -> None:
+    def _renumber(self, one: Assembled | Routed, blocks: list[Block], counts: dict[int, int]) -> None:
         """Number samples one after the other, where microbatches have different numbers of them."""
         at = 0
         for place, block in enumerate(blocks):
@@ -271,15 +273,25 @@ class Activations:
                 return self.dump.files.open(path).part.index.microbatches
         return 0
 
+    def _numbers(self, written: Written, microbatch: int, replica: int, count: int) -> list[int] | None:
+        """The numbers in the global batch of the samples of a microbatch."""
+        run, many = written.run, self._microbatches(written, replica)
+        order = str(run.manifest.settings.get("order", "interleaved"))
+        begin = first_sample(order, microbatch, replica, len(run.replicas), many, count)
+        return None if begin is None else list(range(begin, begin + count))
+
     def _found(self, written: Written, replica: int) -> dict[int, list[Found]]:
         """What the ranks of a replica wrote, by microbatch."""
         out: dict[int, list[Found]] = {}
-        for found in self.dump.entries(written, self.site, self.kind, self.stage, replica):
+        several = self.dump.entries(written, self.site, self.kind, self.stage, replica)
+        if not several or several[0][1].route is not None:
+            several = self._routings.entries(written, self.kind)
+        for found in several:
             if found[1].call == self.call:
                 out.setdefault(found[1].microbatch, []).append(found)
         return out
 
-    def _assembled(self, written: Written, microbatch: int, replica: int) -> Assembled:
+    def _assembled(self, written: Written, microbatch: int, replica: int) -> Assembled | Routed:
         where = f"{self.name}, {written.describe()}, microbatch {microbatch} of data parallel rank {replica}"
         found = list(self._of(written, microbatch, replica))
         if found and REPLICAS in found[0][2].axes:
@@ -287,6 +299,10 @@ class Activations:
         if not found:
             raise DumpError(f"{where}: nothing passed there, and on other ranks something did")
         run = written.run
+        if found[0][1].route is not None:
+            numbers = partial(self._numbers, written, microbatch, replica)
+            args = written, microbatch, replica, found, where, self._selection, numbers
+            return self._routings.tensor(*args)
         layout, shards = gathered(found, run.sizes, where)
 
         def picking(layout: Layout, shape: Sequence[int], coords: Coords) -> Picked | None:
@@ -294,10 +310,7 @@ class Activations:
             sample = next((i for i, d in enumerate(layout.dims) if d.name == SAMPLE), None)
             numbers = None
             if sample is not None:
-                order, many = str(run.manifest.settings.get("order")), self._microbatches(written, replica)
-                count = shape[sample]
-                begin = first_sample(order, microbatch, replica, len(run.replicas), many, count)
-                numbers = None if begin is None else list(range(begin, begin + count))
+                numbers = self._numbers(written, microbatch, replica, shape[sample])
             return pick(
                 tokens, self._selection.samples, layout, shape, run.sizes, coords, written.iteration, numbers
             )
@@ -305,9 +318,7 @@ class Activations:
         return Assembled(self.dump.files, layout, run.sizes, shards, where, picking)
 
     def _of(self, written: Written, microbatch: int, replica: int) -> Iterator[Found]:
-        for found in self.dump.entries(written, self.site, self.kind, self.stage, replica):
-            if found[1].call == self.call and found[1].microbatch == microbatch:
-                yield found
+        yield from self._found(written, replica).get(microbatch, [])
 
     # -- reading ---------------------------------------------------------------------------------------
 
@@ -347,7 +358,7 @@ class Activations:
                     out[torch.tensor(at)] = found
         return out
 
-    def _read_block(self, plan: Plan, one: Assembled, block: Block, items: list[int], where: Where) -> Tensor:
+    def _read_block(self, plan: Plan, one: Assembled | Routed, block: Block, items: list[int], where: Where) -> Tensor:
         """Samples of a block, counted among those that are kept."""
         sample, token, rest = one.dim(SAMPLE), self._token(one), self._rest(one)
         wanted: list[Index] = [range(0)] * len(one.shape)
@@ -365,7 +376,7 @@ class Activations:
         found = one.region(wanted).permute([*front, *rest])
         return found if sample is not None else found[None].expand(len(items), *found.shape)
 
-    def _tensor(self, plan: Plan, block: Block) -> Assembled:
+    def _tensor(self, plan: Plan, block: Block) -> Assembled | Routed:
         """The tensor of a block, which must be as the first replica's."""
         key = block.microbatch, block.replica
         if key not in plan.tensors:
