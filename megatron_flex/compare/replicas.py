@@ -35,7 +35,7 @@ def out_of_step(source: Source, iterations: Sequence[int]) -> list[OutOfStep]:
     order = {i.name: n for n, i in enumerate(source.items())}
     out = []
     for iteration in iterations:
-        wrote: dict[_Key, tuple[int, int]] = {}
+        wrote: dict[_Key, int] = {}
         copies: dict[_Key, list[tuple[int, int]]] = defaultdict(list)
         for rank, coords, entry, layout in _entries(source, iteration):
             name = entry.site + (GRAD if entry.kind in (GRADIENT, PARAMETER_GRADIENT) else "")
@@ -43,13 +43,13 @@ def out_of_step(source: Source, iterations: Sequence[int]) -> list[OutOfStep]:
             key = _Key(
                 name, entry.microbatch, entry.call, entry.span, _place(layout, coords, source.sizes, own)
             )
-            if entry.kind == REPLICA:
+            if entry.kind == REPLICA or key in wrote:
                 copies[key].append((rank, entry.crc))
             else:
-                wrote[key] = rank, entry.crc
+                wrote[key] = entry.crc
         found = []
         for key, others in copies.items():
-            first = wrote.get(key, others[0])[1]
+            first = wrote.get(key, others[0][1])
             ill = tuple(sorted(rank for rank, crc in others if crc != first))
             if ill:
                 found.append(OutOfStep(source.label, key.name, iteration, key.microbatch, ill))
