@@ -34,15 +34,15 @@ class Ownership:
             layout: of the local tensor.
             nbytes: of it.
             apart: axes along which ranks hold other tensors, though the layout does not name them.
-            over: the axes along which ranks may hold the same; None for those of the mesh, or, where the
-                layout names one of them, those that experts are divided over.
+            over: the axes along which ranks may hold the same; None for all but `apart` of the mesh's, or,
+                where the layout names one of them, of those that experts are divided over.
         """
         expert = any(a.name in layout.axes for a in self.mesh.experts)
         among = self.mesh.experts if expert else self.mesh.axes
         copies = {c.axis: c.copies for d in layout.dims for c in d.cuts if c.copies > 1 and not c.partial}
         places: list[tuple[str, int, int]] = []
         for axis in among if over is None else over:
-            if axis.size == 1 or axis.name in apart:
+            if axis.size == 1 or (over is None and axis.name in apart):
                 continue
             if axis.name not in layout.axes:
                 places.append((axis.name, axis.size, axis.coord))

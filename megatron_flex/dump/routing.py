@@ -147,6 +147,10 @@ class Routing:
             out.append(self._of(place, expert))
         return Rows(*(torch.cat(entries) for entries in zip(*out, strict=True)))
 
+    def sent(self, edp: int, ep: int, expert: int | None = None) -> int:
+        """How many rows the ranks with these coordinates got, or of one expert."""
+        return sum(len(rows) for sources in self._from(edp, ep, expert) for rows in sources)
+
     def whole(
         self, rows: Mapping[Place, Tensor], layout: Layout, replica: int, expert: int | None = None
     ) -> Tensor:

@@ -1,9 +1,9 @@
-"""A sharded run of Megatron writes a dump; what is read of it is compared with the single-process truth."""
+"""Dumps of real runs in tests: what the ranks write, and how that compares with one process."""
 
 from __future__ import annotations
 
-import tempfile
-from dataclasses import replace
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,85 +11,103 @@ import torch
 from torch import Tensor
 
 from tests.distributed.matrix import Cell, relative
-from tests.support import gpt, oracle, ranks
-from tests.support.pool import run
+from tests.support import gpt, moe, oracle, ranks
+
+ALL = "**:*"
 
 
-def compare(case: gpt.Case, sites: list[str] | None = None, **settings: Any) -> list[Cell]:
-    """Dump sites and gradients of a case, and of its one-rank twin; each is as one process has it."""
-    sites = oracle.sites_of(case) if sites is None else sites
-    (truth,) = run(1, oracle.run, case.single(), sites, [])
-    with tempfile.TemporaryDirectory() as folder:
-        for one in (case, case.single()):
-            path = str(Path(folder) / ("one" if one is not case else "many"))
-            added = run(one.world, write, one, truth["state"], sites, path, settings, timeout=300)
-            assert not any(added), f"a dump communicates nothing: {added}"
-        return [*_cells(case, sites, truth, Path(folder) / "many", Path(folder) / "one")]
+def dumping(case: gpt.Case, state: dict[str, Tensor] | None, path: str, settings: dict[str, Any]) -> Any:
+    """What one rank does: a step without a dump, then one with it.
 
-
-def write(case: gpt.Case, state: dict[str, Tensor], sites: list[str], path: str, settings: Any) -> Any:
-    """One step with a dump; the collectives that it has more than a step without."""
-    import megatron_flex as mf
-    from megatron_flex import cpu
-
-    cpu.enable()
-    gpt.initialize(case)
-    chunks = gpt.build(case)
-    gpt.load(chunks, state)
-    rank = ranks.mine(chunks)
-    with ranks.counting() as plain:
-        losses = gpt.step(case, chunks, rank)
-    dump = mf.Dump(path, sites, **{"gradients": True, "order": "blocks", **settings})
-    with mf.attach(chunks, dumps=dump):
-        assert gpt.step(case, chunks, rank) == losses, "a dump changes nothing"
-        with ranks.counting() as dumped:
-            assert gpt.step(case, chunks, rank) == losses, "a dump changes nothing"
-    return {n: dumped[n] - plain[n] for n in {*plain, *dumped} if dumped[n] != plain[n]}
-
-
-def _cells(case: gpt.Case, sites: list[str], truth: Any, many: Path, one: Path) -> list[Cell]:
+    Returns:
+        `plain` and `dumped`: the losses and parameter gradients of each.
+    """
     import megatron_flex as mf
 
+    chunks = ranks.start(case)
+    if state is not None:
+        gpt.load(chunks, state)
+    rank, answer = ranks.mine(chunks), {}
+    answer["plain"] = gpt.step(case, chunks, rank), gradients(chunks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", mf.FlexWarning)
+        with mf.attach(chunks, dumps=mf.Dump(path, **{"sites": ALL, "order": "blocks", **settings})) as flex:
+            answer["hidden"] = {s.name: s.hidden for s in flex.sites() if s.hidden}
+            answer["dumped"] = gpt.step(case, chunks, rank), gradients(chunks)
+    return answer
+
+
+def gradients(chunks: list[Any]) -> dict[str, Tensor]:
+    """This rank's parameter gradients, copied."""
+    return {
+        f"{number}.{name}": p.grad.clone()
+        for number, root in enumerate(chunks)
+        for name, p in root.named_parameters()
+        if p.grad is not None
+    }
+
+
+def changed(answers: Sequence[dict[str, Any]], bound: float = 0.0) -> list[str]:
+    """What in a run with a dump was not, bit for bit, as in the one without: losses, gradients by name.
+
+    A gradient may differ by `bound` of its greatest entry.
+    """
     out = []
-    microbatches = case.single().microbatches  # the one process divides its loss by so many
-    with mf.open_dump(many) as dump, mf.open_dump(one) as twin:
-        assert dump.iterations == twin.iterations == [0, 1]
-        for site in sites:
-            for name, wanted in ((site, truth["values"]), (f"{site}.grad", truth["gradients"])):
-                if site not in wanted:
-                    continue
-                want = [t if name == site else t * microbatches for t in wanted[site]]
-                calls = len(want) // microbatches
-                for call in range(calls):
-                    key = (name, call) if calls > 1 else name
-                    whole = expected(site, want[call::calls], dump[key], truth)
-                    got, theirs = dump[key].torch(), twin[key].torch()
-                    errors = [relative(step, whole) for step in (*got, *theirs)]
-                    errors += [relative(got, theirs), 0.0 if whole.numel() else float("inf")]
-                    check = "dump" if name == site else "gradient dump"
-                    out.append(Cell(case.name, site, check, max(errors)))
-    return [replace(c, model=case.model) for c in out]
-
-
-def expected(site: str, microbatches: list[Tensor], array: Any, truth: Any) -> Tensor:
-    """What the array has of an iteration: microbatches one behind the other, by sample and token."""
-    place = array._source.dump.places[array._source.site]
-    names = [d["name"] for d in place.layout["dims"]]
-    names = [names[i] for i in place.layout.get("permute", range(len(names)))]
-    if "local_experts" in site:
-        microbatches, names = (
-            [_by_token(site, rows, truth["values"], n) for n, rows in enumerate(microbatches)],
-            ["s", "b", *names[1:]],
-        )
-    front = [names.index(n) for n in ("b", "s") if n in names]
-    return torch.cat([t.movedim(front, list(range(len(front)))) for t in microbatches])
-
-
-def _by_token(site: str, rows: Tensor, values: dict[str, list[Tensor]], microbatch: int) -> Tensor:
-    """`[t, ...]` of an expert as `[s, b, ...]`: zeros where it does not get the token."""
-    layer, _, path = site.partition(".experts.local_experts.")
-    chosen = values[f"{layer}.experts:indices"][microbatch]
-    mine = (chosen == int(path.partition(".")[0].partition(":")[0])).any(-1)
-    out = rows.new_zeros((*mine.shape, *rows.shape[1:]))
-    out[mine] = rows
+    for a in answers:
+        (losses, before), (also, behind) = a["plain"], a["dumped"]
+        out += [] if losses == also else ["losses"]
+        out += sorted(before.keys() ^ behind.keys())
+        for name, gradient in before.items():
+            if not torch.equal(gradient, behind[name]) and relative(behind[name], gradient) > bound:
+                out.append(name)
     return out
+
+
+def bitwise(site: Any) -> bool:
+    """All sites but inputs of norms on the residual stream.
+
+    What a norm and the residual give the stream is summed with the norm's two summands first where its own
+    gradient is wanted, and last where it is not.
+    """
+    return not site.name.endswith(("input_layernorm:input", "pre_mlp_layernorm:input"))
+
+
+def as_written(tensor: Tensor, dims: Sequence[str]) -> Tensor:
+    """A microbatch's whole tensor as an array of a dump has it: `[sample, token, ...]`."""
+    front = [dims.index(n) for n in ("b", "s") if n in dims]
+    out = tensor.permute(*front, *(i for i in range(tensor.ndim) if i not in front))
+    return out if "b" in dims else out[None]
+
+
+def against_truth(case: gpt.Case, path: str | Path, sites: list[str], truth: dict[str, Any]) -> list[Cell]:
+    """Every value and gradient of a dump's only iteration, against one process."""
+    import megatron_flex as mf
+    from megatron_flex.dump.layouts import from_json
+
+    found = []
+    with mf.open_dump(path) as dump:
+        places = {s.name: s for s in dump.manifest.sites}
+        for site in sites:
+            layout = from_json(dict(places[site].layout))
+            order = range(len(layout.dims)) if layout.permute is None else layout.permute
+            dims = [layout.dims[i].name for i in order]
+            for check, name, wanted in (
+                ("dump", site, truth["values"].get(site)),
+                ("dump of gradients", f"{site}.grad", truth["gradients"].get(site)),
+            ):
+                if wanted is None or (check != "dump" and moe.read_only(site)):
+                    continue
+                # at a microbatch's own loss, of which one process makes the mean over all microbatches
+                scale = len(truth["losses"]) if check != "dump" else 1
+                whole = torch.cat([as_written(w * scale if scale > 1 else w, dims) for w in wanted])
+                got = dump[name].torch()[0]
+                found.append(Cell(case.name, site, check, relative(got, whole), model=case.model))
+    return found
+
+
+def truth_of(case: gpt.Case) -> dict[str, Any]:
+    """The single-process run, with every site watched."""
+    from tests.support.pool import run
+
+    (truth,) = run(1, oracle.run, case.single(), oracle.sites_of(case), [])
+    return truth

@@ -329,11 +329,12 @@ def load(chunks: list[nn.Module], state: dict[str, Tensor]) -> None:
     from megatron_flex.layout import extract
 
     adapter = detect(chunks)
-    layouts = {p.name: p.layout for p in adapter.parameters()}
+    sites = {p.name: p for p in adapter.parameters()}
     mesh = adapter.mesh
     for root in chunks:
         for name, parameter in global_names(root):
-            shard = extract(layouts[name], state[name], mesh.coords, mesh.sizes)
+            value = state[sites[name].copy_of or name]
+            shard = extract(sites[name].layout, value, mesh.coords, mesh.sizes)
             parameter.data.copy_(shard)
 
 

@@ -58,6 +58,12 @@ class Routed:
         self._slots = 1 if expert is not None else routing.slots
         self._rows = routing.rows(replica, expert)
         self._ranks = _by_ranks(files, found, sizes, where)
+        for (edp, ep), rows in self._ranks.items():
+            if rows.shape[0] != routing.sent(edp, ep, expert):
+                raise DumpError(
+                    f"{where}: {rows.shape[0]} rows at edp={edp}, ep={ep}, and routers sent "
+                    f"{routing.sent(edp, ep, expert)}: the dump is damaged"
+                )
         some = next(iter(self._ranks.values()))
         self.dtype = some.dtype if average is None else average[1]
         dims = (*STREAM, *home.dims[1:]) if expert is not None else home.dims
