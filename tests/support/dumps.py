@@ -118,8 +118,8 @@ def write(
             if f"{number:010d}" not in manifest.skipped and dump.wants_iteration(number):
                 rank_of.iteration(at, number, sites, parameters, training)
         rank_of.writer.close()
-        if rank_of.writer.failure is not None:
-            raise rank_of.writer.failure
+        if (trouble := rank_of.writer.trouble()) is not None:
+            raise trouble
     return manifest
 
 

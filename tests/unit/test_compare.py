@@ -120,7 +120,6 @@ def test_parameters_come_first_and_are_exact(tmp_path: Path) -> None:
     result = compare(tmp_path / "a", tmp_path / "b")
     assert [r.kind for r in result.rows] == ["parameter", "value", "gradient", "parameter_gradient"]
     assert result.first is result.rows[0], "nothing was computed: even a last digit is too much"
-    assert "constant factor" in result.hints[0] or "differ" in " ".join(result.hints)
 
 
 def test_not_a_number(tmp_path: Path) -> None:
@@ -192,7 +191,7 @@ def test_selected_tokens_keep_their_numbers(tmp_path: Path) -> None:
     assert (result.first.worst.sample, result.first.worst.token) == (6, 11)
 
 
-@pytest.mark.parametrize("tokens", [None, dumps_tokens := slice(0, 12)], ids=["all", "some"])
+@pytest.mark.parametrize("tokens", [None, slice(0, 12)], ids=["all", "some"])
 def test_tokens_drawn_by_sample(tmp_path: Path, tokens: slice | None) -> None:
     from megatron_flex.dump import sampled
 
