@@ -16,6 +16,7 @@ from tests.support import gpt, ranks, wrapped
 from tests.support.bugs import BUGS, FOURTEEN, Bug
 from tests.support.gpt import Case
 from tests.support.pool import run
+from tests.support.training import Trainer
 
 pytest.importorskip("megatron.core")
 
@@ -124,3 +125,67 @@ def test_right_run_raises_no_alarm(case: Case, folder: Path, findings: list[Any]
     kinds = {r.kind for r in result.rows}
     assert kinds == {"parameter", "value", "gradient", "parameter_gradient"}
     assert not [n for n in result.notes if "only in" in n], "both dumps have every place"
+
+
+HALF_BUGS = [
+    replace(b, case=half)
+    for half in (IN_HALF[0], IN_HALF[2])
+    for b in FOURTEEN
+    if b.case.name == half.name.removeprefix("bf16 ")
+]
+
+
+@pytest.mark.parametrize("bug", HALF_BUGS, ids=lambda b: b.name)
+def test_bug_is_found_in_bf16(bug: Bug, folder: Path) -> None:
+    result = compared(bug.case, folder, bug.name)
+    assert result.first is not None, str(result)
+    assert result.first.name.startswith(bug.first), str(result)
+    assert result.first.kind == bug.kind
+
+
+def trained(case: Case, path: str, state: dict[str, Tensor] | None) -> dict[str, Tensor]:
+    """Three steps of training, with Megatron's optimizer."""
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    if state is None:
+        state = gpt.randomize(chunks[0])
+    else:
+        gpt.load(chunks, state)
+    trainer = Trainer(case, chunks, ranks.mine(chunks))
+    dump = mf.Dump(path, "**:*", gradients=True, parameters="**", order="blocks")
+    with mf.attach(trainer.models, dumps=dump):
+        for _ in range(3):
+            trainer.step()
+    return state
+
+
+def test_training_apart_raises_no_alarm(tmp_path: Path) -> None:
+    """Parameters drift apart by round-off from step to step."""
+    case = Case("tp2 sp dp2", tp=2, sp=True, dp=2, layers=2)
+    (state,) = run(1, trained, case.single(), str(tmp_path / "alone"), None)
+    run(case.world, trained, case, str(tmp_path / "spread"), state)
+    result = compare(tmp_path / "alone", tmp_path / "spread")
+    assert result.verdict == "round-off", str(result)
+    assert {r.iteration for r in result.rows} == {0, 1, 2}
+    moved = [r for r in result.rows if r.kind == "parameter"]
+    assert all(r.equal for r in moved if r.iteration == 0)
+    assert any(not r.equal for r in moved if r.iteration == 1)
+
+
+def test_tolerance_from_a_run_that_is_disturbed(folder: Path) -> None:
+    """One process with weights off by a last digit gives the noise; a right run is within it, a bug is not."""
+    bug = FOURTEEN[1]
+    alone, state = twin(bug.case, folder)
+    generator = torch.Generator().manual_seed(5)
+    disturbed = {n: t * (1 + 1e-7 * torch.randn(t.shape, generator=generator)) for n, t in state.items()}
+    path = folder / "disturbed"
+    run(1, dumped, bug.case.single(), str(path), disturbed)
+    compared(bug.case, folder)
+    compared(bug.case, folder, bug.name)
+    right = compare(alone, folder / f"{bug.case.name} right", tolerance_from=path)
+    assert right.verdict == "round-off", str(right)
+    wrong = compare(alone, folder / f"{bug.case.name} {bug.name}", tolerance_from=path)
+    assert wrong.first is not None
+    assert wrong.first.name == bug.first
+    assert {r.tolerance for r in right.rows} != {r.tolerance for r in compared(bug.case, folder).rows}
