@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 CELLS = pytest.StashKey[list[Any]]()
+FINDINGS = pytest.StashKey[list[Any]]()
 STARTED = pytest.StashKey[float]()
 SKIPPED: dict[str, str] = {}  # file of a test to why it was skipped
 PACKAGES = (
@@ -27,6 +28,7 @@ PACKAGES = (
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[CELLS] = []
+    config.stash[FINDINGS] = []
     config.stash[STARTED] = time.monotonic()
 
 
@@ -40,6 +42,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def cells(request: pytest.FixtureRequest) -> list[Any]:
     """Where a test puts the cells that it compared."""
     return request.config.stash[CELLS]
+
+
+@pytest.fixture
+def findings(request: pytest.FixtureRequest) -> list[Any]:
+    """Where a test of comparing dumps puts what was found of a bug, or of a right run."""
+    return request.config.stash[FINDINGS]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,6 +75,7 @@ def _version(package: str) -> str | None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    _told_of_bugs(terminalreporter, config.stash[FINDINGS])
     all_found = config.stash[CELLS]
     found = [c for c in all_found if not c.hidden]
     if not found:
@@ -95,3 +104,21 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             "cells": [{n: getattr(c, n) for n in names} for c in all_found],
         }
         Path(path).write_text(json.dumps(run, indent=1))
+
+
+def _told_of_bugs(terminalreporter: Any, findings: list[dict[str, Any]]) -> None:
+    bugs, right = [f for f in findings if "bug" in f], [f for f in findings if "case" in f]
+    if not findings:
+        return
+    line = terminalreporter.write_line
+    terminalreporter.section("distributed bugs, by comparing dumps")
+    for found in bugs:
+        said = "localised" if found["localised"] else ("found" if found["found"] else "MISSED")
+        line(f"  {said}: {found['bug']}: {found['first'] or 'no divergence'}")
+    count = [sum(f[key] for f in bugs) for key in ("found", "localised")]
+    line(f"{len(bugs)} bugs: {count[0]} found, {count[1]} localised")
+    alarms = [f["case"] for f in right if f["alarm"]]
+    tensors = sum(f["tensors"] for f in right)
+    line(f"{len(right)} right runs ({tensors} tensors): {len(alarms)} false alarms")
+    for name in alarms:
+        line(f"  false alarm: {name}")

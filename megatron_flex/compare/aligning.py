@@ -1,10 +1,9 @@
-"""Two dumped tensors, entry on entry: the iterations, samples and tokens that both have, read block by block."""
+"""Two dumped tensors, entry on entry: the samples and tokens that both have, read block by block."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -106,29 +105,23 @@ def _by_microbatch(item: Item, iteration: int, a: Array, b: Array) -> list[Pair]
 def _aligned(
     item: Item, iteration: int, a: Array, b: Array, microbatch: int | None = None
 ) -> list[Pair] | str:
-    places = [d if d in (SAMPLE, TOKEN) else "" for d in a.dims]
-    if places != [d if d in (SAMPLE, TOKEN) else "" for d in b.dims]:
+    marks = [[d if d in (SAMPLE, TOKEN) else "" for d in x.dims] for x in (a, b)]
+    if marks[0] != marks[1]:
         return f"dims {', '.join(a.dims)} in A and {', '.join(b.dims)} in B"
-    labels = [(_labels(a, p, d), _labels(b, p, d)) for p, d in enumerate(a.dims)]
-    token = places.index(TOKEN) if TOKEN in places else None
-    sampled = token is not None and any(isinstance(x[0], list) for x in labels[token])
-    if not sampled:
-        numbered = [(x, y) for x, y in labels if isinstance(x, tuple) and isinstance(y, tuple)]
-        found = _pair(item, iteration, a, b, numbered, microbatch)
-        return found if isinstance(found, str) else [found]
-    return _by_sample(item, iteration, a, b, labels, places.index(SAMPLE), token)
+    if any(t is not None and t.ndim == 2 for t in (a.tokens, b.tokens)):
+        return _by_sample(item, iteration, a, b)
+    found = _pair(item, iteration, a, b, _labels(a), _labels(b), microbatch)
+    return found if isinstance(found, str) else [found]
 
 
-Labels = tuple[int, ...] | list[tuple[int, ...]]  # of a dim's entries; of tokens, for each sample its own
-
-
-def _labels(array: Array, place: int, dim: str) -> Labels:
-    known = array.samples if dim == SAMPLE else (array.tokens if dim == TOKEN else None)
-    if known is None:
-        return tuple(range(array.shape[place]))
-    if known.ndim == 2:
-        return [tuple(row) for row in known.tolist()]
-    return tuple(int(n) for n in known.tolist())
+def _labels(array: Array) -> list[tuple[int, ...]]:
+    """What the entries of each dim are called."""
+    known = {SAMPLE: array.samples, TOKEN: array.tokens}
+    found = [known.get(d) for d in array.dims]
+    return [
+        tuple(range(n)) if t is None else tuple(int(i) for i in t.tolist())
+        for n, t in zip(array.shape, found, strict=True)
+    ]
 
 
 def _pair(
@@ -136,43 +129,46 @@ def _pair(
     iteration: int,
     a: Array,
     b: Array,
-    labels: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
-    microbatch: int | None,
+    ours: Sequence[tuple[int, ...]],
+    theirs: Sequence[tuple[int, ...]],
+    microbatch: int | None = None,
 ) -> Pair | str:
     numbers: list[tuple[int, ...]] = []
-    picked: list[tuple[Picked, Picked]] = []
-    for dim, (one, two) in zip(a.dims, labels, strict=True):
-        if dim not in (SAMPLE, TOKEN) and len(one) != len(two):
-            return f"{len(one)} entries along {dim!r} in A and {len(two)} in B"
-        both = tuple(sorted(set(one) & set(two)))
-        if not both and (one or two):
+    for dim, mine, other in zip(a.dims, ours, theirs, strict=True):
+        if dim not in (SAMPLE, TOKEN) and len(mine) != len(other):
+            return f"{len(mine)} entries along {dim!r} in A and {len(other)} in B"
+        both = tuple(sorted(set(mine) & set(other)))
+        if not both and (mine or other):
             return f"no {dim} that both have"
         numbers.append(both)
-        picked.append((_where(one, both), _where(two, both)))
-    ours, theirs = tuple(p for p, _ in picked), tuple(p for _, p in picked)
-    return Pair(item, iteration, a, b, tuple(a.dims), tuple(numbers), ours, theirs, microbatch)
+    one, two = (tuple(_where(n, w) for n, w in zip(x, numbers, strict=True)) for x in (ours, theirs))
+    return Pair(item, iteration, a, b, tuple(a.dims), tuple(numbers), one, two, microbatch)
 
 
-def _by_sample(
-    item: Item, iteration: int, a: Array, b: Array, labels: Sequence[tuple[Labels, Labels]], sample: int, token: int
-) -> list[Pair] | str:
+def _by_sample(item: Item, iteration: int, a: Array, b: Array) -> list[Pair] | str:
     """Where the tokens of each sample were drawn by themselves: sample by sample."""
+    split = [{number: (row, tokens) for number, row, tokens in _samples(x)} for x in (a, b)]
     out = []
-    ours, theirs = labels[sample]
-    for number in sorted(set(ours) & set(theirs)):  # type: ignore[arg-type]
-        at = ours.index(number), theirs.index(number)  # type: ignore[arg-type]
-        here: list[Any] = list(labels)
-        here[sample] = (number,), (number,)
-        here[token] = tuple(
-            side[i] if isinstance(side, list) else side for side, i in zip(labels[token], at, strict=True)
-        )
-        kept = [slice(None)] * sample
-        found = _pair(
-            item, iteration, a[(*kept, slice(at[0], at[0] + 1))], b[(*kept, slice(at[1], at[1] + 1))], here, None
-        )
+    for number in sorted(split[0].keys() & split[1].keys()):
+        sides, labels = [], []
+        for array, rows in zip((a, b), split, strict=True):
+            row, tokens = rows[number]
+            sides.append(array[row : row + 1])
+            labels.append([(number,), tokens, *(tuple(range(n)) for n in array.shape[2:])])
+        found = _pair(item, iteration, sides[0], sides[1], labels[0], labels[1])
         if not isinstance(found, str):
             out.append(found)
     return out or "no sample and token that both have"
+
+
+def _samples(array: Array) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Of an array over samples, tokens, ...: the number of each, where it is, and its tokens' positions."""
+    samples, tokens = array.samples, array.tokens
+    assert samples is not None, "tokens are drawn by sample"
+    assert tokens is not None
+    for row, number in enumerate(samples.tolist()):
+        own = tokens[row] if tokens.ndim == 2 else tokens
+        yield int(number), row, tuple(int(i) for i in own.tolist())
 
 
 def _where(numbers: tuple[int, ...], wanted: tuple[int, ...]) -> Picked:

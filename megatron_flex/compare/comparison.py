@@ -116,7 +116,7 @@ class Comparison:
         a: the one, in words.
         b: the other.
         rows: every site in every iteration that both have, in the order of execution: iteration by iteration
-            values, gradients from the loss backwards, gradients of parameters, parameters.
+            parameters as the step finds them, values, gradients from the loss backwards, those of parameters.
         replicas: what is out of step within one of the runs, in the same order.
         hints: what the first divergence looks like.
         notes: what could not be compared, and other things to know.

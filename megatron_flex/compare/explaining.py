@@ -14,7 +14,7 @@ from megatron_flex.compare.patterns import Shares
 from megatron_flex.compare.source import SAMPLE, TOKEN
 from megatron_flex.compare.statistics import BLOCK, Statistics
 
-NAMES = {SAMPLE: "sample", TOKEN: "token"}
+NAMES = {SAMPLE: "samples", TOKEN: "tokens"}
 
 
 def explain(
@@ -33,11 +33,13 @@ def explain(
         axes: sizes that a constant factor could come from, by name.
         most: bytes of a block.
     """
-    if found.broken:
-        return [f"{found.broken} of {found.count} entries are NaN or infinite in one of the two"]
     if found.discrete:
         part = f"{found.differing} of {found.count} entries differ"
         return [f"{part}; where what they were chosen by is nearly tied, round-off alone can do that"]
+    energies, there = _energies(pair, most, found.broken > 0)
+    if found.broken:
+        hints = [f"{found.broken} of {found.count} entries are NaN or infinite in one of the two"]
+        return [*hints, *_places(pair, energies, held)]
     zeros = [n for n, squares in (("A", found.squares_a), ("B", found.squares_b)) if not squares]
     if zeros:
         return [f"{zeros[0]} is zero everywhere"]
@@ -46,23 +48,46 @@ def explain(
     if told := patterns.factor(ratio, rest, axes):
         return [told]
     hints = _permutations(pair, found, held, most)
-    energies = _energies(pair, most)
-    for place, dim in enumerate(pair.dims):
-        hints += patterns.whose_part(energies[place], held.get(place, ()), pair.numbers[place])
-        if not hints or dim in NAMES:
-            hints.append(patterns.which(NAMES.get(dim, f"entry along {dim!r}"), energies[place], pair.numbers[place]))
+    hints += [
+        f"{n} is zero wherever they differ" for n, squares in zip("AB", there, strict=True) if not squares
+    ]
+    hints += _places(pair, energies, held, all_dims=not hints)
     return [h for h in dict.fromkeys(hints) if h]
 
 
-def _energies(pair: Pair, most: int) -> list[Tensor]:
-    """For each dim the squares of the difference, summed over all others."""
+def _places(
+    pair: Pair, energies: list[Tensor], held: Mapping[int, Sequence[Shares]], all_dims: bool = True
+) -> list[str]:
+    """In whose part the error is, and which samples, tokens, features have it."""
+    out: list[str] = []
+    for place, dim in enumerate(pair.dims):
+        out += patterns.whose_part(energies[place], held.get(place, ()), pair.numbers[place])
+        if all_dims or dim in NAMES:
+            out.append(patterns.which(_name(dim), energies[place], pair.numbers[place]))
+    return [h for h in out if h]
+
+
+def _name(dim: str) -> str:
+    """Entries of a dim, as people call them."""
+    return NAMES.get(dim, f"entries along {dim!r}")
+
+
+def _energies(pair: Pair, most: int, broken: bool) -> tuple[list[Tensor], tuple[float, float]]:
+    """For each dim the squares of the difference, summed over all others; those of A and B where they differ.
+
+    Where one of the two is no number, those places alone count, as 1.
+    """
     out = [torch.zeros(n, dtype=torch.float64) for n in pair.shape]
+    there = 0.0, 0.0
     for block, a, b in pair.blocks(most):
-        squares = (b.double() - a.double()).square().nan_to_num(0.0, 0.0)
+        left, right = a.double(), b.double()
+        unlike = left != right
+        squares = (unlike & ~(right - left).isfinite()).double() if broken else (right - left).square()
+        there = there[0] + float(left[unlike].square().sum()), there[1] + float(right[unlike].square().sum())
         for dim, part in enumerate(block):
             others = [d for d in range(squares.ndim) if d != dim]
             out[dim][part] += squares.sum(others) if others else squares
-    return out
+    return out, there
 
 
 def _permutations(
@@ -71,7 +96,7 @@ def _permutations(
     """Rows in another order along one of the dims, or a vector that was added to all of them."""
     out = []
     for place, dim in enumerate(pair.dims):
-        name = NAMES.get(dim, f"entries along {dim!r}"[:-1])
+        name = _name(dim)
         a, b = _rows(pair, place, found, most)
         if a is None or b is None:
             continue
@@ -79,7 +104,9 @@ def _permutations(
         for share in held.get(place, ()) if dim == TOKEN else ():
             if share.axis == "cp":
                 text = f"as if {share.run}'s {share.size} context parallel ranks had contiguous parts"
-                known[f"{text}, and not zigzag ones"] = patterns.dealt_contiguously(share.size, share.run == "A")
+                known[f"{text}, and not zigzag ones"] = patterns.dealt_contiguously(
+                    share.size, share.run == "A"
+                )
         told = patterns.in_another_order(name, a, b, pair.numbers[place], known)
         if not told and dim == TOKEN:
             told = patterns.same_for_all(name, b.double() - a.double(), float(a.double().norm()))

@@ -87,7 +87,7 @@ def holders(source: Source, pair: Pair, at: Sequence[int]) -> tuple[str, ...]:
         if stage not in (None, coords.get("pp", 0)) or replica not in (None, coords.get("dp", 0)):
             continue
         if all(_holds(source, d, _length(pair, p), coords, numbers[p]) for p, d in cut.items()):
-            live = ", ".join(f"{a} {c}" for a, c in coords.items() if source.sizes.get(a, 1) > 1)
+            live = ", ".join(f"{a} {c}" for a, c in coords.items() if a in source.told)
             out.append(f"rank {rank}" + (f" ({live})" if live else ""))
     return tuple(out)
 

@@ -91,7 +91,7 @@ def which(name: str, energy: Tensor, numbers: Sequence[int]) -> str:
     wrong = [int(i) for i in (energy > energy.sum() * 1e-9).nonzero()]
     if not 0 < len(wrong) < len(energy):
         return ""
-    return f"{len(wrong)} of {len(energy)} {name}s differ: {_listed([numbers[i] for i in wrong])}"
+    return f"{len(wrong)} of {len(energy)} {name} differ: {_listed([numbers[i] for i in wrong])}"
 
 
 def factor(ratio: float, rest: float, axes: Mapping[str, int]) -> str:
@@ -105,22 +105,27 @@ def factor(ratio: float, rest: float, axes: Mapping[str, int]) -> str:
     if not math.isfinite(ratio) or abs(ratio - 1) < 1e-3 or rest > 1e-2 * min(abs(ratio - 1), 1):
         return ""
     named = {n: s for n, s in axes.items() if s > 1}
+    told: list[str] = []
     for count in range(1, len(named) + 1):
         for chosen in combinations(named, count):
             size = math.prod(named[n] for n in chosen)
-            for value, text in ((size, " x ".join(chosen)), (1 / size, "1 / (" + " x ".join(chosen) + ")")):
-                if math.isclose(ratio, value, rel_tol=1e-3):
-                    return f"B is A times a constant factor, {ratio:.6g}, which is {text}".replace(
-                        "(" + chosen[0] + ")", chosen[0]
-                    )
-    return f"B is A times a constant factor, {ratio:.6g}"
+            product_of = " x ".join(chosen)
+            if math.isclose(ratio, size, rel_tol=1e-3):
+                told.append(product_of)
+            elif math.isclose(ratio, 1 / size, rel_tol=1e-3):
+                told.append(f"1 / ({product_of})" if count > 1 else f"1 / {product_of}")
+        if told:
+            break
+    return f"B is A times a constant factor, {ratio:.6g}" + (
+        f", which is {' or '.join(told)}" if told else ""
+    )
 
 
 def same_for_all(name: str, difference: Tensor, scale: float) -> str:
     """Whether the difference is one vector, the same in each row: a bias, added or left out.
 
     Args:
-        name: of a row.
+        name: of rows.
         difference: `[rows, ...]`, B less A.
         scale: the norm of what is compared.
     """
@@ -130,7 +135,7 @@ def same_for_all(name: str, difference: Tensor, scale: float) -> str:
     mean = rows.mean(0, keepdim=True)
     spread = float((rows - mean).norm())
     if float(mean.norm()) * math.sqrt(len(rows)) > 1e-3 * scale and spread < 1e-3 * float(rows.norm()):
-        return f"the difference is the same vector for every {name}: a bias added too often or left out"
+        return f"the difference is the same vector for all {name}: a bias added too often or left out"
     return ""
 
 
@@ -140,7 +145,7 @@ def in_another_order(
     """Whether rows of the one are rows of the other at other places.
 
     Args:
-        name: of a row.
+        name: of rows.
         a: `[rows, ...]`.
         b: likewise.
         numbers: of the rows, as people count them.
@@ -156,12 +161,14 @@ def in_another_order(
     for told, order in known.items():
         places = torch.tensor(order(len(left)))
         if float((left[places] - right).norm(dim=1).max()) <= close:
-            return f"{name}s are permuted: {told}"
+            return f"{name} are permuted: {told}"
     distance, place = torch.cdist(right[wrong], left).min(1)
     if float((distance <= close).double().mean()) < 0.9:
         return ""
     pairs = [f"{numbers[int(i)]}<-{numbers[int(p)]}" for i, p in zip(wrong, place, strict=True)]
-    return f"{name}s are permuted (B<-A): {_listed(pairs)}"
+    kept = set(range(len(left))) - {int(i) for i in wrong}
+    again = bool(kept & {int(p) for p in place}) or len(set(place.tolist())) < len(place)
+    return f"{name} are {'repeated' if again else 'permuted'} (B<-A): {_listed(pairs)}"
 
 
 def dealt_contiguously(size: int, zigzag: bool) -> Callable[[int], list[int]]:

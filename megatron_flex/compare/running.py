@@ -11,7 +11,8 @@ from megatron_flex.compare.aligning import Pair, align, statistics
 from megatron_flex.compare.comparison import Comparison, Row, Worst
 from megatron_flex.compare.explaining import explain
 from megatron_flex.compare.holding import held, holders
-from megatron_flex.compare.source import SAMPLE, TOKEN, Item, Source, opened
+from megatron_flex.compare.replicas import out_of_step
+from megatron_flex.compare.source import PARAMETER, SAMPLE, TOKEN, VALUE, Item, Source, opened
 from megatron_flex.compare.statistics import BLOCK, Statistics
 from megatron_flex.compare.tolerance import Depths, Tolerances, precision_of
 from megatron_flex.errors import DumpError, FlexError, nearest
@@ -74,8 +75,10 @@ class _Walk:
     said: float | Mapping[str, float] | None
     most: int
     notes: list[str] = field(default_factory=list)
+    alone: list[list[Item]] = field(default_factory=list)
     depths: Depths = field(init=False)
     first: tuple[Pair, Statistics] | None = None
+    steps: int = 0
 
     def run(self, progress: Progress | None) -> Comparison:
         items, iterations = self.items(), self.iterations()
@@ -84,6 +87,7 @@ class _Walk:
         rows: list[Row] = []
         skipped: dict[str, list[str]] = {}
         for step, iteration in enumerate(iterations):
+            self.steps = iteration  # so many may have moved the parameters apart
             for number, item in enumerate(items):
                 if progress is not None:
                     progress(step * len(items) + number, len(iterations) * len(items), item.name)
@@ -91,14 +95,23 @@ class _Walk:
                 if isinstance(pairs, str):
                     skipped.setdefault(pairs, []).append(item.name)
                 else:
-                    rows.append(self.row(pairs, tolerances, step))
+                    if item.kind == VALUE and same_weights(rows, iteration):
+                        self.steps = 0
+                    rows.append(self.row(pairs, tolerances))
         self.notes += [f"not compared: {_some(names)}: {why}" for why, names in skipped.items()]
         if not rows:
-            raise DumpError(f"{self.a.path} and {self.b.path} have nothing in common: {'; '.join(self.notes)}")
-        replicas = [*self.a.replicas(iterations), *self.b.replicas(iterations)]
+            raise DumpError(
+                f"{self.a.path} and {self.b.path} have nothing in common: {'; '.join(self.notes)}"
+            )
+        replicas = [*out_of_step(self.a, iterations), *out_of_step(self.b, iterations)]
         hints = self.explained(rows)
         return Comparison(
-            self.a.describe(), self.b.describe(), tuple(rows), tuple(replicas), tuple(hints), tuple(self.notes)
+            self.a.describe(),
+            self.b.describe(),
+            tuple(rows),
+            tuple(replicas),
+            tuple(hints),
+            tuple(self.notes),
         )
 
     # -- what is compared ------------------------------------------------------------------------------
@@ -114,9 +127,10 @@ class _Walk:
         leader, other = (one, two) if len(self.a.ranks) <= len(self.b.ranks) else (two, one)
         common = [i for i in leader if i in set(other)]
         for name, mine, others in (("A", one, set(two)), ("B", two, set(one))):
-            alone = [i.name for i in mine if i not in others]
+            alone = [i for i in mine if i not in others]
+            self.alone.append(alone)
             if alone:
-                self.notes.append(f"only in {name}: {_some(alone)}")
+                self.notes.append(f"only in {name}: {_some([i.name for i in alone])}")
         if not common:
             names = [i.name for i in two]
             close = nearest(one[0].name, names) if one and names else ""
@@ -163,11 +177,12 @@ class _Walk:
 
     # -- one tensor ------------------------------------------------------------------------------------
 
-    def row(self, pairs: list[Pair], tolerances: Tolerances, step: int) -> Row:
+    def row(self, pairs: list[Pair], tolerances: Tolerances) -> Row:
         """Compare one tensor."""
         found, pair = statistics(pairs, self.most)
         item = pair.item
-        allowed = tolerances.of(item, (pair.a.dtype, pair.b.dtype), step, self.measured(item, pair.iteration))
+        noise = self.measured(item, pair.iteration)
+        allowed = tolerances.of(item, (pair.a.dtype, pair.b.dtype), self.steps, noise)
         row = Row(
             item.name,
             item.kind,
@@ -215,15 +230,30 @@ class _Walk:
         shares = held(self.a, pair)
         for place, more in held(self.b, pair).items():
             shares.setdefault(place, []).extend(more)
-        axes = {n: s for source in (self.a, self.b) for n, s in source.sizes.items() if s > 1}
+        axes = {**self.a.told, **self.b.told}
         yield from explain(pair, found, shares, axes, self.most)
         module = pair.item.site.partition(":")[0]
-        ill = [r.name for r in rows if r.diverges and r.kind == "parameter" and r.iteration == pair.iteration]
-        own = [n for n in ill if n.startswith(f"{module}.")] if pair.item.kind != "parameter" else []
+        for here, other, alone in (("A", "B", self.alone[0]), ("B", "A", self.alone[1])):
+            inside = [
+                i for i in alone if i.site.startswith((f"{module}.", f"{module}:")) and i.kind == "value"
+            ]
+            again = [i for i in inside if i.call]
+            if again:
+                yield f"{len(again)} places of it were passed more often in {here} than in {other}"
+            elif inside:
+                yield f"{len(inside)} places of it were passed in {here} only"
+        ill = [r.name for r in rows if r.diverges and r.kind == PARAMETER and r.iteration == pair.iteration]
+        own = [n for n in ill if n.startswith(f"{module}.")] if pair.item.kind != PARAMETER else []
         if own:
             yield f"parameters of it differ as well: {_some(own)}; the weights are not the same"
-        elif ill and pair.item.kind != "parameter":
+        elif ill and pair.item.kind != PARAMETER:
             yield f"parameters differ as well: {_some(ill)}"
+
+
+def same_weights(rows: list[Row], iteration: int) -> bool:
+    """Whether parameters were compared in an iteration, and are the same."""
+    own = [r for r in rows if r.kind == PARAMETER and r.iteration == iteration]
+    return bool(own) and all(r.equal for r in own)
 
 
 def _worst(pair: Pair, found: Statistics) -> Worst:

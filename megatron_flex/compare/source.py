@@ -116,23 +116,30 @@ class Source:
         self._arrays: dict[Item, Array] = {}
         self._items: list[Item] | None = None
 
+    @property
+    def told(self) -> Mapping[str, int]:
+        """The axes that people speak of, as far as they are longer than 1."""
+        return {a: n for a, n in self.sizes.items() if n > 1 and a != "edp"}
+
     def describe(self) -> str:
         """The dump in words."""
-        axes = {**self.manifest.axes, **self.manifest.experts}
-        mesh = " x ".join(f"{a}={n}" for a, n in axes.items() if n > 1) or "one rank"
+        mesh = " x ".join(f"{a}={n}" for a, n in self.told.items()) or "one rank"
         return f"{self.path} ({mesh}, {len(self.iterations)} iterations)"
 
     def items(self) -> list[Item]:
-        """All that the dump has: values as they passed, gradients as they came back, then those of parameters."""
+        """All that the dump has, in order: parameters, which are dumped as a step finds them; values as they
+        passed, gradients as they came back, gradients of parameters.
+        """
         if self._items is None:
             grads = [n.removesuffix(GRAD) for n in self.dump.order if n.endswith(GRAD)]
+            names = self.dump.parameters
             self._items = [
+                *(i for n in names if self._has(i := Item(n, PARAMETER))),
                 *(Item(n, VALUE, c) for n in self.order for c in self._calls(n, VALUE)),
                 *(Item(n, GRADIENT, c) for n in grads for c in self._calls(n, GRADIENT)),
             ]
-            for kind in (PARAMETER_GRADIENT, PARAMETER):
-                names = [n for n in self.dump.parameters if self._has(Item(n, kind))]
-                self._items += [Item(n, kind) for n in (reversed(names) if kind == PARAMETER_GRADIENT else names)]
+            back = [Item(n, PARAMETER_GRADIENT) for n in reversed(names)]
+            self._items += [i for i in back if self._has(i)]
         return self._items
 
     def _calls(self, name: str, kind: str) -> list[int]:

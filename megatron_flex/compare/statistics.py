@@ -26,9 +26,7 @@ def blocks(shape: Sequence[int], most: int = BLOCK) -> Iterator[tuple[slice, ...
         steps[dim] = max(1, min(shape[dim], most // inner))
         inner *= steps[dim]
     for starts in product(*(range(0, n, step) for n, step in zip(shape, steps, strict=True))):
-        yield tuple(
-            slice(s, min(s + step, n)) for s, step, n in zip(starts, steps, shape, strict=True)
-        )
+        yield tuple(slice(s, min(s + step, n)) for s, step, n in zip(starts, steps, shape, strict=True))
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tests.support import context, gpt
 from tests.support.gpt import Case
 
-Kind = Literal["value", "gradient", "parameter gradient", "parameter"]
+Kind = Literal["value", "gradient", "parameter_gradient", "parameter"]
 State = dict[str, Tensor]
 Patch = Callable[[list[Any], State], AbstractContextManager[Any]]
 
@@ -34,7 +34,8 @@ class Bug:
             the whole model by name), before hooks are attached.
         first: the first site, or parameter, that differs from one process; the beginning of its name.
         kind: of what differs there first.
-        hint: a word that tells the pattern of the error; empty where it has none.
+        hint: words that must be among those that tell the pattern of the error.
+        replica: a site or parameter, with `.grad` for a gradient, of which ranks hold different copies.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Bug:
     first: str
     kind: Kind = "value"
     hint: str = ""
+    replica: str = ""
 
 
 class Alone:
@@ -96,8 +98,9 @@ def wrong_vocabulary_mask(words: Any) -> int:
 def unreduced_backward(models: list[Any], state: State) -> Iterator[None]:
     """A column-parallel linear leaves the sum of its input's gradient to somebody else."""
     path = "decoder.layers.1.mlp.linear_fc1"
-    off = everywhere(path, "allreduce_dgrad", lambda _: False), everywhere(
-        path, "disable_grad_reduce", lambda _: True
+    off = (
+        everywhere(path, "allreduce_dgrad", lambda _: False),
+        everywhere(path, "disable_grad_reduce", lambda _: True),
     )
     with off[0](models, state), off[1](models, state):
         yield
@@ -324,18 +327,19 @@ def stale_input(models: list[Any], state: State) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def not_a_number(models: list[Any], state: State) -> Iterator[None]:
-    """One rank multiplies with memory that nobody has written."""
+def not_a_number(linear: Any) -> Callable[..., Tensor]:
+    """The last rank's buffer for the product has an entry that nobody has written."""
     from megatron.core import parallel_state
 
-    linear = modules(models, "decoder.layers.0.mlp.linear_fc2")[0]
-    weight, last = linear.weight, parallel_state.get_tensor_model_parallel_rank() == 1
-    kept = weight.detach().clone()
-    if last:
-        weight.data[5, 7] = float("nan")
-    yield
-    weight.data.copy_(kept)
+    gemm, last = linear._forward_impl, parallel_state.get_tensor_model_parallel_rank() == 1
+
+    def product(*args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = gemm(*args, **kwargs)
+        if last:
+            out.data[3, 1, 5] = float("nan")
+        return out
+
+    return product
 
 
 TP2, TP2_SP = Case("tp2", tp=2, layers=2), Case("tp2 sp", tp=2, sp=True, layers=2)
@@ -355,12 +359,14 @@ FOURTEEN = [
         TP2,
         everywhere(WORDS, "vocab_end_index", wrong_vocabulary_mask),
         f"{WORDS}:partial",
+        hint="B is zero wherever they differ",
     ),
     Bug(
         "all-reduce missing after a row-parallel linear",
         TP2,
         everywhere(FC2, "tp_group", lambda _: Alone()),
         f"{FC2}:output",
+        replica="decoder.layers.1.mlp.linear_fc2:output",
     ),
     Bug(
         "reduction over the wrong group",
@@ -373,13 +379,16 @@ FOURTEEN = [
         TP2_SP,
         forgotten_norm,
         "decoder.layers.1.pre_mlp_layernorm.weight",
-        "parameter gradient",
+        "parameter_gradient",
+        replica="decoder.layers.1.pre_mlp_layernorm.weight.grad",
     ),
     Bug(
         "router weights not synchronised",
         EXPERTS,
         router_of_its_own,
         "decoder.layers.1.mlp.router:logits",
+        hint="what dp rank 1 of 2 holds in B",
+        replica="decoder.layers.1.mlp.router.weight",
     ),
     Bug(
         "wrong loss scale under context parallelism",
@@ -387,24 +396,37 @@ FOURTEEN = [
         without_context_factor,
         "loss:output",
         "gradient",
-        "factor",
+        hint="0.5, which is 1 / cp",
     ),
     Bug(
         "wrong loss scale under data parallelism",
         DP2,
         summed_by_ddp,
         "",  # all parameters
-        "parameter gradient",
-        "factor",
+        "parameter_gradient",
+        hint="2, which is dp",
     ),
-    Bug("wrong zigzag order", CP2, contiguous_data, WORDS, hint="permuted"),
+    Bug(
+        "wrong zigzag order",
+        CP2,
+        contiguous_data,
+        WORDS,
+        hint="context parallel ranks had contiguous parts",
+    ),
     Bug(
         "wrong pipeline split: a layer skipped",
         PP2,
         everywhere("decoder.layers.2", "forward", passed_on),
         "decoder.layers.2",
+        hint="places of it were passed in A only",
     ),
-    Bug("tied embeddings out of step", TIED, untied, "output_layer:output"),
+    Bug(
+        "tied embeddings out of step",
+        TIED,
+        untied,
+        "output_layer:output",
+        replica="embedding.word_embeddings.weight",
+    ),
     Bug(
         "stale activation in recomputation",
         RECOMPUTED,
@@ -417,6 +439,7 @@ FOURTEEN = [
         BIAS,
         everywhere(FC2, "_forward_impl", bias_before_reduction),
         f"{FC2}:partial",
+        hint="the same vector for all tokens",
     ),
     Bug(
         "rotary positions restarted per sequence shard",
@@ -437,19 +460,22 @@ MORE = [
         PP2,
         everywhere("decoder.layers.1", "forward", run_twice),
         "decoder.layers.1",
+        hint="passed more often in B",
     ),
     Bug(
         "wrong pipeline split: weights of the layers before",
         PP2,
         split_off_by_one,
-        "decoder.layers.2.input_layernorm:output",
+        "decoder.layers.2.input_layernorm.weight",
+        "parameter",
     ),
     Bug(
         "gradient of tied embeddings not reduced over stages",
         TIED,
         untied_gradient,
         f"{WORDS}.weight",
-        "parameter gradient",
+        "parameter_gradient",
+        replica="embedding.word_embeddings.weight.grad",
     ),
     Bug(
         "all-reduce missing in the backward pass of a column-parallel linear",
@@ -457,15 +483,36 @@ MORE = [
         unreduced_backward,
         "decoder.layers.1.mlp.linear_fc1",
         "gradient",
+        replica="decoder.layers.1.pre_mlp_layernorm:output.grad",
     ),
-    Bug("loss divided by the data parallel ranks twice", DP2, divided_twice, "loss:output", "gradient", "factor"),
+    Bug(
+        "loss divided by the data parallel ranks twice",
+        DP2,
+        divided_twice,
+        "loss:output",
+        "gradient",
+        hint="0.5, which is 1 / dp",
+    ),
     Bug(
         "keys gathered in the order of ranks",
         CP2,
         keys_as_they_come,
         "decoder.layers.0.self_attention.core_attention:scores",
+        hint="are permuted",
     ),
-    Bug("every data parallel rank reads the same samples", DP2, same_data, WORDS),
-    Bug("memory that nobody has written", TP2_SP, not_a_number, "decoder.layers.0.mlp.linear_fc2:partial"),
+    Bug(
+        "every data parallel rank reads the same samples",
+        DP2,
+        same_data,
+        WORDS,
+        hint="samples are repeated",
+    ),
+    Bug(
+        "memory that nobody has written",
+        TP2_SP,
+        everywhere("decoder.layers.0.mlp.linear_fc2", "_forward_impl", not_a_number),
+        "decoder.layers.0.mlp.linear_fc2:partial",
+        hint="NaN",
+    ),
 ]
 BUGS = [*FOURTEEN, *MORE]

@@ -1,0 +1,402 @@
+"""Comparing dumps of given tensors: alignment, statistics, tolerances, patterns; written in one process."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_flex.compare import Comparison, compare, patterns
+from megatron_flex.compare.statistics import Statistics, blocks
+from megatron_flex.errors import DumpError, FlexError
+from megatron_flex.layout import Cut, Dim, Layout
+from tests.support import dumps
+from tests.support.dumps import Given
+
+FIRST, SECOND = "decoder.layers.0:output", "decoder.layers.1:output"
+SAMPLES, TOKENS, WIDTH = 8, 16, 4
+SIZES = {"dp": 2, "cp": 2, "tp": 2}
+
+
+def tensor(seed: int = 0, iterations: int = 1) -> Tensor:
+    return dumps.random(iterations, SAMPLES, TOKENS, WIDTH, seed=seed)
+
+
+def given(value: Tensor, layout: Layout = dumps.SEQUENCE, **more: Any) -> Given:
+    return Given(value, layout, **more)
+
+
+def both(tmp_path: Path, a: dict[str, Given], b: dict[str, Given], **settings: Any) -> tuple[Path, Path]:
+    """A on one rank, B on eight."""
+    dumps.write(tmp_path / "a", a, **settings)
+    dumps.write(tmp_path / "b", b, mesh=SIZES, microbatches=2, **settings)
+    return tmp_path / "a", tmp_path / "b"
+
+
+def of_one(tmp_path: Path, a: Tensor, b: Tensor, layout: Layout = dumps.SEQUENCE, **said: Any) -> Comparison:
+    """One site compared."""
+    return compare(*both(tmp_path, {FIRST: given(a, layout)}, {FIRST: given(b, layout)}), **said)
+
+
+# -- verdicts ------------------------------------------------------------------------------------------
+
+
+def test_equal_bit_by_bit_whatever_the_layout(tmp_path: Path) -> None:
+    sites = {FIRST: given(tensor()), SECOND: given(tensor(1), dumps.COLUMN)}
+    result = compare(*both(tmp_path, sites, sites))
+    assert result.verdict == "equal"
+    assert result.exit_status == 0
+    assert result.first is None
+    assert [r.name for r in result.rows] == [FIRST, SECOND]
+    assert all(r.equal and r.worst is None and r.cosine == 1 for r in result.rows)
+    assert result.rows[0].count == SAMPLES * TOKENS * WIDTH
+    assert "equal: all entries of 2 tensors are the same" in str(result)
+
+
+def test_round_off_is_told_from_a_bug(tmp_path: Path) -> None:
+    value = tensor()
+    near = value * (1 + 1e-7 * dumps.random(*value.shape, seed=5))
+    result = of_one(tmp_path, value, near)
+    assert result.verdict == "round-off"
+    assert 0 < result.rows[0].error < result.rows[0].tolerance < 1e-3
+    far = value.clone()
+    far[0, 3, 5, 2] += 1e-2
+    result = of_one(tmp_path / "far", value, far)
+    assert result.verdict == "diverges"
+    assert result.exit_status == 1
+
+
+def test_first_in_the_order_of_execution_and_whose_it_was(tmp_path: Path) -> None:
+    values = {FIRST: tensor(), SECOND: tensor(1)}
+    a = {n: given(v, gradient=v + 1) for n, v in values.items()}
+    wrong = values[FIRST] + 1
+    wrong[0, 5, 9, 1] += 0.5  # the gradient of the first one: it comes last
+    b = {FIRST: given(values[FIRST], gradient=wrong), SECOND: a[SECOND]}
+    result = compare(*both(tmp_path, a, b, order="blocks"))
+    assert [r.name for r in result.rows] == [FIRST, SECOND, f"{SECOND}.grad", f"{FIRST}.grad"]
+    first = result.first
+    assert first is result.rows[3]
+    assert first.kind == "gradient"
+    assert first.max_abs == pytest.approx(0.5)
+    worst = first.worst
+    assert worst is not None
+    assert (worst.sample, worst.token, worst.index) == (5, 9, (1,))
+    assert (worst.a, worst.b) == pytest.approx((float(wrong[0, 5, 9, 1]) - 0.5, float(wrong[0, 5, 9, 1])))
+    # Samples 4 to 7 are dp 1's. Of 16 tokens cp 1 has 4 to 11, of which tp 1 the second half.
+    assert worst.ranks_b == ("rank 7 (dp 1, cp 1, tp 1)",)
+    assert worst.ranks_a == ("rank 0",)
+    assert "1 of 8 samples differ: 5" in result.hints
+    assert "all of the error is in what tp rank 1 of 2 holds in B" in result.hints
+
+
+def test_iterations_before_sites(tmp_path: Path) -> None:
+    a = {FIRST: tensor(0, 3), SECOND: tensor(1, 3)}
+    b = {n: v.clone() for n, v in a.items()}
+    b[FIRST][2] += 1
+    b[SECOND][1] += 1
+    result = compare(
+        *both(tmp_path, {n: given(v) for n, v in a.items()}, {n: given(v) for n, v in b.items()})
+    )
+    assert result.first is not None
+    assert (result.first.name, result.first.iteration) == (SECOND, 1)
+
+
+def test_parameters_come_first_and_are_exact(tmp_path: Path) -> None:
+    weight, name = dumps.random(1, 8, 4), "decoder.layers.0.mlp.linear_fc1.weight"
+    grad = dumps.random(1, 8, 4, seed=4)
+    value = {FIRST: given(tensor(), gradient=tensor(3))}
+    for folder, factor in (("a", 1.0), ("b", 1 + 1e-6)):
+        dumps.write(
+            tmp_path / folder,
+            value,
+            parameters={name: Given(weight * factor, dumps.WEIGHT, grad)},
+            mesh={"tp": 2} if folder == "b" else None,
+        )
+    result = compare(tmp_path / "a", tmp_path / "b")
+    assert [r.kind for r in result.rows] == ["parameter", "value", "gradient", "parameter_gradient"]
+    assert result.first is result.rows[0], "nothing was computed: even a last digit is too much"
+
+
+def test_not_a_number(tmp_path: Path) -> None:
+    value = tensor()
+    broken = value.clone()
+    broken[0, 2, 3] = math.nan
+    result = of_one(tmp_path, value, broken)
+    assert result.first is not None
+    assert result.first.error == math.inf
+    assert result.first.worst is not None
+    assert math.isnan(result.first.worst.b)
+    assert "4 of 512 entries are NaN or infinite in one of the two" in result.hints
+    assert "1 of 16 tokens differ: 3" in result.hints
+    told = json.loads(json.dumps(result.to_json(), allow_nan=False))
+    assert told["first"]["error"] == "inf"
+    assert told["rows"][0]["diverges"] is True
+    same = of_one(tmp_path / "same", broken, broken)
+    assert same.verdict == "equal", "a NaN in the same place of both is no difference"
+
+
+def test_zeros(tmp_path: Path) -> None:
+    value = tensor()
+    zero = torch.zeros_like(value)
+    assert of_one(tmp_path, zero, zero).verdict == "equal"
+    result = of_one(tmp_path / "one", value, zero)
+    assert result.verdict == "diverges"
+    assert result.first is not None
+    assert result.first.cosine == 0
+    assert "B is zero everywhere" in result.hints
+
+
+def test_whole_numbers_are_the_same_or_not(tmp_path: Path) -> None:
+    value = torch.arange(SAMPLES * TOKENS * WIDTH).reshape(1, SAMPLES, TOKENS, WIDTH)
+    other = value.clone()
+    other[0, 0, 0, :2] += 1
+    result = of_one(tmp_path, value, other)
+    assert result.first is not None
+    assert result.first.error == pytest.approx(2 / 512)
+    assert "2 of 512 entries differ" in result.hints[0]
+
+
+# -- what only one has ---------------------------------------------------------------------------------
+
+
+def test_what_only_one_has_is_told(tmp_path: Path) -> None:
+    value = tensor(0, 3)
+    dumps.write(tmp_path / "a", {FIRST: given(value), SECOND: given(value)}, tokens=slice(0, None, 2))
+    dumps.write(tmp_path / "b", {FIRST: given(value[1:])}, iterations=[1, 2], samples=slice(0, 4))
+    result = compare(tmp_path / "a", tmp_path / "b")
+    assert result.verdict == "equal"
+    assert [r.iteration for r in result.rows] == [1, 2]
+    assert result.rows[0].count == 4 * 8 * WIDTH
+    text = " ".join(result.notes)
+    assert f"only in A: {SECOND}" in text
+    assert "iterations only in A: 0" in text
+    assert "4 of 8 samples of A are compared" in text
+    assert "8 of 16 tokens of B are compared" in text
+
+
+def test_selected_tokens_keep_their_numbers(tmp_path: Path) -> None:
+    value, other = tensor(), tensor()
+    other[0, 6, 11, 0] += 1
+    dumps.write(tmp_path / "a", {FIRST: given(value)}, tokens=[3, 7, 11])
+    dumps.write(tmp_path / "b", {FIRST: given(other)}, tokens=slice(5, None), mesh={"cp": 2})
+    result = compare(tmp_path / "a", tmp_path / "b")
+    assert result.first is not None
+    assert result.first.count == SAMPLES * 2 * WIDTH
+    assert result.first.worst is not None
+    assert (result.first.worst.sample, result.first.worst.token) == (6, 11)
+
+
+@pytest.mark.parametrize("tokens", [None, slice(0, 12)], ids=["all", "some"])
+def test_tokens_drawn_by_sample(tmp_path: Path, tokens: slice | None) -> None:
+    from megatron_flex.dump import sampled
+
+    value, other = tensor(), tensor()
+    dumps.write(tmp_path / "a", {FIRST: given(value)}, tokens=sampled(6))
+    dumps.write(tmp_path / "b", {FIRST: given(other)}, tokens=tokens, mesh={"tp": 2})
+    same = compare(tmp_path / "a", tmp_path / "b")
+    assert same.verdict == "equal"
+    assert same.rows[0].count <= SAMPLES * 6 * WIDTH
+    import megatron_flex as mf
+
+    with mf.open_dump(tmp_path / "a") as dump:
+        drawn = dump[FIRST].tokens[0, 5].tolist()
+    place = next(t for t in drawn if t < 12)
+    other[0, 5, place, 1] += 1
+    dumps.write(tmp_path / "c", {FIRST: given(other)}, tokens=tokens, mesh={"tp": 2})
+    result = compare(tmp_path / "a", tmp_path / "c")
+    assert result.first is not None
+    assert result.first.worst is not None
+    assert (result.first.worst.sample, result.first.worst.token) == (5, place)
+
+
+def test_nothing_in_common(tmp_path: Path) -> None:
+    value = tensor()
+    dumps.write(tmp_path / "a", {FIRST: given(value)})
+    dumps.write(tmp_path / "b", {SECOND: given(value)})
+    dumps.write(tmp_path / "c", {FIRST: given(value)}, iterations=[7])
+    with pytest.raises(DumpError, match="no site in common"):
+        compare(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(DumpError, match="no iteration in common: 0 and 7"):
+        compare(tmp_path / "a", tmp_path / "c")
+    wide = dumps.random(1, SAMPLES, TOKENS, 2 * WIDTH)
+    dumps.write(tmp_path / "d", {FIRST: given(wide)})
+    with pytest.raises(DumpError, match=r"nothing in common.*4 entries along 'h' in A and 8 in B"):
+        compare(tmp_path / "a", tmp_path / "d")
+
+
+def test_calls_are_told_apart(tmp_path: Path) -> None:
+    value = tensor()
+    a, b = both(tmp_path, {FIRST: given(value, calls=2)}, {FIRST: given(value, calls=3)})
+    result = compare(a, b)
+    assert [r.name for r in result.rows] == [FIRST, f"{FIRST}#1"]
+    assert any(f"only in B: {FIRST}#2" in n for n in result.notes)
+
+
+# -- tolerances ----------------------------------------------------------------------------------------
+
+
+def test_tolerances_that_are_said(tmp_path: Path) -> None:
+    value = tensor()
+    paths = both(tmp_path, {FIRST: given(value)}, {FIRST: given(value * 1.01)})
+    assert compare(*paths).verdict == "diverges"
+    assert compare(*paths, tolerance=0.02).verdict == "round-off"
+    assert compare(*paths, tolerance={"decoder.layers.*": 0.02}).verdict == "round-off"
+    assert compare(*paths, tolerance={"embedding*": 0.02}).verdict == "diverges"
+    for wrong in (-1.0, "much", {"**": -1}):
+        with pytest.raises(FlexError, match="tolerance="):
+            compare(*paths, tolerance=wrong)  # type: ignore[arg-type]
+    with pytest.raises(FlexError, match="leave one of them out"):
+        compare(*paths, tolerance=0.1, tolerance_from=paths[0])
+
+
+def test_tolerance_measured_from_a_third_run(tmp_path: Path) -> None:
+    value = tensor()
+    noise = [value * (1 + 1e-3 * dumps.random(*value.shape, seed=n)) for n in (7, 8)]
+    paths = both(tmp_path, {FIRST: given(value)}, {FIRST: given(noise[0])})
+    dumps.write(tmp_path / "c", {FIRST: given(noise[1])})
+    assert compare(*paths).verdict == "diverges"
+    measured = compare(*paths, tolerance_from=tmp_path / "c")
+    assert measured.verdict == "round-off"
+    assert 1e-3 < measured.rows[0].tolerance < 2e-2
+    dumps.write(tmp_path / "bug", {FIRST: given(noise[0] * 1.1)})
+    for a, b in ((paths[0], tmp_path / "bug"), (tmp_path / "bug", paths[0])):
+        assert compare(a, b, tolerance_from=tmp_path / "c").verdict == "diverges", "whichever has the bug"
+
+
+def test_a_cast_dump_is_known_as_such(tmp_path: Path) -> None:
+    value = tensor()
+    dumps.write(tmp_path / "a", {FIRST: given(value)})
+    dumps.write(tmp_path / "b", {FIRST: given(value)}, dtype="bf16")
+    result = compare(tmp_path / "a", tmp_path / "b")
+    assert result.verdict == "round-off"
+    assert 2**-9 < result.rows[0].tolerance < 2**-5
+    dumps.write(tmp_path / "c", {FIRST: given(value * 1.05)}, dtype="bf16")
+    assert compare(tmp_path / "a", tmp_path / "c").verdict == "diverges"
+
+
+def test_tolerance_grows_with_depth_and_on_the_way_back(tmp_path: Path) -> None:
+    names = ["embedding:output", *(f"decoder.layers.{n}:output" for n in range(8)), "output_layer:output"]
+    sites = {n: given(tensor(), gradient=tensor()) for n in names}
+    rows = compare(*both(tmp_path, sites, sites)).rows
+    allowed = [r.tolerance for r in rows]
+    assert allowed == sorted(allowed)
+    assert len(set(allowed)) == len(allowed)
+    assert 2 < allowed[-1] / allowed[1] < 10
+
+
+# -- bounded memory ------------------------------------------------------------------------------------
+
+
+def test_blocks_cover_everything_once() -> None:
+    for shape in ((), (1,), (5, 3, 7), (2, 100)):
+        seen = torch.zeros(shape)
+        for block in blocks(shape, 8 * 6):
+            assert seen[block].numel() <= 6
+            seen[block] += 1
+        assert (seen == 1).all()
+    assert list(blocks((3, 0, 2))) == []
+
+
+def test_small_blocks_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    value, other = tensor(), tensor()
+    other[0, 4, 9, 3] -= 2
+    other[0, 4, 2] += 0.1
+    paths = both(tmp_path, {FIRST: given(value)}, {FIRST: given(other)})
+    whole = compare(*paths)
+    read: list[int] = []
+    from megatron_flex.dump.reading import DumpArray
+
+    real = DumpArray.torch
+    monkeypatch.setattr(DumpArray, "torch", lambda self, *a: (read.append(self.size), real(self, *a))[1])
+    small = compare(*paths, block_bytes=8 * 20)
+    assert max(read) <= 20
+    assert small.first is not None
+    assert whole.first is not None
+    assert small.first.worst == whole.first.worst
+    assert small.first.relative == pytest.approx(whole.first.relative)
+
+
+def test_statistics_of_blocks_are_those_of_the_whole() -> None:
+    a, b = dumps.random(6, 5), dumps.random(6, 5, seed=1)
+    whole, parts = Statistics(), Statistics()
+    whole.add(a, b, (0, 0))
+    for block in blocks(a.shape, 8 * 7):
+        parts.add(a[block], b[block], tuple(s.start for s in block))
+    assert parts.worst == whole.worst
+    assert parts.relative == pytest.approx(float((a - b).norm() / max(a.norm(), b.norm())))
+    assert parts.cosine == pytest.approx(float(torch.cosine_similarity(a.flatten(), b.flatten(), 0)))
+    assert parts.greatest == pytest.approx(float((a - b).abs().max()))
+
+
+# -- patterns ------------------------------------------------------------------------------------------
+
+
+def test_a_constant_factor_has_a_name(tmp_path: Path) -> None:
+    value = tensor()
+    result = of_one(tmp_path, value, value / 8)
+    assert result.hints == ("B is A times a constant factor, 0.125, which is 1 / (dp x cp x tp)",)
+    result = of_one(tmp_path / "no", value, value * 3)
+    assert result.hints == ("B is A times a constant factor, 3",)
+
+
+def test_zigzag_taken_for_contiguous(tmp_path: Path) -> None:
+    value = tensor()
+    zig = torch.tensor([0, 1, 2, 3, 12, 13, 14, 15, 4, 5, 6, 7, 8, 9, 10, 11])
+    wrong = torch.empty_like(value)
+    wrong[:, :, zig] = value  # contiguous parts where the layout says zigzag
+    result = of_one(tmp_path, value, wrong)
+    assert any("as if B's 2 context parallel ranks had contiguous parts" in h for h in result.hints)
+
+
+def test_rows_at_other_places(tmp_path: Path) -> None:
+    value = tensor()
+    result = of_one(tmp_path, value, value[:, [0, 2, 1, 3, 4, 5, 6, 7]])
+    assert "samples are permuted (B<-A): 1<-2, 2<-1" in result.hints
+    result = of_one(tmp_path / "again", value, value[:, [0, 1, 2, 3, 0, 1, 2, 3]])
+    assert "samples are repeated (B<-A): 4<-0, 5<-1, 6<-2, 7<-3" in result.hints
+
+
+def test_errors_at_borders(tmp_path: Path) -> None:
+    value, other = dumps.random(1, 2, 64, 4), dumps.random(1, 2, 64, 4)
+    other[:, :, [31, 32]] += 1
+    layout = Layout((Dim("s", (Cut("tp"),)), Dim("b"), Dim("h")))
+    dumps.write(tmp_path / "a", {FIRST: given(value, layout)})
+    dumps.write(tmp_path / "b", {FIRST: given(other, layout)}, mesh={"tp": 2})
+    result = compare(tmp_path / "a", tmp_path / "b")
+    assert "all of the error is at the borders between tp ranks of B" in result.hints
+    other[:, :, 20] += 1
+    dumps.write(tmp_path / "c", {FIRST: given(other, layout)}, mesh={"tp": 2})
+    assert not any("borders" in h for h in compare(tmp_path / "a", tmp_path / "c").hints)
+
+
+def test_noise_has_no_pattern(tmp_path: Path) -> None:
+    value = tensor()
+    result = of_one(tmp_path, value, value + 0.1 * tensor(9))
+    assert result.verdict == "diverges"
+    assert result.hints == ()
+    assert patterns.factor(float("nan"), 0.0, {}) == ""
+
+
+# -- what people see -----------------------------------------------------------------------------------
+
+
+def test_table_and_progress(tmp_path: Path) -> None:
+    rich = pytest.importorskip("rich.console")
+    names = [f"decoder.layers.{n}:output" for n in range(40)]
+    a, b = {n: given(tensor()) for n in names}, {n: given(tensor()) for n in names}
+    b[names[20]] = given(tensor(1))
+    seen: list[tuple[int, int, str]] = []
+    result = compare(*both(tmp_path, a, b), progress=lambda *told: seen.append(told))
+    assert seen == [(n, 40, name) for n, name in enumerate(names)]
+    shown = [r.name for r in result.shown(10)]
+    assert len(shown) == 10
+    assert names[20] in shown
+    console = rich.Console(width=200, record=True)
+    console.print(result.table())
+    assert names[20] in console.export_text()
+    assert f"diverges: first at {names[20]} (value), iteration 0" in str(result)
