@@ -49,7 +49,7 @@ NAMES = {  # safetensors' names of dtypes
 }
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _FOLDER = re.compile(r"([0-9]{10,18})(?:\.([0-9]{1,9}))?")
-PART_NAME = re.compile(r"(\d{5,})-(\d{3,})(?:-of-(\d{3,}))?\.safetensors", re.ASCII)
+PART_NAME = re.compile(r"([0-9]{5,12})-([0-9]{3,9})(?:-of-([0-9]{3,9}))?\.safetensors")
 
 VALUE, GRADIENT, PARAMETER, PARAMETER_GRADIENT, ROUTING, REPLICA = (
     "value",
@@ -154,6 +154,15 @@ def part_name(rank: int, part: int, parts: int = 0) -> str:
     """The file of a part; the last of a rank's iteration has how many there are in its name."""
     end = f"-of-{parts:03d}" if parts else ""
     return f"{rank:05d}-{part:03d}{end}.safetensors"
+
+
+def part_of(name: str) -> tuple[int, int, int] | None:
+    """Rank, part and parts (0 in all but the last) by the name of a file; None if it is no part's."""
+    found = PART_NAME.fullmatch(name)
+    if found is None:
+        return None
+    out = int(found[1]), int(found[2]), int(found[3] or 0)
+    return out if part_name(*out) == name else None
 
 
 def whole_parts(folder: Path, ranks: Sequence[int]) -> dict[int, list[Path]] | None:

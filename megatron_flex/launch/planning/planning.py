@@ -138,7 +138,7 @@ def _is_glob(pattern: Pattern) -> bool:
     return not isinstance(pattern, str) or re.search(r"[*?\[]", pattern) is not None
 
 
-def _parameters(found: list[ParameterSite], patterns: Sequence[str]) -> list[ParameterSite]:
+def _parameters(found: list[ParameterSite], patterns: Sequence[Pattern]) -> list[ParameterSite]:
     """Those meant; without copies of others that are among them."""
     as_sites = SiteTable(Site(p.name, p.layout, p.shape) for p in {p.name: p for p in found}.values())
     names = {s.name for pattern in patterns for s in as_sites.match(pattern)}
