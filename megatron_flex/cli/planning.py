@@ -18,60 +18,72 @@ from megatron_flex.launch.planning import plan as make
 STAGES = 8  # of more stages only the lightest and the heaviest are told
 
 
+Flags = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[-- MEGATRON FLAGS]", help="The run's own flags.", show_default=False),
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", "-c", metavar="FILE", help="YAML or JSON of Megatron's arguments.", show_default=False
+    ),
+]
+Sites = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sites", "-s", metavar="PATTERN", help="Sites to dump; may be repeated.", show_default=False
+    ),
+]
+Parameters = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN", help="Parameters to dump; may be repeated.", show_default=False),
+]
+Gradients = Annotated[bool, typer.Option("--gradients", "-g", help="Gradients, too.")]
+Tokens = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WHICH",
+        help="Positions: 0,5 or a slice ::8, or random:64, or a fraction 0.1.",
+        show_default=False,
+    ),
+]
+Mean = Annotated[bool, typer.Option("--mean", help="The mean over the positions only.")]
+Dtype = Annotated[str | None, typer.Option(metavar="bf16|fp16|fp32", help="To cast to.", show_default=False)]
+WorldSize = Annotated[int | None, typer.Option(metavar="N", help="Ranks.", show_default=False)]
+Mesh = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="AXIS=N", help="Instead of the config's: tp, pp, cp, ep, etp, dp.", show_default=False
+    ),
+]
+Microbatches = Annotated[
+    int | None, typer.Option(metavar="N", help="That each data parallel rank dumps.", show_default=False)
+]
+Every = Annotated[int, typer.Option(metavar="N", help="Dump every n-th iteration.")]
+Iterations = Annotated[
+    int | None, typer.Option(metavar="N", help="Iterations of the run.", show_default=False)
+]
+Disk = Annotated[
+    float | None,
+    typer.Option(metavar="GB/S", help="What the disks take together, in 10^9 bytes/s.", show_default=False),
+]
+
+
 def plan(
-    flags: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[-- MEGATRON FLAGS]", help="The run's own flags.", show_default=False),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", "-c", metavar="FILE", help="YAML or JSON of Megatron's arguments.", show_default=False
-        ),
-    ] = None,
-    sites: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--sites", "-s", metavar="PATTERN", help="Sites to dump; may be repeated.", show_default=False
-        ),
-    ] = None,
-    parameters: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="Parameters to dump; may be repeated.", show_default=False),
-    ] = None,
-    gradients: Annotated[bool, typer.Option("--gradients", "-g", help="Gradients, too.")] = False,
-    tokens: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WHICH",
-            help="Positions: 0,5 or a slice ::8, or random:64, or a fraction 0.1.",
-            show_default=False,
-        ),
-    ] = None,
-    mean: Annotated[bool, typer.Option("--mean", help="The mean over the positions only.")] = False,
-    dtype: Annotated[
-        str | None, typer.Option(metavar="bf16|fp16|fp32", help="To cast to.", show_default=False)
-    ] = None,
-    world_size: Annotated[int | None, typer.Option(metavar="N", help="Ranks.", show_default=False)] = None,
-    mesh: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="AXIS=N", help="Instead of the config's: tp, pp, cp, ep, etp, dp.", show_default=False
-        ),
-    ] = None,
-    microbatches: Annotated[
-        int | None, typer.Option(metavar="N", help="That each data parallel rank dumps.", show_default=False)
-    ] = None,
-    every: Annotated[int, typer.Option(metavar="N", help="Dump every n-th iteration.")] = 1,
-    iterations: Annotated[
-        int | None, typer.Option(metavar="N", help="Iterations of the run.", show_default=False)
-    ] = None,
-    disk: Annotated[
-        float | None,
-        typer.Option(
-            metavar="GB/S", help="What the disks take together, in 10^9 bytes/s.", show_default=False
-        ),
-    ] = None,
+    flags: Flags = None,
+    config: Config = None,
+    sites: Sites = None,
+    parameters: Parameters = None,
+    gradients: Gradients = False,
+    tokens: Tokens = None,
+    mean: Mean = False,
+    dtype: Dtype = None,
+    world_size: WorldSize = None,
+    mesh: Mesh = None,
+    microbatches: Microbatches = None,
+    every: Every = 1,
+    iterations: Iterations = None,
+    disk: Disk = None,
     as_json: Json = False,
 ) -> None:
     """Say what a dump of a Megatron run would write, by site, stage and rank, from its configuration alone.

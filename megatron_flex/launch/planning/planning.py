@@ -66,18 +66,9 @@ def plan(
         FlexError: the configuration cannot be; a pattern matches nothing, or only what cannot be had; the
             process has groups already.
     """
-    share = tokens if isinstance(tokens, float) else None
-    if share is not None and not 0 < share <= 1:
-        raise FlexError(f"tokens={share}: a fraction of the tokens is above 0 and at most 1")
-    kept = None if share is not None else tokens
-    said: dict[str, Any] = {
-        "every": every,
-        "tokens": kept,
-        "reduce": reduce,
-        "dtype": dtype,
-        "gradients": gradients,
-    }
-    dump = Dump("", sites, parameters=parameters, part_bytes=part_bytes, **said)
+    share, kept = _fraction(tokens)
+    how: dict[str, Any] = {"every": every, "tokens": kept, "reduce": reduce, "dtype": dtype}
+    dump = Dump("", sites, parameters=parameters, part_bytes=part_bytes, gradients=gradients, **how)
     with cpu.runtime(force=True), quiet():
         args = arguments(config, _changes(mesh, world_size, sequence_length, micro_batch_size))
         whole = built(args)
@@ -94,6 +85,15 @@ def plan(
         part_bytes=part_bytes,
         hidden={s.name: s.hidden for s in chosen if s.hidden},
     )
+
+
+def _fraction(tokens: Any) -> tuple[float | None, Any]:
+    """A fraction of the tokens, or else what Dump takes."""
+    if not isinstance(tokens, float):
+        return None, tokens
+    if not 0 < tokens <= 1:
+        raise FlexError(f"tokens={tokens}: a fraction of the tokens is above 0 and at most 1")
+    return tokens, None
 
 
 def _changes(
