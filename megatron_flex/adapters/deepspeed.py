@@ -210,6 +210,9 @@ class Zero(Resident):
 
         return LocalGradient(safe_get_full_grad(parameter) if self._exists(parameter) else None)
 
+    def reduced(self) -> bool:
+        return True  # what there is of a gradient is the mean over data parallel ranks
+
     def put_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Write into the part that this rank has."""
         from deepspeed.utils import safe_set_full_grad, safe_set_local_grad

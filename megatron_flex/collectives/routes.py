@@ -133,7 +133,8 @@ class Route:
         if self.expert is None:
             return None
         rows = Layout(self.home_layout.dims[:1])
-        own = self.dispatch.positions(self.expert, self.mesh.coords, self.mesh.sizes)
+        places = self.dispatch.places(self.mesh.coords, self.mesh.sizes)
+        own = places[self.dispatch.chosen[:, self.expert]]
         positions, _ = all_assemble(own, rows, self.mesh)
         return positions.argsort()
 

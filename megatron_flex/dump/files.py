@@ -19,18 +19,20 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_flex.dump.forms import INDEX, TENSOR, check, loads
 from megatron_flex.errors import DumpError
 
 FORMAT, VERSION = "megatron_flex.dump", 1
 MANIFEST = "manifest.json"
-PART_NAME = re.compile(r"(\d{5,})-(\d{3,})(?:-of-(\d{3,}))?\.safetensors", re.ASCII)
 ALIGN = 64  # bytes; each tensor begins at a multiple of it, counted from the first
 MOST_HEADER = 100 << 20  # bytes, as safetensors has it
+MOST_TOKENS = 1 << 26  # of a tensor of which only some are written; nobody has more in a microbatch
 NAMES = {  # safetensors' names of dtypes
     torch.float64: "F64",
     torch.float32: "F32",
@@ -47,7 +49,7 @@ NAMES = {  # safetensors' names of dtypes
 }
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _FOLDER = re.compile(r"([0-9]{10,18})(?:\.([0-9]{1,9}))?")
-_PART = re.compile(r"([0-9]{5,12})-([0-9]{3,9})(?:-of-([0-9]{3,9}))?\.safetensors")
+PART_NAME = re.compile(r"(\d{5,})-(\d{3,})(?:-of-(\d{3,}))?\.safetensors", re.ASCII)
 
 VALUE, GRADIENT, PARAMETER, PARAMETER_GRADIENT, ROUTING, REPLICA = (
     "value",
@@ -77,7 +79,7 @@ class Entry:
         crc: CRC-32 of its bytes.
         route: of experts' rows `{"of": the layer, "expert": its number or None}`; of a decision what beside
             its bits tells where rows go (dump/routing.py); None of every other tensor.
-        turn: how many tensors passed on the rank before it in the iteration, counting those that others write.
+        turn: how many tensors passed on the rank before it in the iteration, also those that others write.
     """
 
     site: str
@@ -139,6 +141,15 @@ def iteration_folder(iteration: int, run_of: int = 0) -> str:
     return f"{iteration:010d}" + (f".{run_of}" if run_of else "")
 
 
+def iteration_of(folder: str) -> tuple[int, int] | None:
+    """The number of an iteration, and which run of the schedule, by the name of its folder."""
+    found = _FOLDER.fullmatch(folder)
+    if found is None:
+        return None
+    out = int(found[1]), int(found[2] or 0)
+    return out if iteration_folder(*out) == folder else None
+
+
 def part_name(rank: int, part: int, parts: int = 0) -> str:
     """The file of a part; the last of a rank's iteration has how many there are in its name."""
     end = f"-of-{parts:03d}" if parts else ""
@@ -175,24 +186,6 @@ def whole_parts(folder: Path, ranks: Sequence[int]) -> dict[int, list[Path]] | N
     }
 
 
-def iteration_of(folder: str) -> tuple[int, int] | None:
-    """The number of an iteration, and which run of the schedule, by the name of its folder."""
-    found = _FOLDER.fullmatch(folder)
-    if found is None:
-        return None
-    out = int(found[1]), int(found[2] or 0)
-    return out if iteration_folder(*out) == folder else None
-
-
-def part_of(name: str) -> tuple[int, int, int] | None:
-    """Rank, part and number of parts (0 in all but the last) by the name of a file; None if it is no part's."""
-    found = _PART.fullmatch(name)
-    if found is None:
-        return None
-    out = int(found[1]), int(found[2]), int(found[3] or 0)
-    return out if part_name(*out) == name else None
-
-
 def header(index: Index, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> tuple[bytes, list[int]]:
     """The bytes in front of a part's tensors, and the offset of each behind them.
 
@@ -216,6 +209,9 @@ def header(index: Index, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]
     return struct.pack("<Q", len(body)) + body, offsets
 
 
+Places = Mapping[str, tuple[torch.dtype, tuple[int, ...], int, int]]
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A part as it was read: its index, and where its tensors are.
@@ -228,7 +224,7 @@ class Part:
 
     path: Path
     index: Index
-    where: Mapping[str, tuple[torch.dtype, tuple[int, ...], int, int]]
+    where: Places
 
 
 def read_part(path: Path) -> Part:
@@ -252,46 +248,76 @@ def read_part(path: Path) -> Part:
     except DumpError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise DumpError(f"{path}: its header is no dump's: {error!r}; the file is damaged") from error
+        raise DumpError(f"{path}: its header is no dump's: {str(error)[:200]}; it is damaged") from error
 
 
 def _parsed(path: Path, body: bytes, room: int, start: int) -> Part:
-    told = json.loads(body)
+    told = loads(body)
+    check(told, "object")
     meta = told.pop("__metadata__")
+    check(meta, {"format": "str", "index": "str", "crc": "str"})
     if meta["format"] != f"{FORMAT}/{VERSION}":
         raise DumpError(
-            f"{path}: format {str(meta['format'])[:60]!r}; this version reads {FORMAT}/{VERSION}: "
+            f"{path}: format {meta['format'][:60]!r}; this version reads {FORMAT}/{VERSION}: "
             "read it with the megatron_flex that wrote it, or a newer one"
         )
     text = meta["index"]
-    if zlib.crc32(json.dumps(told, separators=(",", ":")).encode() + text.encode()) != int(meta["crc"]):
+    if f"{zlib.crc32(json.dumps(told, separators=(',', ':')).encode() + text.encode())}" != meta["crc"]:
         raise DumpError(f"{path}: the checksum of its header is wrong: it is damaged")
+    where = _places(told, room, start)
+    found = loads(text)
+    check(found, INDEX)
+    entries = tuple(_entry(e) for e in found.pop("entries"))
+    index = Index(**{**found, "entries": entries})
+    for entry in entries:
+        if entry.kind != REPLICA:
+            _check_stored(entry, where)
+    return Part(path, index, where)
+
+
+def _places(told: dict[str, Any], room: int, start: int) -> Places:
+    """Where the tensors lie: one behind the other, and nothing else."""
     where, end = {}, 0
     for name, one in told.items():
-        dtype, shape = DTYPES[one["dtype"]], tuple(int(n) for n in one["shape"])
-        first, last = (int(n) for n in one["data_offsets"])
+        check(one, TENSOR, name[:80])
+        dtype, shape = DTYPES[one["dtype"]], tuple(one["shape"])
+        first, last = one["data_offsets"]
         count = dtype.itemsize
         for n in shape:
             count *= n
         if min(shape, default=0) < 0 or first != end or last - first != count or last > room:
-            raise DumpError(f"{path}: {name[:80]!r} does not lie in the file as it says: it is damaged")
+            raise ValueError(f"{name[:80]!r} does not lie in the file as it says")
         where[name] = dtype, shape, start + first, count
         end = last
     if end != room:
-        raise DumpError(f"{path}: {room - end} bytes behind its tensors: it is damaged")
-    found = json.loads(text)
-    entries = tuple(
-        Entry(
-            **{
-                **e,
-                "shape": tuple(int(n) for n in e["shape"]),
-                "span": None if e["span"] is None else (int(e["span"][0]), int(e["span"][1])),
-            }
-        )
-        for e in found.pop("entries")
-    )
-    index = Index(**{**found, "entries": entries})
-    missing = [e.tensor for e in entries if e.kind != REPLICA and e.tensor not in where]
-    if missing:
-        raise DumpError(f"{path}: no tensor {missing[0][:80]!r}, which its index has: it is damaged")
-    return Part(path, index, where)
+        raise ValueError(f"{room - end} bytes behind its tensors")
+    return where
+
+
+def _entry(told: dict[str, Any]) -> Entry:
+    span = told["span"]
+    if span is not None:
+        check(span, ["int"])
+        first, last = span
+        span = first, last
+    return Entry(**{**told, "shape": tuple(told["shape"]), "span": span})
+
+
+def _check_stored(entry: Entry, where: Places) -> None:
+    """An entry's shape is as large as its tensor, or as what was picked or cut out of it can be."""
+    name, shape = entry.tensor, entry.shape
+    if name not in where:
+        raise ValueError(f"no tensor {name[:80]!r}, which its index has")
+    _, stored, _, _ = where[name]
+    if DTYPES.get(entry.dtype) != where[name][0] or min((*shape, entry.microbatch, entry.call)) < 0:
+        raise ValueError(f"{name[:80]!r} is not what its index says")
+    fits = True
+    if entry.span is not None:
+        first, last = entry.span
+        fits = 0 <= first <= last <= prod(shape) and stored == (last - first,) and not entry.picked
+    elif entry.picked:
+        fits = bool(stored) and prod(max(n, 1) for n in shape) <= prod(stored[1:]) * MOST_TOKENS
+    elif entry.kind != ROUTING:
+        fits = stored == shape and (prod(shape) > 0 or prod(max(n, 1) for n in shape) <= MOST_TOKENS)
+    if not fits:
+        raise ValueError(f"{name[:80]!r} has shape {stored}, and its index says {shape}")

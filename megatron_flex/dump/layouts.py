@@ -59,11 +59,13 @@ def _cut(cut: Cut) -> dict[str, Any]:
 
 
 def _read_dim(told: dict[str, Any]) -> Dim:
-    keep = told.get("keep")
+    keep, segments = told.get("keep"), tuple(int(n) for n in told.get("segments", (1,)))
+    if min(segments, default=0) < 1 or (keep is not None and keep < 0):
+        raise ValueError(f"segments {segments}, of which {keep} are kept")
     return Dim(
         str(told["name"]),
         tuple(_read_cut(c) for c in told.get("cuts", ())),
-        tuple(int(n) for n in told.get("segments", (1,))),
+        segments,
         None if keep is None else int(keep),
         bool(told.get("uneven", False)),
     )
@@ -73,4 +75,6 @@ def _read_cut(told: dict[str, Any]) -> Cut:
     order = told.get("order", "contiguous")
     if order not in ("contiguous", "zigzag"):
         raise ValueError(f"order {order!r} is none of contiguous, zigzag")
+    if int(told.get("copies", 1)) < 1:
+        raise ValueError(f"{told['copies']} copies")
     return Cut(str(told["axis"]), order, int(told.get("copies", 1)), bool(told.get("partial", False)))

@@ -6,10 +6,13 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
 from megatron_flex.dump.files import FORMAT, MANIFEST, VERSION
+from megatron_flex.dump.forms import MANIFEST as FORM
+from megatron_flex.dump.forms import check, loads
 from megatron_flex.errors import DumpError
 
 
@@ -75,10 +78,10 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write it, whole or not at all."""
-        told = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        told = finite({"format": FORMAT, "version": VERSION, **asdict(self)})
         path = folder / (MANIFEST + ".tmp")
         with path.open("w", encoding="utf-8") as file:
-            json.dump(told, file, indent=1)
+            json.dump(told, file, indent=1, allow_nan=False)
             file.flush()
             os.fsync(file.fileno())
         path.rename(folder / MANIFEST)
@@ -92,22 +95,57 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
+            told = loads(path.read_bytes())
             if told["format"] != FORMAT:
                 raise DumpError(f"{path}: no manifest of a dump")
             if told["version"] != VERSION:
                 raise DumpError(
-                    f"{path}: version {told['version']}; this megatron_flex reads version {VERSION}: use the "
-                    "one that wrote it, or a newer one"
+                    f"{path}: version {str(told['version'])[:20]}; this megatron_flex reads version "
+                    f"{VERSION}: use the one that wrote it, or a newer one"
                 )
+            check(told, FORM)
             del told["format"], told["version"]
             told["sites"] = tuple(Place(**p) for p in told["sites"])
             told["parameters"] = tuple(Place(**p) for p in told["parameters"])
-            told["ranks"] = tuple((int(r), {str(a): int(n) for a, n in c.items()}) for r, c in told["ranks"])
-            return Manifest(**told)
+            told["ranks"] = tuple(_rank(one) for one in told["ranks"])
+            manifest = Manifest(**told)
+            _check_ranks(manifest)
+            return manifest
         except DumpError:
             raise
         except OSError as error:
             raise DumpError(f"{path}: cannot be read: {error.strerror or error}") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DumpError(f"{path}: no manifest of a dump, or a damaged one: {error!r}") from error
+
+
+def finite(value: Any) -> Any:
+    """The same values with the floats that JSON does not have in words."""
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: finite(one) for key, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _rank(told: Any) -> tuple[int, dict[str, int]]:
+    check(told, "list")
+    rank, coords = told
+    check(rank, "int")
+    check(coords, {"*": "int"})
+    return rank, coords
+
+
+def _check_ranks(manifest: Manifest) -> None:
+    """Every rank has a place on the mesh, and the mesh has no more places than there are ranks."""
+    ranks, sizes = manifest.ranks, manifest.sizes
+    if len({rank for rank, _ in ranks}) != len(ranks) or any(rank < 0 for rank, _ in ranks) or not ranks:
+        raise ValueError("a rank that is there twice, or none at all")
+    for axes in (manifest.axes, manifest.experts):
+        if min(axes.values(), default=1) < 1 or prod(axes.values()) > len(ranks):
+            raise ValueError(f"axes {dict(axes)} of {len(ranks)} ranks")
+    for rank, coords in ranks:
+        if any(not 0 <= at < sizes.get(axis, 0) for axis, at in coords.items()):
+            raise ValueError(f"rank {rank} at {coords} of {dict(sizes)}")
+    if len({tuple(coords.get(a, 0) for a in manifest.axes) for _, coords in ranks}) != len(ranks):
+        raise ValueError("two ranks at one place")

@@ -9,7 +9,7 @@ def first_sample(
     """The number in the global batch of the first sample of a microbatch.
 
     Args:
-        order: `interleaved`: microbatch by microbatch over all replicas; `blocks`: one replica's behind the other's.
+        order: `interleaved`: microbatch by microbatch over all replicas; `blocks`: replica by replica.
         microbatch: its number on its data parallel replica.
         replica: that replica's coordinate.
         replicas: how many there are.

@@ -6,15 +6,14 @@ whose each row is, by the rules that a live read goes by.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_flex.dump.layouts import from_json, to_json
-from megatron_flex.errors import DumpError
+from megatron_flex.errors import DumpError, LayoutError
 from megatron_flex.layout import (
     Choice,
     Coords,
@@ -69,37 +68,40 @@ def choice_from_json(told: Any, packed: Tensor) -> Choice:
         stream, slots = from_json(told["stream"]), int(told["slots"])
         if packed.shape != (sequence * batch, -(-experts // len(BITS))) or len(stream.dims) != 2:
             raise DumpError(f"bits of shape {tuple(packed.shape)} for {sequence * batch} tokens: damaged")
-        return Choice(unpack(packed, experts), (sequence, batch), slots, stream, bool(told["etp_outer"]))
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        chosen = unpack(packed, experts)
+        if not 0 < slots <= experts or (sequence * batch and int(chosen.sum(1).max()) > slots):
+            raise DumpError(f"tokens that go to more than {slots} of {experts} experts: damaged")
+        return Choice(chosen, (sequence, batch), slots, stream, bool(told["etp_outer"]))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, LayoutError) as error:
         raise DumpError(f"no decision of a router: {error!r}; the dump is damaged") from error
 
 
-class Home(NamedTuple):
-    """A tensor of experts in one data parallel replica, by token.
+class Rows(NamedTuple):
+    """Where the rows of one data parallel replica's tokens lie, one entry for each.
 
     Attributes:
-        whole: `[s, b, slots, ...]`; or of one expert `[t, ...]`, in the order of tokens.
-        tokens: of one expert, which token each row belongs to, counted by sequence and then by batch.
-        shape: `(s, b)` of the replica's tokens.
+        edp: the coordinate of the ranks that have it,
+        ep: likewise,
+        row: and its number there.
+        token: that it belongs to, counted in the whole by sequence and then by batch.
+        slot: its place among the rows of its token; 0 if they are those of one expert.
     """
 
-    whole: Tensor
-    tokens: Tensor | None
-    shape: tuple[int, int]
+    edp: Tensor
+    ep: Tensor
+    row: Tensor
+    token: Tensor
+    slot: Tensor
 
-    def dense(self) -> Tensor:
-        """`[s, b, ...]`, with zeros for the tokens that an expert does not get."""
-        if self.tokens is None:
-            return self.whole
-        out = self.whole.new_zeros((self.shape[0] * self.shape[1], *self.whole.shape[1:]))
-        out[self.tokens] = self.whole
-        return out.view(*self.shape, *self.whole.shape[1:])
+    def among(self, tokens: Tensor) -> Rows:
+        """Those of some tokens, given by a mask."""
+        kept = tokens[self.token]
+        return Rows(*(entry[kept] for entry in self))
 
-    def chosen(self) -> Tensor:
-        """`[s, b]`: of one expert, whether it gets the token."""
-        out = torch.zeros(self.shape[0] * self.shape[1], dtype=torch.bool)
-        out[slice(None) if self.tokens is None else self.tokens] = True
-        return out.view(self.shape)
+    def ranks(self) -> list[tuple[int, int, Tensor]]:
+        """The coordinates `edp`, `ep` that have rows, each with a mask of its entries."""
+        found = torch.stack([self.edp, self.ep]).unique(dim=1).T.tolist()
+        return [(edp, ep, (self.edp == edp) & (self.ep == ep)) for edp, ep in found]
 
 
 class Routing:
@@ -110,112 +112,154 @@ class Routing:
         sizes: the mesh.
 
     Raises:
-        DumpError: decisions that no layer makes, or too few.
+        DumpError: decisions that no layer makes.
     """
 
     def __init__(self, choices: Iterable[tuple[Coords, Choice]], sizes: Sizes) -> None:
         self.sizes = sizes
         self.choices = {place_of(coords): (coords, choice) for coords, choice in choices}
-        found = {c.chosen.shape[1] for _, c in self.choices.values()}
-        self.experts = next(iter(found), 0)
-        if len(found) != 1 or not self.experts or self.experts % sizes.get("ep", 1):
-            raise DumpError(f"routers choose among {sorted(found)} experts on {sizes.get('ep', 1)} ranks")
-        self._from = cache(self._rows_from)
+        every = [c for _, c in self.choices.values()]
+        if not every:
+            raise DumpError("no router's decision is there; parts of the dump are missing")
+        some = every[0]
+        self.experts = some.chosen.shape[1]
+        if self.experts % sizes.get("ep", 1) or any(_kind(c) != _kind(some) for c in every):
+            found = sorted({c.chosen.shape[1] for c in every})
+            raise DumpError(
+                f"routers choose among {found} experts on {sizes.get('ep', 1)} ranks, and not all alike: "
+                "the dump is damaged"
+            )
+        self.slots, self._tokens = some.slots, Layout(some.stream.dims[:2])
+        try:
+            sequence, batch = padded_shape(self._tokens, some.shape, sizes)
+            for coords, choice in self.choices.values():
+                choice.places(coords, sizes)
+        except LayoutError as error:
+            raise DumpError(f"tokens of routers: {error}; the dump is damaged") from error
+        self.shape = sequence, batch
+        self._sent: dict[tuple[int, int, int | None], list[list[Tensor]]] = {}
 
-    def home(
-        self,
-        rows: Mapping[Place, Tensor],
-        layout: Layout,
-        home: Layout,
-        replica: int,
-        expert: int | None = None,
-    ) -> Home:
-        """Lead the rows of a tensor home.
+    def rows(self, replica: int, expert: int | None = None) -> Rows:
+        """Where the rows of a replica's tokens lie.
 
         Args:
-            rows: by the place of a rank the rows of its experts, as it wrote them; where ranks along `etp`
-                hold the same, of one of them; none of ranks that do not have the expert.
-            layout: of those over `etp`.
-            home: how the tensors at home make the whole.
-            replica: the data parallel replica whose tokens are wanted.
-            expert: if given, the rows are those of this expert alone.
+            replica: its coordinate on `dp`.
+            expert: if given, of a tensor that has the rows of this expert alone.
 
         Raises:
-            DumpError: rows are missing, or fewer than the routers sent.
+            DumpError: a rank's decision is missing, or there is no such expert.
         """
-        owners = [p for p, (c, _) in sorted(self.choices.items()) if c.get("dp", 0) == replica]
-        parts: list[Tensor] = []
-        tokens: list[Tensor] = []
-        for coords in coordinates(home, self.sizes):
-            place = next((p for p in owners if _fits(self.choices[p][0], coords)), None)
+        if expert is not None and not (type(expert) is int and 0 <= expert < self.experts):
+            raise DumpError(f"rows of expert {str(expert)[:40]} of {self.experts}: the dump is damaged")
+        out = []
+        owners = [(p, c) for p, (c, _) in sorted(self.choices.items()) if c.get("dp", 0) == replica]
+        for at in coordinates(self._tokens, self.sizes):
+            place = next((p for p, c in owners if all(c.get(a, 0) == n for a, n in at.items())), None)
             if place is None:
-                raise DumpError(f"no router's decision of the rank at {coords} of replica {replica}")
-            whole, choice = self.choices[place]
-            came = self._of_rank(place, rows, layout, expert)
-            parts.append(choice.by_token(came) if expert is None else came)
-            if expert is not None:
-                tokens.append(choice.positions(expert, whole, self.sizes))
-        choice = self.choices[owners[0]][1]
-        sequence, batch = padded_shape(choice.stream, choice.shape, self.sizes)
-        made = assemble(home, parts, self.sizes)
+                raise DumpError(f"no router's decision of the rank at {at} of replica {replica}")
+            out.append(self._of(place, expert))
+        return Rows(*(torch.cat(entries) for entries in zip(*out, strict=True)))
+
+    def sent(self, edp: int, ep: int, expert: int | None = None) -> int:
+        """How many rows the ranks with these coordinates got, or of one expert."""
+        return sum(len(rows) for sources in self._from(edp, ep, expert) for rows in sources)
+
+    def whole(
+        self, rows: Mapping[Place, Tensor], layout: Layout, replica: int, expert: int | None = None
+    ) -> Tensor:
+        """A tensor of experts by token.
+
+        Args:
+            rows: by the place of a rank (coordinates on `edp`, `ep`, `etp`) the rows of its experts; where
+                ranks along `etp` hold the same, of one of them; none of ranks that do not have the expert.
+            layout: of those over `etp`.
+            replica: whose tokens are wanted.
+            expert: if given, the rows are those of this expert alone.
+
+        Returns:
+            `[s, b, slots, ...]`, with zeros in slots that no expert has; of one expert `[t, ...]`, in the
+            order of its tokens.
+        """
+
+        def fetch(edp: int, ep: int, wanted: Tensor) -> Tensor:
+            shards = []
+            for at in coordinates(layout, self.sizes):
+                etp = range(self.sizes.get("etp", 1)) if "etp" not in at else (at["etp"],)
+                shard = next((rows[edp, ep, t] for t in etp if (edp, ep, t) in rows), None)
+                if shard is None:
+                    raise DumpError(f"no rows of the ranks at edp={edp}, ep={ep}")
+                shards.append(shard[wanted])
+            return assemble(layout, shards, self.sizes)
+
+        some = next(iter(rows))
+        found = self.rows(replica, expert)
+        dense = spread(found, fetch, self.shape, 1 if expert is not None else self.slots, some[:2])
         if expert is None:
-            return Home(made, None, (sequence, batch))
-        numbers = assemble(Layout(home.dims[:1]), tokens, self.sizes)
-        order = numbers.argsort()
-        return Home(made[order], numbers[order], (sequence, batch))
+            return dense
+        return dense[:, :, 0].flatten(0, 1)[found.token.sort().values]
 
-    def _of_rank(
-        self, place: Place, rows: Mapping[Place, Tensor], layout: Layout, expert: int | None
-    ) -> Tensor:
-        """The rows of a rank's own tokens, by expert and then by token."""
+    def _of(self, place: Place, expert: int | None) -> Rows:
+        """Where the rows of one rank's own tokens lie."""
         edp, source, etp = place
-        pieces = []
-        for ep in range(self.sizes.get("ep", 1)):
-            wanted = self._from(edp, ep, expert)[etp][source]
-            if len(wanted):
-                pieces.append(self._summed(rows, layout, edp, ep, wanted))
-        if pieces:
-            return torch.cat(pieces)
-        some = next(iter(rows), None)
-        if some is None:
-            raise DumpError("no rank wrote rows; parts of the dump are missing")
-        return self._summed(rows, layout, some[0], some[1], torch.empty(0, dtype=torch.int64))
+        coords, choice = self.choices[place]
+        experts, tokens = choice.pairs
+        slots = choice.slot[tokens, experts]
+        if expert is not None:
+            tokens = tokens[experts == expert]
+            experts, slots = torch.full_like(tokens, expert), torch.zeros_like(tokens)
+        row = torch.cat([self._from(edp, ep, expert)[etp][source] for ep in range(self.sizes.get("ep", 1))])
+        where = choice.places(coords, self.sizes)[tokens]
+        ep = experts // (self.experts // self.sizes.get("ep", 1))
+        return Rows(torch.full_like(ep, edp), ep, row, where, slots)
 
-    def _summed(
-        self, rows: Mapping[Place, Tensor], layout: Layout, edp: int, ep: int, wanted: Tensor
-    ) -> Tensor:
-        """Some rows that are at a rank of `ep`, whole over `etp`. Summands are added in fp32."""
-        pieces = []
-        for coords in coordinates(layout, self.sizes):
-            etp = coords.get("etp")
-            places = range(self.sizes.get("etp", 1)) if etp is None else (etp,)
-            shard = next((rows[edp, ep, t] for t in places if (edp, ep, t) in rows), None)
-            if shard is None:
-                raise DumpError(f"no rows of the ranks at edp={edp}, ep={ep}; parts of the dump are missing")
-            if len(wanted) and int(wanted.max()) >= len(shard):
-                raise DumpError(f"{len(shard)} rows at edp={edp}, ep={ep}, and routers sent more: damaged")
-            pieces.append(shard[wanted])
-        dtype = pieces[0].dtype
-        if layout.partial and dtype.itemsize < 4:
-            pieces = [p.float() for p in pieces]
-        return assemble(layout, pieces, self.sizes).to(dtype)
-
-    def _rows_from(self, edp: int, ep: int, expert: int | None) -> list[list[Tensor]]:
+    def _from(self, edp: int, ep: int, expert: int | None) -> list[list[Tensor]]:
         """By `etp` and `ep` of the source, where its rows lie at the ranks with these coordinates."""
-        sizes = self.sizes.get("ep", 1), self.sizes.get("etp", 1)
-        places = [(edp, e, t) for e in range(sizes[0]) for t in range(sizes[1])]
-        missing = [p for p in places if p not in self.choices]
-        if missing:
-            raise DumpError(f"no router's decision of the rank at (edp, ep, etp)={missing[0]}")
-        counts = torch.stack([self.choices[p][1].chosen.sum(0) for p in places]).view(*sizes, self.experts)
-        mine = held(self.experts, sizes[0], ep, expert)
-        return rows_from(counts[:, :, mine], self.choices[places[0]][1].etp_outer)
+        key = edp, ep, expert
+        if key not in self._sent:
+            sizes = self.sizes.get("ep", 1), self.sizes.get("etp", 1)
+            places = [(edp, e, t) for e in range(sizes[0]) for t in range(sizes[1])]
+            missing = [p for p in places if p not in self.choices]
+            if missing:
+                raise DumpError(f"no router's decision of the rank at (edp, ep, etp)={missing[0]}")
+            found = [self.choices[p][1] for p in places]
+            counts = torch.stack([c.chosen.sum(0) for c in found]).view(*sizes, self.experts)
+            mine = held(self.experts, sizes[0], ep, expert)
+            self._sent[key] = rows_from(counts[:, :, mine], found[0].etp_outer)
+        return self._sent[key]
+
+
+def spread(
+    rows: Rows,
+    fetch: Callable[[int, int, Tensor], Tensor],
+    shape: tuple[int, int],
+    slots: int,
+    some: tuple[int, int],
+) -> Tensor:
+    """`[s, b, slots, ...]`: rows by token, and zeros.
+
+    Args:
+        rows: where they lie.
+        fetch: gives some rows, whole over `etp`, of the ranks at coordinates `edp`, `ep`.
+        shape: `(s, b)` of the tokens.
+        slots: for each token.
+        some: the coordinates of ranks that have rows, if none is wanted.
+    """
+    ranks = rows.ranks() or [(*some, torch.zeros(len(rows.row), dtype=torch.bool))]
+    out: Tensor | None = None
+    for edp, ep, mine in ranks:
+        found = fetch(edp, ep, rows.row[mine])
+        if out is None:
+            out = found.new_zeros((shape[0] * shape[1], slots, *found.shape[1:]))
+        out[rows.token[mine], rows.slot[mine]] = found
+    assert out is not None
+    return out.view(*shape, *out.shape[1:])
 
 
 def place_of(coords: Coords) -> Place:
-    """A rank's place as layers of experts have it."""
+    """A rank's coordinates as layers of experts have them."""
     return coords.get("edp", 0), coords.get("ep", 0), coords.get("etp", 0)
 
 
-def _fits(coords: Coords, wanted: Coords) -> bool:
-    return all(coords.get(axis, 0) == at for axis, at in wanted.items())
+def _kind(choice: Choice) -> tuple[Any, ...]:
+    """What all ranks' decisions have in common."""
+    return choice.chosen.shape[1], choice.shape, choice.slots, choice.stream.dims[:2], choice.etp_outer

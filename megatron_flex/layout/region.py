@@ -150,7 +150,7 @@ def is_sum(layout: Layout, sizes: Sizes) -> bool:
 
 
 def first_copy(layout: Layout, coords: Coords, sizes: Sizes) -> dict[str, int]:
-    """The coordinates on the layout's axes of the first of the ranks that hold the same as the one at `coords`."""
+    """The first of the ranks that hold the same as the one at `coords`, on the layout's axes."""
     copies = {c.axis: c.copies for d in layout.dims for c in d.cuts if not c.partial}
     out = {}
     for axis in layout.axes:

@@ -66,18 +66,17 @@ class Choice:
         experts, tokens = self.pairs
         return dense.reshape(-1, self.slots, *dense.shape[3:])[tokens, self.slot[tokens, experts]]
 
-    def positions(self, expert: int, coords: Coords, sizes: Sizes) -> Tensor:
-        """Where in the whole's tokens, counted by sequence and then batch, those for an expert are.
+    def places(self, coords: Coords, sizes: Sizes) -> Tensor:
+        """Where in the whole's tokens, counted by sequence and then by batch, the rank's are.
 
         Args:
-            expert: its number.
             coords: the rank's.
             sizes: the mesh.
         """
         stream = Layout(self.stream.dims[:2])
         full = padded_shape(stream, self.shape, sizes)
         whole = torch.arange(full[0] * full[1], device=self.chosen.device).view(full)
-        return extract(stream, whole, coords, sizes).reshape(-1)[self.chosen[:, expert]]
+        return extract(stream, whole, coords, sizes).reshape(-1)
 
 
 def held(experts: int, ranks: int, coord: int, expert: int | None = None) -> slice:

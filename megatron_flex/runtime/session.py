@@ -330,9 +330,8 @@ class Session:
         if wrong:
             self._recorder.drop()
             raise_everywhere(failure, mesh)
-        if all(h.dumped for h in hooks):  # which communicate nothing
-            return
-        self._recorder.flush()
+        if any(h.dumped is None for h in hooks):  # dumps have nothing to bring to the leader
+            self._recorder.flush()
         if self.delivered is not None:
             self.delivered()
 

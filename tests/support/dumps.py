@@ -94,7 +94,7 @@ def write(
         training: whether gradients were made.
         absent: ranks that were killed before they wrote anything.
         versions: of packages, for the manifest.
-        settings: of `Dump`: tokens, samples, reduce, dtype, order, microbatches_kept (its `microbatches`), ...
+        settings: of `Dump`: tokens, samples, reduce, dtype, microbatches_kept (its `microbatches`), ...
 
     Returns:
         The manifest of the run.
@@ -118,8 +118,9 @@ def write(
             if f"{number:010d}" not in manifest.skipped and dump.wants_iteration(number):
                 rank_of.iteration(at, number, sites, parameters, training)
         rank_of.writer.close()
-        if rank_of.writer.failure is not None:
-            raise rank_of.writer.failure
+        failure = rank_of.writer.trouble()
+        if failure is not None:
+            raise failure
     return manifest
 
 
@@ -186,8 +187,10 @@ class _Rank:
         if dump.reduce == "mean" and dim_of(layout, TOKEN) is not None:
             local = mean(local, layout, self.sizes, self.coords, tokens, number, numbers)
             layout, tokens = mean_layout(layout), None
-        samples = dump.samples if isinstance(dump.samples, frozenset) else None
-        picked = pick(tokens, samples, layout, local.shape, self.sizes, self.coords, number, numbers)
+        kept = dump.samples
+        if isinstance(kept, slice):
+            kept = frozenset(range(len(whole))[kept])
+        picked = pick(tokens, kept, layout, local.shape, self.sizes, self.coords, number, numbers)
         shape = tuple(local.shape)
         if picked is not None:
             local = picked.of(local, layout)
@@ -218,7 +221,7 @@ def _manifest(
     versions: dict[str, str],
 ) -> Manifest:
     def place(name: str, given: Given) -> Place:
-        shape: list[int | str] = [n for n in given.value.shape[1:]]
+        shape: list[int | str] = list(given.value.shape[1:])
         return Place(name, to_json(given.layout), shape, given.stage)
 
     return Manifest(

@@ -88,7 +88,7 @@ def answer(build: Build, args: Sequence[Any], sites: Sequence[str], edits: Seque
     }
     out["mesh"] = mesh.describe()
     plain = built.run(flex, data)
-    _clear(built)
+    clear(built)
     flex.restore()
     for kind in ("forward", "tensor"):
         hooks = [mf.HookFunction(built.name(s), hook_type=kind) for s in sites]
@@ -104,20 +104,20 @@ def answer(build: Build, args: Sequence[Any], sites: Sequence[str], edits: Seque
             if kind == "tensor":
                 out["gradients"] = _gradients(flex)
                 out["parameters"] = {n: t.clone() for n, t in flex.named_whole_parameters(everywhere=True)}
-        _clear(built)
+        clear(built)
     out["loss"] = plain.detach()
     for site in edits:
         hook = mf.HookFunction(built.name(site), editing_function=_edit, save=False)
         with mf.attach(built.model, [hook], **built.options) as flex:
             loss = built.run(flex, data)
             out["edited"][site] = loss.detach(), _gradients(flex)
-        _clear(built)
+        clear(built)
     with mf.FlexModel(built.model, **built.options) as flex:
         flex.register_trainable_module("probe", probe())
         flex.register_forward_hook(mf.HookFunction(built.name(PROBED), editing_function=_bias, save=False))
         built.run(flex, data)
         out["trained"] = {n: p.grad.clone() for n, p in flex.trainable_modules["probe"].named_parameters()}
-    _clear(built)
+    clear(built)
     return out
 
 
@@ -129,7 +129,8 @@ def _joined(read: Any) -> Tensor:
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _clear(built: Built) -> None:
+def clear(built: Built) -> None:
+    """Drop all gradients."""
     if built.clear is not None:
         built.clear()
         return

@@ -1,4 +1,4 @@
-"""Reading a dump: whole tensors in the order of the global batch, with neither Megatron nor a process group."""
+"""Reading a dump: whole tensors in the order of the global batch, without Megatron or process groups."""
 
 from megatron_flex.dump.reading.array import DumpArray, Piece
 from megatron_flex.dump.reading.opened import OpenDump, open_dump

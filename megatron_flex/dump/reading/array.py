@@ -80,8 +80,8 @@ class DumpArray:
     """A tensor of a dump: an array over (iteration, sample, token, *features), read when it is converted.
 
     The sample's number is the one in the global batch, the token's the position in the sequence, whatever the
-    layout of the run was. A tensor that has no samples has `microbatch` there, one entry for each microbatch of
-    each data parallel replica; one without tokens leaves them out.
+    layout of the run was. A tensor without samples has `microbatch` there, one entry for each
+    microbatch of each data parallel replica; one without tokens leaves them out.
 
     Slicing gives another DumpArray and reads nothing: integers, slices with any step, lists, masks and `...`.
     Several lists choose each along their own axis (as in `numpy.ix_`).
@@ -156,12 +156,12 @@ class DumpArray:
 
     @property
     def samples(self) -> Tensor | None:
-        """The numbers of the samples in the global batch, `[sample]`, in the first iteration; None without."""
+        """The numbers of the samples in the global batch, in the first iteration; None without."""
         return self._labels(0)
 
     @property
     def tokens(self) -> Tensor | None:
-        """The positions of the tokens: `[token]`, or `[iteration, sample, token]` of sampled ones; None without."""
+        """The positions of the tokens: `[token]`, sampled ones `[iteration, sample, token]`; None without."""
         return self._labels(1)
 
     def _labels(self, which: int) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -58,6 +58,36 @@ class Shard:
         return at >= prod(self.shape)
 
 
+class Whole(Protocol):
+    """A tensor of one microbatch on one replica, of which regions can be read."""
+
+    dtype: torch.dtype
+    where: str
+
+    @property
+    def layout(self) -> Layout:
+        """How ranks hold it."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole, as one device has it."""
+        ...
+
+    @property
+    def dims(self) -> list[str]:
+        """The names of its dims."""
+        ...
+
+    def dim(self, name: str) -> int | None:
+        """The first dim of that name."""
+        ...
+
+    def region(self, wanted: Sequence[Index]) -> Tensor:
+        """The entries wanted of each dim."""
+        ...
+
+
 class Assembled:
     """A tensor whose shards are known; its regions are read as they are asked for.
 
@@ -65,7 +95,7 @@ class Assembled:
         layout: of the shards.
         dtype: of the tensor.
         shape: of the whole, as one device has it.
-        dims: its names of dims.
+        where: what it is, for errors.
     """
 
     def __init__(
@@ -191,7 +221,7 @@ class Assembled:
         rest = tuple(n for d, n in enumerate(entry.shape) if d not in dims)
         if stored != (len(indices[0]), *rest):
             raise DumpError(
-                f"{part.path}: {entry.tensor[:80]} has shape {list(stored)}, and the settings of the run pick "
+                f"{part.path}: {entry.tensor[:80]} has shape {list(stored)}, and the run's settings pick "
                 f"{[len(indices[0]), *rest]}: the file is damaged"
             )
         lookup = torch.full([entry.shape[d] for d in dims], -1, dtype=torch.int64)
@@ -213,8 +243,8 @@ def gathered(found: Iterable[Found], sizes: Sizes, where: str) -> tuple[Layout, 
             layout, dtype = own, entry.dtype
         if own != layout or entry.dtype != dtype:
             raise DumpError(
-                f"{where}: {part.path.name} has {entry.dtype} in layout {own.describe()}, and another rank {dtype} "
-                f"in {layout.describe()}"
+                f"{where}: {part.path.name} has {entry.dtype} in layout {own.describe()}, and another rank "
+                f"{dtype} in {layout.describe()}"
             )
         place = first_copy(layout, coords, sizes)
         shard = shards.setdefault(tuple(place.values()), Shard(place))

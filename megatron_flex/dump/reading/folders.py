@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from megatron_flex.dump.files import iteration_folder, iteration_of, part_name, part_of
+from megatron_flex.dump.files import iteration_folder, iteration_of, part_name, whole_parts
 from megatron_flex.dump.manifest import Manifest
 from megatron_flex.errors import DumpError
 
@@ -67,14 +67,14 @@ class Run:
         """
         folder = self.folder / iteration_folder(iteration, run_of)
         try:
-            parts = parts_in(folder)
+            parts = whole_parts(folder, list(self.coords))
         except FileNotFoundError:
             return None
         except OSError as error:
             raise DumpError(f"{folder}: cannot be read: {error.strerror or error}") from error
-        whole = {rank: whole_parts(folder, rank, parts.get(rank, {})) for rank in self.coords}
-        if not all(whole.values()):
+        if parts is None:
             return None
+        whole = {rank: len(paths) for rank, paths in parts.items()}
         return Written(self, iteration, run_of, folder, like.parts if like and like.parts == whole else whole)
 
 
@@ -105,25 +105,6 @@ class Written:
     def describe(self) -> str:
         """The iteration in words."""
         return f"iteration {self.iteration}" + (f", pass {self.run_of}" if self.run_of else "")
-
-
-def parts_in(folder: Path) -> dict[int, dict[int, int]]:
-    """The parts in an iteration's folder: rank to part to how many the part says there are, 0 if it does not."""
-    out: dict[int, dict[int, int]] = {}
-    for name in os.listdir(folder):
-        found = part_of(name)
-        if found is not None:
-            rank, part, parts = found
-            out.setdefault(rank, {})[part] = parts
-    return out
-
-
-def whole_parts(folder: Path, rank: int, parts: Mapping[int, int]) -> int:
-    """How many parts a rank has; 0 unless the last is there, and all before it."""
-    count = len(parts)
-    if not count or sorted(parts) != list(range(count)) or any(parts[n] for n in range(count - 1)):
-        return 0
-    return count if parts[count - 1] == count else 0
 
 
 def runs_in(path: Path) -> list[Run]:

@@ -14,6 +14,7 @@ from megatron_flex.dump.reading.array import DumpArray, Pass
 from megatron_flex.dump.reading.folders import Run, Written, runs_in
 from megatron_flex.dump.reading.ordering import execution_order
 from megatron_flex.dump.reading.parameters import Parameters
+from megatron_flex.dump.reading.planning import Which
 from megatron_flex.dump.reading.shards import Check, Files, Found
 from megatron_flex.errors import DumpError, nearest
 from megatron_flex.sites import GRAD
@@ -152,7 +153,7 @@ class OpenDump:
         stage = self.places[site].stage
         if call is None and passes:
             self._check_calls(name, site, kind, stage, passes[0])
-        return DumpArray(Activations(self, name, site, kind, call or 0, stage, passes))
+        return DumpArray(Activations(self, Which(name, site, kind, call or 0, stage), passes))
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self._resolved(name) is not None
@@ -207,10 +208,13 @@ class OpenDump:
         for rank in written.run.ranks(stage, replica):
             coords = written.run.coords[rank]
             for path in written.paths(rank):
-                opened = self.files.open(path)
-                out += [
-                    (opened.part, entry, layout, coords) for entry, layout in opened.by.get((site, kind), ())
-                ]
+                part, several = self.files.open(path).by.get((site, kind), (None, ()))
+                if part is not None and dict(part.index.coords) != dict(coords):
+                    raise DumpError(
+                        f"{path}: rank {rank} is at {part.index.coords}, by its manifest {coords}"
+                    )
+                if part is not None:
+                    out += [(part, entry, layout, coords) for entry, layout in several]
         return out
 
     def close(self) -> None:

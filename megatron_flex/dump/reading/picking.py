@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from megatron_flex.dump.forms import check
 from megatron_flex.dump.selection import Tokens, tokens_from_json
 from megatron_flex.errors import DumpError
 
@@ -18,11 +21,13 @@ class Selection:
         tokens: the positions.
         samples: the samples.
         mean: whether the mean over tokens was taken, so that there are none.
+        dtype: of means.
     """
 
     tokens: Tokens = None
     samples: frozenset[int] | slice | None = None
     mean: bool = False
+    dtype: torch.dtype = torch.float32
 
     @staticmethod
     def of(settings: Mapping[str, Any]) -> Selection:
@@ -35,13 +40,18 @@ class Selection:
         try:
             chosen: frozenset[int] | slice | None = None
             if isinstance(samples, dict):
-                chosen = slice(*(None if n is None else int(n) for n in samples["slice"]))
+                chosen = _slice(samples["slice"])
             elif samples is not None:
                 chosen = frozenset(int(n) for n in samples)
-            return Selection(
-                tokens_from_json(settings.get("tokens")), chosen, settings.get("reduce") == "mean"
-            )
-        except (TypeError, ValueError, KeyError) as error:
+            kept = getattr(torch, str(settings.get("dtype") or "float32"))
+            if not isinstance(kept, torch.dtype):
+                raise ValueError(f"dtype {kept!r}")
+            said = settings.get("tokens")
+            if isinstance(said, dict) and "slice" in said:
+                _slice(said["slice"])
+            tokens = tokens_from_json(said)
+            return Selection(tokens, chosen, settings.get("reduce") == "mean", kept)
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             raise DumpError(f"a manifest's settings of tokens or samples are no dump's: {error!r}") from error
 
     def keeps(self, sample: int) -> bool:
@@ -50,3 +60,11 @@ class Selection:
             first, last, step = self.samples.start or 0, self.samples.stop, self.samples.step or 1
             return sample >= first and (last is None or sample < last) and (sample - first) % step == 0
         return self.samples is None or sample in self.samples
+
+
+def _slice(told: Any) -> slice:
+    """A slice whose ends are integers, and whose step counts upwards."""
+    check(told, ["int|null"])
+    start, stop, step = told
+    range(1)[slice(start, stop, step)]
+    return slice(start, stop, step)

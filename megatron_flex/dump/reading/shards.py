@@ -9,15 +9,16 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.files import REPLICA, Entry, Part, read_part
+from megatron_flex.dump.files import REPLICA, Entry, Part, iteration_of, parse_part_name, read_part
 from megatron_flex.dump.layouts import from_json
 from megatron_flex.errors import DumpError, LayoutError
 from megatron_flex.layout import Coords, Layout, Where, take
@@ -61,20 +62,25 @@ class Opened:
 
     Attributes:
         part: the header.
-        by: its entries by site and kind, each with its layout.
+        by: its entries by site and kind, each with its layout; with a part that knows of these alone, so that
+            who keeps them does not keep all.
     """
 
     def __init__(self, path: Path) -> None:
         self.part: Part = read_part(path)
-        self.by: dict[tuple[str, str], list[tuple[Entry, Layout]]] = {}
+        self.by: dict[tuple[str, str], tuple[Part, list[tuple[Entry, Layout]]]] = {}
         index = self.part.index
+        bare = replace(index, layouts=(), entries=())
         try:
             layouts = [layout_of(json.dumps(told)) for told in index.layouts]
             for entry in index.entries:
                 layout = layouts[entry.layout]
                 if entry.layout < 0 or len(entry.shape) != len(layout.dims):
                     raise LayoutError(f"{entry.tensor[:80]} of shape {entry.shape} in {layout.describe()}")
-                self.by.setdefault((entry.site, entry.kind), []).append((entry, layout))
+                part, several = self.by.setdefault((entry.site, entry.kind), (Part(path, bare, {}), []))
+                several.append((entry, layout))
+                if entry.kind != REPLICA:
+                    cast(dict[str, Any], part.where)[entry.tensor] = self.part.where[entry.tensor]
         except (LayoutError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise DumpError(f"{path}: its index is no dump's: {error}; the file is damaged") from error
 
@@ -116,7 +122,7 @@ class Files:
     def open(self, path: Path) -> Opened:
         """The header of a part."""
         self._mine()
-        return self._headers.get(path, lambda: Opened(path), lambda o: 1 + len(o.part.index.entries))
+        return self._headers.get(path, lambda: _opened(path), lambda o: 1 + len(o.part.index.entries))
 
     def read(self, part: Part, entry: Entry, where: Where) -> Tensor:
         """Copy entries of a shard, as it is stored.
@@ -166,9 +172,7 @@ class Files:
         mapped = self._maps.get(part.path, lambda: _mapped(part.path))
         if mapped.size() < start + size or len(mapped) < start + size:
             # reading behind a file's end kills the process
-            raise DumpError(
-                f"{part.path}: has shrunk to {mapped.size()} bytes since it was opened: it is damaged"
-            )
+            raise DumpError(f"{part.path}: has shrunk to {mapped.size()} bytes since it was opened")
         return torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=start)
 
     def _verify(self, part: Part, entry: Entry, stored: Tensor) -> None:
@@ -179,14 +183,24 @@ class Files:
         if found != entry.crc:
             raise DumpError(
                 f"{part.path}: the bytes of {entry.site} ({entry.kind}, microbatch {entry.microbatch}, rank "
-                f"{part.index.rank}) have checksum {found:08x}, and were written with {entry.crc:08x}: the file "
-                "is damaged"
+                f"{part.index.rank}) have checksum {found:08x}, and were written with {entry.crc:08x}: the "
+                "file is damaged"
             )
         self._checked.add(key)
 
     def close(self) -> None:
         """Let go of all files."""
         self._begin()
+
+
+def _opened(path: Path) -> Opened:
+    """The header of a part, which must be of the rank and iteration that its name has."""
+    opened, named = Opened(path), (iteration_of(path.parent.name), parse_part_name(path.name))
+    index = opened.part.index
+    told = (index.iteration, index.run_of), (index.rank, index.part, index.parts)
+    if told != named:
+        raise DumpError(f"{path} says that it is of {told}, and its name that it is of {named}: it was moved")
+    return opened
 
 
 def _mapped(path: Path) -> mmap.mmap:

@@ -17,7 +17,7 @@ from megatron_flex.collectives import Route, any_rank, everyone
 from megatron_flex.dump import GRADIENT, VALUE, Dump, Entry, Manifest, Writer, open_run
 from megatron_flex.dump.files import iteration_folder, run_folder
 from megatron_flex.errors import DumpError, FlexError, FlexWarning
-from megatron_flex.layout import Layout
+from megatron_flex.layout import Layout, batch_first
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
@@ -290,6 +290,8 @@ class Dumped:
             )
             if told is None:
                 return
+        elif not any(d.name for d in layout.dims):
+            layout = batch_first(layout)  # no framework says what its dims are
         entry = Entry(name, kind, key.microbatch, key.call, 0, (), "", route=told, turn=turn)
         try:
             taking.take(entry, local, layout, key.iteration, factor, over)

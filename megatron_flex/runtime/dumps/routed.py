@@ -35,5 +35,5 @@ class Routed:
             self._written.add(decision)
             bits, told = pack(dispatch.chosen), choice_to_json(dispatch)
             entry = Entry(layer, ROUTING, key.microbatch, key.call, 0, tuple(bits.shape), "", route=told)
-            writer.put(entry, BITS, bits)
+            writer.put(entry, BITS, bits, owned=True)
         return {"of": layer, "expert": route.expert} if route.here else None

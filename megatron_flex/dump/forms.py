@@ -1,0 +1,136 @@
+"""The form of a dump's JSON, in plain data: what is read is held against it, and a test freezes it.
+
+Whoever changes it gives `VERSION` in files.py another number. A form is a type's name (`any` is any plain
+value; `int|str` is either), a list of one form, `{"*": form}` for any keys, or an object's keys, of which
+those that end in `?` may be missing.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+Form = Any  # str | list[Form] | dict[str, Form]
+
+CUT = {"axis": "str", "order?": "str", "copies?": "int", "partial?": "bool"}
+DIM = {"name": "str", "cuts?": [CUT], "segments?": ["int"], "keep?": "int", "uneven?": "bool"}
+LAYOUT = {"dims": [DIM], "partial?": ["str"], "shared?": ["str"], "permute?": ["int"]}
+PLACE = {
+    "name": "str",
+    "layout": LAYOUT,
+    "shape": ["int|str"],
+    "stage": "int",
+    "chunk": "int",
+    "inferred": "bool",
+}
+MANIFEST = {
+    "format": "str",
+    "version": "int",
+    "run": "int",
+    "created": "str",
+    "versions": {"*": "str"},
+    "framework": "str",
+    "axes": {"*": "int"},
+    "experts": {"*": "int"},
+    "ranks": ["list"],
+    "model": {"*": "any"},
+    "identity": "str",
+    "sites": [PLACE],
+    "parameters": [PLACE],
+    "settings": {"*": "any"},
+    "skipped": ["str"],
+}
+ENTRY = {
+    "site": "str",
+    "kind": "str",
+    "microbatch": "int",
+    "call": "int",
+    "layout": "int",
+    "shape": ["int"],
+    "dtype": "str",
+    "picked": "bool",
+    "span": "list|null",
+    "crc": "int",
+    "route?": "object|null",
+    "turn": "int",
+}
+INDEX = {
+    "rank": "int",
+    "coords": {"*": "int"},
+    "iteration": "int",
+    "run_of": "int",
+    "training": "bool",
+    "microbatches": "int",
+    "part": "int",
+    "parts": "int",
+    "layouts": [LAYOUT],
+    "entries": [ENTRY],
+}
+TENSOR = {"dtype": "str", "shape": ["int"], "data_offsets": ["int"]}
+TYPES: dict[str, Any] = {
+    "str": str,
+    "int": int,
+    "bool": bool,
+    "list": list,
+    "object": dict,
+    "null": type(None),
+    "any": object,
+}
+MOST = 1 << 62  # of an integer
+
+
+def loads(text: str | bytes) -> Any:
+    """Read JSON that has no key twice and no NaN.
+
+    Raises:
+        ValueError, RecursionError: it is something else.
+    """
+    return json.loads(text, parse_constant=_no_number, object_pairs_hook=_once)
+
+
+def check(value: Any, form: Form, at: str = "") -> None:
+    """Hold values against a form.
+
+    Raises:
+        ValueError: they do not fit; the message says where.
+    """
+    if isinstance(form, str):
+        _check_type(value, form, at)
+    elif isinstance(form, list):
+        _check_type(value, "list", at)
+        for index, one in enumerate(value):
+            check(one, form[0], f"{at}[{index}]")
+    elif "*" in form:
+        _check_type(value, "object", at)
+        for key, one in value.items():
+            check(one, form["*"], f"{at}.{key[:40]}")
+    else:
+        _check_type(value, "object", at)
+        wanted = {key.removesuffix("?"): one for key, one in form.items()}
+        missing = [key for key in form if not key.endswith("?") and key not in value]
+        unknown = [key for key in value if key not in wanted]
+        if missing or unknown:
+            raise ValueError(f"{at or 'it'} lacks {missing} or has too many: {str(unknown)[:80]}")
+        for key, one in value.items():
+            check(one, wanted[key], f"{at}.{key}")
+
+
+def _check_type(value: Any, form: str, at: str) -> None:
+    types = [TYPES[name] for name in form.split("|")]
+    if object in types:
+        return
+    if type(value) not in types:
+        raise ValueError(f"{at or 'it'} is {str(value)[:40]!r}, and not {form}")
+    if isinstance(value, int) and abs(value) > MOST:
+        raise ValueError(f"{at} is out of range")
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise ValueError("a key that is there twice")
+    return out

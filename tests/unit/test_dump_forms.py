@@ -1,0 +1,312 @@
+"""The form of a dump's files is frozen, and nothing that does not have it is taken for a dump."""
+
+from __future__ import annotations
+
+import json
+import resource
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import megatron_flex as mf
+from megatron_flex.dump import Entry, Manifest, Place, forms
+from megatron_flex.dump.files import VERSION, Index, Part, read_part
+from megatron_flex.errors import DumpError
+from tests.support import dumps
+from tests.support.dumps import SEQUENCE, WEIGHT, Given, random
+
+FROZEN = Path(__file__).with_name("dump_forms.json")
+NAMES = ("CUT", "DIM", "LAYOUT", "PLACE", "MANIFEST", "ENTRY", "INDEX", "TENSOR")
+
+
+def test_the_form_is_frozen() -> None:
+    """Another form needs another version: then write the file anew, and say what reads the old one."""
+    now = {"version": VERSION, "forms": {name: getattr(forms, name) for name in NAMES}}
+    assert json.loads(FROZEN.read_text()) == now
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [(Manifest, forms.MANIFEST), (Place, forms.PLACE), (Entry, forms.ENTRY), (Index, forms.INDEX)],
+)
+def test_the_form_has_what_is_written(kind: Any, form: dict[str, Any]) -> None:
+    keys = {key for key in form if not key.endswith("?")} - {"format", "version"}
+    assert keys <= {f.name for f in fields(kind)} <= {key.removesuffix("?") for key in form}
+
+
+def test_what_is_written_has_the_form(dump: Path) -> None:
+    told = json.loads((dump / "run-0000" / "manifest.json").read_text())
+    forms.check(told, forms.MANIFEST)
+    for path in dump.rglob("*.safetensors"):
+        forms.check(json.loads(header_of(path)[0]["__metadata__"]["index"]), forms.INDEX)
+
+
+@pytest.fixture
+def dump(tmp_path: Path) -> Path:
+    return make(tmp_path / "dump")
+
+
+def make(path: Path) -> Path:
+    sites = {
+        "a": Given(random(2, 4, 8, 4), SEQUENCE, random(2, 4, 8, 4, seed=1)),
+        "b": Given(random(2, 4, 8, 4, seed=2)),
+    }
+    weights = {"w": Given(random(2, 8, 4, seed=3), WEIGHT)}
+    dumps.write(path, sites, mesh={"dp": 2, "tp": 2}, parameters=weights, tokens=slice(0, 8, 2))
+    return path
+
+
+def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    body = path.read_bytes()
+    length = struct.unpack("<Q", body[:8])[0]
+    return json.loads(body[8 : 8 + length]), body[8 + length :]
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+    """Change a part's header, with a checksum that fits: what only someone with intent does."""
+    told, rest = header_of(path)
+    meta = told.pop("__metadata__")
+    index = json.loads(meta["index"])
+    change(index, told)
+    meta["index"] = json.dumps(index, separators=(",", ":"))
+    crc = zlib.crc32(json.dumps(told, separators=(",", ":")).encode() + meta["index"].encode())
+    meta["crc"] = str(crc)
+    body = json.dumps({"__metadata__": meta, **told}, separators=(",", ":")).encode()
+    path.write_bytes(struct.pack("<Q", len(body)) + body + rest)
+
+
+@contextmanager
+def little_memory(megabytes: int = 1024) -> Iterator[None]:
+    """Whatever asks for more than so much beyond what is in use fails with MemoryError."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (megabytes << 20), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def read_all(path: Path, check: Any = "first") -> dict[str, torch.Tensor]:
+    with mf.open_dump(path, check=check) as dump:
+        out = {name: dump[name].torch() for name in dump.sites}
+        return out | {name: dump.parameter(name).torch() for name in dump.parameters}
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """What may end in a DumpError of one line, and in no other way, nor with much memory."""
+    try:
+        with little_memory():
+            yield
+    except DumpError as error:
+        if "\n" in str(error):
+            raise AssertionError(f"an error of many lines: {error}") from error
+
+
+def attempt(path: Path, right: dict[str, torch.Tensor]) -> bool:
+    """Read it all: a DumpError, or what was written. Returns whether it read."""
+    found = None
+    with refusing():
+        found = read_all(path)
+    if found is None:
+        return False
+    for name, value in found.items():
+        whole = right[name]
+        assert value.shape[1:] == whole.shape[1:]
+        # a damaged file may hide an iteration, and never changes one
+        assert any(torch.equal(value, whole[list(rows)]) for rows in ([0, 1], [0], [1], [])), name
+    return True
+
+
+QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=QUIET)
+@given(data=st.data())
+def test_flipped_and_cut_bytes(dump: Path, data: st.DataObject) -> None:
+    right = read_all(dump)
+    path = data.draw(st.sampled_from(sorted(p for p in dump.rglob("*") if p.is_file())))
+    before = path.read_bytes()
+    body = bytearray(before)
+    if data.draw(st.booleans()):
+        at = data.draw(st.integers(0, len(body) - 1))
+        body[at] ^= 1 << data.draw(st.integers(0, 7))
+    else:
+        body = body[: data.draw(st.integers(0, len(body) - 1))]
+    if data.draw(st.booleans()):
+        body += data.draw(st.binary(max_size=100))
+    try:
+        path.write_bytes(bytes(body))
+        if not attempt(dump, right):
+            return
+        if path.suffix == ".safetensors":
+            # padding is all that may change without a sign
+            length = struct.unpack("<Q", before[:8])[0]
+            assert bytes(body[:8]) == before[:8]
+            assert bytes(body[8 : 8 + length]).rstrip() == before[8 : 8 + length].rstrip()
+            assert bytes(body[8 + length :]) == before[8 + length :]
+    finally:
+        path.write_bytes(before)
+
+
+NASTY = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 300),
+    st.sampled_from([1 << 31, 1 << 40, (1 << 62) - 1, 1 << 63, 10**30, -1, -(10**30)]),
+    st.floats(allow_nan=False),
+    st.text(max_size=5),
+    st.sampled_from(["../../etc/passwd", "a", "b", "dp", "tp", "s", "value", "F32", "I64", "zigzag", "\0"]),
+    st.lists(st.integers(-2, 1 << 50), max_size=4),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+
+
+def spots(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The ways to all values in a tree."""
+    yield at
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in pairs:
+        yield from spots(one, (*at, key))
+
+
+def mangle(data: st.DataObject, value: Any) -> Any:
+    """Another value, or none, or one more, somewhere in a tree."""
+    value = deepcopy(value)
+    at = data.draw(st.sampled_from(list(spots(value))))
+    if not at:
+        return data.draw(NASTY)
+    place = value
+    for key in at[:-1]:
+        place = place[key]
+    act = data.draw(st.sampled_from(["set", "set", "drop", "add", "twice"]))
+    if act == "drop":
+        del place[at[-1]]
+    elif act == "add" and isinstance(place, dict):
+        place[data.draw(st.text(max_size=4))] = data.draw(NASTY)
+    elif act == "twice" and isinstance(place, list):
+        place.append(deepcopy(place[at[-1]]))
+    else:
+        place[at[-1]] = data.draw(NASTY)
+    return value
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=QUIET)
+@given(data=st.data())
+def test_headers_of_other_values(dump: Path, data: st.DataObject) -> None:
+    """With right checksums: the reader says DumpError, or gives tensors, and never eats the memory."""
+    path = data.draw(st.sampled_from(sorted(dump.rglob("*.safetensors"))))
+    before = path.read_bytes()
+
+    def change(index: dict[str, Any], told: dict[str, Any]) -> None:
+        if data.draw(st.booleans()):
+            found = mangle(data, told)
+            told.clear()
+            told.update(found if isinstance(found, dict) else {"x": found})
+        else:
+            found = mangle(data, index)
+            index.clear()
+            index.update(found if isinstance(found, dict) else {"x": found})
+
+    try:
+        rewrite(path, change)
+        with refusing():
+            read_all(dump, check="never")
+    finally:
+        path.write_bytes(before)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=QUIET)
+@given(data=st.data())
+def test_manifests_of_other_values(dump: Path, data: st.DataObject) -> None:
+    path = dump / "run-0000" / "manifest.json"
+    before = path.read_text()
+    try:
+        path.write_text(json.dumps(mangle(data, json.loads(before))))
+        with refusing():
+            read_all(dump)
+    finally:
+        path.write_text(before)
+
+
+def first_part(dump: Path) -> Path:
+    return sorted(dump.rglob("*.safetensors"))[0]
+
+
+def with_header(path: Path, text: bytes) -> None:
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b'{"a":1,"a":2}', "twice"),
+        (b'{"a":NaN}', "NaN"),
+        (b"[" * 100_000, "no dump's|damaged"),
+        (b'{"__metadata__":' + b"9" * 10_000 + b"}", "no dump's"),
+        (b"[]", "no dump's"),
+        (b'{"__metadata__":{"format":"other/9","index":"","crc":"0"}}', "other/9.*newer"),
+        (b'{"__metadata__":{"format":"megatron_flex.dump/9","index":"","crc":"0"}}', "dump/9.*newer"),
+        (b"\xff\xfe{}", "no dump's"),
+    ],
+)
+def test_headers_that_are_none(dump: Path, text: bytes, why: str) -> None:
+    with_header(first_part(dump), text)
+    with pytest.raises(DumpError, match=why):
+        read_part(first_part(dump))
+
+
+@pytest.mark.parametrize("length", [0, 1, 1 << 20, 1 << 40, (1 << 64) - 1])
+def test_lengths_that_are_none(dump: Path, length: int) -> None:
+    path = first_part(dump)
+    path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
+    with little_memory(256), pytest.raises(DumpError, match=r"damaged|no dump's"):
+        read_part(path)
+
+
+def test_versions_that_are_not_known(dump: Path) -> None:
+    path = dump / "run-0000" / "manifest.json"
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps({**told, "version": 7}))
+    with pytest.raises(DumpError, match=r"version 7; this megatron_flex reads version 1"):
+        mf.open_dump(dump)
+
+
+def test_overlapping_tensors(dump: Path) -> None:
+    def change(index: dict[str, Any], told: dict[str, Any]) -> None:
+        names = list(told)
+        told[names[1]]["data_offsets"] = list(told[names[0]]["data_offsets"])
+
+    rewrite(first_part(dump), change)
+    with pytest.raises(DumpError, match="does not lie in the file"):
+        read_part(first_part(dump))
+
+
+def test_a_part_of_another_rank(dump: Path) -> None:
+    first, second, *_ = sorted(dump.rglob("0000000000/*.safetensors"))
+    first.write_bytes(second.read_bytes())
+    with pytest.raises(DumpError, match="it was moved"):
+        read_all(dump)
+
+
+def test_values_that_json_lacks_are_words(tmp_path: Path, dump: Path) -> None:
+    manifest = replace(Manifest.read(dump / "run-0000"), model={"clip": float("inf"), "x": [float("nan")]})
+    manifest.write(tmp_path)
+    assert Manifest.read(tmp_path).model == {"clip": "inf", "x": ["nan"]}
+
+
+def test_a_part_is_what_was_written(dump: Path) -> None:
+    part = read_part(first_part(dump))
+    assert isinstance(part, Part)
+    assert [e.turn for e in part.index.entries if e.kind == "value"] == [0, 1]

@@ -1,0 +1,140 @@
+"""A region of the whole is what `assemble` has there, for every layout, and nothing else is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_flex.errors import LayoutError
+from megatron_flex.layout import (
+    Coords,
+    Cut,
+    Dim,
+    Index,
+    Layout,
+    Where,
+    assemble,
+    compact,
+    coordinates,
+    extract,
+    first_copy,
+    padded_shape,
+    part_lengths,
+    region,
+    take,
+)
+from tests.unit.test_layout import SIZES, layouts, make, scatter
+
+
+@st.composite
+def indices(draw: st.DrawFn, length: int) -> Index:
+    """Entries of a dim: a range, or a list in any order, also with repeats or empty."""
+    if draw(st.booleans()):
+        ends = sorted([draw(st.integers(0, length)), draw(st.integers(0, length))])
+        return compact(range(*ends, draw(st.integers(1, 4))))
+    return compact(draw(st.lists(st.integers(0, length - 1), max_size=6)) if length else [])
+
+
+def chosen(whole: Tensor, wanted: list[Index]) -> Tensor:
+    for dim, index in enumerate(wanted):
+        whole = whole.index_select(dim, torch.tensor(list(index), dtype=torch.int64))
+    return whole
+
+
+class Shards:
+    """Shards that count what is asked of them."""
+
+    def __init__(self, layout: Layout, shards: list[Tensor]) -> None:
+        self.by = {tuple(c.values()): s for c, s in zip(coordinates(layout, SIZES), shards, strict=True)}
+        self.asked = 0
+
+    def __call__(self, coords: Coords, where: Where) -> Tensor:
+        out = take(self.by[tuple(coords.values())], where).clone()
+        self.asked += out.numel()
+        return out
+
+
+def test_region_is_what_assemble_has_there() -> None:
+    cases: list[str] = []
+
+    @settings(max_examples=500, deadline=None)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        layout, shape = data.draw(layouts())
+        whole, local = make(layout, shape)
+        shards = scatter(layout, whole, local)
+        wanted = [data.draw(indices(n)) for n in whole.shape]
+        held = Shards(layout, shards)
+        found = region(layout, held, padded_shape(layout, local, SIZES), SIZES, wanted)
+        expected = chosen(assemble(layout, shards, SIZES), wanted)
+        assert torch.equal(found, expected)
+        summands = 1
+        for axis in layout.partial:
+            summands *= SIZES[axis]
+        for cut in (c for d in layout.dims for c in d.cuts if c.partial):
+            summands *= cut.copies
+        assert held.asked == expected.numel() * summands
+        cases.append(layout.describe())
+
+    check()
+    for kind in ("zigzag", "segments", "copies", "summands", "summed"):
+        assert any(kind in c for c in cases), kind
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_region_of_uneven_parts(data: st.DataObject) -> None:
+    layout, _ = data.draw(layouts(uneven=True))
+    dims = tuple(replace(d, uneven=bool(d.cuts)) for d in layout.dims)
+    layout = replace(layout, dims=dims)
+    lengths: dict[int, list[int]] = {}
+    full: list[int] = []
+    for index, dim in enumerate(dims):
+        count = 1
+        for cut in dim.cuts:
+            count *= SIZES[cut.axis]
+        if dim.uneven:
+            lengths[index] = data.draw(st.lists(st.integers(0, 4), min_size=count, max_size=count))
+        full.append(sum(lengths[index]) if dim.uneven else data.draw(st.integers(1, 3)))
+    order = layout.permute or tuple(range(len(dims)))
+    whole = torch.randn([full[i] for i in order], dtype=torch.float64)
+    shards = [extract(layout, whole, c, SIZES, lengths=lengths) for c in coordinates(layout, SIZES)]
+    assert part_lengths(layout, [s.shape for s in shards], SIZES) == lengths
+    wanted = [data.draw(indices(n)) for n in whole.shape]
+    found = region(layout, Shards(layout, shards), full, SIZES, wanted, lengths)
+    assert torch.equal(found, chosen(whole, wanted))
+
+
+def test_half_precision_summands_are_rounded_once() -> None:
+    layout = Layout((Dim("h"),), partial=("c",))
+    shards = [torch.tensor([v], dtype=torch.bfloat16) for v in (256.0, 1.0, 1.0, 1.0)]
+    found = region(layout, Shards(layout, shards), [1], SIZES, [range(1)])
+    assert found.dtype == torch.bfloat16
+    assert found.item() == 260.0  # 259, rounded; in bfloat16 each 256 + 1 is 256 again
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    layout = Layout((Dim("s", (Cut("a", "zigzag"),)), Dim("h", (Cut("b"),))))
+    whole = torch.arange(8 * 6).reshape(8, 6).remainder(3).to(dtype)
+    shards = [extract(layout, whole, c, SIZES) for c in coordinates(layout, SIZES)]
+    wanted: list[Any] = [[7, 0, 0], range(1, 6, 2)]
+    assert torch.equal(region(layout, Shards(layout, shards), [8, 6], SIZES, wanted), chosen(whole, wanted))
+
+
+def test_entries_outside_are_refused() -> None:
+    layout = Layout((Dim("v", (Cut("a"),), keep=3),))
+    shards = [torch.arange(2), torch.arange(2)]
+    with pytest.raises(LayoutError, match="0 to 3 of a dim of 3"):
+        region(layout, Shards(layout, shards), [4], SIZES, [range(4)])
+
+
+def test_first_copy_is_one_of_the_ranks_that_hold_the_same() -> None:
+    layout = Layout((Dim("h", (Cut("c", copies=2),)),), partial=("a",))
+    assert first_copy(layout, {"c": 3, "a": 1, "b": 2}, SIZES) == {"c": 2, "a": 1}
