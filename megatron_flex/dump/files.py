@@ -156,12 +156,6 @@ def part_name(rank: int, part: int, parts: int = 0) -> str:
     return f"{rank:05d}-{part:03d}{end}.safetensors"
 
 
-def parse_part_name(name: str) -> tuple[int, int, int] | None:
-    """Rank, part and parts (0 but in the last) of a file; None if it is no part's name."""
-    found = PART_NAME.fullmatch(name)
-    return None if found is None else (int(found[1]), int(found[2]), int(found[3] or 0))
-
-
 def whole_parts(folder: Path, ranks: Sequence[int]) -> dict[int, list[Path]] | None:
     """Rank to its parts in order, of an iteration that all `ranks` have closed; None if they have not.
 
@@ -173,7 +167,7 @@ def whole_parts(folder: Path, ranks: Sequence[int]) -> dict[int, list[Path]] | N
     there: dict[int, set[int]] = {rank: set() for rank in ranks}
     counts: dict[int, int] = {}
     for name in os.listdir(folder):
-        if (found := parse_part_name(name)) is not None and found[0] in there:
+        if (found := part_of(name)) is not None and found[0] in there:
             rank, part, parts = found
             there[rank].add(part)
             counts[rank] = max(counts.get(rank, 0), parts)
