@@ -156,6 +156,15 @@ def part_name(rank: int, part: int, parts: int = 0) -> str:
     return f"{rank:05d}-{part:03d}{end}.safetensors"
 
 
+def part_of(name: str) -> tuple[int, int, int] | None:
+    """Rank, part and parts (0 but in the last) of a file; None if it is no part's name."""
+    found = PART_NAME.fullmatch(name)
+    if found is None:
+        return None
+    out = int(found[1]), int(found[2]), int(found[3] or 0)
+    return out if part_name(*out) == name else None
+
+
 def whole_parts(folder: Path, ranks: Sequence[int]) -> dict[int, list[Path]] | None:
     """Rank to its parts in order, of an iteration that all `ranks` have closed; None if they have not.
 

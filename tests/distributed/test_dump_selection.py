@@ -116,9 +116,6 @@ def test_a_selected_dump_is_the_selection_of_the_whole(case: Case, tmp_path: Pat
                     assert relative(got, want) < BOUND, (name, site)
                 elif "dtype" in said and dumped.summands(dump, site) > 1:  # each is rounded by itself
                     assert relative(got.float(), want.float()) < 2**-7, (name, site)
-                        name,
-                        site,
-                    )  # each summand is rounded
                 else:
                     assert torch.equal(got, want), (name, site)
 

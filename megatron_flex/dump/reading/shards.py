@@ -18,7 +18,7 @@ from typing import Any, Generic, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.files import REPLICA, Entry, Part, iteration_of, parse_part_name, read_part
+from megatron_flex.dump.files import REPLICA, Entry, Part, iteration_of, part_of, read_part
 from megatron_flex.dump.layouts import from_json
 from megatron_flex.errors import DumpError, LayoutError
 from megatron_flex.layout import Coords, Layout, Where, take
@@ -212,7 +212,7 @@ class Files:
 
 def _opened(path: Path) -> Opened:
     """The header of a part, which must be of the rank and iteration that its name has."""
-    opened, named = Opened(path), (iteration_of(path.parent.name), parse_part_name(path.name))
+    opened, named = Opened(path), (iteration_of(path.parent.name), part_of(path.name))
     index = opened.part.index
     told = (index.iteration, index.run_of), (index.rank, index.part, index.parts)
     if told != named:
