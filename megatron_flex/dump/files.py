@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from megatron_flex.dump.forms import INDEX, TENSOR, check, loads
+from megatron_flex.dump.forms import INDEX, META, TENSOR, check, loads
 from megatron_flex.errors import DumpError
 
 FORMAT, VERSION = "megatron_flex.dump", 1
@@ -258,7 +258,7 @@ def _parsed(path: Path, body: bytes, room: int, start: int) -> Part:
     told = loads(body)
     check(told, "object")
     meta = told.pop("__metadata__")
-    check(meta, {"format": "str", "index": "str", "crc": "str"})
+    check(meta, META)
     if meta["format"] != f"{FORMAT}/{VERSION}":
         raise DumpError(
             f"{path}: format {meta['format'][:60]!r}; this version reads {FORMAT}/{VERSION}: "

@@ -105,6 +105,19 @@ def against_truth(case: gpt.Case, path: str | Path, sites: list[str], truth: dic
     return found
 
 
+def against_twin(case: gpt.Case, path: str | Path, twin: str | Path) -> list[Cell]:
+    """Every array of a dump, against that of the same data in a run of one process."""
+    import megatron_flex as mf
+
+    found = []
+    with mf.open_dump(path) as dump, mf.open_dump(twin) as single:
+        assert dump.sites == single.sites
+        for name in dump.sites:
+            error = relative(dump[name].torch(), single[name].torch())
+            found.append(Cell(case.name, name, "dump and tp1's dump", error, model=case.model))
+    return found
+
+
 def truth_of(case: gpt.Case) -> dict[str, Any]:
     """The single-process run, with every site watched."""
     from tests.support.pool import run

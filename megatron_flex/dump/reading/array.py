@@ -41,8 +41,8 @@ class Source(Protocol):
         """In words."""
         ...
 
-    def read(self, which: Pass, where: Where) -> Tensor:
-        """The entries wanted of one iteration."""
+    def read(self, which: Pass, where: Where, out: Tensor) -> None:
+        """Read the entries wanted of one iteration into `out`, in its dtype."""
         ...
 
     def labels(self, which: Pass) -> tuple[Tensor | None, Tensor | None]:
@@ -245,12 +245,7 @@ class DumpArray:
         lengths = [len(i) for i in where[1:]]
         out = torch.empty([len(passes), *lengths], dtype=dtype or source.dtype)
         for row, which in enumerate(passes):
-            found = source.read(which, where[1:])
-            if found.dtype != source.dtype:
-                raise DumpError(
-                    f"{self.name}: {found.dtype} in iteration {which[0]}, {source.dtype} in the first one"
-                )
-            out[row] = found
+            source.read(which, where[1:], out[row])
         live = [n for n, v in zip(out.shape, self.view, strict=True) if not isinstance(v, int)]
         out = out.reshape(live)
         return out if device is None else out.to(device)

@@ -77,14 +77,15 @@ class Parameters:
         for which in self.passes:
             yield which, 0, 0, self.among([which])
 
-    def read(self, which: Pass, where: Where) -> Tensor:
-        """The entries wanted of one iteration."""
+    def read(self, which: Pass, where: Where, out: Tensor) -> None:
+        """Read the entries wanted of one iteration into `out`."""
         one = self._like if which == self.passes[0] else self._assembled(which)
-        if one.shape != self.shape:
+        if one.shape != self.shape or one.dtype != self.dtype:
             raise DumpError(
-                f"{one.where}: {list(one.shape)}, and {list(self.shape)} in the first: use .pieces()"
+                f"{one.where}: {list(one.shape)} {one.dtype}, and {list(self.shape)} {self.dtype} in the first: "
+                "read them one by one with .at(number)"
             )
-        return one.region(where)
+        one.region(where, out)
 
     def _assembled(self, which: Pass) -> Assembled:
         written = self.dump.written(which)

@@ -140,7 +140,11 @@ class Files:
         return self._headers.get(path, make, lambda o: 1 + len(o.part.index.entries))
 
     def read(self, part: Part, entry: Entry, where: Where) -> Tensor:
-        """Copy entries of a shard, as it is stored.
+        """Copy entries of a shard, as it is stored: like `view`, and a tensor of its own."""
+        return self.view(part, entry, where).clone(memory_format=torch.contiguous_format)
+
+    def view(self, part: Part, entry: Entry, where: Where) -> Tensor:
+        """Entries of a shard, as it is stored; nothing is read of what ranges leave out.
 
         Args:
             part: that has the shard.
@@ -148,7 +152,7 @@ class Files:
             where: for each dim the entries wanted.
 
         Returns:
-            A tensor of its own.
+            A view of the file, which the caller copies at once and does not write to.
 
         Raises:
             DumpError: the file is gone or has shrunk, or the checksum is wrong.
@@ -157,7 +161,7 @@ class Files:
             raise DumpError(f"{part.path}: {entry.site} is there as a checksum only")
         dtype, shape, start, size = part.where[entry.tensor]
         if size == 0:
-            return take(torch.empty(shape, dtype=dtype), where).clone()
+            return take(torch.empty(shape, dtype=dtype), where)
         mapped = self._map(part, start, size)
         stored = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=start)
         whole = prod(len(index) for index in where) == prod(shape)
@@ -168,7 +172,6 @@ class Files:
         small = dtype.itemsize == 1 and dtype is not torch.bool  # not every function knows 8-bit floats
         tensor = stored.view(torch.uint8 if small else dtype).reshape(shape)
         out = take(tensor, where)
-        out = out.clone() if all(isinstance(i, range) for i in where) else out.contiguous()
         self.bytes_read += out.nbytes
         return out.view(dtype) if small else out
 
