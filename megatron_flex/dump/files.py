@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from megatron_flex.dump.forms import INDEX, TENSOR, check, loads
+from megatron_flex.dump.forms import INDEX, META, TENSOR, check, loads
 from megatron_flex.errors import DumpError
 
 FORMAT, VERSION = "megatron_flex.dump", 1
@@ -156,10 +156,13 @@ def part_name(rank: int, part: int, parts: int = 0) -> str:
     return f"{rank:05d}-{part:03d}{end}.safetensors"
 
 
-def parse_part_name(name: str) -> tuple[int, int, int] | None:
+def part_of(name: str) -> tuple[int, int, int] | None:
     """Rank, part and parts (0 but in the last) of a file; None if it is no part's name."""
     found = PART_NAME.fullmatch(name)
-    return None if found is None else (int(found[1]), int(found[2]), int(found[3] or 0))
+    if found is None:
+        return None
+    out = int(found[1]), int(found[2]), int(found[3] or 0)
+    return out if part_name(*out) == name else None
 
 
 def whole_parts(folder: Path, ranks: Sequence[int]) -> dict[int, list[Path]] | None:
@@ -173,7 +176,7 @@ def whole_parts(folder: Path, ranks: Sequence[int]) -> dict[int, list[Path]] | N
     there: dict[int, set[int]] = {rank: set() for rank in ranks}
     counts: dict[int, int] = {}
     for name in os.listdir(folder):
-        if (found := parse_part_name(name)) is not None and found[0] in there:
+        if (found := part_of(name)) is not None and found[0] in there:
             rank, part, parts = found
             there[rank].add(part)
             counts[rank] = max(counts.get(rank, 0), parts)
@@ -255,7 +258,7 @@ def _parsed(path: Path, body: bytes, room: int, start: int) -> Part:
     told = loads(body)
     check(told, "object")
     meta = told.pop("__metadata__")
-    check(meta, {"format": "str", "index": "str", "crc": "str"})
+    check(meta, META)
     if meta["format"] != f"{FORMAT}/{VERSION}":
         raise DumpError(
             f"{path}: format {meta['format'][:60]!r}; this version reads {FORMAT}/{VERSION}: "

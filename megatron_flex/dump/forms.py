@@ -8,6 +8,7 @@ those that end in `?` may be missing.
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import Any
 
 Form = Any  # str | list[Form] | dict[str, Form]
@@ -67,7 +68,8 @@ INDEX = {
     "entries": [ENTRY],
 }
 TENSOR = {"dtype": "str", "shape": ["int"], "data_offsets": ["int"]}
-TYPES: dict[str, Any] = {
+META = {"format": "str", "index": "str", "crc": "str"}
+TYPES: dict[str, type] = {
     "str": str,
     "int": int,
     "bool": bool,
@@ -95,34 +97,45 @@ def check(value: Any, form: Form, at: str = "") -> None:
         ValueError: they do not fit; the message says where.
     """
     if isinstance(form, str):
-        _check_type(value, form, at)
+        types = _types(form)
+        if type(value) not in types and object not in types:
+            raise ValueError(f"{at or 'it'} is {str(value)[:40]!r}, and not {form}")
+        if type(value) is int and not -MOST <= value <= MOST:
+            raise ValueError(f"{at} is out of range")
     elif isinstance(form, list):
-        _check_type(value, "list", at)
-        for index, one in enumerate(value):
-            check(one, form[0], f"{at}[{index}]")
+        check(value, "list", at)
+        for one in value:
+            check(one, form[0], at)
     elif "*" in form:
-        _check_type(value, "object", at)
+        check(value, "object", at)
         for key, one in value.items():
-            check(one, form["*"], f"{at}.{key[:40]}")
+            check(one, form["*"], key[:40])
     else:
-        _check_type(value, "object", at)
-        wanted = {key.removesuffix("?"): one for key, one in form.items()}
-        missing = [key for key in form if not key.endswith("?") and key not in value]
-        unknown = [key for key in value if key not in wanted]
-        if missing or unknown:
-            raise ValueError(f"{at or 'it'} lacks {missing} or has too many: {str(unknown)[:80]}")
+        check(value, "object", at)
+        wanted, needed = _keys(form)
+        if not needed <= value.keys() <= wanted.keys():
+            missing, unknown = sorted(needed - value.keys()), sorted(value.keys() - wanted.keys())
+            raise ValueError(f"{at or 'it'} lacks {missing} or has too much: {str(unknown)[:80]}")
         for key, one in value.items():
-            check(one, wanted[key], f"{at}.{key}")
+            check(one, wanted[key], key)
 
 
-def _check_type(value: Any, form: str, at: str) -> None:
-    types = [TYPES[name] for name in form.split("|")]
-    if object in types:
-        return
-    if type(value) not in types:
-        raise ValueError(f"{at or 'it'} is {str(value)[:40]!r}, and not {form}")
-    if isinstance(value, int) and abs(value) > MOST:
-        raise ValueError(f"{at} is out of range")
+@lru_cache
+def _types(form: str) -> frozenset[type]:
+    return frozenset(TYPES[name] for name in form.split("|"))
+
+
+def _keys(form: dict[str, Form]) -> tuple[dict[str, Form], frozenset[str]]:
+    """The forms of an object's keys, and the keys that it must have."""
+    known = _KEYS.get(id(form))
+    if known is None or known[0] is not form:
+        wanted = {key.removesuffix("?"): one for key, one in form.items()}
+        known = form, wanted, frozenset(key for key in form if not key.endswith("?"))
+        _KEYS[id(form)] = known
+    return known[1], known[2]
+
+
+_KEYS: dict[int, tuple[dict[str, Form], dict[str, Form], frozenset[str]]] = {}
 
 
 def _no_number(text: str) -> Any:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from secrets import token_hex
+from shutil import rmtree
 
-from megatron_flex.dump.files import run_folder, whole_parts
+from megatron_flex.dump.files import MANIFEST, read_part, run_folder, whole_parts
 from megatron_flex.dump.manifest import Manifest
+from megatron_flex.dump.parts import sync_folder
 from megatron_flex.errors import DumpError
 
 FREE = ("every", "iterations")  # settings in which runs of one dump may differ
+RUN = re.compile(r"run-[0-9]{4,}")
+ROUGH = re.compile(r"\.run-.*\.tmp")  # a run that was being opened
+RECENT = 64  # iterations of which headers are read before they count as whole
 
 
 def open_run(path: Path, manifest: Manifest) -> Manifest:
-    """Make the folder of a new run. One rank calls it.
+    """Make the folder of a new run, which has its name once its manifest is in it. One rank calls it.
 
     Args:
         path: the dump's folder.
@@ -28,31 +38,70 @@ def open_run(path: Path, manifest: Manifest) -> Manifest:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        if not any(runs(path)) and any(path.iterdir()):
-            raise DumpError(f"{path} is not empty, and no dump; name another folder")
+        earlier = list(runs(path))
+        foreign = [f.name for f in path.iterdir() if not (RUN.fullmatch(f.name) or ROUGH.fullmatch(f.name))]
+        if foreign and not earlier:
+            raise DumpError(f"{path} is no dump, and not empty ({min(foreign)!r}); name another folder")
         skipped: set[str] = set()
-        for folder in runs(path):
+        for folder in earlier:
             before = Manifest.read(folder)
             check_same(path, before, manifest)
             skipped |= whole_iterations(folder, before)
-        number = sum(1 for _ in path.glob("run-*"))
-        while True:
-            folder = path / run_folder(number)
-            try:
-                folder.mkdir()
-                break
-            except FileExistsError:
-                number += 1
-        manifest = replace(manifest, run=number, skipped=tuple(sorted(skipped)))
-        manifest.write(folder)
+        return _named(path, replace(manifest, skipped=tuple(sorted(skipped))))
     except OSError as error:
         raise DumpError(f"{path}: no dump can be written there: {error.strerror or error}") from error
-    return manifest
+    except (ValueError, TypeError) as error:  # raised on one rank, it must be told to the others
+        raise error if isinstance(error, DumpError) else DumpError(f"{path}: {error}") from error
+
+
+def sees(path: Path, manifest: Manifest, seconds: float = 5.0) -> str:
+    """Why this rank cannot write to a run that another one made, or nothing.
+
+    Args:
+        path: the dump's folder.
+        manifest: of the run.
+        seconds: how long to wait, as a network's file system may tell of new folders late.
+    """
+    folder = path / run_folder(manifest.run)
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            os.listdir(path)  # makes such a file system look again
+            if Manifest.read(folder).created != manifest.created:
+                return "sees another folder of that name"
+            return "" if os.access(folder, os.W_OK | os.X_OK) else "may not write to it"
+        except (OSError, DumpError):
+            if time.monotonic() > until:
+                return "does not see it"
+        time.sleep(0.1)
+
+
+def _named(path: Path, manifest: Manifest) -> Manifest:
+    """Make the folder under the next number that is free; another job may be opening the dump too."""
+    rough = path / f".run-{os.getpid()}-{token_hex(4)}.tmp"
+    rough.mkdir()
+    try:
+        number = max((int(f.name[4:]) for f in path.iterdir() if RUN.fullmatch(f.name)), default=-1) + 1
+        while True:
+            manifest = replace(manifest, run=number)
+            manifest.write(rough)
+            try:
+                rough.rename(path / run_folder(number))  # which fails where a folder with anything in it is
+                sync_folder(path)
+                return manifest
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                number += 1
+    except BaseException:
+        rmtree(rough, ignore_errors=True)
+        raise
 
 
 def runs(path: Path) -> Iterator[Path]:
     """The folders of runs that have begun, in order."""
-    return (f for f in sorted(path.glob("run-*")) if (f / "manifest.json").exists())
+    found = sorted((f for f in path.glob("run-*") if RUN.fullmatch(f.name)), key=lambda f: int(f.name[4:]))
+    return (f for f in found if (f / MANIFEST).exists())
 
 
 def check_same(path: Path, before: Manifest, now: Manifest) -> None:
@@ -72,9 +121,23 @@ def check_same(path: Path, before: Manifest, now: Manifest) -> None:
 
 
 def whole_iterations(folder: Path, manifest: Manifest) -> set[str]:
-    """The names of a run's iterations that every rank has closed; a damaged part does not count."""
-    out = set()
-    for iteration in folder.iterdir():
-        if iteration.is_dir() and whole_parts(iteration, [rank for rank, _ in manifest.ranks]):
-            out.add(iteration.name)
-    return out
+    """The names of a run's iterations that every rank has closed.
+
+    By the names of files, as there may be thousands; of the last ones the headers are read too, as a power
+    cut leaves names of files that are not on disk, unless the dump is durable.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    ranks = [rank for rank, _ in manifest.ranks]
+    whole = {}
+    for iteration in os.scandir(folder):
+        if iteration.is_dir() and (parts := whole_parts(Path(iteration.path), ranks)) is not None:
+            whole[iteration.name] = parts
+    for name in sorted(whole)[-RECENT:]:
+        try:
+            for part in (p for parts in whole[name].values() for p in parts):
+                read_part(part)
+        except DumpError:
+            del whole[name]
+    return set(whole)

@@ -16,7 +16,18 @@ from megatron_flex.layout.spans import (
     spans,
     whole_shape,
 )
-from megatron_flex.layout.types import Coords, Cut, Dim, Layout, Lengths, Sizes, Span, over_data, replicated
+from megatron_flex.layout.types import (
+    Coords,
+    Cut,
+    Dim,
+    Layout,
+    Lengths,
+    Sizes,
+    Span,
+    over_data,
+    own_data,
+    replicated,
+)
 
 __all__ = [
     "AXIS",
@@ -40,6 +51,7 @@ __all__ = [
     "held",
     "is_sum",
     "over_data",
+    "own_data",
     "padded_shape",
     "part_lengths",
     "parts",

@@ -68,19 +68,21 @@ def region(
     sizes: Sizes,
     wanted: Sequence[Index],
     lengths: Lengths | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Make a region of the whole.
 
     Args:
         layout: how the shards relate.
-        shard: gives the entries of the shard of a rank, as a tensor that nobody else holds.
+        shard: gives the entries of the shard of a rank; they are copied at once, and never written to.
         full: the whole's shape, padding included, dims in the shards' order (`padded_shape`).
         sizes: the mesh.
         wanted: for each dim of the whole, as one device has them, the entries wanted.
         lengths: the lengths of the parts of uneven dims.
+        out: where to write it, in any dtype and order of dims in memory; a new tensor if None.
 
     Returns:
-        A tensor of its own, dims as one device has them. Summands of half precision are added in fp32, and
+        `out`, dims as one device has them. Summands of half precision are added in fp32, and
         the sum is rounded once.
 
     Raises:
@@ -98,24 +100,25 @@ def region(
         local[at] = index
     shape = [len(index) for index in local]
     summed = is_sum(layout, sizes)
-    out: Tensor | None = None
-    dtype: torch.dtype | None = None
+    own = None if out is None else out.permute(_inverse(order))
+    total, dtype = None if summed else own, torch.float32
     for coords, source, target in reads(layout, full, sizes, local, lengths):
         block = shard(coords, source)
         dtype = block.dtype
-        if summed and dtype.is_floating_point and dtype.itemsize < 4:
-            block = block.float()
-        if out is None:
-            if not summed and list(block.shape) == shape and all(isinstance(t, range) for t in target):
-                out = block
-                break
-            out = (torch.zeros if summed else torch.empty)(shape, dtype=block.dtype)
-        place(out, target, block, summed)
-    if out is None or dtype is None:
-        # nothing is wanted, or the mesh has no rank for it: any shard tells the dtype
-        empty = shard(coordinates(layout, sizes)[0], tuple(range(0) for _ in order))
-        return empty.new_empty([shape[i] for i in order])
-    return out.to(dtype).permute(order)
+        if total is None:
+            half = summed and dtype.is_floating_point and dtype.itemsize < 4
+            make = torch.zeros if summed else torch.empty
+            total = make(shape, dtype=torch.float32 if half else dtype)
+        place(total, target, block, summed)
+    if total is None:
+        # nothing is wanted, and any shard tells the dtype
+        dtype = shard(coordinates(layout, sizes)[0], tuple(range(0) for _ in order)).dtype
+        total = torch.empty(shape, dtype=dtype)
+    if own is None:
+        return total.to(dtype).permute(order)
+    if summed:
+        own.copy_(total)
+    return own.permute(order)
 
 
 def take(tensor: Tensor, where: Where) -> Tensor:
@@ -140,7 +143,7 @@ def place(out: Tensor, where: Where, block: Tensor, add: bool = False) -> None:
         shape = [1] * len(where)
         shape[dim] = len(index)
         at.append(torch.tensor(list(index), dtype=torch.int64).reshape(shape))
-    out.index_put_(tuple(at), block, accumulate=add)
+    out.index_put_(tuple(at), block.to(out.dtype), accumulate=add)
 
 
 def is_sum(layout: Layout, sizes: Sizes) -> bool:
@@ -170,6 +173,10 @@ def compact(index: Sequence[int]) -> Index:
     if step > 0 and found == (even := list(range(found[0], found[-1] + 1, step))):
         return range(even[0], even[-1] + 1, step)
     return found
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return [order.index(i) for i in range(len(order))]
 
 
 def _overlap(

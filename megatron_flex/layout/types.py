@@ -132,6 +132,16 @@ def over_data(layout: Layout) -> Layout:
     )
 
 
+def own_data(layout: Layout) -> Layout:
+    """The layout of a data parallel rank's own samples; the inverse of `over_data`."""
+    dims = []
+    for dim in layout.dims:
+        cuts = tuple(c for c in dim.cuts if c.axis != "dp")
+        gone = len(cuts) < len(dim.cuts)
+        dims.append(replace(dim, cuts=cuts, uneven=dim.uneven and bool(cuts)) if gone else dim)
+    return replace(layout, dims=tuple(dims))
+
+
 def _describe_dim(dim: Dim, index: int, live: set[str] | None) -> str:
     cuts = [c for c in dim.cuts if live is None or c.axis in live]
     text = dim.name or f"d{index}"

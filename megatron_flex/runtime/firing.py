@@ -18,7 +18,7 @@ from megatron_flex.collectives import (
     scatter_whole,
 )
 from megatron_flex.errors import AbsentError, HookError
-from megatron_flex.layout import Layout, batch_first, over_data, whole_shape
+from megatron_flex.layout import Layout, batch_first, over_data, own_data, whole_shape
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
@@ -59,7 +59,9 @@ class Firing:
             layout = self.declared.layout(site, key, local) if site.inferred else site.layout
         elif site.followed and route is None:
             self.declared.told(site.name, layout, local)
-        own = batch_first(layout) if site.inferred and not route else layout  # of this rank's samples only
+        own = batch_first(layout) if site.inferred and not route else layout
+        if self._over_data and not route:
+            own = own_data(own)  # which dumps have of each rank
         if not self.clock.replaying():
             self._dump([h for h in hooks if not h.backward], key, local, own, route)
         if self._over_data and not route:

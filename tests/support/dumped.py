@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_flex.dump.layouts import from_json
 from tests.distributed.matrix import Cell, relative
 from tests.support import gpt, moe, oracle, ranks
 
@@ -82,7 +83,6 @@ def as_written(tensor: Tensor, dims: Sequence[str]) -> Tensor:
 def against_truth(case: gpt.Case, path: str | Path, sites: list[str], truth: dict[str, Any]) -> list[Cell]:
     """Every value and gradient of a dump's only iteration, against one process."""
     import megatron_flex as mf
-    from megatron_flex.dump.layouts import from_json
 
     found = []
     with mf.open_dump(path) as dump:
@@ -105,9 +105,65 @@ def against_truth(case: gpt.Case, path: str | Path, sites: list[str], truth: dic
     return found
 
 
+def against_twin(case: gpt.Case, path: str | Path, twin: str | Path) -> list[Cell]:
+    """Every array of a dump, against that of the same data in a run of one process."""
+    import megatron_flex as mf
+
+    found = []
+    with mf.open_dump(path) as dump, mf.open_dump(twin) as single:
+        assert dump.sites == single.sites
+        for name in dump.sites:
+            error = relative(dump[name].torch(), single[name].torch())
+            found.append(Cell(case.name, name, "dump and tp1's dump", error, model=case.model))
+    return found
+
+
 def truth_of(case: gpt.Case) -> dict[str, Any]:
     """The single-process run, with every site watched."""
     from tests.support.pool import run
 
     (truth,) = run(1, oracle.run, case.single(), oracle.sites_of(case), [])
     return truth
+
+
+class Written(NamedTuple):
+    """An entry of a part, by whom it was written, and the bytes of its tensor."""
+
+    rank: int
+    coords: Mapping[str, int]
+    entry: Any
+    layout: dict[str, Any]
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """Of the array that it is a part of."""
+        own: str = self.entry.site
+        return f"{own}.grad" if self.entry.kind.endswith("gradient") else own
+
+
+def entries(path: Path) -> list[Written]:
+    """All entries of all parts of a dump."""
+    from megatron_flex.dump.files import read_part
+
+    out = []
+    for file in sorted(path.rglob("*.safetensors")):
+        part = read_part(file)
+        for entry in part.index.entries:
+            size = part.where[entry.tensor][3] if entry.tensor in part.where else 0
+            layout = dict(part.index.layouts[entry.layout])
+            out.append(Written(part.index.rank, part.index.coords, entry, layout, size))
+    return out
+
+
+def summands(dump: Any, name: str) -> int:
+    """How many ranks hold a summand of each entry of an array."""
+    place = next(p for p in dump.manifest.sites if p.name == name.removesuffix(".grad"))
+    layout = from_json(dict(place.layout))
+    layout = layout.gradient() if name.endswith(".grad") else layout
+    out = 1
+    for axis in layout.partial:
+        out *= dump.manifest.sizes[axis]
+    for cut in (c for d in layout.dims for c in d.cuts if c.partial):
+        out *= cut.copies
+    return out

@@ -30,7 +30,7 @@ from megatron_flex.dump import (
 )
 from megatron_flex.dump.numbering import first_sample
 from megatron_flex.dump.selection import SAMPLE, TOKEN, dim_of
-from megatron_flex.layout import Cut, Dim, Layout, extract
+from megatron_flex.layout import Cut, Dim, Layout, extract, parts
 from megatron_flex.mesh import Axis, Mesh
 
 # Layouts as Megatron has them; `s` are tokens and `b` samples.
@@ -178,7 +178,8 @@ class _Rank:
         first = first_sample(order, microbatch, replica, replicas, self.many, count)
         assert first is not None
         block = whole[first : first + count] if sampled else whole[first]
-        local = extract(layout, _in_order(block, layout), self.coords, self.sizes)
+        block = _in_order(block, layout)
+        local = extract(layout, block, self.coords, self.sizes, lengths=_lengths(layout, block, self.sizes))
         turn, self.turn = self.turn, self.turn + 1
         if not self.ownership.mine(layout, local.nbytes):
             return
@@ -203,6 +204,17 @@ class _Rank:
         local = extract(layout, whole, self.coords, self.sizes)
         if self.ownership.mine(layout, local.nbytes, ()):
             self.writer.put(Entry(name, kind, 0, 0, 0, tuple(local.shape), ""), layout, local)
+
+
+def _lengths(layout: Layout, block: Tensor, sizes: dict[str, int]) -> dict[int, list[int]]:
+    """Parts of uneven dims that differ by one entry at most."""
+    out = {}
+    order = layout.permute or tuple(range(len(layout.dims)))
+    for index, dim in enumerate(layout.dims):
+        if dim.uneven:
+            count, length = parts(dim, sizes), block.shape[order.index(index)]
+            out[index] = [length // count + (at < length % count) for at in range(count)]
+    return out
 
 
 def _in_order(block: Tensor, layout: Layout) -> Tensor:

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
 import megatron_flex as mf
+from megatron_flex.dump.selection import Sampled
+from megatron_flex.errors import DumpError
+from megatron_flex.layout import Cut, Dim, Layout
 from tests.support import dumps
 from tests.support.dumps import COLUMN, GATED, NORM, REPLICATED, SEQUENCE, SUMMED, WEIGHT, Given, random
 
-MESHES = [
+BLOCKED = ("megatron", "numpy", "safetensors", "fairscale", "apex", "deepspeed", "transformers", "accelerate")
+MESHES: list[dict[str, int]] = [
     {},
     {"tp": 2},
     {"dp": 2, "tp": 4},
@@ -40,7 +54,15 @@ def staged(given: dict[str, Given], mesh: dict[str, int]) -> dict[str, Given]:
     """All on stage 0 where there is one stage."""
     if mesh.get("pp", 1) > 1:
         return given
-    return {n: Given(g.value, g.layout, g.gradient, 0, g.calls) for n, g in given.items()}
+    return {n: replace(g, stage=0) for n, g in given.items()}
+
+
+def small(path: Path, value: Tensor | None = None, layout: Layout = SEQUENCE, **kwargs: Any) -> mf.OpenDump:
+    """A dump of one site, opened."""
+    kwargs = {"mesh": {"dp": 2, "tp": 2}, "microbatches": 2, **kwargs}
+    value = random(2, 8, 16, 8) if value is None else value
+    dumps.write(path, {"a": Given(value, layout)}, **kwargs)
+    return mf.open_dump(path)
 
 
 @pytest.mark.parametrize("order", ["interleaved", "blocks"])
@@ -68,3 +90,473 @@ def test_a_dump_of_any_mesh_reads_as_the_whole(tmp_path: Path, mesh: dict[str, i
         assert parameters["w"].gradient is not None
         assert torch.equal(dump.parameter("w", gradient=True).torch(), parameters["w"].gradient)
         assert torch.equal(dump.parameter("n").torch(), parameters["n"].value)
+
+
+KEY = st.one_of(
+    st.integers(-20, 20),
+    st.slices(16),
+    st.lists(st.integers(-20, 20), max_size=5),
+    st.just(Ellipsis),
+    st.lists(st.booleans(), min_size=8, max_size=8),
+)
+
+
+def outer(value: Tensor, key: tuple[Any, ...]) -> Tensor:
+    """What numpy has there, if each list chooses along its own axis."""
+    array = value.numpy()
+    whole = [k for k in key if k is not Ellipsis]
+    at = key.index(Ellipsis) if Ellipsis in key else len(key)
+    full = [*key[:at], *[slice(None)] * (array.ndim - len(whole)), *key[at + 1 :]]
+    drop = 0
+    for axis, one in enumerate(full):
+        if isinstance(one, list) and one and isinstance(one[0], bool):
+            one = np.array(one)
+        if isinstance(one, list):
+            one = np.array(one, dtype=np.int64)
+        array = array[(slice(None),) * (axis - drop) + (one,)]
+        drop += isinstance(one, int)
+    return torch.from_numpy(np.array(array))
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(keys=st.lists(st.lists(KEY, max_size=4).map(tuple), min_size=1, max_size=2))
+def test_slices_are_those_of_numpy(sliced: tuple[mf.OpenDump, Tensor], keys: list[tuple[Any, ...]]) -> None:
+    dump, expected = sliced
+    array = dump["a"]
+    for key in keys:
+        if sum(k is Ellipsis for k in key) > 1 or len(key) - (Ellipsis in key) > expected.ndim:
+            with pytest.raises(DumpError, match=r"indices for|more than one"):
+                array[key]
+            return
+        try:
+            expected = outer(expected, key)
+        except IndexError:
+            with pytest.raises(IndexError):
+                array[key]
+            return
+        array = array[key]
+    assert array.shape == tuple(expected.shape)
+    assert torch.equal(array.torch(), expected)
+
+
+@pytest.fixture(scope="module")
+def sliced(tmp_path_factory: pytest.TempPathFactory) -> tuple[mf.OpenDump, Tensor]:
+    mesh = {"dp": 2, "cp": 2, "tp": 2}
+    value = random(2, 8, 16, 8)
+    return small(tmp_path_factory.mktemp("d") / "d", value, mesh=mesh), value
+
+
+@pytest.mark.parametrize("key", [None, 1.5, "a", [0.5], (0, None), [[0], [1]], True])
+def test_what_is_no_index(tmp_path: Path, key: Any) -> None:
+    array = small(tmp_path / "d")["a"]
+    with pytest.raises(DumpError, match=r"no index of|in a list of indices"):
+        array[key]
+
+
+def test_an_array_says_what_it_is(tmp_path: Path) -> None:
+    array = small(tmp_path / "d", random(2, 8, 16, 8).bfloat16())["a"]
+    assert repr(array) == (
+        "DumpArray(a: iteration 2, sample 8, token 16, h 8; bfloat16, 4,096 bytes; [s/tp, b, h])"
+    )
+    assert (array.ndim, array.size, array.nbytes, len(array)) == (4, 2048, 4096, 2)
+    assert array[0, 0, 0, 0].shape == ()
+    assert isinstance(array[0, 0, 0, 0].item(), float)
+    with pytest.raises(TypeError, match="no length"):
+        len(array[0, 0, 0, 0])
+    assert array.numpy().dtype == np.float32
+    assert np.asarray(array, dtype=np.float64).dtype == np.float64
+    assert array.torch(torch.float64, "cpu").dtype == torch.float64
+    assert [a.shape for a in array] == [(8, 16, 8)] * 2
+    with pytest.raises(ValueError, match="without a copy"):
+        np.array(array, copy=False)
+
+
+def test_nothing_but_what_is_asked_for_is_read(tmp_path: Path) -> None:
+    mesh = {"pp": 2, "dp": 2, "tp": 2}
+    given = {
+        "a": Given(random(3, 8, 16, 8), SEQUENCE, stage=0),
+        "b": Given(random(3, 8, 16, 8), COLUMN, stage=1),
+    }
+    dumps.write(tmp_path / "d", given, mesh=mesh, microbatches=2, order="blocks")
+    dump = mf.open_dump(tmp_path / "d")
+    assert dump.files.opened == 0
+    assert dump["a"][1, 0, 3, :5].torch().shape == (5,)
+    assert dump.files.bytes_read == 20
+    # shape comes from the first iteration; there are two ranks of stage 0 in each replica
+    assert dump.files.opened == 4
+    assert dump.files.mapped == 1
+    dump["a"][1, 7, 3].torch()
+    assert dump.files.opened == 6  # sample 7 is on the other replica
+
+
+def test_few_files_are_open_at_once(tmp_path: Path) -> None:
+    value = random(6, 8, 16, 8)
+    small(tmp_path / "d", value)
+    dump = mf.OpenDump(tmp_path / "d", most_open=3)
+    assert torch.equal(dump["a"].torch(), value)
+    assert dump.files.mapped == 3
+    dump.close()
+    assert dump.files.mapped == 0
+    assert torch.equal(dump["a"][0].torch(), value[0])
+
+
+@pytest.mark.parametrize(
+    "tokens", [slice(None, None, 3), slice(-4, None), [0, 5, -1], Sampled(5, seed=1), 2], ids=str
+)
+@pytest.mark.parametrize("samples", [None, [0, 3, 6], slice(1, None, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [{}, {"dp": 2, "cp": 2, "tp": 2}], ids=str)
+def test_picked_tokens_and_samples(tmp_path: Path, tokens: Any, samples: Any, mesh: dict[str, int]) -> None:
+    value = random(2, 8, 16, 8)
+    # of the uneven one everything is written, and the reader picks
+    uneven = Layout((Dim("s", (Cut("cp"),), uneven=True), Dim("b"), Dim("h")))
+    given = {"a": Given(value, SEQUENCE), "u": Given(value, uneven), "c": Given(value, COLUMN)}
+    path = tmp_path / "d"
+    dumps.write(path, given, mesh=mesh, microbatches=2, tokens=tokens, samples=samples)
+    dump = mf.open_dump(path)
+    numbers = torch.arange(8)[slice(None) if samples is None else samples].tolist()
+    for name in given:
+        array = dump[name]
+        assert array.samples is not None
+        assert array.tokens is not None
+        assert array.samples.tolist() == numbers
+        found = array.torch()
+        for i in range(2):
+            for j, number in enumerate(numbers):
+                if isinstance(tokens, Sampled):
+                    positions = tokens.positions(16, i, number)
+                    assert array.tokens[i, j].tolist() == positions
+                else:
+                    said = (
+                        tokens
+                        if isinstance(tokens, slice)
+                        else [tokens]
+                        if isinstance(tokens, int)
+                        else tokens
+                    )
+                    positions = sorted(torch.arange(16)[said].tolist())
+                    assert array.tokens.tolist() == positions
+                assert torch.equal(found[i, j], value[i, number][positions])
+        part = array[1, ::-1, [1, 0] if array.shape[2] > 1 else 0]
+        assert torch.equal(part.torch(), found[1].flip(0)[:, [1, 0] if array.shape[2] > 1 else 0])
+    assert dump["u"].nbytes == dump["a"].nbytes
+
+
+def test_means_over_tokens(tmp_path: Path) -> None:
+    value = random(2, 8, 16, 8)
+    mesh = {"dp": 2, "cp": 2, "tp": 2}
+    dumps.write(tmp_path / "d", {"a": Given(value, SEQUENCE)}, mesh=mesh, microbatches=2, reduce="mean")
+    array = mf.open_dump(tmp_path / "d")["a"]
+    assert array.dims == ("iteration", "sample", "h")
+    assert array.tokens is None
+    torch.testing.assert_close(array.torch(), value.mean(2))
+    assert array[:, ::2].samples is not None
+    assert array[:, ::2].samples.tolist() == [0, 2, 4, 6]
+
+
+def test_several_passes_in_a_microbatch(tmp_path: Path) -> None:
+    value = random(2, 8, 16, 8)
+    dumps.write(tmp_path / "d", {"a": Given(value, calls=3)}, mesh={"tp": 2})
+    dump = mf.open_dump(tmp_path / "d")
+    with pytest.raises(
+        DumpError, match=r"passed 3 times in a microbatch: say which, d\['a', 0\] to d\['a', 2\]"
+    ):
+        dump["a"]
+    for call in range(3):
+        torch.testing.assert_close(dump["a", call].torch(), value * (call + 1))
+
+
+def test_names(tmp_path: Path) -> None:
+    dumps.write(tmp_path / "d", {"layer.mlp:output": Given(random(1, 2, 4, 2))})
+    dump = mf.open_dump(tmp_path / "d")
+    assert "layer.mlp" in dump
+    assert torch.equal(dump["layer.mlp"].torch(), dump["layer.mlp:output"].torch())
+    assert list(dump) == ["layer.mlp:output"]
+    assert len(dump) == 1
+    assert "layer.mlp.grad" not in dump
+    with pytest.raises(DumpError, match=r"no site 'layer.mpl'; nearest: layer.mlp:output"):
+        dump["layer.mpl"]
+    with pytest.raises(DumpError, match=r"no parameter 'w'"):
+        dump.parameter("w")
+
+
+def test_tensors_without_samples_or_tokens(tmp_path: Path) -> None:
+    rotary = Given(random(2, 4, 16, 8), Layout((Dim("s", (Cut("cp", "zigzag"),)), Dim("h"))))
+    loss = Given(random(2, 8, seed=1), Layout((Dim("b"),)))
+    scale = Given(random(2, 4, seed=2), Layout(()))
+    given = {"rotary": rotary, "loss": loss, "scale": scale}
+    dumps.write(tmp_path / "d", given, mesh={"dp": 2, "cp": 2}, microbatches=2)
+    dump = mf.open_dump(tmp_path / "d")
+    assert dump["rotary"].dims == ("iteration", "microbatch", "token", "h")
+    assert dump["rotary"].samples is None
+    assert dump["loss"].dims == ("iteration", "sample")
+    assert dump["scale"].dims == ("iteration", "microbatch")
+    for name, one in given.items():
+        assert torch.equal(dump[name].torch(), one.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.float8_e4m3fn, torch.float16])
+def test_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
+    value = random(2, 8, 16, 6).mul(3).to(dtype)
+    array = small(tmp_path / "d", value)["a"]
+    assert array.dtype == dtype
+    assert torch.equal(array.torch().view(torch.uint8), value.view(torch.uint8))
+    assert array[:, ::2, [3, 1]].torch().dtype == dtype
+    assert array.numpy().shape == value.shape
+
+
+def test_scores_have_tokens_and_keys(tmp_path: Path) -> None:
+    layout = Layout((Dim("b"), Dim("n", (Cut("tp"),)), Dim("s", (Cut("cp", "zigzag"),)), Dim("s")))
+    value = random(1, 8, 16, 4, 16)  # sample, token, head, key
+    array = small(tmp_path / "d", value, layout, mesh={"dp": 2, "cp": 2, "tp": 2})["a"]
+    assert array.dims == ("iteration", "sample", "token", "n", "s")
+    assert torch.equal(array.torch(), value)
+
+
+def test_permuted_dims(tmp_path: Path) -> None:
+    layout = Layout((Dim("b"), Dim("s", (Cut("tp"),)), Dim("h"), Dim("k")), permute=(1, 0, 3, 2))
+    value = random(1, 8, 16, 3, 5)
+    array = small(tmp_path / "d", value, layout)["a"]
+    assert array.dims == ("iteration", "sample", "token", "k", "h")
+    assert torch.equal(array.torch(), value)
+
+
+def test_microbatches_that_were_left_out(tmp_path: Path) -> None:
+    value = random(1, 12, 4, 2)
+    array = small(tmp_path / "d", value, microbatches=3, microbatches_kept=[1])["a"]
+    assert array.samples is not None
+    assert array.samples.tolist() == [4, 5, 6, 7]
+    assert torch.equal(array.torch(), value[:, 4:8])
+
+
+# -- runs and iterations -----------------------------------------------------------------------------
+
+
+def test_runs_of_other_meshes_are_one_dump(tmp_path: Path) -> None:
+    value = random(6, 8, 16, 8)
+    path = tmp_path / "d"
+    small(path, value[:3], mesh={"tp": 2})
+    small(path, value[2:] * 2, mesh={"dp": 2, "cp": 2}, iterations=[2, 3, 4, 5])
+    dump = mf.open_dump(path)
+    assert len(dump.runs) == 2
+    assert [m.run for m in dump.manifests] == [0, 1]
+    assert dump.iterations == [0, 1, 2, 3, 4, 5]
+    array = dump["a"]
+    assert torch.equal(array.torch(), torch.cat([value[:3], value[3:] * 2]))  # the first whole one counts
+    assert array.at(4, 0).iterations == [4, 0]
+    assert torch.equal(array.at(4, 0)[:, 1].torch(), torch.stack([value[4, 1] * 2, value[0, 1]]))
+    assert torch.equal(array[1:][0].at(3)[0].torch(), value[3] * 2)
+    with pytest.raises(
+        DumpError, match=r"iteration \(9, 0\) is not there, or not whole; there are 0 to 5, 6 in all"
+    ):
+        array.at(9)
+
+
+def test_iterations_that_are_not_whole_are_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "d"
+    value = random(2, 8, 16, 8)
+    small(path, value, absent=[3])
+    dump = mf.open_dump(path)
+    assert dump.iterations == []
+    assert dump.sites == ["a"]
+    assert dump.order == []
+    with pytest.raises(DumpError, match=r"no iteration of .* is whole"):
+        dump["a"].torch()
+    assert small(path, value).iterations == [0, 1]
+    next(path.glob("run-0001/0000000001/00002-*")).unlink()
+    assert mf.open_dump(path).iterations == [0]
+
+
+def test_gradients_are_of_the_iterations_that_made_some(tmp_path: Path) -> None:
+    value = random(3, 8, 4, 2)
+    given = {"a": Given(value, gradient=value * 2)}
+    dumps.write(tmp_path / "d", given, iterations=[0, 1, 2], training=False)
+    dumps.write(tmp_path / "d", given, iterations=[5, 6, 7])
+    dump = mf.open_dump(tmp_path / "d")
+    assert dump.sites == ["a", "a.grad"]
+    assert dump["a"].iterations == [0, 1, 2, 5, 6, 7]
+    assert dump["a.grad"].iterations == [5, 6, 7]
+    assert torch.equal(dump["a.grad"].torch(), value * 2)
+
+
+# -- what does not fit together ----------------------------------------------------------------------
+
+
+def test_iterations_of_other_lengths_are_read_one_by_one(tmp_path: Path) -> None:
+    path = tmp_path / "d"
+    first, second = random(1, 8, 16, 8), random(1, 8, 24, 8)
+    small(path, first)
+    small(path, second, iterations=[1])
+    array = mf.open_dump(path)["a"]
+    assert torch.equal(array[0].torch(), first[0])
+    with pytest.raises(
+        DumpError, match=r"\[8, 24, 8\].*iteration 1, and \[8, 16, 8\].*\.at\(number\).*\.pieces\(\)"
+    ):
+        array.torch()
+    assert torch.equal(array.at(1).torch(), second)
+    pieces = list(array.pieces())
+    assert [(p.iteration, p.microbatch, p.replica) for p in pieces] == [
+        (i, m, d) for i in (0, 1) for d in (0, 1) for m in (0, 1)
+    ]
+    for piece in pieces:
+        assert piece.array.samples is not None
+        whole = (first, second)[piece.iteration][0]
+        assert torch.equal(piece.array.torch(), whole[piece.array.samples])
+
+
+def test_pieces_of_one_microbatch(tmp_path: Path) -> None:
+    array = small(tmp_path / "d")["a"]
+    assert len(list(array[1:].pieces())) == 4
+    with pytest.raises(DumpError, match="slice each piece"):
+        list(array[:, 1:].pieces())
+
+
+# -- damage ------------------------------------------------------------------------------------------
+
+
+def damage(path: Path) -> Path:
+    """Change a byte of the last tensor of a part."""
+    found = sorted(path.rglob("*.safetensors"))[0]
+    body = bytearray(found.read_bytes())
+    body[-3] ^= 4
+    found.write_bytes(bytes(body))
+    return found
+
+
+@pytest.mark.parametrize("check", ["first", "whole", "never"])
+def test_checksums_of_what_is_read(tmp_path: Path, check: Any) -> None:
+    small(tmp_path / "d")
+    name = damage(tmp_path / "d").name
+    array = mf.open_dump(tmp_path / "d", check=check)["a"]
+    if check == "never":
+        array.torch()
+    else:
+        with pytest.raises(DumpError, match=rf"{name}: the bytes of a \(value.*rank 0\).*is damaged"):
+            array.torch()
+    if check == "first":
+        with pytest.raises(DumpError, match="is damaged"):
+            array[0, :, 0].torch()
+    else:
+        array[0, :, 0].torch()
+
+
+def test_a_checksum_is_compared_once(tmp_path: Path) -> None:
+    small(tmp_path / "d")
+    dump = mf.open_dump(tmp_path / "d", check="first")
+    dump["a"].torch()
+    damage(tmp_path / "d")
+    dump["a"].torch()
+    with pytest.raises(DumpError, match="none of first, whole, never"):
+        mf.open_dump(tmp_path / "d", check="sometimes")  # type: ignore[arg-type]
+
+
+def test_a_file_that_shrank_or_is_gone(tmp_path: Path) -> None:
+    small(tmp_path / "d")
+    dump = mf.open_dump(tmp_path / "d")
+    dump["a"].torch()
+    path = sorted((tmp_path / "d").rglob("*.safetensors"))[0]
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.truncate(size - 8)
+    with pytest.raises(DumpError, match=f"{path.name}: has shrunk to {size - 8} bytes"):
+        dump["a"].torch()
+    path.unlink()
+    dump.close()
+    with pytest.raises(DumpError, match=f"{path.name}: cannot be read: No such file"):
+        dump["a"].torch()
+
+
+def test_folders_that_are_no_dump(tmp_path: Path) -> None:
+    with pytest.raises(DumpError, match="cannot be read: No such file"):
+        mf.open_dump(tmp_path / "no")
+    with pytest.raises(DumpError, match="no run of a dump in it"):
+        mf.open_dump(tmp_path)
+
+
+def test_shards_that_ranks_did_not_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_flex.dump import Ownership
+
+    monkeypatch.setattr(Ownership, "mine", lambda self, *_: self.mesh["tp"].coord == 0)
+    array = small(tmp_path / "d")["a"]
+    with pytest.raises(DumpError, match=r"no rank with tp=1 wrote its shard"):
+        array.torch()
+    assert array[0, 0, :8].torch().shape == (8, 8)
+
+
+def test_flat_parts_of_gradients(tmp_path: Path) -> None:
+    from megatron_flex.dump import Dump, Entry, Manifest, Place, Writer, open_run, to_json
+    from megatron_flex.layout import extract
+
+    whole, path = random(8, 6), tmp_path / "d"
+    sizes = {"dp": 3, "tp": 2}
+    places = [{"dp": d, "tp": t} for d in range(3) for t in range(2)]
+    dump = Dump(path, parameters=["w"], gradients=True)
+    place = Place("w", to_json(WEIGHT), (8, 6))
+    manifest = Manifest(
+        0, "", {}, "x", sizes, {}, tuple(enumerate(places)), {}, "", (), (place,), dump.to_json()
+    )
+    open_run(path, manifest)
+    for rank, coords in enumerate(places):
+        writer = Writer(path / "run-0000", rank, coords, dump)
+        writer.begin(0, 0, True, 1)
+        local = extract(WEIGHT, whole, coords, sizes)
+        span = (coords["dp"] * 7, min(coords["dp"] * 7 + 7, 24)) if coords["dp"] < 2 else (14, 24)
+        entry = Entry("w", "parameter_gradient", 0, 0, 0, (4, 6), "", span=span)
+        writer.put(entry, WEIGHT, local.flatten()[slice(*span)])
+        writer.finish()
+        writer.close()
+    array = mf.open_dump(path).parameter("w", gradient=True)
+    assert array.shape == (1, 8, 6)
+    assert torch.equal(array.torch()[0], whole)
+    assert torch.equal(array[0, ::3, [5, 1]].torch(), whole[::3][:, [5, 1]])
+
+
+def test_arrays_and_dumps_pickle(tmp_path: Path) -> None:
+    value = random(2, 8, 16, 8)
+    dump = small(tmp_path / "d", value)
+    array = dump["a"][:, 1:3]
+    array.torch()
+    other = pickle.loads(pickle.dumps([array, dump["a"], dump]))
+    assert torch.equal(other[0].torch(), value[:, 1:3])
+    assert other[2].iterations == [0, 1]
+
+
+def test_reading_needs_torch_alone(tmp_path: Path) -> None:
+    """In a process that has no other packages, and that leaves process groups and GPUs alone."""
+    value = random(2, 8, 16, 8)
+    small(tmp_path / "d", value)
+    torch.save(value, tmp_path / "value.pt")
+    code = f"""
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {BLOCKED!r}:
+            raise ModuleNotFoundError(f"{{name}} is blocked", name=name)
+sys.meta_path.insert(0, Blocked())
+import torch
+import megatron_flex as mf
+assert not any(m.startswith("megatron_flex.dump.reading") for m in sys.modules)
+from megatron_flex.dump.reading import open_dump
+assert mf.open_dump is open_dump
+dump = mf.open_dump({str(tmp_path / "d")!r}, check="first")
+value = torch.load({str(tmp_path / "value.pt")!r})
+assert torch.equal(dump["a"].torch(), value)
+assert torch.equal(dump["a"][:, [1, 0], ::-1].torch(), value[:, [1, 0]].flip(2))
+assert len(list(dump.rows("a", 16))) == 16
+assert len(dump.dataset("a")) == 256
+assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()
+try:
+    dump["a"].numpy()
+except mf.DumpError as error:
+    assert "numpy is not installed" in str(error)
+else:
+    raise AssertionError("numpy without numpy")
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(mf.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning:megatron_flex", "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr

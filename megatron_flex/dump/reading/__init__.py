@@ -2,5 +2,6 @@
 
 from megatron_flex.dump.reading.array import DumpArray, Piece
 from megatron_flex.dump.reading.opened import OpenDump, open_dump
+from megatron_flex.dump.reading.rows import ShuffledRows, TokenRows
 
-__all__ = ["DumpArray", "OpenDump", "Piece", "open_dump"]
+__all__ = ["DumpArray", "OpenDump", "Piece", "ShuffledRows", "TokenRows", "open_dump"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_flex.dump.reading.array import Pass
-from megatron_flex.dump.reading.assembling import Whole
+from megatron_flex.dump.reading.assembling import Assembled, Whole
 from megatron_flex.dump.reading.planning import Block, Plan, Planner, Which
 from megatron_flex.dump.reading.shards import Kept
 from megatron_flex.errors import DumpError
@@ -115,12 +115,13 @@ class Activations:
 
     # -- reading ---------------------------------------------------------------------------------------
 
-    def read(self, which: Pass, where: Where) -> Tensor:
-        """The entries wanted of one iteration.
+    def read(self, which: Pass, where: Where, out: Tensor) -> None:
+        """Read the entries wanted of one iteration.
 
         Args:
             which: the iteration.
             where: samples, tokens (if it has some), features.
+            out: where they go; values are converted to its dtype.
 
         Raises:
             DumpError: a file is gone or damaged; this iteration has another shape than the first.
@@ -129,23 +130,25 @@ class Activations:
         if plan is not self.like and (plan.shape != self.shape or plan.first.dtype != self.dtype):
             raise DumpError(
                 f"{self.name}: {list(plan.shape)} {plan.first.dtype} in {plan.written.describe()}, and "
-                f"{list(self.shape)} {self.dtype} in iteration {self.passes[0][0]}: read one by one "
-                "with .at(number), or what was written at a time with .pieces()"
+                f"{list(self.shape)} {self.dtype} in iteration {self.passes[0][0]}: read one by one with "
+                ".at(number), or what was written at a time with .pieces()"
             )
-        out = torch.empty([len(i) for i in where], dtype=plan.first.dtype)
-        for number, block in enumerate(plan.blocks):
-            start, stop = plan.starts[number], plan.starts[number + 1]
-            pairs = [(at, i - start) for at, i in enumerate(where[0]) if start <= i < stop]
-            if not pairs:
-                continue
+        for block, places in plan.among(where[0]):
             one = self._planner.tensor(plan, block)
             # samples that have tokens of their own are read one by one
-            for group in [[pair] for pair in pairs] if plan.drawn else [pairs]:
-                found = self._read_block(plan, one, block, [i for _, i in group], where[1:])
-                out[torch.tensor([at for at, _ in group])] = found
-        return out
+            for group in [[place] for place in places] if plan.drawn else [places]:
+                at = compact([a for a, _ in group])
+                items = [item for _, item in group]
+                if isinstance(at, range):
+                    self._read_block(plan, one, block, items, where[1:], out[at.start : at.stop : at.step])
+                else:
+                    found = out.new_empty(len(items), *out.shape[1:])
+                    self._read_block(plan, one, block, items, where[1:], found)
+                    out[torch.tensor(at)] = found
 
-    def _read_block(self, plan: Plan, one: Whole, block: Block, items: list[int], where: Where) -> Tensor:
+    def _read_block(
+        self, plan: Plan, one: Whole, block: Block, items: list[int], where: Where, out: Tensor
+    ) -> None:
         """Samples of a block, counted among those that are kept."""
         sample, token = plan.sample, plan.token
         wanted: list[Index] = [range(0)] * len(one.shape)
@@ -160,5 +163,8 @@ class Activations:
             front.append(token)
         for dim, index in zip(plan.rest, where, strict=True):
             wanted[dim] = index
-        found = one.region(wanted).permute([*front, *plan.rest])
-        return found if sample is not None else found[None].expand(len(items), *found.shape)
+        order = [*front, *plan.rest]
+        if isinstance(one, Assembled) and sample is not None:
+            one.region(wanted, out.permute([order.index(d) for d in range(len(order))]))
+        else:
+            out.copy_(one.region(wanted).permute(order))

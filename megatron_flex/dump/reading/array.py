@@ -41,8 +41,8 @@ class Source(Protocol):
         """In words."""
         ...
 
-    def read(self, which: Pass, where: Where) -> Tensor:
-        """The entries wanted of one iteration."""
+    def read(self, which: Pass, where: Where, out: Tensor) -> None:
+        """Read the entries wanted of one iteration into `out`, in its dtype."""
         ...
 
     def labels(self, which: Pass) -> tuple[Tensor | None, Tensor | None]:
@@ -92,7 +92,7 @@ class DumpArray:
 
     def __init__(self, source: Source, view: list[Index | int] | None = None) -> None:
         self._source = source
-        self._view = view
+        self._view, self._sliced = view, view is not None
         self.name = source.name
 
     # -- what it is ------------------------------------------------------------------------------------
@@ -208,15 +208,17 @@ class DumpArray:
             DumpError: one that the dump does not have whole.
         """
         wanted = [(i, 0) if isinstance(i, int) else (int(i[0]), int(i[1])) for i in iterations]
-        return DumpArray(
-            self._source.among(wanted), None if self._view is None else [range(len(wanted)), *self._view[1:]]
-        )
+        source = self._source.among(wanted)
+        if not self._sliced:
+            return DumpArray(source)
+        for own, length, dim in zip(self.view[1:], source.shape, source.dims, strict=True):
+            if max(compact([own]) if isinstance(own, int) else own, default=-1) >= length:
+                raise DumpError(f"{self.name}: {dim!r} has {length} entries there, fewer than were sliced")
+        return DumpArray(source, [range(len(wanted)), *self.view[1:]])
 
     def pieces(self) -> Iterator[Piece]:
         """What was written at a time, each as an array of its own: for tensors whose shapes differ."""
-        if self._view is not None and any(
-            v != range(n) for v, n in zip(self._view[1:], self._source.shape, strict=True)
-        ):
+        if self._sliced and self.view[1:] != [range(n) for n in self._source.shape]:
             raise DumpError(
                 f"{self.name}: pieces are of the whole array or of some iterations: slice each piece"
             )
@@ -240,18 +242,21 @@ class DumpArray:
         lengths = [len(i) for i in where[1:]]
         out = torch.empty([len(passes), *lengths], dtype=dtype or source.dtype)
         for row, which in enumerate(passes):
-            found = source.read(which, where[1:])
-            if found.dtype != source.dtype:
-                raise DumpError(
-                    f"{self.name}: {found.dtype} in iteration {which[0]}, {source.dtype} in the first one"
-                )
-            out[row] = found
+            source.read(which, where[1:], out[row])
         live = [n for n, v in zip(out.shape, self.view, strict=True) if not isinstance(v, int)]
         out = out.reshape(live)
         return out if device is None else out.to(device)
 
     def numpy(self) -> Any:
-        """Read it as a numpy array; bfloat16 and 8-bit floats, which numpy does not have, become float32."""
+        """Read it as a numpy array; bfloat16 and 8-bit floats, which numpy does not have, become float32.
+
+        Raises:
+            DumpError: numpy is not installed.
+        """
+        try:
+            import numpy  # noqa: F401
+        except ImportError:
+            raise DumpError(f"{self.name}: numpy is not installed; .torch() needs none") from None
         found = self.torch()
         lacks = found.dtype == torch.bfloat16 or (found.is_floating_point() and found.dtype.itemsize == 1)
         return (found.float() if lacks else found).numpy()
@@ -267,7 +272,7 @@ class DumpArray:
         return self.torch().item()
 
     def __reduce__(self) -> Any:
-        return DumpArray, (self._source, self._view)
+        return DumpArray, (self._source, self._view if self._sliced else None)
 
 
 def _at(labels: Tensor, own: list[Index | int]) -> Tensor:

@@ -134,14 +134,14 @@ class Assembled:
         found = [self.layout.dims[i] for i in self.order]
         return [d.name or f"d{i}" for i, d in enumerate(found)]
 
-    def region(self, wanted: Sequence[Index]) -> Tensor:
-        """The entries wanted of each dim of the whole.
+    def region(self, wanted: Sequence[Index], out: Tensor | None = None) -> Tensor:
+        """The entries wanted of each dim of the whole, written to `out` if it is given.
 
         Raises:
             DumpError: a shard is missing or damaged, or shards do not fit.
         """
         try:
-            return region(self.layout, self._read, self._full, self.sizes, wanted, self._lengths)
+            return region(self.layout, self._read, self._full, self.sizes, wanted, self._lengths, out)
         except LayoutError as error:
             raise DumpError(f"{self.where}: {error}") from error
 
@@ -163,7 +163,7 @@ class Assembled:
         if part.where[entry.tensor][1] != entry.shape:
             raise DumpError(f"{part.path}: {entry.tensor[:80]} is not as its index says: the file is damaged")
         _check_inside(part, entry.shape, where)
-        return self.files.read(part, entry, where)
+        return self.files.view(part, entry, where)
 
     def _read_spans(self, shard: Shard, where: Where) -> Tensor:
         """Of a shard in flat pieces: which pieces it is in, and what of them."""
@@ -186,7 +186,7 @@ class Assembled:
             if mine.any():
                 at = flat[mine] - first
                 low, high = int(at.min()), int(at.max()) + 1
-                out[mine] = self.files.read(part, entry, (range(low, high),))[at - low]
+                out[mine] = self.files.view(part, entry, (range(low, high),))[at - low]
         return out
 
     def _read_picked(self, shard: Shard, coords: Coords, where: Where) -> Tensor:
@@ -207,7 +207,7 @@ class Assembled:
         if rows.numel() and int(rows.min()) < 0:
             raise DumpError(f"{self.where}: tokens or samples that were not kept")
         flat: list[int] = rows.reshape(-1).tolist()
-        found = self.files.read(part, entry, (compact(flat), *(where[d] for d in rest)))
+        found = self.files.view(part, entry, (compact(flat), *(where[d] for d in rest)))
         found = found.reshape(*rows.shape, *found.shape[1:])
         return found.movedim(list(range(len(front))), front)
 

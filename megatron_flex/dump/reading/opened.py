@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from megatron_flex.dump.files import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE
 from megatron_flex.dump.manifest import Manifest, Place
@@ -15,7 +18,8 @@ from megatron_flex.dump.reading.folders import Run, Written, runs_in
 from megatron_flex.dump.reading.ordering import execution_order
 from megatron_flex.dump.reading.parameters import Parameters
 from megatron_flex.dump.reading.planning import Which
-from megatron_flex.dump.reading.shards import Check, Files, Found
+from megatron_flex.dump.reading.rows import ShuffledRows, TokenRows
+from megatron_flex.dump.reading.shards import MOST_OPEN, Check, Files, Found
 from megatron_flex.errors import DumpError, nearest
 from megatron_flex.sites import GRAD
 
@@ -39,17 +43,21 @@ def open_dump(path: str | PathLike[str], *, check: Check = "whole") -> OpenDump:
 class OpenDump:
     """A dump: names of sites to arrays over (iteration, sample, token, *features).
 
-    Opening reads manifests only. Iterations that several runs have whole are the first run's.
+    Opening reads manifests only; what is written later is seen by who opens it anew. Iterations that several
+    runs have whole are the first run's.
 
     Attributes:
         path: the folder.
         runs: the runs it consists of, in order.
     """
 
-    def __init__(self, path: str | PathLike[str], *, check: Check = "whole") -> None:
+    def __init__(
+        self, path: str | PathLike[str], *, check: Check = "whole", most_open: int = MOST_OPEN
+    ) -> None:
         self.path, self.check = Path(path), check
-        self.files = Files(check)
+        self.files = Files(check, most_open)
         self.runs: list[Run] = runs_in(self.path)
+        self._written: dict[Pass, Written | None] = {}
 
     # -- what there is ---------------------------------------------------------------------------------
 
@@ -65,15 +73,9 @@ class OpenDump:
 
     @cached_property
     def _whole(self) -> dict[Pass, Written]:
-        out: dict[Pass, Written] = {}
-        last: Written | None = None
-        for run in self.runs:
-            for which in run.folders:
-                if which not in out:
-                    found = run.written(*which, like=last)
-                    if found is not None:
-                        out[which] = last = found
-        return dict(sorted(out.items()))
+        every = sorted({which for run in self.runs for which in run.folders})
+        found = {which: self._look(which) for which in every}
+        return {which: one for which, one in found.items() if one is not None}
 
     @property
     def passes(self) -> list[Pass]:
@@ -91,7 +93,7 @@ class OpenDump:
         Raises:
             DumpError: it is not whole, or not there.
         """
-        found = self._whole.get(which)
+        found = self._look(which)
         if found is None:
             have = self.iterations
             told = f"{have[0]} to {have[-1]}, {len(have)} in all" if have else "none"
@@ -139,6 +141,14 @@ class OpenDump:
         path = next(iter(written.paths(next(iter(written.run.coords)))))
         return self.files.open(path).part.index.training
 
+    def _look(self, which: Pass) -> Written | None:
+        """An iteration of the first run that has it whole; no other is looked at."""
+        if which not in self._written:
+            like = next(reversed(self._written.values()), None)
+            several = (run.written(*which, like=like) for run in self.runs)
+            self._written[which] = next((w for w in several if w is not None), None)
+        return self._written[which]
+
     # -- arrays ----------------------------------------------------------------------------------------
 
     def __getitem__(self, key: str | tuple[str, int]) -> DumpArray:
@@ -183,6 +193,80 @@ class OpenDump:
         kind = PARAMETER_GRADIENT if gradient else PARAMETER
         return DumpArray(Parameters(self, name, kind, place.stage, passes))
 
+    # -- rows ------------------------------------------------------------------------------------------
+
+    def dataset(
+        self,
+        sites: str | DumpArray | Sequence[str | DumpArray],
+        *,
+        iterations: Sequence[int | Pass] | None = None,
+        tokens: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> TokenRows:
+        """A map-style dataset of token rows `[*features]`; of several sites, tuples of them.
+
+        Args:
+            sites: names, or arrays of this dump as they were sliced.
+            iterations: these only, by number.
+            tokens: these only: an index of the axis of tokens.
+            dtype: of the rows; None for the one that is stored.
+
+        Raises:
+            DumpError: a site without samples, or several whose samples or tokens differ.
+        """
+        return TokenRows(self._arrays(sites, iterations, tokens), _is_one(sites), dtype)
+
+    def rows(
+        self,
+        sites: str | DumpArray | Sequence[str | DumpArray],
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        iterations: Sequence[int | Pass] | None = None,
+        tokens: Any = None,
+        dtype: torch.dtype | None = None,
+        buffer: int = 1 << 16,
+        block: int = 256,
+        part: tuple[int, int] = (0, 1),
+    ) -> ShuffledRows:
+        """Batches of token rows in random order, within bounded memory; ShuffledRows says how random.
+
+        Args:
+            sites: names, or arrays of this dump as they were sliced; several give tuples of aligned batches.
+            batch_size: rows in a batch.
+            shuffle: in the dump's order if False.
+            seed: of the order.
+            iterations: these only, by number.
+            tokens: these only: an index of the axis of tokens.
+            dtype: of the batches; None for the one that is stored.
+            buffer: rows that are held in memory.
+            block: rows that are read at a time.
+            part: `(r, n)`: the r-th of n parts, for n processes.
+
+        Raises:
+            DumpError: a site without samples, or several whose samples or tokens differ.
+        """
+        arrays = self._arrays(sites, iterations, tokens)
+        return ShuffledRows(arrays, _is_one(sites), batch_size, shuffle, seed, dtype, buffer, block, part)
+
+    def _arrays(
+        self,
+        sites: str | DumpArray | Sequence[str | DumpArray],
+        iterations: Sequence[int | Pass] | None,
+        tokens: Any,
+    ) -> list[DumpArray]:
+        several = [sites] if isinstance(sites, (str, DumpArray)) else list(sites)
+        arrays = [self[one] if isinstance(one, str) else one for one in several]
+        if iterations is not None:
+            arrays = [one.at(*iterations) for one in arrays]
+        return arrays if tokens is None else [one[:, :, tokens] for one in arrays]
+
+    def __reduce__(self) -> Any:
+        return _reopened, (self.path, self.check)
+
+    # -- names -----------------------------------------------------------------------------------------
+
     def _resolved(self, name: str) -> tuple[str, str] | None:
         """A site, and which kind of its tensors; a module's name stands for its output."""
         for site, kind in ((name, VALUE), (name.removesuffix(GRAD), GRADIENT)):
@@ -226,3 +310,11 @@ class OpenDump:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _reopened(path: Path, check: Check) -> OpenDump:
+    return OpenDump(path, check=check)
+
+
+def _is_one(sites: Any) -> bool:
+    return isinstance(sites, (str, DumpArray))

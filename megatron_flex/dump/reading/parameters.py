@@ -33,6 +33,9 @@ class Parameters:
     def __init__(self, dump: OpenDump, name: str, kind: str, stage: int, passes: list[Pass]) -> None:
         self.dump, self.name, self.kind, self.stage, self.passes = dump, name, kind, stage, passes
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return Parameters, (self.dump, self.name, self.kind, self.stage, self.passes)
+
     @cached_property
     def _like(self) -> Assembled:
         if not self.passes:
@@ -74,14 +77,15 @@ class Parameters:
         for which in self.passes:
             yield which, 0, 0, self.among([which])
 
-    def read(self, which: Pass, where: Where) -> Tensor:
-        """The entries wanted of one iteration."""
+    def read(self, which: Pass, where: Where, out: Tensor) -> None:
+        """Read the entries wanted of one iteration into `out`."""
         one = self._like if which == self.passes[0] else self._assembled(which)
-        if one.shape != self.shape:
+        if one.shape != self.shape or one.dtype != self.dtype:
             raise DumpError(
-                f"{one.where}: {list(one.shape)}, and {list(self.shape)} in the first: use .pieces()"
+                f"{one.where}: {list(one.shape)} {one.dtype}, and {list(self.shape)} {self.dtype} in the first: "
+                "read them one by one with .at(number)"
             )
-        return one.region(where)
+        one.region(where, out)
 
     def _assembled(self, which: Pass) -> Assembled:
         written = self.dump.written(which)
@@ -95,4 +99,6 @@ class Parameters:
                     break
         if not found:
             raise DumpError(f"{where}: it is not there; .at(...) chooses iterations that have it")
+        if not is_complete(layout, shards, written.run.sizes):
+            raise DumpError(f"{where}: ranks wrote only some of its shards")
         return Assembled(self.dump.files, layout, written.run.sizes, shards, where)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -17,7 +18,7 @@ from megatron_flex.dump.reading.routed import Routings
 from megatron_flex.dump.reading.shards import Found
 from megatron_flex.dump.selection import SAMPLE, TOKEN, Picked, Sampled, dim_of, pick, positions_of
 from megatron_flex.errors import DumpError
-from megatron_flex.layout import Coords, Layout
+from megatron_flex.layout import Coords, Index, Layout
 
 if TYPE_CHECKING:
     from megatron_flex.dump.reading.opened import OpenDump
@@ -90,6 +91,15 @@ class Plan:
         for block in self.blocks:
             out.append(out[-1] + len(block.kept))
         return out
+
+    def among(self, samples: Index) -> Iterator[tuple[Block, list[tuple[int, int]]]]:
+        """The blocks that have samples of these: their places among them, and in the block."""
+        at: dict[int, list[tuple[int, int]]] = {}
+        for place, sample in enumerate(samples):
+            number = bisect_right(self.starts, sample) - 1
+            at.setdefault(number, []).append((place, sample - self.starts[number]))
+        for number, places in sorted(at.items()):
+            yield self.blocks[number], places
 
     @property
     def weight(self) -> int:
@@ -230,11 +240,12 @@ class Planner:
     def _first(self, written: Written, microbatch: int, replica: int, count: int, joined: bool) -> int:
         """The number of the first sample of a block."""
         replicas = 1 if joined else len(written.run.replicas)
-        many = self._microbatches(written, replica)
+        some = written.run.replicas[0] if self.which.only is None else self.which.only[1]
+        many = self._microbatches(written, some)
         found = first_sample(_order(written.run), microbatch, replica, replicas, many, count)
         if found is not None:
             return found
-        many = max(self.found(written, replica)) + 1
+        many = max(self.found(written, some)) + 1
         return (replica * many + microbatch) * count
 
     def _microbatches(self, written: Written, replica: int) -> int:

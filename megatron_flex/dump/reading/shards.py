@@ -18,12 +18,13 @@ from typing import Any, Generic, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.files import REPLICA, Entry, Part, iteration_of, parse_part_name, read_part
+from megatron_flex.dump.files import REPLICA, Entry, Part, iteration_of, part_of, read_part
 from megatron_flex.dump.layouts import from_json
 from megatron_flex.errors import DumpError, LayoutError
 from megatron_flex.layout import Coords, Layout, Where, take
 
 Check = Literal["first", "whole", "never"]
+MOST_OPEN = 256  # files that are mapped at once; a process may have some thousand open
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 Found = tuple[Part, Entry, Layout, Coords]  # an entry, the part that has it, and the rank's coordinates
@@ -35,10 +36,12 @@ class Kept(Generic[K, V]):
     def __init__(self, most: int) -> None:
         self.most, self._weight = most, 0
         self._values: OrderedDict[K, tuple[V, int]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock, self._process = threading.Lock(), os.getpid()
 
     def get(self, key: K, make: Callable[[], V], weight: Callable[[V], int] = lambda _: 1) -> V:
         """The value of a key; made where it is not kept."""
+        if self._process != os.getpid():  # forked off, maybe while another thread held the lock
+            self._lock, self._process = threading.Lock(), os.getpid()
         with self._lock:
             found = self._values.get(key)
             if found is not None:
@@ -55,6 +58,12 @@ class Kept(Generic[K, V]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+    def clear(self) -> None:
+        """Let go of all."""
+        with self._lock:
+            self._values.clear()
+            self._weight = 0
 
 
 class Opened:
@@ -99,33 +108,43 @@ class Files:
             `whole`, or `never`.
         most_open: how many files are mapped at once.
         most_entries: how many entries of headers are kept.
+
+    Attributes:
+        opened: how many headers were read.
+        bytes_read: how many bytes of tensors were copied.
     """
 
-    def __init__(self, check: Check = "whole", most_open: int = 256, most_entries: int = 1 << 18) -> None:
+    def __init__(
+        self, check: Check = "whole", most_open: int = MOST_OPEN, most_entries: int = 1 << 18
+    ) -> None:
         if check not in ("first", "whole", "never"):
             raise DumpError(f"check={check!r} is none of first, whole, never")
-        self.check, self.most = check, (most_open, most_entries)
-        self.bytes_read = 0
-        self._begin()
-
-    def _begin(self) -> None:
-        self._pid = os.getpid()
-        self._maps: Kept[Path, mmap.mmap] = Kept(self.most[0])
-        self._headers: Kept[Path, Opened] = Kept(self.most[1])
+        self.check = check
+        self.bytes_read = self.opened = 0
+        self._maps: Kept[Path, mmap.mmap] = Kept(most_open)
+        self._headers: Kept[Path, Opened] = Kept(most_entries)
         self._checked: set[tuple[Path, str]] = set()
 
-    def _mine(self) -> None:
-        """In a process that was forked off begin anew: another thread may have held a lock."""
-        if self._pid != os.getpid():
-            self._begin()
+    @property
+    def mapped(self) -> int:
+        """How many files are mapped."""
+        return len(self._maps)
 
     def open(self, path: Path) -> Opened:
         """The header of a part."""
-        self._mine()
-        return self._headers.get(path, lambda: _opened(path), lambda o: 1 + len(o.part.index.entries))
+
+        def make() -> Opened:
+            self.opened += 1
+            return _opened(path)
+
+        return self._headers.get(path, make, lambda o: 1 + len(o.part.index.entries))
 
     def read(self, part: Part, entry: Entry, where: Where) -> Tensor:
-        """Copy entries of a shard, as it is stored.
+        """Copy entries of a shard, as it is stored: like `view`, and a tensor of its own."""
+        return self.view(part, entry, where).clone(memory_format=torch.contiguous_format)
+
+    def view(self, part: Part, entry: Entry, where: Where) -> Tensor:
+        """Entries of a shard, as it is stored; nothing is read of what ranges leave out.
 
         Args:
             part: that has the shard.
@@ -133,27 +152,26 @@ class Files:
             where: for each dim the entries wanted.
 
         Returns:
-            A tensor of its own.
+            A view of the file, which the caller copies at once and does not write to.
 
         Raises:
             DumpError: the file is gone or has shrunk, or the checksum is wrong.
         """
-        self._mine()
         if entry.kind == REPLICA:
             raise DumpError(f"{part.path}: {entry.site} is there as a checksum only")
         dtype, shape, start, size = part.where[entry.tensor]
         if size == 0:
-            return take(torch.empty(shape, dtype=dtype), where).clone()
-        stored = self._bytes(part, start, size)
+            return take(torch.empty(shape, dtype=dtype), where)
+        mapped = self._map(part, start, size)
+        stored = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=start)
         whole = prod(len(index) for index in where) == prod(shape)
         if self.check == "first" or (self.check == "whole" and whole):
-            self._verify(part, entry, stored)
+            self.verify(part, entry)
         if start % dtype.itemsize:
             stored = stored.clone()
         small = dtype.itemsize == 1 and dtype is not torch.bool  # not every function knows 8-bit floats
         tensor = stored.view(torch.uint8 if small else dtype).reshape(shape)
         out = take(tensor, where)
-        out = out.clone() if all(isinstance(i, range) for i in where) else out.contiguous()
         self.bytes_read += out.nbytes
         return out.view(dtype) if small else out
 
@@ -163,23 +181,14 @@ class Files:
         Raises:
             DumpError: they differ.
         """
-        _, _, start, size = part.where[entry.tensor]
-        self._verify(
-            part, entry, self._bytes(part, start, size) if size else torch.empty(0, dtype=torch.uint8)
-        )
-
-    def _bytes(self, part: Part, start: int, size: int) -> Tensor:
-        mapped = self._maps.get(part.path, lambda: _mapped(part.path))
-        if mapped.size() < start + size or len(mapped) < start + size:
-            # reading behind a file's end kills the process
-            raise DumpError(f"{part.path}: has shrunk to {mapped.size()} bytes since it was opened")
-        return torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=start)
-
-    def _verify(self, part: Part, entry: Entry, stored: Tensor) -> None:
         key = part.path, entry.tensor
         if key in self._checked:
             return
-        found = zlib.crc32(memoryview(stored.numpy())) if len(stored) else 0
+        _, _, start, size = part.where[entry.tensor]
+        found = 0
+        if size:
+            with memoryview(self._map(part, start, size)) as stored:
+                found = zlib.crc32(stored[start : start + size])
         if found != entry.crc:
             raise DumpError(
                 f"{part.path}: the bytes of {entry.site} ({entry.kind}, microbatch {entry.microbatch}, rank "
@@ -188,14 +197,22 @@ class Files:
             )
         self._checked.add(key)
 
+    def _map(self, part: Part, start: int, size: int) -> mmap.mmap:
+        mapped = self._maps.get(part.path, lambda: _mapped(part.path))
+        if mapped.size() < start + size or len(mapped) < start + size:
+            # reading behind a file's end kills the process
+            raise DumpError(f"{part.path}: has shrunk to {mapped.size()} bytes since it was opened")
+        return mapped
+
     def close(self) -> None:
         """Let go of all files."""
-        self._begin()
+        self._maps.clear()
+        self._headers.clear()
 
 
 def _opened(path: Path) -> Opened:
     """The header of a part, which must be of the rank and iteration that its name has."""
-    opened, named = Opened(path), (iteration_of(path.parent.name), parse_part_name(path.name))
+    opened, named = Opened(path), (iteration_of(path.parent.name), part_of(path.name))
     index = opened.part.index
     told = (index.iteration, index.run_of), (index.rank, index.part, index.parts)
     if told != named:
@@ -207,6 +224,7 @@ def _mapped(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as file:
             # a private mapping that nobody writes to: torch warns of memory that is read-only
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+            return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     except (OSError, ValueError) as error:
         raise DumpError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_flex.adapters import ParameterSite
 from megatron_flex.dump import Dump, Manifest, Place, to_json
+from megatron_flex.layout import own_data
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.dumps.dumped import Chosen
 from megatron_flex.sites import Site
@@ -57,7 +58,9 @@ def manifest_of(
 
 
 def _place(site: Site) -> Place:
-    return Place(site.name, to_json(site.layout), tuple(site.shape), site.stage, site.chunk, site.inferred)
+    return Place(
+        site.name, to_json(own_data(site.layout)), tuple(site.shape), site.stage, site.chunk, site.inferred
+    )
 
 
 def _versions() -> dict[str, str]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_flex.collectives import Route, any_rank, everyone
-from megatron_flex.dump import GRADIENT, VALUE, Dump, Entry, Manifest, Writer, open_run
+from megatron_flex.dump import GRADIENT, VALUE, Dump, Entry, Manifest, Writer, open_run, sees
 from megatron_flex.dump.files import iteration_folder, run_folder
 from megatron_flex.errors import DumpError, FlexError, FlexWarning
 from megatron_flex.layout import Layout, batch_first
@@ -111,12 +111,15 @@ class Dumped:
         answer = everyone(answer, self.mesh, axes)[0]
         if not isinstance(answer, Manifest):
             raise DumpError(str(answer))
-        folder = Path(self.dump.path) / run_folder(answer.run)
-        blind = [r for r in everyone(None if folder.is_dir() else rank, self.mesh, axes) if r is not None]
+        path = Path(self.dump.path)
+        folder = path / run_folder(answer.run)
+        told = everyone((rank, sees(path, answer)), self.mesh, axes)
+        blind = {why: [r for r, w in told if w == why] for _, why in told if why}
         if blind:
+            why = "; ".join(f"rank(s) {who[:SHOWN]} {why}" for why, who in blind.items())
             raise DumpError(
-                f"{folder} was made by rank {ranks[0][0]}, and rank(s) {blind[:SHOWN]} do not see it: "
-                "name a folder on a file system that all ranks share"
+                f"{folder} was made by rank {ranks[0][0]}, and {why}: name a folder on a file system that "
+                "all ranks share and may write to"
             )
         self._skipped = frozenset(answer.skipped)
         self._taking = Taking(self.dump, self.mesh, Writer(folder, rank, self.mesh.coords, self.dump))
@@ -226,7 +229,7 @@ class Dumped:
         self._check(mesh)
 
     def _check(self, mesh: Mesh | None) -> None:
-        """If failures are to be raised, see whether a rank of the mesh had one; the writer warns of others."""
+        """See whether a rank of the mesh had a failure, if those are raised; the writer warns of others."""
         if self.dump.on_error != "raise" or mesh is None or self._taking is None:
             return
         failure = self._taking.writer.trouble()

@@ -99,7 +99,7 @@ class Parameters:
         known = self.survey.adapter.gradients_reduced(self.survey.called)
         if isinstance(known, str):
             raise FlexError(
-                f"gradients of parameters cannot be dumped, as nobody tells whether they are reduced: {known}; "
+                f"gradients of parameters cannot be dumped, as it is not known if they are reduced: {known}; "
                 "or leave them out"
             )
         if not known:

@@ -1,0 +1,170 @@
+"""Disks that are full, slow or not there, on one rank of several: training goes on as the settings say."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import megatron_flex as mf
+from tests.support.pool import run
+
+STEPS = 8
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+
+def trained(net: nn.Module, number: int) -> None:
+    given = torch.full((2, 3, 8), float(number)) + dist.get_rank()
+    net(given).square().mean().backward()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+            parameter.grad = None
+
+
+def broken(what: str, iterations: range) -> None:
+    """From now on `os.what` fails on this rank for files of these iterations."""
+    from megatron_flex.dump import parts
+
+    good = getattr(os, what)
+
+    def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if Path(path).parent.name in {f"{n:010d}" for n in iterations}:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return good(path, *args, **kwargs)
+
+    setattr(parts.os, what, call)
+
+
+def with_a_full_disk(path: str, on_error: str) -> dict[str, Any]:
+    bare = model()
+    for number in range(STEPS):
+        trained(bare, number)
+    net = model()
+    if dist.get_rank() == 1:
+        broken("open", range(2, 5))
+    raised: list[tuple[int, str]] = []
+    number = 0
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        try:
+            with mf.attach(net, dumps=mf.Dump(path, ["0"], on_error=on_error)) as flex:  # type: ignore[arg-type]
+                for number in range(STEPS):
+                    try:
+                        with flex.step():
+                            trained(net, number)
+                    except mf.DumpError as error:
+                        raised.append((number, str(error)))
+                    if dist.get_rank() == 1:  # until the thread has tried
+                        _drain(flex)
+        except mf.DumpError as error:
+            raised.append((STEPS, str(error)))
+    same = all(torch.equal(a, b) for a, b in zip(bare.parameters(), net.parameters(), strict=True))
+    told = [str(w.message) for w in found if issubclass(w.category, mf.FlexWarning)]
+    return {"same": same, "raised": raised, "warned": [t for t in told if "cannot be written" in t]}
+
+
+def _drain(flex: mf.FlexModel) -> None:
+    for dumped in flex.session.dumping.dumps:
+        back = dumped._taking.writer._back  # type: ignore[union-attr]
+        assert back._until(lambda b=back: not b._queue and not b._busy)
+
+
+def test_a_full_disk_of_one_rank_costs_iterations_and_a_warning(tmp_path: Path) -> None:
+    first, second = run(2, with_a_full_disk, str(tmp_path), "warn")
+    assert first["same"]
+    assert second["same"]
+    assert (first["raised"], second["raised"], first["warned"]) == ([], [], [])
+    assert len(second["warned"]) == 1
+    assert "0000000002 cannot be written: No space left on device" in second["warned"][0]
+    with mf.open_dump(tmp_path) as dump:
+        assert dump.iterations == [0, 1, 5, 6, 7]
+
+
+def test_a_full_disk_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    first, second = run(2, with_a_full_disk, str(tmp_path), "raise")
+    assert first == second
+    assert first["same"]
+    assert first["warned"] == []
+    assert 1 <= len(first["raised"]) <= 3  # failures of steps that are over are raised together
+    assert "No space left on device" in first["raised"][0][1]
+    assert all(2 <= n <= 5 for n, _ in first["raised"])
+    with mf.open_dump(tmp_path) as dump:
+        assert dump.iterations == [0, 1, 5, 6, 7]
+
+
+def with_a_slow_disk(path: str) -> list[int]:
+    from megatron_flex.dump import parts
+
+    net, gate, rename = model(), threading.Event(), os.rename
+
+    def slow(*args: Any) -> None:
+        gate.wait()
+        rename(*args)
+
+    if dist.get_rank() == 1:
+        parts.os.rename = slow  # type: ignore[assignment]
+    dump = mf.Dump(path, ["0"], when_full="drop", queue_bytes=2000)
+    with mf.attach(net, dumps=dump) as flex:
+        for number in range(STEPS):
+            with flex.step():
+                trained(net, number)
+        gate.set()
+        writer = flex.session.dumping.dumps[0]._taking.writer  # type: ignore[union-attr]
+        _drain(flex)
+        assert writer.tally.waited == 0
+        dist.barrier()
+        with flex.step():
+            trained(net, STEPS)
+    return [writer.tally.written, writer.tally.dropped, writer.tally.failed]
+
+
+@pytest.mark.filterwarnings("ignore::megatron_flex.FlexWarning")
+def test_iterations_are_dropped_on_all_ranks_alike(tmp_path: Path) -> None:
+    first, second = run(2, with_a_slow_disk, str(tmp_path))
+    assert first == second
+    written, dropped, failed = first
+    assert (written + dropped, failed) == (STEPS + 1, 0)
+    assert dropped >= 2  # the queue takes five iterations of 384 bytes
+    with mf.open_dump(tmp_path) as dump:
+        assert dump.iterations == [*range(written - 1), STEPS]
+
+
+def without_a_folder(path: str, kind: str) -> str:
+    if kind == "unshared":  # what a rank sees whose disk is another one
+        os.makedirs(f"{path}/{dist.get_rank()}")
+        os.chdir(f"{path}/{dist.get_rank()}")
+        path = "dump"
+    try:
+        mf.attach(model(), dumps=mf.Dump(path, ["0"]))
+    except mf.DumpError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["file", "full", "unshared"])
+def test_a_folder_that_will_not_do_is_an_error_on_all_ranks(tmp_path: Path, kind: str) -> None:
+    if kind == "file":
+        (tmp_path / "at").write_text("")
+    elif kind == "full":
+        (tmp_path / "at").mkdir()
+        (tmp_path / "at" / "other").write_text("")
+    told = run(3, without_a_folder, str(tmp_path / "at"), kind)
+    assert len(set(told)) == 1
+    assert {
+        "file": "File exists",
+        "full": "is no dump, and not empty",
+        "unshared": "was made by rank 0, and rank(s) [1, 2] does not see it: name a folder",
+    }[kind] in told[0]

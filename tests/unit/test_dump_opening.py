@@ -1,0 +1,181 @@
+"""Opening a dump to write: what is there already, who else opens it, and folders that are none."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flex.dump import VALUE, Dump, Entry, Manifest, Writer, open_run, sees
+from megatron_flex.dump import opening as opening_
+from megatron_flex.dump.files import MANIFEST, part_name, run_folder
+from megatron_flex.dump.opening import RECENT, runs, whole_iterations
+from megatron_flex.errors import DumpError
+from megatron_flex.layout import replicated
+
+
+def manifest(ranks: int = 2, **more: Any) -> Manifest:
+    told = {
+        "run": 0,
+        "created": "2025-01-01T00:00:00+00:00",
+        "versions": {},
+        "framework": "plain",
+        "axes": {"dp": ranks},
+        "experts": {},
+        "ranks": tuple((r, {"dp": r}) for r in range(ranks)),
+        "model": {},
+        "identity": "abc",
+        "sites": (),
+        "parameters": (),
+        "settings": Dump("x", "x").to_json(),
+    }
+    return Manifest(**{**told, **more})
+
+
+def write(folder: Path, rank: int, iterations: range) -> None:
+    at = Writer(folder, rank, {"dp": rank}, Dump(folder, "x", part_bytes=100))
+    for number in iterations:
+        at.begin(number, 0, True, 1)
+        for n in range(3):
+            at.put(Entry(f"x{n}", VALUE, 0, 0, 0, (30,), ""), replicated("h"), torch.ones(30))
+        at.finish()
+    at.close()
+
+
+def opened(path: Path, **more: Any) -> Manifest:
+    return open_run(path, manifest(**more))
+
+
+def refused(path: Path, **more: Any) -> str:
+    with pytest.raises(DumpError) as found:
+        opened(path, **more)
+    assert "\n" not in str(found.value)
+    return str(found.value)
+
+
+def test_a_run_skips_what_earlier_runs_have_whole(tmp_path: Path) -> None:
+    path = tmp_path / "some" / "dump"
+    first = opened(path)
+    assert (first.run, first.skipped) == (0, ())
+    write(path / "run-0000", 0, range(5))
+    write(path / "run-0000", 1, range(3))
+    second = opened(path, ranks=1)
+    assert second.run == 1
+    assert [int(n) for n in second.skipped] == [0, 1, 2]
+    write(path / "run-0001", 0, range(3, 5))
+    third = opened(path)
+    assert [int(n) for n in third.skipped] == [0, 1, 2, 3, 4]
+    found = Manifest.read(path / "run-0002")
+    assert replace(found, skipped=tuple(found.skipped)) == third
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_an_iteration_without_one_of_its_parts_is_not_whole(tmp_path: Path, lost: int) -> None:
+    told = opened(tmp_path, ranks=1)
+    write(tmp_path / "run-0000", 0, range(2))
+    (tmp_path / "run-0000" / "0000000001" / part_name(0, lost, 3 * (lost == 2))).unlink()
+    assert whole_iterations(tmp_path / "run-0000", told) == {"0000000000"}
+
+
+@pytest.mark.parametrize("left", [0, 7, 300])
+def test_a_file_that_a_power_cut_cut_is_not_whole(tmp_path: Path, left: int) -> None:
+    told = opened(tmp_path, ranks=1)
+    write(tmp_path / "run-0000", 0, range(3))
+    os.truncate(tmp_path / "run-0000" / "0000000002" / part_name(0, 1), left)
+    assert whole_iterations(tmp_path / "run-0000", told) == {"0000000000", "0000000001"}
+
+
+def test_thousands_of_iterations_are_told_by_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, read = opened(tmp_path), []
+    for number in range(2000):
+        folder = tmp_path / "run-0000" / f"{number:010d}"
+        folder.mkdir()
+        for rank in (0, 1):
+            (folder / part_name(rank, 0, 1)).touch()
+    monkeypatch.setattr(opening_, "read_part", read.append)
+    assert len(whole_iterations(tmp_path / "run-0000", told)) == 2000
+    assert len(read) == 2 * RECENT
+
+
+def test_numbers_go_on_behind_the_last_run(tmp_path: Path) -> None:
+    for _ in range(3):
+        opened(tmp_path)
+    for number in (0, 1):
+        (tmp_path / run_folder(number) / MANIFEST).unlink()
+        (tmp_path / run_folder(number)).rmdir()
+    assert opened(tmp_path).run == 3
+    assert [r.name for r in runs(tmp_path)] == ["run-0002", "run-0003"]
+
+
+def test_leaders_that_open_at_once_get_runs_of_their_own(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        told = list(pool.map(lambda n: opened(tmp_path, created=str(n)), range(40)))
+    assert sorted(m.run for m in told) == list(range(40))
+    for one in told:
+        assert Manifest.read(tmp_path / run_folder(one.run)).created == one.created
+    assert not list(tmp_path.glob(".run-*"))
+
+
+def test_what_killed_runs_leave_is_no_hindrance(tmp_path: Path) -> None:
+    (tmp_path / ".run-17-0a0b0c0d.tmp").mkdir()
+    (tmp_path / ".run-17-0a0b0c0d.tmp" / (MANIFEST + ".tmp")).write_text("{")
+    (tmp_path / "run-0000").mkdir()
+    folder = tmp_path / "run-0001" / "0000000000"
+    folder.mkdir(parents=True)
+    (folder / ".00000-000-of-001.safetensors.tmp").write_text("half")
+    told = opened(tmp_path, ranks=1)
+    assert told.run == 2
+    write(tmp_path / "run-0002", 0, range(1))
+    assert (opened(tmp_path).run, opened(tmp_path).skipped) == (3, ("0000000000",))
+
+
+def test_other_dumps_and_other_folders_are_refused(tmp_path: Path) -> None:
+    opened(tmp_path / "dump")
+    assert "another model's dump" in refused(tmp_path / "dump", identity="other")
+    other = Dump("x", "x", tokens=slice(None, None, 2)).to_json()
+    assert "tokens=None" in refused(tmp_path / "dump", settings=other)
+    opened(tmp_path / "dump", settings=Dump("x", "x", every=3, iterations=range(5)).to_json())
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("words")
+    assert "is no dump, and not empty ('thesis.tex')" in refused(tmp_path / "full")
+    assert (tmp_path / "full" / "thesis.tex").exists()
+    (tmp_path / "file").write_text("")
+    assert "no dump can be written there: File exists" in refused(tmp_path / "file")
+    assert "Not a directory" in refused(tmp_path / "file" / "below")
+    assert "no dump can be written there" in refused(Path("/proc/dump"))
+    assert "null" in refused(Path("a\0b"))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": "other"}', "\0\1"])
+def test_a_damaged_manifest_is_told(tmp_path: Path, content: str) -> None:
+    opened(tmp_path)
+    (tmp_path / "run-0000" / MANIFEST).write_text(content)
+    assert "run-0000/manifest.json" in refused(tmp_path)
+
+
+def test_nothing_is_left_of_a_run_that_cannot_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "JSON" in refused(tmp_path, model={"a": object()})
+
+    def full(self: Manifest, folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Manifest, "write", full)
+    assert "No space left on device" in refused(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_sees_another_folder_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = opened(tmp_path)
+    assert sees(tmp_path, told) == ""
+    assert sees(tmp_path, replace(told, created="later")) == "sees another folder of that name"
+    assert sees(tmp_path, replace(told, run=7), 0.0) == "does not see it"
+    assert sees(tmp_path / "elsewhere", told, 0.0) == "does not see it"
+    monkeypatch.setattr(os, "access", lambda *args: False)  # which root always has
+    assert sees(tmp_path, told) == "may not write to it"

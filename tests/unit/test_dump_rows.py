@@ -1,0 +1,175 @@
+"""Rows of tokens for training: each once, at random, aligned over sites, within bounded memory."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import megatron_flex as mf
+from megatron_flex.errors import DumpError
+from tests.support import dumps
+from tests.support.dumps import COLUMN, SEQUENCE, Given
+
+ROWS = 3 * 8 * 16  # iterations, samples, tokens
+
+
+@pytest.fixture
+def dump(tmp_path: Path) -> mf.OpenDump:
+    """Two sites whose rows have their number in all of 4, or 6, features."""
+    numbers = torch.arange(ROWS, dtype=torch.float32).reshape(3, 8, 16, 1)
+    given = {
+        "a": Given(numbers.expand(-1, -1, -1, 4).clone(), SEQUENCE),
+        "b": Given(-numbers.expand(-1, -1, -1, 6).clone(), COLUMN),
+    }
+    dumps.write(tmp_path / "d", given, mesh={"dp": 2, "tp": 2}, microbatches=2)
+    return mf.open_dump(tmp_path / "d")
+
+
+def numbers(batches: list[Tensor]) -> list[int]:
+    return [int(n) for batch in batches for n in batch[:, 0].tolist()]
+
+
+def test_the_dataset_has_all_rows_by_number(dump: mf.OpenDump) -> None:
+    data = dump.dataset("a")
+    assert len(data) == ROWS
+    assert data[37].tolist() == [37] * 4
+    assert data[-1].tolist() == [ROWS - 1] * 4
+    assert [int(r[0]) for r in data.__getitems__([5, 200, 4, 5])] == [5, 200, 4, 5]
+    with pytest.raises(IndexError, match=f"row {ROWS} of {ROWS}"):
+        data[ROWS]
+
+
+def test_datasets_of_several_sites_are_aligned(dump: mf.OpenDump) -> None:
+    a, b = dump.dataset(["a", "b"], dtype=torch.bfloat16)[7]
+    assert (a.tolist(), b.tolist()) == ([7] * 4, [-7] * 6)
+    assert a.dtype == torch.bfloat16
+
+
+def test_datasets_of_some_iterations_and_tokens(dump: mf.OpenDump) -> None:
+    data = dump.dataset("a", iterations=[2, 0], tokens=slice(4, None, 4))
+    assert len(data) == 2 * 8 * 3
+    assert int(data[0][0]) == 2 * 128 + 4
+    assert int(data[24][0]) == 4
+    sliced = dump.dataset(dump["a"].at(2, 0)[:, :, 4::4])
+    assert [int(r[0]) for r in sliced] == [int(r[0]) for r in data]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_takes_the_dataset(dump: mf.OpenDump, workers: int) -> None:
+    mixing = torch.Generator().manual_seed(0)
+    loader: Any = DataLoader(
+        dump.dataset("a"),
+        32,
+        shuffle=True,
+        num_workers=workers,
+        generator=mixing,
+        timeout=60 * bool(workers),
+    )
+    assert sorted(numbers(list(loader))) == list(range(ROWS))
+
+
+@pytest.mark.parametrize(("buffer", "block", "batch"), [(1, 1, 1), (64, 8, 10), (99, 500, 7), (10**6, 5, 64)])
+def test_each_row_comes_once(dump: mf.OpenDump, buffer: int, block: int, batch: int) -> None:
+    rows = dump.rows("a", batch, buffer=buffer, block=block)
+    batches = list(rows)
+    assert {len(b) for b in batches[:-1]} == {batch}
+    found = numbers(batches)
+    assert sorted(found) == list(range(ROWS))
+    assert found != list(range(ROWS))
+    assert all((b == b[:, :1]).all() for b in batches)
+
+
+def test_without_shuffling_rows_are_in_order(dump: mf.OpenDump) -> None:
+    for block in (5, 16, 33):
+        assert numbers(list(dump.rows("a", 10, shuffle=False, buffer=40, block=block))) == list(range(ROWS))
+
+
+def test_the_order_is_that_of_seed_and_epoch(dump: mf.OpenDump) -> None:
+    rows = dump.rows("a", 16, seed=3, buffer=64, block=8)
+    first = numbers(list(rows))
+    assert numbers(list(rows)) == first
+    assert numbers(list(dump.rows("a", 16, seed=3, buffer=64, block=8))) == first
+    assert numbers(list(dump.rows("a", 16, seed=4, buffer=64, block=8))) != first
+    rows.epoch = 1
+    assert numbers(list(rows)) != first
+
+
+def test_rows_are_mixed_over_the_whole_dump(dump: mf.OpenDump) -> None:
+    """Batches of a buffer of 128 rows, blocks of 4: each is made of about 32 places or more."""
+    batches = list(dump.rows("a", 32, buffer=128, block=4, seed=1))
+    for batch in batches[:-1]:
+        found = numbers([batch])
+        assert len({n // 128 for n in found}) == 3  # of all iterations
+        assert len({n // 4 for n in found}) > 16
+        rises = sum(a + 1 == b for a, b in pairwise(found))
+        assert rises < 6
+    where = torch.tensor(numbers(batches)).argsort().float()
+    corner = torch.corrcoef(torch.stack([where, torch.arange(ROWS).float()]))[0, 1]
+    assert abs(float(corner)) < 0.2
+
+
+def test_rows_of_several_sites_are_aligned(dump: mf.OpenDump) -> None:
+    for a, b in dump.rows(("a", "b"), 16, buffer=64, block=8, dtype=torch.float16):
+        assert a.dtype == b.dtype == torch.float16
+        assert torch.equal(a[:, 0], -b[:, 0])
+
+
+def test_the_buffer_bounds_what_is_held(dump: mf.OpenDump) -> None:
+    rows = dump.rows("a", 8, buffer=32, block=16)
+    seen = 0
+    for batch in rows:
+        seen += len(batch)
+        read = dump.files.bytes_read // 16  # a row has 16 bytes
+        assert read - seen <= 32 + 16
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_of_a_loader_share_the_rows(dump: mf.OpenDump, context: str) -> None:
+    dump["a"][0, 0].torch()  # files are open while the workers begin
+    rows = dump.rows("a", 16, buffer=64, block=8)
+    loader: Any = DataLoader(
+        rows, batch_size=None, num_workers=2, multiprocessing_context=context, timeout=120
+    )
+    found = numbers(list(loader))
+    assert sorted(found) == list(range(ROWS))
+
+
+def test_parts_for_several_processes(dump: mf.OpenDump) -> None:
+    found = [numbers(list(dump.rows("a", 16, buffer=64, block=8, part=(r, 3)))) for r in range(3)]
+    assert sorted(n for part in found for n in part) == list(range(ROWS))
+    assert all(len(part) == ROWS // 3 for part in found)
+
+
+def test_rows_pickle(dump: mf.OpenDump) -> None:
+    rows = dump.rows("a", 16, buffer=64, block=8)
+    assert numbers(list(pickle.loads(pickle.dumps(rows)))) == numbers(list(rows))
+
+
+def test_means_have_one_row_for_a_sample(tmp_path: Path) -> None:
+    value = dumps.random(2, 8, 16, 4)
+    dumps.write(tmp_path / "d", {"a": Given(value, SEQUENCE)}, mesh={"tp": 2}, reduce="mean")
+    dump = mf.open_dump(tmp_path / "d")
+    assert len(dump.dataset("a")) == 16
+    torch.testing.assert_close(dump.dataset("a")[9], value[1, 1].mean(0))
+    found = torch.cat(list(dump.rows("a", 5, shuffle=False)))
+    torch.testing.assert_close(found, value.mean(2).reshape(16, 4))
+
+
+def test_what_has_no_rows(dump: mf.OpenDump) -> None:
+    with pytest.raises(DumpError, match="sizes are at least 1"):
+        dump.rows("a", 0)
+    with pytest.raises(DumpError, match="r from 0 to n - 1"):
+        dump.rows("a", 1, part=(2, 2))
+    with pytest.raises(DumpError, match="rows of no site"):
+        dump.dataset([])
+    with pytest.raises(DumpError, match=r"a \[3, 8, 16\], b \[3, 8, 15\]"):
+        dump.rows([dump["a"], dump["b"][:, :, 1:]], 4)
+    with pytest.raises(DumpError, match="a is over sample, token, h: rows are of"):
+        dump.rows(dump["a"][0], 4)

@@ -1,0 +1,605 @@
+"""Writing a rank's parts: what is on disk, what memory it takes, and what a broken disk does."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_flex.dump import REPLICA, VALUE, Dump, Entry, Writer, parts
+from megatron_flex.dump.files import NAMES, read_part, whole_parts
+from megatron_flex.dump.staging import SLAB, Buffers, Side
+from megatron_flex.errors import DumpError, FlexWarning
+from megatron_flex.knobs import knobs
+from megatron_flex.layout import replicated
+
+LAYOUT = replicated("s", "h")
+
+
+def writer(path: Path, rank: int = 0, **settings: Any) -> Writer:
+    path.mkdir(exist_ok=True)
+    return Writer(path, rank, {"tp": rank}, Dump(path, "x", **settings))
+
+
+def tensors(iteration: int, count: int = 3, size: int = 100) -> dict[str, Tensor]:
+    return {f"site{n}": torch.full((size, 4), iteration + n / 8) for n in range(count)}
+
+
+def step(at: Writer, iteration: int, given: dict[str, Tensor] | None = None, owned: bool = False) -> None:
+    at.begin(iteration, 0, True, 1)
+    for site, tensor in (tensors(iteration) if given is None else given).items():
+        at.put(Entry(site, VALUE, 0, 0, 0, tuple(tensor.shape), ""), LAYOUT, tensor, owned)
+    at.finish()
+
+
+def whole(path: Path, rank: int = 0) -> list[int]:
+    """The iterations that are whole; all of them with right checksums."""
+    out = []
+    for folder in sorted(path.glob("0*")):
+        if (found := whole_parts(folder, [rank])) is not None:
+            out.append(int(folder.name))
+            for file in found[rank]:
+                contents(file)
+    return out
+
+
+def contents(file: Path) -> dict[str, Tensor]:
+    part, content = read_part(file), file.read_bytes()
+    out = {}
+    for entry in part.index.entries:
+        if entry.kind != REPLICA:
+            dtype, shape, first, nbytes = part.where[entry.tensor]
+            data = content[first : first + nbytes]
+            assert zlib.crc32(data) == entry.crc
+            out[entry.site] = (
+                torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+                if data
+                else torch.empty(shape, dtype=dtype)
+            )
+    return out
+
+
+def of(path: Path, iteration: int) -> dict[str, Tensor]:
+    found = whole_parts(path / f"{iteration:010d}", [0])
+    assert found is not None
+    return {site: t for file in found[0] for site, t in contents(file).items()}
+
+
+# -- what is on disk
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_parts_stream_and_come_back_bit_by_bit(tmp_path: Path, durable: bool) -> None:
+    at = writer(tmp_path, part_bytes=4000, durable=durable)
+    for number in range(4):
+        step(at, number, tensors(number, 7))
+    at.close()
+    assert whole(tmp_path) == [0, 1, 2, 3]
+    names = sorted(p.name for p in (tmp_path / "0000000002").iterdir())
+    assert names == [f"00000-00{n}.safetensors" for n in range(3)] + ["00000-003-of-004.safetensors"]
+    for number in range(4):
+        found = of(tmp_path, number)
+        assert all(torch.equal(found[s], t) for s, t in tensors(number, 7).items())
+    assert (at.tally.written, at.tally.dropped, at.tally.failed, at.held) == (4, 0, 0, 0)
+    assert at.tally.nbytes == 4 * 7 * 1600
+
+
+def test_every_dtype_and_form_comes_back(tmp_path: Path) -> None:
+    at = writer(tmp_path)
+    given = {str(d): torch.arange(24).reshape(4, 6).to(d) for d in NAMES}
+    given["turned"] = torch.randn(6, 4).t()
+    given["strided"] = torch.randn(8, 12)[::2, ::3]
+    given["none"] = torch.empty(0, 4)
+    given["one"] = torch.tensor(3.5)
+    given["large"] = torch.randn(SLAB // 8 + 3)
+    step(at, 0, given)
+    step(at, 1, {n: t.clone() for n, t in given.items()}, owned=True)
+    step(at, 2, given, owned=True)  # of larger storages, which must not be kept
+    at.close()
+    for number in range(3):
+        found = of(tmp_path, number)
+        assert set(found) == set(given)
+        for name, tensor in given.items():
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(
+                found[name].view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8)
+            )
+
+
+def test_a_tensor_may_be_overwritten_at_once(tmp_path: Path) -> None:
+    at = writer(tmp_path)
+    tensor = torch.zeros(64, 4)
+    for number in range(20):
+        tensor.fill_(number)
+        at.begin(number, 0, True, 1)
+        at.put(Entry("x", VALUE, 0, 0, 0, (64, 4), ""), LAYOUT, tensor)
+        tensor.fill_(-1)
+        at.finish()
+    at.close()
+    assert [float(of(tmp_path, n)["x"].unique()) for n in range(20)] == list(range(20))
+
+
+def test_of_a_replica_only_the_checksum_is_written(tmp_path: Path) -> None:
+    at, tensor = writer(tmp_path), torch.randn(5, 4)
+    at.begin(0, 0, True, 1)
+    at.put(Entry("x", REPLICA, 0, 0, 0, (5, 4), ""), LAYOUT, tensor)
+    at.put(Entry("y", VALUE, 0, 0, 0, (5, 4), ""), LAYOUT, tensor)
+    at.finish()
+    at.close()
+    part = read_part(whole_parts(tmp_path / "0000000000", [0])[0][0])  # type: ignore[index]
+    first, second = part.index.entries
+    assert list(part.where) == [second.tensor]
+    assert first.crc == second.crc == zlib.crc32(tensor.numpy().tobytes())
+    assert first.dtype == "F32"
+
+
+def test_an_abandoned_iteration_leaves_nothing(tmp_path: Path) -> None:
+    at = writer(tmp_path, part_bytes=1600)
+    step(at, 0)
+    at.begin(1, 0, True, 1)
+    for site, tensor in tensors(1, 5).items():
+        at.put(Entry(site, VALUE, 0, 0, 0, (100, 4), ""), LAYOUT, tensor)
+    at.abandon()
+    step(at, 2)
+    at.begin(3, 0, True, 1)  # and never ended
+    at.put(Entry("x", VALUE, 0, 0, 0, (100, 4), ""), LAYOUT, torch.ones(100, 4))
+    at.close()
+    assert whole(tmp_path) == [0, 2]
+    assert not list(tmp_path.glob("0000000001/*"))
+    assert not list(tmp_path.glob("0000000003/*"))
+    assert at.held == 0
+
+
+# -- memory
+
+
+@pytest.mark.parametrize("owned", [False, True])
+def test_what_is_held_stays_within_the_bound(
+    tmp_path: Path, owned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Semaphore(0)
+    _slowly(monkeypatch, gate)
+    at = writer(tmp_path, queue_bytes=100_000, part_bytes=30_000)
+    feeder = threading.Thread(target=lambda: [step(at, n, tensors(n, 9, 500), owned) for n in range(6)])
+    feeder.start()
+    while feeder.is_alive():
+        gate.release()
+        feeder.join(0.002)
+    for _ in range(100):
+        gate.release()
+    at.close()
+    assert whole(tmp_path) == list(range(6))
+    assert 50_000 < at.greatest <= 100_000
+    assert at.tally.waited > 0
+
+
+def test_a_single_larger_tensor_passes_alone(tmp_path: Path) -> None:
+    at = writer(tmp_path, queue_bytes=1000, part_bytes=1 << 20)
+    for number in range(3):
+        step(at, number)
+    at.close()
+    assert whole(tmp_path) == [0, 1, 2]
+    assert at.greatest <= 1792  # of 1600 bytes, in steps of an eighth
+
+
+def test_buffers_are_used_again_and_bounded() -> None:
+    at = Buffers(1 << 20)
+    assert at.slab == 1 << 17
+    seen = set()
+    for _ in range(50):
+        one, two = at.take(at.size(40_000, False), False), at.take(at.size(10, False), False)
+        seen |= {one.data_ptr(), two.data_ptr()}
+        at.give(one, False)
+        at.give(two, False)
+    assert len(seen) == 2
+    for size in range(40_000, 900_000, 10_000):  # of ever other sizes
+        one = at.take(at.size(size, False), False)
+        assert size <= one.nbytes <= size * 9 / 8 + 64
+        at.give(one, False)
+        assert at.held + at._idle <= at.most
+    assert at.held == 0
+    assert at.greatest <= at.most
+
+
+class Device:
+    """What Side uses of a device, on a host; each call is noted."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def Stream(self, device: Any) -> Any:
+        outer = self
+
+        class Made:
+            def wait_stream(self, other: Any) -> None:
+                outer.calls.append(f"wait for {other}")
+
+        return Made()
+
+    def current_stream(self, device: Any) -> str:
+        return "the model's"
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        self.calls.append("in")
+        yield
+        self.calls.append("out")
+
+    def Event(self) -> Any:
+        outer = self
+
+        class Made:
+            def record(self, stream: Any) -> None:
+                outer.calls.append("record")
+
+            def synchronize(self) -> None:
+                outer.calls.append("synchronize")
+
+        return Made()
+
+
+def test_copies_from_a_device_wait_for_the_model_and_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Tensors of a host through the interface of a device: the order of calls, not the device, is tested.
+    device = Device()
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: device.calls.append("keep"))
+    monkeypatch.setattr(
+        Tensor, "clone", lambda self, **kw: device.calls.append("clone") or torch.ops.aten.clone(self)
+    )
+    side, host, tensor = Side(torch.device("cpu"), device), torch.empty(4), torch.arange(4.0)
+    side.copy(host, tensor, owned=False)
+    assert device.calls == ["clone", "wait for the model's", "in", "out", "keep"]
+    device.calls.clear()
+    side.copy(host, tensor, owned=True)
+    assert "clone" not in device.calls
+    side.mark().synchronize()
+    assert device.calls[-2:] == ["record", "synchronize"]
+    assert torch.equal(host, tensor)
+
+
+# -- dropping
+
+
+def _slowly(monkeypatch: pytest.MonkeyPatch, gate: threading.Semaphore) -> None:
+    """A disk that takes a file only when the gate lets one through."""
+    rename = os.rename
+
+    def renamed(*args: Any) -> None:
+        gate.acquire()
+        rename(*args)
+
+    monkeypatch.setattr(parts.os, "rename", renamed)
+
+
+def test_a_writer_says_when_it_would_wait_and_counts_what_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = threading.Semaphore(0)
+    _slowly(monkeypatch, gate)
+    at = writer(tmp_path, queue_bytes=40_000, when_full="drop")
+    caplog.set_level(logging.INFO, "megatron_flex.dump")
+    taken = []
+    for number in range(30):
+        if at.would_wait():
+            at.drop(number)
+        else:
+            taken.append(number)
+            step(at, number)
+    assert taken == list(range(len(taken)))
+    assert 0 < len(taken) < 30
+    assert at.tally.waited == 0
+    for _ in range(30):
+        gate.release()
+    at.close()
+    assert whole(tmp_path) == taken
+    assert at.tally.dropped == 30 - len(taken)
+    assert "is dropped, as the disk is behind" in caplog.text
+    assert f"{len(taken)} iterations" in caplog.text
+    assert f"{30 - len(taken)} dropped, 0 failed" in caplog.text
+
+
+# -- broken disks
+
+
+def _told(at: Writer, act: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        act()
+    return [str(w.message) for w in found if w.category is FlexWarning]
+
+
+def _breaks(monkeypatch: pytest.MonkeyPatch, what: str, error: BaseException) -> list[bool]:
+    """`os.what` fails as long as the list is not empty."""
+    good, broken = getattr(os, what), [True]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if broken:
+            raise error
+        return good(*args, **kwargs)
+
+    monkeypatch.setattr(parts.os, what, call)
+    return broken
+
+
+@pytest.mark.parametrize("what", ["open", "writev", "fsync", "rename"])
+def test_a_full_disk_costs_iterations_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    at = writer(tmp_path, part_bytes=1600, durable=True)
+    step(at, 0)
+    _drain(at)
+    broken = _breaks(monkeypatch, what, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+    def act() -> None:
+        for number in (1, 2, 3):
+            step(at, number)
+            _drain(at)
+        broken.clear()
+        step(at, 4)
+        at.close()
+
+    told = _told(at, act)
+    assert len(told) == 1
+    assert "0000000001 cannot be written: No space left on device; the iteration is absent" in told[0]
+    assert whole(tmp_path) == [0, 4]
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.parent.name in "123"]
+    assert not list(tmp_path.glob("*/.*.tmp"))
+    assert (at.tally.written, at.tally.failed, at.held) == (2, 3, 0)
+
+
+def _drain(at: Writer) -> None:
+    """Wait until the thread has nothing to do."""
+    assert at._back._until(lambda: not at._back._queue and not at._back._busy)
+
+
+def test_a_failing_later_part_takes_the_earlier_ones_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = writer(tmp_path, part_bytes=1600, on_error="raise")
+    at.begin(0, 0, True, 1)
+    given = list(tensors(0, 3).items())
+    for site, tensor in given[:2]:
+        at.put(Entry(site, VALUE, 0, 0, 0, (100, 4), ""), LAYOUT, tensor)
+    _drain(at)
+    assert [p.name for p in (tmp_path / "0000000000").iterdir()] == ["00000-000.safetensors"]
+    _breaks(monkeypatch, "writev", OSError(errno.EIO, os.strerror(errno.EIO)))
+    at.put(Entry("last", VALUE, 0, 0, 0, (100, 4), ""), LAYOUT, given[2][1])
+    at.finish()
+    at.close()
+    assert not list((tmp_path / "0000000000").iterdir())
+    error = at.trouble()
+    assert isinstance(error, DumpError)
+    assert "Input/output error" in str(error)
+    assert at.trouble() is None
+
+
+def test_a_small_real_disk_fills_up(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("only root mounts a disk, and not everywhere")
+    try:
+        at = writer(disk / "run")
+
+        def act() -> None:
+            for number in range(5):
+                step(at, number, tensors(number, 2, 2500))  # 80 kB
+                _drain(at)
+            shutil.rmtree(disk / "run" / "0000000000")
+            step(at, 5, tensors(5, 2, 2500))
+            at.close()
+
+        told = _told(at, act)
+        assert len(told) == 1
+        assert "No space left on device" in told[0]
+        assert whole(disk / "run") == [1, 2, 5]
+        assert not list(disk.glob("run/*/.*.tmp"))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
+    at = writer(tmp_path)
+    limit, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))
+        told = _told(at, lambda: (step(at, 0, tensors(0, 9)), _drain(at), step(at, 1), at.close()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert len(told) == 1
+    assert "File too large" in told[0]
+    assert whole(tmp_path) == [1]
+
+
+def test_a_folder_that_vanishes_or_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    at = writer(path)
+    (path / "0000000001").write_text("not a folder")
+
+    def act() -> None:
+        for number in range(6):
+            if number == 3:
+                shutil.rmtree(path)
+            if number == 5:
+                path.mkdir()
+            step(at, number)
+            _drain(at)
+        at.close()
+
+    told = _told(at, act)
+    assert len(told) == 2  # once for each kind
+    assert "Not a directory" in told[0]
+    assert "No such file or directory" in told[1]
+    assert (at.tally.written, at.tally.failed) == (3, 3)
+    assert whole(path) == [5]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = writer(tmp_path)
+    broken = _breaks(monkeypatch, "open", KeyboardInterrupt())
+
+    def act() -> None:
+        step(at, 0)
+        _drain(at)
+        broken.clear()
+        step(at, 1)
+        at.close()
+
+    assert "KeyboardInterrupt" in _told(at, act)[0]
+    assert whole(tmp_path) == [1]
+    assert at.held == 0
+
+
+def test_what_cannot_be_written_costs_its_iteration(tmp_path: Path) -> None:
+    at = writer(tmp_path)
+
+    def act() -> None:
+        step(at, 0, {"x": torch.ones(3, dtype=torch.complex64), "y": torch.ones(3)})
+        at.begin(1, 0, True, 1)
+        for _ in range(2):
+            at.put(Entry("x", VALUE, 0, 0, 0, (2, 2), ""), LAYOUT, torch.ones(2, 2))
+        at.finish()
+        step(at, 2)
+        at.close()
+
+    told = _told(at, act)
+    assert "torch.complex64 has no name in safetensors" in told[0]
+    assert "passed twice" in told[1]
+    assert whole(tmp_path) == [2]
+
+
+def test_a_dead_disk_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs, "dump_seconds", 0.2)
+    gate = threading.Semaphore(0)
+    _slowly(monkeypatch, gate)
+    at = writer(tmp_path, queue_bytes=3000)
+    told = _told(at, lambda: [step(at, n) for n in range(4)] and at.close())
+    assert "the disk has taken nothing for 0.2 s" in told[0]
+    assert any("what it has not is lost" in t for t in told)
+    assert at.tally.failed >= 3
+    for _ in range(9):
+        gate.release()
+
+
+# -- processes
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+import torch
+from megatron_flex.dump import Dump, Entry, VALUE, Writer
+from megatron_flex.layout import replicated
+from megatron_flex.dump import parts
+
+path = Path(sys.argv[1])
+at = Writer(path, 0, {}, Dump(path, "x", part_bytes=1600))
+rename = os.rename
+def slow(*args):
+    time.sleep(0.02)
+    rename(*args)
+parts.os.rename = slow
+def step(number, end=True):
+    at.begin(number, 0, True, 1)
+    for n in range(3):
+        entry, tensor = Entry(f"site{n}", VALUE, 0, 0, 0, (100, 4), ""), torch.full((100, 4), number + n / 8)
+        at.put(entry, replicated("s", "h"), tensor)
+    if end:
+        at.finish()
+"""
+
+
+def _script(path: Path, more: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT + more, str(path)],
+        timeout=60,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+ENDS = {
+    "returns": "",
+    "exits": "sys.exit(0)",
+    "forks": """
+pid = os.fork()
+if pid == 0:
+    step(50)
+    at.close()
+    sys.exit(0)  # with everything that is run at a process's end
+assert os.waitpid(pid, 0)[1] == 0
+""",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_was_finished_is_written_when_a_process_ends(tmp_path: Path, end: str) -> None:
+    _script(tmp_path, f"for n in range(10): step(n)\nstep(10, False)\n{ENDS[end]}")
+    assert whole(tmp_path) == list(range(10))
+    assert torch.equal(of(tmp_path, 7)["site1"], torch.full((100, 4), 7.125))
+    assert not [p for p in tmp_path.glob("0000000010/*") if p.is_file()]
+    assert not (tmp_path / "0000000050").exists()
+
+
+def test_a_process_of_multiprocessing_writes_what_was_finished(tmp_path: Path) -> None:
+    more = """
+import multiprocessing as mp
+def work():
+    global at
+    at = Writer(path, 0, {}, Dump(path, "x"))
+    for n in range(5):
+        step(n)
+child = mp.get_context("fork").Process(target=work)
+child.start()
+child.join()
+assert child.exitcode == 0
+"""
+    _script(tmp_path, more)
+    assert whole(tmp_path) == list(range(5))
+
+
+# -- damage
+
+
+@pytest.mark.parametrize("where", [0, 8, 40, 300, -1, -700])
+def test_a_flipped_bit_is_found(tmp_path: Path, where: int) -> None:
+    at = writer(tmp_path)
+    step(at, 0)
+    at.close()
+    file = next(tmp_path.glob("*/*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[where] ^= 4
+    file.write_bytes(bytes(content))
+    with pytest.raises((DumpError, AssertionError)):
+        contents(file)
+
+
+@pytest.mark.parametrize("left", [0, 5, 100, 2000, -1])
+def test_a_cut_file_is_found(tmp_path: Path, left: int) -> None:
+    at = writer(tmp_path)
+    step(at, 0)
+    at.close()
+    file = next(tmp_path.glob("*/*.safetensors"))
+    file.write_bytes(file.read_bytes()[:left])
+    with pytest.raises(DumpError):
+        read_part(file)
