@@ -138,11 +138,12 @@ def test_a_rank_whose_rows_are_gone(tmp_path: Path) -> None:
         found = kept(self, part, entry, where)
         return torch.zeros_like(found) if entry.kind == ROUTING else found
 
-    with mf.open_dump(tmp_path / "all") as dump, patch.object(Files, "read", nothing):
-        with pytest.raises(mf.DumpError, match="and routers sent 0"):
-            dump[FEW[0]].torch()
+    damaged = pytest.raises(mf.DumpError, match="and routers sent 0")
+    with mf.open_dump(tmp_path / "all") as dump, patch.object(Files, "read", nothing), damaged:
+        dump[FEW[0]].torch()
     with mf.open_dump(tmp_path / "all") as dump:
         opened = [dump.files.open(p) for p in dump.written((0, 0)).paths(1)]
+        assert not any((FEW[3], "value") in one.by for one in opened), "expert 1 is on rank 0"
         for one in opened:
             one.by.pop((FEW[0], "value"), None)
         with pytest.raises(mf.DumpError, match="edp=0, ep=1 wrote the rows"):

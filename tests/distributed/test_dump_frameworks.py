@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import megatron_flex as mf
-from tests.distributed import test_accelerate, test_deepspeed, test_dtensor, test_fairscale, test_pipelining
+from tests.distributed import (
+    test_accelerate,
+    test_deepspeed,
+    test_dtensor,
+    test_fairscale,
+    test_fairscale_pipe,
+    test_pipelining,
+)
 from tests.distributed.matrix import Cell, greatest, judge, relative
 from tests.support import llama, proof, wrapping
 from tests.support.pool import run
@@ -128,6 +136,7 @@ FRAMEWORKS: dict[str, tuple[int, proof.Build, tuple[Any, ...], str]] = {
     "DeepSpeed ZeRO-1 dp2": (2, test_deepspeed.build, (1,), "deepspeed"),
     "DeepSpeed ZeRO-3 dp2": (2, test_deepspeed.build, (3,), "deepspeed"),
     "accelerate, DDP dp2": (2, test_accelerate.build, ("DDP",), "accelerate"),
+    "accelerate, FSDP2 dp2": (2, test_accelerate.build, ("FSDP2",), "accelerate"),
 }
 
 
@@ -137,3 +146,32 @@ def test_the_dump_is_that_of_one_process(case: str, cells: list[Any]) -> None:
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     judge(compare(case, world, build, *args), cells)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_fairscales_pipe(checkpoint: str, cells: list[Any], tmp_path: Path) -> None:
+    """Microbatches of one process, whose samples come back in their order."""
+    pytest.importorskip("fairscale")
+    from fairscale.nn import Pipe
+
+    chunks, places = test_fairscale_pipe.CHUNKS, test_fairscale_pipe.PLACES
+    model = Pipe(
+        test_fairscale_pipe.plain(), balance=[2, 2], devices=["cpu"] * 2, chunks=chunks, checkpoint=checkpoint
+    )
+    values, gradients, _ = test_fairscale_pipe.truth(False)
+    batch = test_fairscale_pipe.batch()
+    dump = mf.Dump(tmp_path, list(places), gradients=True)
+    with mf.attach(model, dumps=dump) as flex, flex.step():  # backward passes of recomputed parts are several
+        model(batch).pow(2).sum().backward()
+    found = []
+    with mf.open_dump(tmp_path) as read:
+        for place in places:
+            for name, check, want in (
+                (place, "dump", values[place]),
+                (f"{place}.grad", "dump of gradients", gradients[place]),
+            ):
+                array = read[name]
+                assert array.dims[:2] == ("iteration", "sample")
+                error = relative(array.torch()[0], want)
+                found.append(Cell(f"Pipe, {checkpoint} recomputed", place, check, error, model=SECTION))
+    judge(found, cells)

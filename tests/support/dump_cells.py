@@ -62,7 +62,7 @@ def _cells(case: gpt.Case, sites: list[str], truth: Any, many: Path, one: Path) 
                 calls = len(want) // microbatches
                 for call in range(calls):
                     key = (name, call) if calls > 1 else name
-                    whole = expected(site, want[call::calls], dump[key], truth)
+                    whole = expected(site, want[call::calls], dump.places[site].layout, truth)
                     got, theirs = dump[key].torch(), twin[key].torch()
                     errors = [relative(step, whole) for step in (*got, *theirs)]
                     errors += [relative(got, theirs), 0.0 if whole.numel() else float("inf")]
@@ -71,11 +71,10 @@ def _cells(case: gpt.Case, sites: list[str], truth: Any, many: Path, one: Path) 
     return [replace(c, model=case.model) for c in out]
 
 
-def expected(site: str, microbatches: list[Tensor], array: Any, truth: Any) -> Tensor:
+def expected(site: str, microbatches: list[Tensor], layout: dict[str, Any], truth: Any) -> Tensor:
     """What the array has of an iteration: microbatches one behind the other, by sample and token."""
-    place = array._source.dump.places[array._source.site]
-    names = [d["name"] for d in place.layout["dims"]]
-    names = [names[i] for i in place.layout.get("permute", range(len(names)))]
+    names = [d["name"] for d in layout["dims"]]
+    names = [names[i] for i in layout.get("permute", range(len(names)))]
     if "local_experts" in site:
         microbatches, names = (
             [_by_token(site, rows, truth["values"], n) for n, rows in enumerate(microbatches)],
