@@ -79,6 +79,7 @@ def write(
     iterations: Sequence[int] | None = None,
     training: bool = True,
     absent: Sequence[int] = (),
+    passes: int = 1,
     versions: Mapping[str, str] | None = None,
     **settings: Any,
 ) -> Manifest:
@@ -93,6 +94,7 @@ def write(
         iterations: their numbers; 0, 1, ... if not said.
         training: whether gradients were made.
         absent: ranks that were killed before they wrote anything.
+        passes: runs of the schedule in each iteration; further ones have the value times their number + 1.
         versions: of packages, for the manifest.
         settings: of `Dump`: tokens, samples, reduce, dtype, microbatches_kept (its `microbatches`), ...
 
@@ -116,7 +118,8 @@ def write(
         rank_of = _Rank(Path(path) / f"run-{manifest.run:04d}", rank, coords, sizes, dump, microbatches)
         for at, number in enumerate(numbers):
             if f"{number:010d}" not in manifest.skipped and dump.wants_iteration(number):
-                rank_of.iteration(at, number, sites, parameters, training)
+                for run_of in range(passes):
+                    rank_of.iteration(at, number, run_of, sites, parameters, training)
         rank_of.writer.close()
         if (trouble := rank_of.writer.trouble()) is not None:
             raise trouble
@@ -138,16 +141,17 @@ class _Rank:
         self,
         at: int,
         number: int,
+        run_of: int,
         sites: Mapping[str, Given],
         parameters: Mapping[str, Given],
         training: bool,
     ) -> None:
         self.turn = 0
-        self.writer.begin(number, 0, training, self.many)
+        self.writer.begin(number, run_of, training, self.many)
         for microbatch in range(self.many):
             if not self.dump.wants_microbatch(microbatch):
                 continue
-            passing = [(VALUE, n, g, g.value[at]) for n, g in sites.items()]
+            passing = [(VALUE, n, g, g.value[at] * (run_of + 1)) for n, g in sites.items()]
             if training:
                 passing += [
                     (GRADIENT, n, g, g.gradient[at])

@@ -310,3 +310,25 @@ def test_a_part_is_what_was_written(dump: Path) -> None:
     part = read_part(first_part(dump))
     assert isinstance(part, Part)
     assert [e.turn for e in part.index.entries if e.kind == "value"] == [0, 1]
+
+
+@pytest.mark.parametrize("shape", [[1 << 40, 4, 4], [8, 4, 8], [1 << 40, 0, 4], []], ids=str)
+def test_shapes_that_their_bytes_do_not_have(tmp_path: Path, shape: list[int]) -> None:
+    path = tmp_path / "d"
+    dumps.write(path, {"a": Given(random(1, 4, 8, 4)), "b": Given(random(1, 4, 8, 0))})
+
+    def change(index: dict[str, Any], told: dict[str, Any]) -> None:
+        index["entries"][0 if 0 not in shape else 1]["shape"] = shape
+
+    rewrite(first_part(path), change)
+    with little_memory(256), pytest.raises(DumpError, match=r"has shape .*, and its index says"):
+        read_part(first_part(path))
+
+
+def test_picked_tokens_of_shapes_that_nobody_has(dump: Path) -> None:
+    def change(index: dict[str, Any], told: dict[str, Any]) -> None:
+        index["entries"][0]["shape"][:2] = [1 << 20, 1 << 20]
+
+    rewrite(first_part(dump), change)
+    with little_memory(256), pytest.raises(DumpError, match="and its index says"):
+        read_all(dump)

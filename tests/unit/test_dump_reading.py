@@ -351,6 +351,16 @@ def test_runs_of_other_meshes_are_one_dump(tmp_path: Path) -> None:
         array.at(9)
 
 
+def test_further_passes_of_an_iteration(tmp_path: Path) -> None:
+    value = random(2, 8, 4, 2)
+    dump = small(tmp_path / "d", value, passes=2, runs="all")
+    assert dump.iterations == [0, 1]
+    assert dump.passes == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert torch.equal(dump["a"].torch(), value)
+    assert torch.equal(dump["a"].at((1, 1), 0).torch(), torch.stack([value[1] * 2, value[0]]))
+    assert dump["a"].at((1, 1)).passes == [(1, 1)]
+
+
 def test_iterations_that_are_not_whole_are_not_there(tmp_path: Path) -> None:
     path = tmp_path / "d"
     value = random(2, 8, 16, 8)

@@ -74,6 +74,12 @@ def test_region_is_what_assemble_has_there() -> None:
         found = region(layout, held, padded_shape(layout, local, SIZES), SIZES, wanted)
         expected = chosen(assemble(layout, shards, SIZES), wanted)
         assert torch.equal(found, expected)
+        room = torch.full([2 * n for n in expected.shape], 7.0)
+        out = room[tuple(slice(None, None, 2) for _ in expected.shape)]
+        region(layout, held, padded_shape(layout, local, SIZES), SIZES, wanted, out=out)
+        assert torch.equal(out, expected.float())
+        assert int((room == 7.0).sum()) >= room.numel() - out.numel()
+        held.asked //= 2
         summands = 1
         for axis in layout.partial:
             summands *= SIZES[axis]

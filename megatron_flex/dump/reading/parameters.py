@@ -82,8 +82,8 @@ class Parameters:
         one = self._like if which == self.passes[0] else self._assembled(which)
         if one.shape != self.shape or one.dtype != self.dtype:
             raise DumpError(
-                f"{one.where}: {list(one.shape)} {one.dtype}, and {list(self.shape)} {self.dtype} in the first: "
-                "read them one by one with .at(number)"
+                f"{one.where}: {list(one.shape)} {one.dtype}, and {list(self.shape)} {self.dtype} in the "
+                "first: read them one by one with .at(number)"
             )
         one.region(where, out)
 
