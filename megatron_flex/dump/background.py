@@ -238,4 +238,4 @@ class Background:
         now = time.monotonic()
         if self.tells and now - self._told >= EVERY:
             self._told = now
-            LOG.info("%s: %s; %.1f MB to go", self.folder, self.tally, self.buffers.held / 1e6)
+            LOG.info("%s: %s; %.1f MB to go", self.folder, str(self.tally), self.buffers.held / 1e6)

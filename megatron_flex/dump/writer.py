@@ -145,7 +145,7 @@ class Writer:
             self._back.failures.append(("stalled", lost))
         self.tally.waited += time.monotonic() - began
         self._warn()
-        LOG.info("%s, rank %d: %s", self.folder, self.rank, self.tally)
+        LOG.info("%s, rank %d: %s", self.folder, self.rank, str(self.tally))
 
     # -- on the way to the thread ----------------------------------------------------------------------
 

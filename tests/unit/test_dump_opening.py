@@ -13,7 +13,7 @@ import torch
 
 from megatron_flex.dump import VALUE, Dump, Entry, Manifest, Writer, open_run, sees
 from megatron_flex.dump import opening as opening_
-from megatron_flex.dump.files import MANIFEST, part_name, run_folder
+from megatron_flex.dump.files import MANIFEST, part_name, run_folder, whole_parts
 from megatron_flex.dump.opening import RECENT, runs, whole_iterations
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import replicated
@@ -80,6 +80,35 @@ def test_an_iteration_without_one_of_its_parts_is_not_whole(tmp_path: Path, lost
     write(tmp_path / "run-0000", 0, range(2))
     (tmp_path / "run-0000" / "0000000001" / part_name(0, lost, 3 * (lost == 2))).unlink()
     assert whole_iterations(tmp_path / "run-0000", told) == {"0000000000"}
+    assert whole_parts(tmp_path / "run-0000" / "0000000001", [0]) is None
+
+
+def test_what_is_whole_is_told_by_names(tmp_path: Path) -> None:
+    def told(*names: str) -> list[str] | None:
+        for file in tmp_path.iterdir():
+            file.unlink()
+        for name in names:
+            (tmp_path / f"{name}.safetensors").touch()
+        found = whole_parts(tmp_path, [0, 3])
+        return (
+            None
+            if found is None
+            else [p.name.removesuffix(".safetensors") for ps in found.values() for p in ps]
+        )
+
+    one, first, second = "00000-000-of-001", "00003-000", "00003-001-of-002"
+    assert told(one, first, second) == [one, first, second]
+    assert told(one, first, second, "00007-000", ".00003-002") == [one, first, second]  # no rank of the run's
+    for less in (
+        (one, first),
+        (one, second),
+        (first, second),
+        (one, "00003-001", second),
+        (one, first, "00003-002-of-003"),
+        (one, first, second, "00003-002"),
+        (),
+    ):
+        assert told(*less) is None, less
 
 
 @pytest.mark.parametrize("left", [0, 7, 300])

@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_flex.dump import REPLICA, VALUE, Dump, Entry, Writer, parts
+from megatron_flex.dump import REPLICA, VALUE, Dump, Entry, Writer, background, parts
 from megatron_flex.dump.files import NAMES, read_part, whole_parts
 from megatron_flex.dump.staging import SLAB, Buffers, Side
 from megatron_flex.errors import DumpError, FlexWarning
@@ -311,6 +311,22 @@ def test_a_writer_says_when_it_would_wait_and_counts_what_is_dropped(
     assert "is dropped, as the disk is behind" in caplog.text
     assert f"{len(taken)} iterations" in caplog.text
     assert f"{30 - len(taken)} dropped, 0 failed" in caplog.text
+
+
+def test_progress_and_bytes_are_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "EVERY", 0.0)
+    caplog.set_level(logging.INFO, "megatron_flex.dump")
+    first, second = writer(tmp_path), writer(tmp_path, rank=1)
+    for at in (first, second):
+        for number in range(3):
+            step(at, number, tensors(number, 5, 10_000))
+        at.close()
+    told = [r.getMessage() for r in caplog.records]
+    assert [t.endswith("MB to go") for t in told] == [True, True, True, False, False]  # of the first rank
+    assert f"{tmp_path}: 2 iterations (1.6 MB" in told[1]
+    assert f"{tmp_path}, rank 1: 3 iterations (2.4 MB" in told[4]
 
 
 # -- broken disks
