@@ -74,7 +74,9 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a dump of a Megatron run would write, by site, stage and rank, from its configuration alone.
+    """Say what a dump would write, before there is a run.
+
+    By site, pipeline stage and rank, from the configuration of a Megatron run alone.
 
     For example: megatron-flex plan -s 'decoder.layers.*' --world-size 64 -- --num-layers 32 ...
     """
