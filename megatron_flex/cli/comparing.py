@@ -43,7 +43,10 @@ def compare(
     most: Annotated[int, typer.Option("--rows", metavar="N", help="Rows of the table.")] = 20,
     as_json: Json = False,
 ) -> None:
-    """Align two dumps by site, iteration, sample and token, and name the first that diverges.
+    """Compare two dumps and name the first site that diverges.
+
+    They are aligned by site, iteration, sample and token, and walked in the order of execution, gradients
+    after values. What is round-off follows from dtype and depth, unless it is said or measured.
 
     Exit status 1 if they diverge; 0 if they are equal, or differ by round-off.
     """

@@ -52,7 +52,10 @@ def ls(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """List runs, sites and parameters: shapes of the whole, types, iterations, bytes on disk."""
+    """List runs, sites and parameters.
+
+    With shapes of the whole, types, iterations, and bytes on disk.
+    """
     with progress("reading headers") as tell:
         found = contents(path, tell)
     if as_json:
@@ -73,7 +76,11 @@ def show(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Statistics and a histogram of a site or parameter, over all samples and tokens, read block by block."""
+    """Tell statistics of a site, with a histogram.
+
+    Or of a parameter. They are over all samples and tokens, which are read block by block; pN is the value
+    that N percent of all are below.
+    """
     with open_dump(path) as dump:
         names = site_names(dump) + parameter_names(dump)
         wanted = [site, *([site + GRAD] if gradients else [])]
@@ -145,7 +152,9 @@ def export(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Write whole tensors over (iteration, sample, token, features), for what knows nothing of ranks.
+    """Write whole tensors to a common format.
+
+    They are over (iteration, sample, token, features), for programs that know nothing of ranks.
 
     Everything is exported unless --sites says what; --sites '*.grad' are the gradients. Parameters have no
     samples: safetensors and Zarr take them.
@@ -183,9 +192,10 @@ def verify(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Read every byte and compare it with its checksum; tell what is missing, by rank and site.
+    """Check every byte; name what is missing.
 
-    Exit status 1 if something is lost or wrong.
+    All is read and compared with its checksum; what is lost or wrong is told by rank and site. Exit status
+    1 if anything is.
     """
     with progress("verifying") as tell:
         found = check(path, tell, live)
@@ -222,7 +232,9 @@ def prune(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove torn iterations and temporary files of runs that are over; whole iterations only if told to.
+    """Remove torn iterations and temporary files.
+
+    Of runs that are over; whole iterations only if told to, by --keep-every or --before.
 
     The newest run is left alone, as a writer may have it open; --force says that none has.
     """

@@ -42,11 +42,13 @@ def tell_contents(out: Console, path: Path, found: Contents, every: bool = False
             out.print(_tensors(_folded(_paired(mine), every), kind, found.iterations))
     for tensor in found.tensors:
         if tensor.problem:
-            out.print(f"{tensor.name}: {tensor.problem}", style="bold red", soft_wrap=True)
+            out.print(tensor.problem, style="bold red", soft_wrap=True)
 
 
 def _run(run: RunRow) -> list[str]:
-    mesh = " ".join(f"{axis}{size}" for axis, size in run.mesh.items() if size > 1) or "one rank"
+    experts = any(run.mesh.get(axis, 1) > 1 for axis in ("ep", "etp"))
+    axes = {a: n for a, n in run.mesh.items() if n > 1 and (experts or a != "edp")}
+    mesh = " ".join(f"{axis}{size}" for axis, size in axes.items()) or "one rank"
     damaged = "(no manifest)" if run.damage else ""
     whole, torn = series(run.whole), series(run.torn)
     size = in_bytes(run.nbytes)
@@ -140,9 +142,10 @@ def _tensors(found: Sequence[_Row], title: str, whole: Sequence[int]) -> Table:
     return rows
 
 
-def shape_in_words(dims: Sequence[str], shape: Sequence[int]) -> str:
-    """`[sample 8, token 16, h 512]`."""
-    return "[" + ", ".join(f"{d} {n}" for d, n in zip(dims, shape, strict=True)) + "]"
+def shape_in_words(dims: Sequence[str], shape: Sequence[int | str]) -> str:
+    """`[sample 8, token 16, h 512]`; `[s, b, h 512]` where only the data tell."""
+    pairs = zip(dims, shape, strict=False)
+    return "[" + ", ".join(d if d == n else f"{d} {n}".strip() for d, n in pairs) + "]"
 
 
 def tell_statistics(out: Console, name: str, what: Sequence[str], columns: Mapping[str, Statistics]) -> None:
@@ -213,12 +216,13 @@ def tell_verification(out: Console, found: Verification) -> None:
     )
     read += f", {counted(found.replicas, 'replica')} compared" if found.replicas else ""
     out.print(f"{read}; whole iterations: {series(found.whole)}", soft_wrap=True)
+    noted = f"; {counted(notes, 'note')}" if notes else ""
     if errors:
-        out.print(f"{counted(errors, 'error')}, {counted(notes, 'note')}", style="bold red")
+        out.print(f"{counted(errors, 'error')}{noted}", style="bold red")
+    elif not found.whole:
+        out.print(f"no iteration is whole: there is nothing to read{noted}", style="yellow")
     else:
-        out.print(
-            "all is as it was written" + (f"; {counted(notes, 'note')}" if notes else ""), style="green"
-        )
+        out.print(f"all is as it was written{noted}", style="green")
 
 
 def tell_pruned(out: Console, path: Path, found: Sequence[Removal], freed: int, dry_run: bool) -> None:

@@ -18,55 +18,39 @@ from megatron_flex.launch.planning import plan as make
 STAGES = 8  # of more stages only the lightest and the heaviest are told
 
 
+def _option(words: str, *, metavar: str, flags: tuple[str, ...] = ()) -> Any:
+    """An option that is left out as a rule."""
+    return typer.Option(*flags, metavar=metavar, help=words, show_default=False)
+
+
 Flags = Annotated[
     list[str] | None,
     typer.Argument(metavar="[-- MEGATRON FLAGS]", help="The run's own flags.", show_default=False),
 ]
 Config = Annotated[
     Path | None,
-    typer.Option(
-        "--config", "-c", metavar="FILE", help="YAML or JSON of Megatron's arguments.", show_default=False
-    ),
+    _option("YAML or JSON of Megatron's arguments.", metavar="FILE", flags=("--config", "-c")),
 ]
 Sites = Annotated[
     list[str] | None,
-    typer.Option(
-        "--sites", "-s", metavar="PATTERN", help="Sites to dump; may be repeated.", show_default=False
-    ),
+    _option("Sites to dump; may be repeated.", metavar="PATTERN", flags=("--sites", "-s")),
 ]
-Parameters = Annotated[
-    list[str] | None,
-    typer.Option(metavar="PATTERN", help="Parameters to dump; may be repeated.", show_default=False),
-]
+Parameters = Annotated[list[str] | None, _option("Parameters to dump; may be repeated.", metavar="PATTERN")]
 Gradients = Annotated[bool, typer.Option("--gradients", "-g", help="Gradients, too.")]
 Tokens = Annotated[
     str | None,
-    typer.Option(
-        metavar="WHICH",
-        help="Positions: 0,5 or a slice ::8, or random:64, or a fraction 0.1.",
-        show_default=False,
-    ),
+    _option("Positions: 0,5 or a slice ::8, or random:64, or a fraction 0.1.", metavar="WHICH"),
 ]
 Mean = Annotated[bool, typer.Option("--mean", help="The mean over the positions only.")]
-Dtype = Annotated[str | None, typer.Option(metavar="bf16|fp16|fp32", help="To cast to.", show_default=False)]
-WorldSize = Annotated[int | None, typer.Option(metavar="N", help="Ranks.", show_default=False)]
+Dtype = Annotated[str | None, _option("To cast to.", metavar="bf16|fp16|fp32")]
+World = Annotated[int | None, _option("Ranks.", metavar="N")]
 Mesh = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="AXIS=N", help="Instead of the config's: tp, pp, cp, ep, etp, dp.", show_default=False
-    ),
+    list[str] | None, _option("Instead of the config's: tp, pp, cp, ep, etp, dp.", metavar="AXIS=N")
 ]
-Microbatches = Annotated[
-    int | None, typer.Option(metavar="N", help="That each data parallel rank dumps.", show_default=False)
-]
+Microbatches = Annotated[int | None, _option("That each data parallel rank dumps.", metavar="N")]
 Every = Annotated[int, typer.Option(metavar="N", help="Dump every n-th iteration.")]
-Iterations = Annotated[
-    int | None, typer.Option(metavar="N", help="Iterations of the run.", show_default=False)
-]
-Disk = Annotated[
-    float | None,
-    typer.Option(metavar="GB/S", help="What the disks take together, in 10^9 bytes/s.", show_default=False),
-]
+Iterations = Annotated[int | None, _option("Iterations of the run.", metavar="N")]
+Disk = Annotated[float | None, _option("What the disks take together, in 10^9 bytes/s.", metavar="GB/S")]
 
 
 def plan(
@@ -78,7 +62,7 @@ def plan(
     tokens: Tokens = None,
     mean: Mean = False,
     dtype: Dtype = None,
-    world_size: WorldSize = None,
+    world_size: World = None,
     mesh: Mesh = None,
     microbatches: Microbatches = None,
     every: Every = 1,
@@ -86,7 +70,9 @@ def plan(
     disk: Disk = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a dump of a Megatron run would write, by site, stage and rank, from its configuration alone.
+    """Say what a dump would write, before there is a run.
+
+    By site, pipeline stage and rank, from the configuration of a Megatron run alone.
 
     For example: megatron-flex plan -s 'decoder.layers.*' --world-size 64 -- --num-layers 32 ...
     """

@@ -58,7 +58,7 @@ class TensorRow:
         name: of the site or parameter; of a gradient with `.grad`.
         kind: `site` or `parameter`.
         dims: the names of the axes of the whole, without iterations.
-        shape: likewise, in the first iteration.
+        shape: likewise, in the first iteration; without one a name where only the data tell.
         dtype: as it is stored.
         layout: how ranks held it.
         iterations: those that have it.
@@ -69,7 +69,7 @@ class TensorRow:
     name: str
     kind: str
     dims: Sequence[str] = ()
-    shape: Sequence[int] = ()
+    shape: Sequence[int | str] = ()
     dtype: str = ""
     layout: str = ""
     iterations: Sequence[int] = ()
@@ -155,6 +155,11 @@ def _sizes(folders: list[RunFolder], tell: Tell | None) -> Counter[str]:
 
 def _row(dump: OpenDump, name: str, kind: str, sizes: Counter[str]) -> TensorRow:
     row = TensorRow(name, kind, nbytes=sizes[name])
+    if not dump.passes:  # then only what was known before the run is
+        place = next(p for m in dump.manifests for p in (*m.sites, *m.parameters) if p.name == name)
+        row.dims = [str(dim.get("name", "")) for dim in place.layout["dims"]]
+        row.shape = list(place.shape)
+        return row
     try:
         array = array_of(dump, name)
         row.dims, row.shape = array.dims[1:], array.shape[1:]

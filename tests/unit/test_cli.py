@@ -224,3 +224,14 @@ def _in_terminal(words: list[str], **more: str) -> str:
         os.close(mine)
     assert process.returncode == 0
     return out.decode()
+
+
+def test_a_dump_that_has_begun_has_shapes_as_far_as_they_are_known(command, tmp_path):
+    dumps.write(tmp_path / "new", {"decoder.layers.0": Given(random(0, 2, 3, 4))}, iterations=[])
+    shown = command("dump", "ls", "new")
+    assert (shown.status, shown.err) == (0, "")
+    assert "decoder.layers.0  [s 2, b 3, h 4]" in shown.out
+    checked = command("dump", "verify", "new")
+    assert checked.status == 0
+    assert "no iteration is whole" in checked.out
+    assert "no iteration of the dump is whole" in command("dump", "export", "new", "out").err
