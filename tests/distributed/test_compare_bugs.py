@@ -174,7 +174,7 @@ def test_training_apart_raises_no_alarm(tmp_path: Path) -> None:
 
 
 def test_tolerance_from_a_run_that_is_disturbed(folder: Path) -> None:
-    """One process with weights off by a last digit gives the noise; a right run is within it, a bug is not."""
+    """One process with weights off by a digit gives the noise; a right run is within it, a bug is not."""
     bug = FOURTEEN[1]
     alone, state = twin(bug.case, folder)
     generator = torch.Generator().manual_seed(5)

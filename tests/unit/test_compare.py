@@ -71,6 +71,15 @@ def test_round_off_is_told_from_a_bug(tmp_path: Path) -> None:
     assert result.exit_status == 1
 
 
+def test_one_entry_among_many_is_enough(tmp_path: Path) -> None:
+    value = dumps.random(1, SAMPLES, 64, 16)
+    other = value.clone()
+    other[0, 3, 5, 2] += 1e-3 * float(value.abs().max())
+    result = of_one(tmp_path, value, other)
+    assert result.first is not None
+    assert result.first.relative < result.first.tolerance < result.first.error
+
+
 def test_first_in_the_order_of_execution_and_whose_it_was(tmp_path: Path) -> None:
     values = {FIRST: tensor(), SECOND: tensor(1)}
     a = {n: given(v, gradient=v + 1) for n, v in values.items()}
@@ -372,6 +381,10 @@ def test_errors_at_borders(tmp_path: Path) -> None:
     other[:, :, 20] += 1
     dumps.write(tmp_path / "c", {FIRST: given(other, layout)}, mesh={"tp": 2})
     assert not any("borders" in h for h in compare(tmp_path / "a", tmp_path / "c").hints)
+    ends = value.clone()
+    ends[:, :, [0, 63]] += 1  # of the sequence, and of no border between ranks
+    dumps.write(tmp_path / "d", {FIRST: given(ends, layout)}, mesh={"tp": 2})
+    assert not any("borders" in h for h in compare(tmp_path / "a", tmp_path / "d").hints)
 
 
 def test_noise_has_no_pattern(tmp_path: Path) -> None:
