@@ -45,8 +45,8 @@ class Replicas:
         except (LayoutError, KeyError, TypeError, ValueError, AttributeError):
             return  # what is wrong with them is told elsewhere
         for entry in part.index.entries:
-            if entry.kind == ROUTING or not 0 <= entry.layout < len(layouts):
-                continue
+            if entry.kind == ROUTING or entry.route is not None or not 0 <= entry.layout < len(layouts):
+                continue  # experts' rows: no layout tells which ranks hold the same ones
             key = self._key(entry, layouts[entry.layout], dict(part.index.coords))
             if entry.kind == REPLICA:
                 self.compared += 1
