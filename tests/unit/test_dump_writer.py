@@ -100,6 +100,31 @@ def test_parts_stream_and_come_back_bit_by_bit(tmp_path: Path, durable: bool) ->
     assert at.tally.nbytes == 4 * 7 * 1600
 
 
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_commit_is_durable_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    calls: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def synced(file: int) -> None:
+        calls.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
+        fsync(file)
+
+    def renamed(old: Path, new: Path) -> None:
+        calls.append(f"{old.name} to {new.name}")
+        rename(old, new)
+
+    monkeypatch.setattr(parts.os, "fsync", synced)
+    monkeypatch.setattr(parts.os, "rename", renamed)
+    at = writer(tmp_path / "run", durable=durable)
+    step(at, 0)
+    at.close()
+    name, folder = "00000-000-of-001.safetensors", "0000000000"
+    steps = ["run", f".{name}.tmp", f".{name}.tmp to {name}", folder]
+    assert calls == (steps if durable else steps[2:3])
+
+
 def test_every_dtype_and_form_comes_back(tmp_path: Path) -> None:
     at = writer(tmp_path)
     given = {str(d): torch.arange(24).reshape(4, 6).to(d) for d in NAMES}
