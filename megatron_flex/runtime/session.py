@@ -92,8 +92,9 @@ class Session:
         self.tracer: Tracer | None = None
         self.trace(knobs.debug)
         self._agreement = Agreement(name, knobs.agree_seconds, ranks)
-        agree, retap = self._agreement.compare, self.standing.retap
-        self.dumping = Dumping(self.registry, self.mesh, self.clock, agree, retap)
+        # Their own: a rank that is still in a step would take part in the other one, and differ.
+        dumps = Agreement(f"{name}/dumps", knobs.agree_seconds, ranks)
+        self.dumping = Dumping(self.registry, self.mesh, self.clock, dumps.compare, self.standing.retap)
         self._agreed = -1
         self._objection = ""
         self._in_schedule, self._in_call, self._calls = False, False, 0
