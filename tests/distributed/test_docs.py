@@ -74,6 +74,19 @@ def test_the_page_on_sites_runs() -> None:
     assert others == [[], [], []]
 
 
+def test_the_page_on_dumps_runs(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    write, read = blocks(ROOT / "docs" / "dumps.md")
+    run(4, execute, f"folder = {str(tmp_path / 'dump')!r}\n{write}")
+    printed: list[str] = []
+    names = {"folder": str(tmp_path / "dump"), "print": lambda *words: printed.append(str(words[0]))}
+    exec(read, names)
+    assert printed[0] == "[0, 2]"
+    assert printed[1] == "('iteration', 'sample', 'token', 'gate|up')"
+    assert printed[2] == "torch.Size([4, 8])"
+    assert printed[3] == "torch.Size([32, 32])"
+
+
 def test_the_page_on_cpus_runs() -> None:
     (code,) = blocks(ROOT / "docs" / "cpu.md")
     run(1, _run_plainly, code)
