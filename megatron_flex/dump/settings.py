@@ -40,7 +40,9 @@ class Dump:
         reduce: `mean` writes the mean over the (kept) positions of each sample, in fp32.
         dtype: to cast to before anything is copied: a torch.dtype, or `bf16`, `fp16`, `fp32`.
         gradients: the gradients at the sites too, at the scale of a microbatch's own loss, and those of
-            `parameters`, once they are reduced, at the scale that the framework gave them.
+            `parameters`, once they are reduced, at the scale that the framework gave them. Where a tensor is
+            used elsewhere too (the residual stream, beside a norm's input), what the model itself gets is
+            then summed in another order; all else in the run keeps its bits.
         parameters: names or patterns of parameters, as they are when the step begins.
         order: how samples of data parallel ranks are numbered: `interleaved`, as Megatron's samplers deal
             them out (microbatch by microbatch over all ranks), or `blocks`, one rank's behind the other's.
