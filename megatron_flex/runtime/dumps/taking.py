@@ -92,7 +92,7 @@ class Taking:
         """
         found = self._wanted(entry.microbatch, local.detach(), layout, iteration)
         mine = self._ownership.mine(found.layout, found.kept, over=over)
-        self._put(entry, found, factor, mine)
+        self._put(entry, found, factor, mine, given=local)
 
     def part(self, entry: Entry, local: Tensor, layout: Layout, over: Sequence[Axis]) -> None:
         """Write those entries of a shard that lie in the entry's span."""
@@ -107,7 +107,13 @@ class Taking:
         self._put(entry, Wanted(local.detach(), layout, None), 1.0, False)
 
     def _put(
-        self, entry: Entry, found: Wanted, factor: float, mine: bool, shape: tuple[int, ...] | None = None
+        self,
+        entry: Entry,
+        found: Wanted,
+        factor: float,
+        mine: bool,
+        shape: tuple[int, ...] | None = None,
+        given: Tensor | None = None,
     ) -> None:
         if not mine and not self.dump.replicas:
             return
