@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from megatron_flex import FlexModel, HookFunction, Readings, attach, cpu
+from megatron_flex import Dump, FlexModel, HookFunction, Readings, attach, cpu, open_dump
 
 cpu.enable()  # before Megatron is imported; leave it out on a machine with GPUs
 
@@ -34,12 +34,16 @@ class Watch:
     """The hooks, and what is told about what they read."""
 
     flex: FlexModel
+    dump: Dump
     chunks: list[nn.Module]
 
     def attach(self, chunks: list[nn.Module]) -> list[nn.Module]:
         """Megatron calls this with the finished model: on each rank its own part of it."""
         self.chunks = chunks
-        self.flex = attach(chunks, [HookFunction(place) for place in PLACES])
+        args = get_args()
+        # On disk too: every tenth iteration, each rank its own shards.
+        self.dump = Dump(args.folder / "dump", PLACES, every=10, gradients=True, dtype="bf16")
+        self.flex = attach(chunks, [HookFunction(place) for place in PLACES], dumps=self.dump)
         say("iteration   loss    RMS of the residual stream after    RMS of fc1's output in")
         say("                    layer 0      1      2      3        layer 0      1      2      3")
         return chunks
@@ -101,6 +105,18 @@ datasets.is_distributed = True  # every rank reads the data itself: nothing need
 # -- after training ----------------------------------------------------------------------------------
 
 
+def dumped(watch: Watch) -> None:
+    """Say what is on disk. Every rank calls it, and the first one reads what all have written."""
+    watch.flex.remove_dump(watch.dump)
+    if torch.distributed.get_rank() == 0:
+        with open_dump(watch.dump.path) as dump:
+            layer = dump[PLACES[0].replace("*", "0")]
+            when = ", ".join(map(str, dump.iterations))
+            say(f"dumped {len(dump.sites)} tensors of each of these iterations: {when}")
+            dims = ", ".join(f"{dim} {size}" for dim, size in zip(layer.dims, layer.shape, strict=True))
+            say(f"{layer.name} in the dump: [{dims}], {str(layer.dtype).removeprefix('torch.')}")
+
+
 def held_out(watch: Watch) -> float:
     """The held-out batch forward through Megatron's schedule. The mean loss, on the first rank."""
     args = get_args()
@@ -148,6 +164,7 @@ def main() -> None:
     container = pretrain_cfg_container_from_args(args, model)
     pretrain(container, datasets, ModelType.encoder_or_decoder, partial(forward_step, watch))
     watch.tell()
+    dumped(watch)
 
     results = experiment(watch)
     weights = dict(watch.flex.named_whole_parameters())

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_flex import open_dump
+
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SITES = [
     *(f"decoder.layers.{n}:output" for n in range(4)),
@@ -52,6 +54,19 @@ def comparison(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The comparison's module, imported as the scripts import each other."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     return importlib.import_module("quickstart_compare")
+
+
+@pytest.mark.timeout(600)
+def test_training_is_dumped(run: tuple[str, Path]) -> None:
+    output, folder = run
+    assert "dumped 18 tensors of each of these iterations: 0\n" in output
+    shape = "[iteration 1, sample 32, token 128, h 128], bfloat16"
+    assert f"decoder.layers.0 in the dump: {shape}\n" in output
+    with open_dump(folder / "dump") as dump:
+        loss = dump["loss"].torch().float()
+        assert loss.shape == (1, 32, 128)
+        assert 4 < loss.mean() < 7  # of 256 bytes, untrained: their logarithm is 5.5
+        assert dump["decoder.layers.3:output.grad"].torch().abs().sum() > 0
 
 
 @pytest.mark.timeout(600)
