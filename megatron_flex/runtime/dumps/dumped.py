@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_flex.collectives import Route, any_rank, everyone
 from megatron_flex.dump import GRADIENT, VALUE, Dump, Entry, Manifest, Writer, open_run, sees
 from megatron_flex.dump.files import iteration_folder, run_folder
+from megatron_flex.dump.selection import TOKEN, dim_of
 from megatron_flex.errors import DumpError, FlexError, FlexWarning
 from megatron_flex.layout import Layout, batch_first
 from megatron_flex.mesh import Mesh
@@ -295,6 +296,9 @@ class Dumped:
                 return
         elif not any(d.name for d in layout.dims):
             layout = batch_first(layout)  # no framework says what its dims are
+        unnamed = route is None and not all(d.name for d in layout.dims) and dim_of(layout, TOKEN) is None
+        if unnamed and (self.dump.tokens is not None or self.dump.reduce is not None):
+            self._say("tokens", f"nothing tells which dim of {name} are tokens: all of them are written")
         entry = Entry(name, kind, key.microbatch, key.call, 0, (), "", route=told, turn=turn)
         try:
             taking.take(entry, local, layout, key.iteration, factor, over)
