@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 PAGE, README = ROOT / "docs" / "coverage.md", ROOT / "README.md"
 BEGIN, END = "<!-- coverage -->\n", "<!-- /coverage -->"
 CHECKS = ("value", "gradient", "edited")  # an entry of the tables has these, in this order
+FIGURES = (*CHECKS, "dump")  # and a row of the README's table has these
 BOUND = 1e-5  # of a table that says no other
 Cell = dict[str, Any]
 
@@ -25,7 +26,8 @@ torch; where a title says so, with TransformerLens). An entry has three figures,
 relative to the greatest entry of the true tensor, over all layers and microbatches: the **value** / the
 **gradient** / the effect of an **edit** there (on the loss and on every parameter's gradient, the greater; of
 runs over tokens, on the logits). `-`: not checked there (integers have no gradient; edits are checked in the
-last layers, and where one stage hands on to the next). The bound is 1e-5 (fp32) where a table says no other;
+last layers, and where one stage hands on to the next). What is read back from dumps is in the counts, and
+in the README's table. The bound is 1e-5 (fp32) where a table says no other;
 what is beyond it is bold. A framework that this machine has not is named with the reason.
 
 {counts}
@@ -98,7 +100,7 @@ def why_not(name: str, run: dict[str, Any]) -> str:
 def group_of(check: str) -> str | None:
     """Which figure of an entry a check belongs to: `trained value` is a value, `edited logits` an edit's."""
     first, last = check.split()[0], check.split()[-1]
-    return next((word for word in (first, last) if word in CHECKS), None)
+    return next((word for word in (first, last) if word in FIGURES), None)
 
 
 def figure(cells: list[Cell]) -> str:
@@ -198,17 +200,17 @@ def summary(cells: list[Cell], not_run: dict[str, str]) -> str:
         "",
     ]
     lines += [
-        "| model, feature | configurations | kinds of sites, names | cells | value | gradient | edit |",
-        "|---" * 7 + "|",
+        "| model, feature | configurations | kinds of sites, names | cells | value | gradient | edit | dump |",
+        "|---" * 8 + "|",
     ]
     for model in models(compared, not_run):
         if model in not_run:
-            lines.append(f"| {model} | not run: {not_run[model]} | | | | | |")
+            lines.append(f"| {model} | not run: {not_run[model]} | | | | | | |")
             continue
         mine = [c for c in compared if c["model"] == model]
         sites = {kind(c["site"]) for c in mine} - {"(none)"}
         own = [c for c in mine if not c["upstream"]]
-        figures = [figure([c for c in own if group_of(c["check"]) == g]) for g in CHECKS]
+        figures = [figure([c for c in own if group_of(c["check"]) == g]) for g in FIGURES]
         count = len({c["case"] for c in mine})
         within = [] if {float(c["bound"]) for c in mine} == {BOUND} else bounds(mine)
         name = f"{model} (bound {' or '.join(within)})" if within else model

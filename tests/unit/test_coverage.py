@@ -48,6 +48,8 @@ def written(
         ("edited loss", "edited"),
         ("edited parameter gradients", "edited"),
         ("edited logits", "edited"),
+        ("dump", "dump"),
+        ("dump of gradients", "dump"),
         ("unedited parameter gradients", None),
         ("hidden", None),
     ],
@@ -78,7 +80,7 @@ def test_models_come_first_and_features_say_their_rows_and_bounds(page: Any, tmp
     assert readme[0] == "above"
     assert readme[-1] == "below"
     assert "6 cells, 5 in agreement. Site by site: [docs/coverage.md](docs/coverage.md)." in readme
-    assert f"| {trained} (bound 1e-4) | 1 | 1 | 2 | 3e-5 | 2e-5 | - |" in readme
+    assert f"| {trained} (bound 1e-4) | 1 | 1 | 2 | 3e-5 | 2e-5 | - | - |" in readme
     assert "old" not in readme
 
 
@@ -102,7 +104,7 @@ def test_a_framework_that_was_not_run_has_a_section_that_says_why(page: Any, tmp
     assert told["## PyTorch"] == "**Not run**: no test of it was chosen."
     assert told["## fairscale"].startswith("| site |")
     assert list(told) == ["## GPT", *(f"## {name}" for name in page.FRAMEWORKS)]
-    assert "| apex | not run: apex is not installed | | | | | |" in readme
+    assert "| apex | not run: apex is not installed | | | | | | |" in readme
     assert sum("not run" in line for line in readme) == 4
 
 
