@@ -200,7 +200,8 @@ def summary(cells: list[Cell], not_run: dict[str, str]) -> str:
         "",
     ]
     lines += [
-        "| model, feature | configurations | kinds of sites, names | cells | value | gradient | edit | dump |",
+        "| model, feature | configurations | kinds of sites, names | cells | "
+        "value | gradient | edit | dump |",
         "|---" * 8 + "|",
     ]
     for model in models(compared, not_run):
