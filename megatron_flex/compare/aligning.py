@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_flex.compare.source import MICROBATCH, SAMPLE, TOKEN, Array, Item
+from megatron_flex.compare.source import MICROBATCH, SAMPLE, TOKEN, Item
 from megatron_flex.compare.statistics import BLOCK, Statistics, blocks
+from megatron_flex.dump.reading import DumpArray
 
 Picked = tuple[int, ...] | None  # indices along a dim; None for all
 
@@ -31,8 +32,8 @@ class Pair:
 
     item: Item
     iteration: int
-    a: Array
-    b: Array
+    a: DumpArray
+    b: DumpArray
     dims: tuple[str, ...]
     numbers: tuple[tuple[int, ...], ...]
     picked_a: tuple[Picked, ...]
@@ -70,7 +71,7 @@ def statistics(pairs: Sequence[Pair], most: int = BLOCK) -> tuple[Statistics, Pa
     return out, worst
 
 
-def align(item: Item, iteration: int, a: Array, b: Array) -> list[Pair] | str:
+def align(item: Item, iteration: int, a: DumpArray, b: DumpArray) -> list[Pair] | str:
     """Put two arrays on each other.
 
     Args:
@@ -89,7 +90,7 @@ def align(item: Item, iteration: int, a: Array, b: Array) -> list[Pair] | str:
     return _aligned(item, iteration, one[0], two[0])
 
 
-def _by_microbatch(item: Item, iteration: int, a: Array, b: Array) -> list[Pair] | str:
+def _by_microbatch(item: Item, iteration: int, a: DumpArray, b: DumpArray) -> list[Pair] | str:
     left, right = ([piece.array for piece in x.pieces()] for x in (a, b))
     if len(left) != len(right):
         return f"{len(left)} microbatches in A and {len(right)} in B, and no samples to tell them by"
@@ -103,7 +104,7 @@ def _by_microbatch(item: Item, iteration: int, a: Array, b: Array) -> list[Pair]
 
 
 def _aligned(
-    item: Item, iteration: int, a: Array, b: Array, microbatch: int | None = None
+    item: Item, iteration: int, a: DumpArray, b: DumpArray, microbatch: int | None = None
 ) -> list[Pair] | str:
     marks = [[d if d in (SAMPLE, TOKEN) else "" for d in x.dims] for x in (a, b)]
     if marks[0] != marks[1]:
@@ -114,7 +115,7 @@ def _aligned(
     return found if isinstance(found, str) else [found]
 
 
-def _labels(array: Array) -> list[tuple[int, ...]]:
+def _labels(array: DumpArray) -> list[tuple[int, ...]]:
     """What the entries of each dim are called."""
     known = {SAMPLE: array.samples, TOKEN: array.tokens}
     found = [known.get(d) for d in array.dims]
@@ -127,8 +128,8 @@ def _labels(array: Array) -> list[tuple[int, ...]]:
 def _pair(
     item: Item,
     iteration: int,
-    a: Array,
-    b: Array,
+    a: DumpArray,
+    b: DumpArray,
     ours: Sequence[tuple[int, ...]],
     theirs: Sequence[tuple[int, ...]],
     microbatch: int | None = None,
@@ -145,7 +146,7 @@ def _pair(
     return Pair(item, iteration, a, b, tuple(a.dims), tuple(numbers), one, two, microbatch)
 
 
-def _by_sample(item: Item, iteration: int, a: Array, b: Array) -> list[Pair] | str:
+def _by_sample(item: Item, iteration: int, a: DumpArray, b: DumpArray) -> list[Pair] | str:
     """Where the tokens of each sample were drawn by themselves: sample by sample."""
     split = [{number: (row, tokens) for number, row, tokens in _samples(x)} for x in (a, b)]
     out = []
@@ -161,7 +162,7 @@ def _by_sample(item: Item, iteration: int, a: Array, b: Array) -> list[Pair] | s
     return out or "no sample and token that both have"
 
 
-def _samples(array: Array) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+def _samples(array: DumpArray) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     """Of an array over samples, tokens, ...: the number of each, where it is, and its tokens' positions."""
     samples, tokens = array.samples, array.tokens
     assert samples is not None, "tokens are drawn by sample"
@@ -178,7 +179,7 @@ def _where(numbers: tuple[int, ...], wanted: tuple[int, ...]) -> Picked:
     return tuple(places[n] for n in wanted)
 
 
-def _read(array: Array, picked: Sequence[Picked], block: Sequence[slice]) -> Tensor:
+def _read(array: DumpArray, picked: Sequence[Picked], block: Sequence[slice]) -> Tensor:
     index = [part if p is None else list(p[part]) for p, part in zip(picked, block, strict=True)]
     found: Tensor = array[tuple(index)].torch()
     return found

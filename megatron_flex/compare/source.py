@@ -6,68 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from megatron_flex.dump import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE
 from megatron_flex.dump.layouts import from_json
-from megatron_flex.dump.reading import open_dump
+from megatron_flex.dump.reading import DumpArray, OpenDump, open_dump
 from megatron_flex.errors import DumpError, LayoutError
 from megatron_flex.layout import Layout
 from megatron_flex.sites import GRAD
 
 SAMPLE, TOKEN, MICROBATCH = "sample", "token", "microbatch"
-__all__ = ["GRADIENT", "PARAMETER", "PARAMETER_GRADIENT", "VALUE", "Array", "Item", "Source", "opened"]
-
-
-class Array(Protocol):
-    """A dumped tensor, as a dump's reader has it; nothing is read before `torch()`."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Entries of each axis."""
-        ...
-
-    @property
-    def dims(self) -> tuple[str, ...]:
-        """The names of the axes."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of what is stored."""
-        ...
-
-    @property
-    def iterations(self) -> list[int]:
-        """The numbers of the iterations."""
-        ...
-
-    @property
-    def samples(self) -> Tensor | None:
-        """The numbers of the samples."""
-        ...
-
-    @property
-    def tokens(self) -> Tensor | None:
-        """The positions of the tokens, `[token]` or `[sample, token]`."""
-        ...
-
-    def at(self, *iterations: int) -> Array:
-        """These iterations."""
-        ...
-
-    def pieces(self) -> Iterator[Any]:
-        """What was written at a time."""
-        ...
-
-    def torch(self) -> Tensor:
-        """Read it."""
-        ...
-
-    def __getitem__(self, index: Any) -> Array: ...
+__all__ = ["GRADIENT", "PARAMETER", "PARAMETER_GRADIENT", "VALUE", "Item", "Source", "opened"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +53,7 @@ class Source:
         iterations: the numbers of those that are whole.
     """
 
-    def __init__(self, dump: Any, label: str) -> None:
+    def __init__(self, dump: OpenDump, label: str) -> None:
         self.dump, self.label = dump, label
         self.path = str(dump.path)
         self.manifest = dump.manifest
@@ -113,7 +62,7 @@ class Source:
         self.order = [n for n in dump.order if not n.endswith(GRAD)]
         self.iterations: list[int] = list(dump.iterations)
         self._places = {p.name: p for p in (*self.manifest.sites, *self.manifest.parameters)}
-        self._arrays: dict[Item, Array] = {}
+        self._arrays: dict[Item, DumpArray] = {}
         self._items: list[Item] | None = None
 
     @property
@@ -158,10 +107,10 @@ class Source:
         except DumpError:
             return False
 
-    def array(self, item: Item) -> Array:
+    def array(self, item: Item) -> DumpArray:
         """The tensor over iterations."""
         if item not in self._arrays:
-            found: Array
+            found: DumpArray
             if item.kind in (PARAMETER, PARAMETER_GRADIENT):
                 found = self.dump.parameter(item.site, gradient=item.kind == PARAMETER_GRADIENT)
             else:

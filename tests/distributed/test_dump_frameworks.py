@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 import megatron_flex as mf
 from tests.distributed import (
@@ -24,28 +23,13 @@ from tests.distributed import (
     test_pipelining,
 )
 from tests.distributed.matrix import Cell, greatest, judge, relative
+from tests.distributed.test_same_hooks import ddp, fsdp1, fsdp2, single
 from tests.support import llama, proof, wrapping
 from tests.support.pool import run
 
 SECTION = "Dumps, framework by framework"
 PARAMETERS = ("layers.1.attention.wq.weight", "layers.1.feed_forward.w2.weight", "norm.weight")
 STEPS = 2
-
-
-def plain() -> proof.Built:
-    return wrapping.built(llama.single())
-
-
-def ddp() -> proof.Built:
-    return wrapping.built(DistributedDataParallel(llama.single()))
-
-
-def fsdp1() -> proof.Built:
-    return wrapping.built(wrapping.flat())
-
-
-def fsdp2() -> proof.Built:
-    return wrapping.built(wrapping.full((2,)))
 
 
 def dtensor(tp: int, dp: int, sequence: bool = False) -> proof.Built:
@@ -124,7 +108,7 @@ def compare(
 
 PIPED = ("tok_embeddings:output", "layers.0.attention.wq:output", "layers.1:output", "output:output")
 FRAMEWORKS: dict[str, tuple[int, proof.Build, tuple[Any, ...], str]] = {
-    "one process": (1, plain, (), "torch"),
+    "one process": (1, single, (), "torch"),
     "DDP dp2": (2, ddp, (), "torch"),
     "FSDP1 dp2": (2, fsdp1, (), "torch"),
     "FSDP2 dp2": (2, fsdp2, (), "torch"),

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -86,7 +87,7 @@ def _run(
     os._exit(0)
 
 
-class Watch:
+class Watch(ABC):
     """A dump that is written by ranks which are killed.
 
     Attributes:
@@ -155,9 +156,9 @@ class Watch:
                 found.add(entry.tensor)
         assert found == self.names(rank), f"{folder}, rank {rank}: {sorted(found)}"
 
+    @abstractmethod
     def names(self, rank: int) -> set[str]:
         """The tensors of a rank's iteration."""
-        raise NotImplementedError
 
 
 def moments(chance: random.Random, world: int, longest: float) -> list[float]:
