@@ -185,7 +185,7 @@ def _visit(writing: Writing, step: Callable[[], None], model: nn.Module) -> tupl
 # -- the disk alone ------------------------------------------------------------------------------------
 
 
-def throughput(place: Path, mib: int = 512, rounds: int = 5) -> dict[str, list[float]]:
+def throughput(place: Path, mib: int = 128, rounds: int = 5) -> dict[str, list[float]]:
     """MiB/s of one process: the writer and plain writes; the reader and a copy out of a mapping."""
     from megatron_flex.dump import VALUE, Dump, Entry, Writer
     from megatron_flex.layout import replicated
