@@ -151,7 +151,9 @@ class _Rank:
         for microbatch in range(self.many):
             if not self.dump.wants_microbatch(microbatch):
                 continue
-            passing = [(VALUE, n, g, g.value[at] * (run_of + 1)) for n, g in sites.items()]
+            passing = [
+                (VALUE, n, g, g.value[at] * (run_of + 1) if run_of else g.value[at]) for n, g in sites.items()
+            ]
             if training:
                 passing += [
                     (GRADIENT, n, g, g.gradient[at])
