@@ -43,9 +43,23 @@ setup(
         "lens-proof": ["transformer-lens>=3.9,<4", "transformers>=5.9"],
         # The command line, and what `megatron-flex dump export` writes beside safetensors.
         "cli": ["numpy", "rich>=13", "typer>=0.15"],
+        # Flags and YAML on existing launchers; wrapt tells when Megatron's training code is imported.
+        "launch": ["pydantic>=2", "pyyaml", "wrapt"],
+        # What scripts/patch_upstream finds its anchors with.
+        "patches": ["libcst"],
         "zarr": ["numpy", "zarr>=3"],
         "datasets": ["datasets>=4", "numpy"],
-        "dev": ["hypothesis", "mypy", "pytest>=8", "pytest-timeout", "rich", "ruff", "safetensors"],
+        "dev": [
+            "hypothesis",
+            "mypy",
+            "pytest>=8",
+            "pytest-timeout",
+            "rich",
+            "ruff",
+            "safetensors",
+            "tensorboard",
+            "types-PyYAML",
+        ],
     },
     entry_points={"console_scripts": ["megatron-flex=megatron_flex.cli:main"]},
     classifiers=[

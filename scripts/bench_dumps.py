@@ -98,7 +98,7 @@ def ours(options: dict[str, Any], subject: Subject, folder: Path) -> Iterator[Wr
     """(m) megatron_flex: a Dump."""
     patterns = ["decoder.layers.*.mlp.linear_fc1", "decoder.layers.*.mlp.linear_fc2"]
     flex = mf.attach(subject.model, dumps=mf.Dump(folder / "dump", patterns, **options))
-    (dumped,) = flex.session.dumping.dumps
+    (dumped,) = flex.session.sinks.dumping.dumps
     writer = dumped._taking.writer
     writing = Writing()
 

@@ -43,7 +43,7 @@ class Dumps:
         config = getattr(self.chunks[0], "config", getattr(session.adapter, "config", None))
         parameters = {name: found[0] for name, found in session.survey.sites.items()}
         manifest = manifest_of(dump, session.adapter.name, session.mesh, chosen, parameters, config)
-        for hook in session.dumping.add(dump, chosen, manifest).hooks:
+        for hook in session.sinks.dumping.add(dump, chosen, manifest).hooks:
             session.add(hook)
 
     def remove_dump(self, dump: Dump) -> None:
@@ -52,7 +52,7 @@ class Dumps:
         Raises:
             DumpError: it is not registered; or, with on_error='raise', writing failed on some rank.
         """
-        for hook in self.session.dumping.remove(dump).hooks:
+        for hook in self.session.sinks.dumping.remove(dump).hooks:
             self.session.remove(hook)
 
     def _sites_of(self, dump: Dump) -> tuple[tuple[Site, ...], frozenset[str]]:

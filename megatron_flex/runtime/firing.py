@@ -63,7 +63,7 @@ class Firing:
         if self._over_data and not route:
             own = own_data(own)  # which dumps have of each rank
         if not self.clock.replaying():
-            self._dump([h for h in hooks if not h.backward], key, local, own, route)
+            self._hand([h for h in hooks if not h.backward], key, local, own, route)
         if self._over_data and not route:
             layout = over_data(own)
         module = getattr(site.tap, "module", None)
@@ -84,20 +84,20 @@ class Firing:
             back = route and route.gradient()
             turned = self._turned(site, layout)
             dumped = turned
-            if any(h.dumped for h in hooks if h.backward) and own != layout:
+            if any(h.taker for h in hooks if h.backward) and own != layout:
                 dumped = self._turned(site, own)
             out.register_hook(partial(self._came_back, site.name, turned, dumped, module, seen, back))
         return out
 
-    def _dump(
+    def _hand(
         self, hooks: list[HookFunction], key: Key, local: Tensor, layout: Layout, route: Route | None
     ) -> None:
-        """Hand what passes to the dumps that want it; gradients at the loss's own scale."""
+        """Hand what passes to the takers that want it; gradients at the loss's own scale."""
         for hook in hooks:
-            if hook.dumped is not None:
+            if hook.taker is not None:
                 self.editing.fired.add(hook)
                 factor = self.clock.gradient_factor if hook.backward else 1.0
-                hook.dumped.take(key, local, layout, route, factor)
+                hook.taker.take(key, local, layout, route, factor)
 
     def _turned(self, site: Site, layout: Layout) -> Callable[[], Layout | str]:
         """What tells the gradient's layout, or why it is not known, once the whole forward pass is."""
@@ -134,13 +134,13 @@ class Firing:
         if route is None:
             self.declared.told(name + GRAD, layout, grad)
         if isinstance(own, Layout):
-            self._dump([h for h in self.registry.at(name) if h.backward], key, grad, own, route)
+            self._hand([h for h in self.registry.at(name) if h.backward], key, grad, own, route)
         return self.gradient(name, layout, module, key, grad, route)
 
     def _refuses(self, hook: HookFunction, name: str, key: Key, why: str, refuse: Callable[[], None]) -> None:
         """A place whose layout is not known is an error; a dump of a pattern leaves it out."""
         self.editing.fired.add(hook)
-        if hook.dumped is None or not hook.dumped.leaves_out(name, why):
+        if hook.taker is None or not hook.taker.leaves_out(name, why):
             self.editing.guard(hook, key, refuse)
 
     def _forward(
@@ -231,7 +231,7 @@ class Firing:
         route: Route | None = None,
     ) -> Tensor | None:
         """Pass a local gradient, in `layout`, through the hooks that want it."""
-        hooks = [h for h in self.registry.at(name) if h.backward and h.dumped is None]
+        hooks = [h for h in self.registry.at(name) if h.backward and h.taker is None]
         factor = self.clock.gradient_factor if any(h.gradient_scale == "loss" for h in hooks) else 1.0
         local = grad if factor == 1.0 else _at_loss_scale(grad, factor)
         edited = None

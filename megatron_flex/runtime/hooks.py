@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from torch import Tensor, nn
 
 from megatron_flex.errors import HookError
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.groups import checked_tags
+from megatron_flex.runtime.takers import Taker
 from megatron_flex.sites import GRAD, Pattern, Site, in_words
 
 HookType = Literal["forward", "forward_pre", "full_backward", "full_backward_pre", "tensor"]
@@ -60,7 +61,7 @@ class HookFunction:
         tags: names of groups that the hook belongs to; `flex.hooks()` chooses among them.
 
     Attributes:
-        dumped: the dump at work that is handed what passes, if the hook is one of a dump.
+        taker: the dump or statistics at work that is handed what passes, if the hook stands for one.
         behind: whether what leaves the edits at its place is kept too, under the site's name with EDITED.
     """
 
@@ -103,7 +104,7 @@ class HookFunction:
         self.run: Run = run
         self.tags = checked_tags(tags)
         self.behind = False
-        self.dumped: Any = None
+        self.taker: Taker | None = None
         self._at: dict[str, EditingFunction] = {}
 
     def stand(self, sites: Iterable[Site]) -> None:

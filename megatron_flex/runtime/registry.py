@@ -118,9 +118,9 @@ class Registry:
     def follows(self) -> bool:
         """Whether a hook stands where layouts are followed, and may turn out not to be known.
 
-        Of a dump that counts in the first step that is dumped, behind which ranks do not meet.
+        Of a taker that counts in the first step that it takes, behind which ranks do not meet.
         """
-        asking = (e for e in self.active if e.hook.dumped is None or e.hook.dumped.first)
+        asking = (e for e in self.active if e.hook.taker is None or e.hook.taker.first)
         return any(s.followed for e in asking for s in e.sites)
 
     def expected(self, name: str) -> tuple[int | None, ...] | None:
@@ -129,7 +129,7 @@ class Registry:
 
     def _check_scale(self, entry: Registered) -> None:
         scale = entry.hook.gradient_scale
-        if entry.hook.dumped is not None:  # which takes the factor out by itself
+        if entry.hook.taker is not None:  # which takes the factor out by itself
             return
         if scale != "raw" and not entry.hook.backward:
             raise HookError(
@@ -137,7 +137,7 @@ class Registry:
                 "no gradient; drop it or choose a backward hook"
             )
         for name in sorted(entry.names) if entry.hook.backward else ():
-            others = [h for h in self.at(name) if h.backward and h.dumped is None]
+            others = [h for h in self.at(name) if h.backward and h.taker is None]
             if any(h.gradient_scale != scale for h in others):
                 raise HookError(
                     f"another hook has the gradient at {name} on another scale than {scale!r}; give both the "

@@ -20,7 +20,6 @@ from megatron_flex.runtime.captures import Captures
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.debugging.rehearsal import Rehearsal
 from megatron_flex.runtime.debugging.tracing import Tracer
-from megatron_flex.runtime.dumps import Dumping
 from megatron_flex.runtime.editing import Editing
 from megatron_flex.runtime.failing import raise_everywhere
 from megatron_flex.runtime.firing import Firing
@@ -28,6 +27,7 @@ from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.runtime.recorder import Recorder
 from megatron_flex.runtime.registry import Registry
 from megatron_flex.runtime.sharing.passing import Plan
+from megatron_flex.runtime.sinks import Sinks
 from megatron_flex.runtime.standing import Standing
 from megatron_flex.runtime.survey import Survey
 from megatron_flex.runtime.trainable import NO_GRADIENT, Trainable
@@ -92,9 +92,7 @@ class Session:
         self.tracer: Tracer | None = None
         self.trace(knobs.debug)
         self._agreement = Agreement(name, knobs.agree_seconds, ranks)
-        # Their own: a rank that is still in a step would take part in the other one, and differ.
-        dumps = Agreement(f"{name}/dumps", knobs.agree_seconds, ranks)
-        self.dumping = Dumping(self.registry, self.mesh, self.clock, dumps.compare, self.standing.retap)
+        self.sinks = Sinks(self.registry, self.mesh, self.clock, name, self.standing.retap)
         self._agreed = -1
         self._objection = ""
         self._in_schedule, self._in_call, self._calls = False, False, 0
@@ -176,7 +174,7 @@ class Session:
         self.passing.close()
         self.registry.clear()
         self.trainable.close()
-        self.dumping.close(failed)
+        self.sinks.close(failed)
 
     @property
     def in_schedule(self) -> bool:
@@ -199,7 +197,7 @@ class Session:
         self._compare()
         self.survey.called = False
         self.clock.begin(iteration, gradient_factor)
-        self.dumping.begins(microbatches, self.mesh, probing=self.probing is not None)
+        self.sinks.begins(microbatches, self.mesh, probing=self.probing is not None)
         self.trainable.begins(microbatches or 1)
         self.passing.begin()
         self._in_schedule, self._calls = True, 0
@@ -257,7 +255,7 @@ class Session:
         self._awaits_backward = False  # of a backward pass that raised
         self.survey.called = torch.is_grad_enabled() or self.survey.called
         self.clock.begin(None, gradient_factor)
-        self.dumping.begins(1, self._replica(), called=True)
+        self.sinks.begins(1, self._replica(), called=True)
         self.trainable.begins(None)
         self.passing.begin()
         self.editing.scopes.begin()
@@ -315,23 +313,23 @@ class Session:
         if failed or not hooks or objection:
             refused = bool(hooks and objection) and not failed
             self._recorder.drop()
-            self.dumping.ends(failed or refused, mesh, called)
+            self.sinks.ends(failed or refused, mesh, called)
             if refused:
                 raise HookError(objection)
             return
         if self.probing is None:  # which may not pass where a step does: no labels, no backward pass
-            self.standing.judge(h for h in hooks if torch.is_grad_enabled() or not (h.dumped and h.backward))
+            self.standing.judge(h for h in hooks if torch.is_grad_enabled() or not (h.taker and h.backward))
         differ = self.firing.declared.differ()
         if differ:
             failure = failure or (differ, HookError(differ))
         can_fail = self.registry.follows or any(h.can_fail for h in hooks)
         wrong = can_fail and any_rank([int(failure is not None)], mesh)[0]
         self.passing.settle()
-        self.dumping.ends(bool(wrong), mesh, called)
+        self.sinks.ends(bool(wrong), mesh, called)
         if wrong:
             self._recorder.drop()
             raise_everywhere(failure, mesh)
-        if any(h.dumped is None for h in hooks):  # dumps have nothing to bring to the leader
+        if any(h.taker is None for h in hooks):  # dumps and statistics have nothing to bring to the leader
             self._recorder.flush()
         if self.delivered is not None:
             self.delivered()

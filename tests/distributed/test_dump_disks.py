@@ -77,7 +77,7 @@ def with_a_full_disk(path: str, on_error: str) -> dict[str, Any]:
 
 
 def _drain(flex: mf.FlexModel) -> None:
-    for dumped in flex.session.dumping.dumps:
+    for dumped in flex.session.sinks.dumping.dumps:
         back = dumped._taking.writer._back  # type: ignore[union-attr]
         assert back._until(lambda b=back: not b._queue and not b._busy)
 
@@ -122,7 +122,7 @@ def with_a_slow_disk(path: str) -> list[int]:
             with flex.step():
                 trained(net, number)
         gate.set()
-        writer = flex.session.dumping.dumps[0]._taking.writer  # type: ignore[union-attr]
+        writer = flex.session.sinks.dumping.dumps[0]._taking.writer  # type: ignore[union-attr]
         _drain(flex)
         assert writer.tally.waited == 0
         dist.barrier()

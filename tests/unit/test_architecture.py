@@ -27,7 +27,7 @@ ROWS = (
     ("model", "compare"),
     ("edits", "lens"),
     ("runtime",),
-    ("adapters", "dump"),
+    ("adapters", "dump", "statistics"),
     ("collectives",),
     ("sites",),
     ("layout", "mesh", "cpu"),
@@ -391,7 +391,7 @@ compat/                        another interface
 model · compare                FlexModel and HookFunction
 edits · lens                   ready-made
 runtime/                       taps · hooks
-adapters/ · dump/              one file per framework │ manifest
+adapters/ · dump/ · statistics/  one file per framework │ manifest
 collectives                    gather and scatter
 sites                          names
 layout · mesh                  pure

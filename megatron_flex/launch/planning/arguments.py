@@ -129,7 +129,7 @@ def _read(config: Any) -> Mapping[str, Any]:
 
 
 def _yaml(text: str) -> Any:
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     try:
         return yaml.safe_load(text)

@@ -49,7 +49,7 @@ class Sinking(HookFunction):
     """The hook of a dump: it keeps nothing and edits nothing, and hands what passes to the dump.
 
     Attributes:
-        dumped: the dump at work.
+        taker: the dump at work.
     """
 
     def __init__(self, dumped: Dumped, places: frozenset[str], hook_type: HookType, index: int) -> None:
@@ -58,7 +58,7 @@ class Sinking(HookFunction):
 
         chosen.__qualname__ = f"{dumped.dump.describe()}: {len(places)} places"
         super().__init__(chosen, hook_type=hook_type, tags=dumped.dump.tags, unpack_idx=index)
-        self.save, self.dumped = False, dumped
+        self.save, self.taker = False, dumped
 
 
 class Dumped:

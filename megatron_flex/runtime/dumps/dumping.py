@@ -10,6 +10,7 @@ from megatron_flex.errors import DumpError
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.dumps.dumped import Chosen, Dumped
+from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.runtime.registry import Registry
 
 
@@ -21,7 +22,6 @@ class Dumping:
         mesh: the axes of the run.
         clock: which step and iteration it is.
         agree: holds what is said of a dump against what other ranks say.
-        retap: puts taps where hooks stand now.
     """
 
     def __init__(
@@ -30,10 +30,9 @@ class Dumping:
         mesh: Mesh,
         clock: Clock,
         agree: Callable[[str], None],
-        retap: Callable[[], None],
     ) -> None:
         self.registry, self.mesh, self.clock = registry, mesh, clock
-        self._agree, self._retap = agree, retap
+        self._agree = agree
         self.dumps: list[Dumped] = []
 
     def add(self, dump: Dump, chosen: Chosen, manifest: Manifest) -> Dumped:
@@ -69,25 +68,27 @@ class Dumping:
         found.close(False)
         return found
 
-    def begins(self, microbatches: int, mesh: Mesh, called: bool = False, probing: bool = False) -> None:
-        """A step starts: hooks of dumps that do not take it rest.
+    def begins(
+        self, microbatches: int, mesh: Mesh, called: bool = False, probing: bool = False
+    ) -> set[HookFunction]:
+        """A step starts: hooks of dumps that do not take it are to rest.
 
         Args:
             microbatches: how many it has on each data parallel rank; 0 if that is not known yet.
             mesh: of the ranks that are in it.
             called: whether it is a call of the model by itself.
             probing: whether the model is only run for what is read, which is no step of the loop.
+
+        Returns:
+            The hooks that are to rest.
         """
-        if not self.dumps:
-            return
-        resting = set()
+        resting: set[HookFunction] = set()
         for dumped in self.dumps:
             dumped.overtaken(mesh)
             wanted = not probing and self.registry.takes(dumped.dump.tags)
             if not wanted or not dumped.begins(microbatches, mesh, called):
                 resting |= set(dumped.hooks)
-        if self.registry.rest(resting):
-            self._retap()
+        return resting
 
     def ends(self, failed: bool, mesh: Mesh, later: bool = False) -> None:
         """It is over; or, with `later`, only its forward pass is, and a backward pass may follow."""

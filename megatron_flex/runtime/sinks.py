@@ -1,0 +1,45 @@
+"""Where tensors of a session go beside memory: its dumps and statistics, and which of their hooks rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_flex.collectives import Agreement
+from megatron_flex.knobs import knobs
+from megatron_flex.mesh import Mesh
+from megatron_flex.runtime.clock import Clock
+from megatron_flex.runtime.dumps import Dumping
+from megatron_flex.runtime.registry import Registry
+
+
+class Sinks:
+    """The dumps of a session.
+
+    Args:
+        registry: of the hooks.
+        mesh: the axes of the run.
+        clock: which step and iteration it is.
+        name: the session's, the same on all ranks.
+        retap: puts taps where hooks stand now.
+    """
+
+    def __init__(
+        self, registry: Registry, mesh: Mesh, clock: Clock, name: str, retap: Callable[[], None]
+    ) -> None:
+        self.registry, self._retap = registry, retap
+        # Its own: a rank that is still in a step would take part in the session's, and differ.
+        agreement = Agreement(f"{name}/sinks", knobs.agree_seconds, mesh.ranks)
+        self.dumping = Dumping(registry, mesh, clock, agreement.compare)
+
+    def begins(self, microbatches: int, mesh: Mesh, called: bool = False, probing: bool = False) -> None:
+        """A step starts: hooks of those that do not take it rest. Arguments as for `Dumping.begins`."""
+        if self.registry.rest(self.dumping.begins(microbatches, mesh, called, probing)):
+            self._retap()
+
+    def ends(self, failed: bool, mesh: Mesh, later: bool = False) -> None:
+        """It is over; or, with `later`, only its forward pass is, and a backward pass may follow."""
+        self.dumping.ends(failed, mesh, later)
+
+    def close(self, failed: bool) -> None:
+        """Finish everything. Collective over the mesh, unless something `failed`."""
+        self.dumping.close(failed)
