@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_flex.errors import FlexError
-from megatron_flex.launch.flags import FLAGS, Flag, Said, help_text, settled, values
+from megatron_flex.launch.flags import Said, settled, values
+from megatron_flex.launch.table import FLAGS, Flag, help_text
 
 if TYPE_CHECKING:
     from megatron_flex.launch.settings import Settings
