@@ -9,6 +9,7 @@ from megatron_flex.errors import HookError
 from megatron_flex.runtime import HookFunction, Session
 from megatron_flex.runtime.groups import checked_tags, selection
 from megatron_flex.runtime.hooks import HookType
+from megatron_flex.runtime.skipping import Skipped
 
 
 class Registering:
@@ -48,6 +49,15 @@ class Registering:
     def groups(self) -> dict[str, list[HookFunction]]:
         """The hooks of each tag; a tag that no hook carries is not there. `all` is every hook."""
         return self.session.registry.groups()
+
+    @property
+    def skipped(self) -> dict[HookFunction, Skipped]:
+        """Of hooks with `on_error="skip"` those that failed: in how many passes on this rank, and why first.
+
+        A pass in which another rank failed that holds the same tensor counts too. All that is told once on
+        the first rank when it happens, and summed up there by `restore()`.
+        """
+        return dict(self.session.editing.skipping.skipped)
 
     def tag(self, hook: HookFunction, *tags: str) -> None:
         """Put a registered hook into further groups, on every rank alike."""
