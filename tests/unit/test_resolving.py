@@ -197,7 +197,13 @@ def test_edits_are_hooks_where_they_are_wanted(hooks: Path) -> None:
     assert out.edits[0].editing_function is out.edits[1].editing_function
     assert [h.tags for h in out.edits] == [{"edit", "mine"}, {"edit", "mine"}, {"edit"}]
     assert out.waiting == out.edits[:2]
+    assert [h.on_error for h in out.edits] == ["raise"] * 3
     assert (out.dumps, out.statistics) == ((), ())
+
+
+def test_edits_that_fail_are_left_out_if_that_is_said() -> None:
+    out = resolved(Settings(on_error="skip", edits=(EditSettings(edit="zero", site="a"),)))
+    assert [h.on_error for h in out.edits] == ["skip"]
 
 
 @pytest.mark.parametrize(
