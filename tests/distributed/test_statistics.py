@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support import measured, oracle
+from tests.support import oracle
+from tests.support import statistics as measured
 from tests.support.gpt import Case
 from tests.support.pool import run
 
