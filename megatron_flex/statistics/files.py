@@ -187,10 +187,10 @@ def _line(told: Mapping[str, Any]) -> bytes:
 
 
 def _row(row: Measured) -> dict[str, Any]:
-    """A row in plain values; of the histogram what is not empty, behind the number of its first bin."""
+    """A row in plain values; of the histogram the bins that are not empty, behind the first one's number."""
     told = {name: getattr(row, name) for name in COLUMNS}
     first, counts = trimmed(row.histogram)
-    told["histogram"] = [first, *counts] if counts else []
+    told["histogram"] = ([first, *counts] if counts else []) if row.histogram else None
     return told
 
 
