@@ -31,6 +31,11 @@ class Sinks:
         agreement = Agreement(f"{name}/sinks", knobs.agree_seconds, mesh.ranks)
         self.dumping = Dumping(registry, mesh, clock, agreement.compare)
 
+    @property
+    def tags(self) -> set[str]:
+        """The groups that they are in, with hooks or, of parameters alone, without."""
+        return {tag for d in self.dumping.dumps for tag in d.dump.tags}
+
     def begins(self, microbatches: int, mesh: Mesh, called: bool = False, probing: bool = False) -> None:
         """A step starts: hooks of those that do not take it rest. Arguments as for `Dumping.begins`."""
         if self.registry.rest(self.dumping.begins(microbatches, mesh, called, probing)):
