@@ -164,6 +164,7 @@ class FlexModel(  # type: ignore[misc]
                 was to check; the model is restored even so.
         """
         silent, unverified = self.session.standing.silent(), self.session.unverified
+        self.session.editing.skipping.sum_up()
         self.session.close()
         if silent:
             names = ", ".join(h.describe() + (f" ({why})" if why else "") for h, why in silent)
