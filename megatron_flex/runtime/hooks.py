@@ -66,6 +66,7 @@ class HookFunction:
             `flex.skipped`, and so goes its recomputation; what the function did to `save_ctx` and trainable
             modules is taken back, but for objects that it changed in place. Once the edited tensor has been
             used it is too late: an error in its backward pass, or in its recomputation alone, is raised.
+        enabled: whether the hook is on before `flex.select()` switches it on.
 
     Attributes:
         taker: the dump or statistics at work that is handed what passes, if the hook stands for one.
@@ -85,6 +86,7 @@ class HookFunction:
         run: Run = "replicated",
         tags: Iterable[str] = (),
         on_error: OnError = "raise",
+        enabled: bool = True,
     ) -> None:
         if hook_type not in POINTS:
             raise HookError(f"hook_type {hook_type!r} is none of {', '.join(POINTS)}")
@@ -116,6 +118,7 @@ class HookFunction:
         self.run: Run = run
         self.on_error: OnError = on_error
         self.tags = checked_tags(tags)
+        self.enabled = enabled
         self.behind = False
         self.taker: Taker | None = None
         self._at: dict[str, EditingFunction] = {}
