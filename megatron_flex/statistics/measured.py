@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -61,9 +60,6 @@ class Measured:
     def to_json(self) -> dict[str, Any]:
         """In plain values; the histogram as a list."""
         return {**asdict(self), "histogram": list(self.histogram)}
-
-
-Sink = Callable[[int, Sequence[Measured]], None]  # iteration, and all of it; every rank calls it alike
 
 
 def edges() -> list[float]:

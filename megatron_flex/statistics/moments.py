@@ -110,7 +110,7 @@ def _flat(values: Tensor) -> Tensor:
     """All values in one dim, in the order in which they lie in memory if that takes no copy."""
     if values.is_contiguous():
         return values.view(-1)
-    order = sorted(range(values.ndim), key=lambda d: -values.stride(d))
+    order = sorted(range(values.ndim), key=values.stride, reverse=True)
     return values.permute(order).reshape(-1)
 
 
