@@ -42,6 +42,7 @@ def flags(words: list[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, default=2, help="sequences of a step (default %(default)s)")
     add("--edit", action="store_true", help="edit fc1's output in five ways instead of reading")
     add("--dump", action="store_true", help="write both to disk, in several ways, instead of reading")
+    add("--statistics", action="store_true", help="measure the residual stream and the MLPs instead")
     add("--folder", help="where --dump writes (default: a temporary folder)")
     add("--patience", type=float, default=300, help="seconds for repeats of disturbed steps (%(default)s)")
     add("--timeout", type=float, default=1800, help="seconds for all steps (default %(default)s)")
@@ -135,6 +136,11 @@ def main() -> None:
         import bench_dumps
 
         bench_dumps.main(args)
+        return
+    if args.statistics:
+        import bench_statistics
+
+        bench_statistics.main(args)
         return
     if args.json:
         Path(args.json).touch()  # a place that cannot be written to is told now, not after minutes

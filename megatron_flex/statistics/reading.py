@@ -218,7 +218,8 @@ def _json_lines(path: Path, wanted: Wanted) -> tuple[Header | None, Rows, int]:
     out: Rows = {}
     torn = 0
     with path.open("rb") as file:
-        header = _header(path, file.readline())
+        first = file.readline()
+        header = _header(path, first) if first.endswith(b"\n") else None
         if header is None:
             return None, out, 1
         for line in file:
