@@ -45,7 +45,9 @@ def output(tree: Tree, forward: cst.FunctionDef, where: str, said: str = "") -> 
             value = value.elements[0].value
         if not isinstance(value, cst.Name):
             raise PatchError(f"has a return in {where} whose first value is no plain name")
-        out.append(tree.before(tree.statement(node, f"a return of {where}"), point("output", value.value, said)))
+        out.append(
+            tree.before(tree.statement(node, f"a return of {where}"), point("output", value.value, said))
+        )
     if not out:
         raise PatchError(f"has no return in {where}")
     return out

@@ -100,7 +100,9 @@ class Tree:
             PatchError: it shares its line with others.
         """
         at: cst.CSTNode = node
-        while not isinstance(at, cst.SimpleStatementLine | cst.SimpleStatementSuite | cst.BaseCompoundStatement):
+        while not isinstance(
+            at, cst.SimpleStatementLine | cst.SimpleStatementSuite | cst.BaseCompoundStatement
+        ):
             at = self._parents[at]
         if not isinstance(at, cst.SimpleStatementLine) or len(at.body) != 1:
             raise PatchError(f"has {what} on a line with other statements; give it a line of its own")
