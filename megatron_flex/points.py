@@ -1,8 +1,8 @@
-"""Named hook points that a forward path in somebody's own source calls, put there by `scripts/patch_upstream`.
+"""Named hook points that somebody's own source calls, put into it by `scripts/patch_upstream`.
 
-Patched source imports this file and nothing else of the package, so it knows nothing above it. A patched class
-declares its points in an attribute of the class; a module gets an attribute of its own of the same name only
-while a hook stands at it.
+Patched source imports this file and nothing else of the package, so it knows nothing above it. A patched
+class declares its points in an attribute of the class; a module gets an attribute of its own of the same name
+only while a hook stands at it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Alone:
     """A parallel linear for one call of its GEMM, whose collectives on the input the caller has made already.
 
     Megatron's GEMM gathers its input, or sums its input's gradient, by itself, so that the whole input is
-    nowhere to be had. Where a hook stands at it, patched source does the same outside, with Megatron's functions.
+    nowhere to be had. Where a hook stands at it, patched source does the same outside, with Megatron's
+    functions.
 
     Args:
         module: the linear.

@@ -1,4 +1,4 @@
-"""Source codemods: hook points and flags written into somebody's own Megatron or fairscale, and taken out again.
+"""Source codemods: hook points and flags in somebody's own Megatron or fairscale, and out again.
 
 They need LibCST and neither torch nor what they patch. `scripts/patch_upstream` is the door.
 """

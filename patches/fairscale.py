@@ -29,9 +29,8 @@ def insertions(tree: Tree) -> list[Insertion]:
         forward = tree.method(tree.class_of(name), "forward")
         names = ["gemm_input"] if gemm else []
         out.append(declare(tree, forward, *names, part, "output"))
-        for call in calls(tree, forward, where, gemm) if gemm else ():
-            out.append(tree.before(call.statement, point("gemm_input", call.name(""))))
-        for call in calls(tree, forward, where, collective):
-            out.append(tree.before(call.statement, point(part, call.name(""))))
+        into = [(c, "gemm_input") for c in calls(tree, forward, where, gemm)] if gemm else []
+        into += [(c, part) for c in calls(tree, forward, where, collective)]
+        out += [tree.before(c.statement, point(at, c.name(""))) for c, at in into]
         out += output(tree, forward, where)
     return out

@@ -64,19 +64,15 @@ def find(path: Path) -> list[Target]:
         return [Target(path.resolve(), _kind(path))]
     if not path.is_dir():
         raise PatchError(f"{path}: is neither a file nor a folder")
-    found = []
-    for kind, places in BELOW.items():
-        for place in places:
-            if (path / place).is_file():
-                found.append(Target((path / place).resolve(), kind))
-    for script in sorted(path.glob(LAUNCHERS)):
-        if script.is_file() and CALL in script.read_bytes():
-            found.append(Target(script.resolve(), "launcher"))
+    layers = [(path / place, kind) for kind, places in BELOW.items() for place in places]
+    scripts = [s for s in sorted(path.glob(LAUNCHERS)) if s.is_file() and CALL in s.read_bytes()]
+    found = [Target(file.resolve(), kind) for file, kind in layers if file.is_file()]
+    found += [Target(script.resolve(), "launcher") for script in scripts]
     if not found:
         looked = ", ".join(f"{places[0]}" for places in BELOW.values())
         raise PatchError(
-            f"{path}: holds nothing to patch; looked for {looked} and {LAUNCHERS}: give a checkout's root, an "
-            "installed package's folder, or a file"
+            f"{path}: holds nothing to patch; looked for {looked} and {LAUNCHERS}: give a checkout's root, "
+            "an installed package's folder, or a file"
         )
     return list(dict.fromkeys(found))
 
@@ -91,8 +87,8 @@ def _kind(path: Path) -> str:
     if CALL in content:
         return "launcher"
     raise PatchError(
-        f"{path}: is neither a file of parallel layers (there is no class ColumnParallelLinear) nor a launcher "
-        "(it does not call pretrain())"
+        f"{path}: is neither a file of parallel layers (there is no class ColumnParallelLinear) nor a "
+        "launcher (it does not call pretrain())"
     )
 
 

@@ -1,4 +1,4 @@
-"""The flags of megatron_flex for a script that calls Megatron's `pretrain`: one line before Megatron parses."""
+"""The flags of megatron_flex for scripts that call Megatron's `pretrain`: a line before it parses."""
 
 from __future__ import annotations
 

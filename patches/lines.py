@@ -1,7 +1,7 @@
 """Whole lines put into a file and taken out again, byte for byte.
 
-Every line of ours ends in MARK. The first of them says which version of the patch it is, how many lines there
-are, and what the file was before. Nothing else in the file is touched: neither its line ends nor its encoding.
+Every line of ours ends in MARK. The first of them says which version of the patch it is, how many lines
+there are, and what the file was before. Nothing else in the file is touched, line ends and encoding included.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def take_out(content: bytes) -> Taken:
     found = [m for line in ours if (m := HEADER.search(line))]
     if len(found) != 1:
         raise PatchError(
-            f"has {len(ours)} lines of a patch and {len(found)} lines that tell of it; take the lines that end "
-            f"in {MARK.decode()} out by hand, or get the file from version control"
+            f"has {len(ours)} lines of a patch and {len(found)} lines that tell of it; take the lines that "
+            f"end in {MARK.decode()} out by hand, or get the file from version control"
         )
     version, count, before = int(found[0][1]), int(found[0][2]), found[0][3].decode()
     if len(ours) != count:

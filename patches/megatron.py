@@ -35,8 +35,8 @@ def _gemm(tree: Tree, forward: cst.FunctionDef, where: str) -> Call:
 def _column(tree: Tree) -> list[Insertion]:
     """Before the GEMM the whole input, behind it the rank's part of the output, and what is returned.
 
-    The GEMM gathers its input over the sequence, or sums the gradient of it, by itself. Where a hook stands the
-    same is done outside, with the functions and groups that the file has for it, and the GEMM is told so.
+    The GEMM gathers its input over the sequence, or sums the gradient of it, by itself. Where a hook stands
+    the same is done outside, with the functions and groups that the file has for it, and the GEMM is told so.
     """
     where = f"{COLUMN}.forward"
     forward = tree.method(tree.class_of(COLUMN), "forward")
@@ -70,7 +70,7 @@ def _column(tree: Tree) -> list[Insertion]:
 
 
 def _row(tree: Tree) -> list[Insertion]:
-    """Before the GEMM the rank's part of the input, behind it a summand of the output, and what is returned."""
+    """Before the GEMM the rank's part of the input, behind it a summand, and what is returned."""
     where = f"{ROW}.forward"
     forward = tree.method(tree.class_of(ROW), "forward")
     gemm = _gemm(tree, forward, where)

@@ -29,9 +29,7 @@ def same(left: Any, right: Any) -> bool:
     """Whether two answers of ranks are the same, tensors bit for bit."""
     if isinstance(left, Tensor):
         alike = isinstance(right, Tensor) and left.dtype == right.dtype and left.shape == right.shape
-        return alike and torch.equal(
-            left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)
-        )
+        return alike and torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (left, right)))
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(same(v, right[k]) for k, v in left.items())
     if isinstance(left, list | tuple):
