@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from megatron_flex import points
 from megatron_flex.adapters import plain
 from megatron_flex.adapters.base import Listener, Undo
 from megatron_flex.adapters.composing import compose
@@ -25,10 +26,11 @@ from megatron_flex.adapters.ranks import axis_of
 from megatron_flex.adapters.registry import Found, Said
 from megatron_flex.adapters.rules import Point, Rule
 from megatron_flex.adapters.spread import WHOLE, Spread
-from megatron_flex.adapters.taps import CalledName, intercept
+from megatron_flex.adapters.taps import CalledName, SourcePoint, intercept
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
+from megatron_flex.sites import Tap
 
 COLUMN, ROW = "ColumnParallelLinear", "RowParallelLinear"
 EMBEDDING, VOCABULARY = "ParallelEmbedding", "VocabParallelEmbedding"
@@ -50,6 +52,14 @@ GROUPS = {
     "dp": "get_data_parallel_group",
     "pp": "get_pipeline_parallel_group",
     "tp": "get_model_parallel_group",
+}
+
+# The points inside, by the functions that they are at.
+AT = {
+    "copy_to": "gemm_input",
+    "scatter_to": "gemm_input",
+    "reduce_from": "partial",
+    "gather_from": "local",
 }
 
 LAST = Spread(cuts=((-1, "tp"),))
@@ -175,12 +185,14 @@ class Fairscale:
         return None
 
 
-def _inside(module: nn.Module, function: str) -> CalledName:
-    """The tap at one of the four functions.
+def _inside(module: nn.Module, function: str) -> Tap:
+    """The tap at one of the four functions, or at the point that patched source has there.
 
     What enters the region is taken behind the function, as the rank computes with it; what leaves it, before.
     The reduction writes its sum into the tensor that it gets.
     """
+    if points.has(module, AT[function]):
+        return SourcePoint(module, AT[function])
     file, leaves = "fairscale.nn.model_parallel.layers", function in ("reduce_from", "gather_from")
     return CalledName(module, file, f"{function}_model_parallel_region", before=leaves)
 

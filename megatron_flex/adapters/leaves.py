@@ -8,6 +8,7 @@ from typing import Any, Protocol, Self, cast
 
 from torch import Tensor, nn
 
+from megatron_flex import points
 from megatron_flex.adapters.base import Undo
 from megatron_flex.adapters.spread import Tell, Told, Unknown
 from megatron_flex.adapters.trees import position, tensors, with_tensor
@@ -32,7 +33,9 @@ class AnyOutput:
         return replace(self, index=index)
 
     def install(self, fire: Fire) -> Undo:
-        """Inject `fire` after the module ran."""
+        """Inject `fire` after the module ran, or before it returns where its source was patched."""
+        if self.index == 0 and points.has(self.module, "output"):
+            return points.place(self.module, "output", lambda local, **_: fire(local))
 
         def hook(_: nn.Module, __: Any, output: Any) -> Any:
             return _passed(output, self.index, fire)

@@ -11,8 +11,9 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from megatron_flex import points
 from megatron_flex.adapters.base import Undo, leaf, with_leaf
 from megatron_flex.adapters.leaves import AnyOutput
 from megatron_flex.layout import Layout
@@ -68,7 +69,12 @@ class ModuleOutput:
         return AnyOutput(self.module, index)
 
     def install(self, fire: Fire) -> Undo:
-        """Inject `fire` after the module ran."""
+        """Inject `fire` after the module ran, or before it returns where its source was patched."""
+        if self.index == 0 and points.has(self.module, "output"):
+            resolve = self.resolve
+            return points.place(
+                self.module, "output", lambda local, **said: fire(local, resolve(said) if resolve else None)
+            )
 
         def hook(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             found = leaf(output, self.index)
@@ -78,6 +84,27 @@ class ModuleOutput:
             return None if new is found else with_leaf(output, self.index, new)
 
         return self.module.register_forward_hook(hook, with_kwargs=True).remove
+
+
+@dataclass(frozen=True, eq=False)
+class SourcePoint:
+    """A point that a module's patched source calls by name (see `megatron_flex.points`).
+
+    Attributes:
+        module: the module.
+        name: the point.
+    """
+
+    module: nn.Module
+    name: str
+
+    def install(self, fire: Fire) -> Undo:
+        """Let the point call `fire`."""
+
+        def at(local: Tensor, **_: Any) -> Tensor:
+            return fire(local)
+
+        return points.place(self.module, self.name, at)
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,7 +31,7 @@ ROWS = (
     ("collectives",),
     ("sites",),
     ("layout", "mesh", "cpu"),
-    ("errors", "knobs", "version"),
+    ("errors", "knobs", "points", "version"),
 )
 ROW_OF = {room: number for number, row in enumerate(ROWS) for room in row}
 NOT_DRAWN = {"compat", "cpu", "version"}  # the diagram of the README may leave these out
@@ -395,7 +395,7 @@ adapters/ · dump/ · statistics/  one file per framework │ manifest
 collectives                    gather and scatter
 sites                          names
 layout · mesh                  pure
-errors · knobs
+errors · knobs · points
 ```
 """
 
@@ -404,13 +404,13 @@ errors · knobs
     ("old", "new", "agrees"),
     [
         ("", "", True),
-        ("errors · knobs", "errors · knobs · version", True),
+        ("· points", "· points · version", True),
         ("layout · mesh ", "layout · mesh · cpu ", True),
         ("collectives  ", "collectives · cpu  ", False),
         ("layout · mesh", "mesh · layout", False),
         ("runtime/", "running/", False),
-        ("errors · knobs\n", "", False),
-        ("errors · knobs\n", "errors · knobs\nattic\n", False),
+        ("errors · knobs · points\n", "", False),
+        ("· points\n", "· points\nattic\n", False),
         ("cli/ ", "launch/ ", False),
     ],
 )

@@ -9,8 +9,9 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from megatron_flex import points
 from megatron_flex.adapters.base import Undo
-from megatron_flex.adapters.taps import ModuleInput, ModuleOutput, intercept
+from megatron_flex.adapters.taps import ModuleInput, ModuleOutput, SourcePoint, intercept
 from megatron_flex.layout import Layout
 from megatron_flex.sites import Fire
 
@@ -92,8 +93,14 @@ class Gemm:
     before: bool
 
     def install(self, fire: Fire) -> Undo:
-        """Inject `fire` around `_forward_impl`, which both classes call with keywords."""
+        """Inject `fire` around `_forward_impl`, which both classes call with keywords.
+
+        Where the class was patched its source has the points already.
+        """
         before = self.before
+        for name in ("gemm_input",) if before else ("partial", "local"):
+            if points.has(self.module, name):
+                return SourcePoint(self.module, name).install(fire)
 
         def around(gemm: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
             if before:
@@ -117,6 +124,8 @@ class EmbeddingPartial:
 
     def install(self, fire: Fire) -> Undo:
         """Inject `fire` into the reductions that its forward calls by name in Megatron's module `layers`."""
+        if points.has(self.module, "partial"):
+            return SourcePoint(self.module, "partial").install(fire)
         from megatron.core.tensor_parallel import layers
 
         running: list[bool] = []  # the same names are called by other modules

@@ -1,0 +1,59 @@
+"""The flags of megatron_flex for scripts that call Megatron's `pretrain`: a line before it parses."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from patches.errors import PatchError
+from patches.lines import Insertion
+from patches.tree import Tree, code_of, in_a_line
+
+PRETRAIN = "pretrain"
+MAIN, SWAPPED = "__name__ == '__main__'", "'__main__' == __name__"
+PARSING = ("parse_and_validate_args", "parse_args", "initialize_megatron", PRETRAIN)
+LINES = ("import megatron_flex.launch", "megatron_flex.launch.install()")
+
+
+def is_call(node: cst.Call, *names: str) -> bool:
+    """Whether a call is of one of some functions, by whatever path."""
+    return code_of(node.func).rpartition(".")[2] in names
+
+
+def insertions(tree: Tree) -> list[Insertion]:
+    """What goes into the script: first of what it runs as a program, so that imports of it stay as they are.
+
+    Raises:
+        PatchError: it does not call `pretrain`.
+    """
+    found = [c for c in tree.all(cst.Call) if is_call(c, PRETRAIN)]
+    if not found:
+        raise PatchError("does not call pretrain(), so it is no launcher")
+    for one in tree.module.body:
+        if isinstance(one, cst.If) and in_a_line(one.test) in (MAIN, SWAPPED):
+            return [_first_in(tree, one.body, "its block of __main__")]
+    for node in tree.all(cst.Call):
+        if not is_call(node, *PARSING):
+            continue
+        around = [n for n in tree.parents(node) if isinstance(n, cst.FunctionDef | cst.Lambda)]
+        if not around:
+            return [tree.before(_outermost(tree, node), *LINES)]
+    outer = [n for n in tree.parents(found[0]) if isinstance(n, cst.FunctionDef)]
+    if not outer:
+        raise PatchError("calls pretrain() nowhere that a statement could stand in front of")
+    return [_first_in(tree, outer[-1].body, f"the function {outer[-1].name.value}")]
+
+
+def _first_in(tree: Tree, body: cst.BaseSuite, what: str) -> Insertion:
+    """In front of a block's first statement, behind its docstring."""
+    if not isinstance(body, cst.IndentedBlock):
+        raise PatchError(f"has {what} on one line; give it lines of its own")
+    first, *others = body.body
+    text = isinstance(first, cst.SimpleStatementLine) and isinstance(first.body[0], cst.Expr)
+    if text and isinstance(first.body[0].value, cst.SimpleString | cst.ConcatenatedString) and others:
+        first = others[0]
+    return tree.before(first, *LINES)
+
+
+def _outermost(tree: Tree, node: cst.CSTNode) -> cst.CSTNode:
+    """The statement at the top of the file that a node is in."""
+    return [node, *tree.parents(node)][-2]

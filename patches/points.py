@@ -1,0 +1,53 @@
+"""What is written at a hook point, in whichever framework's layer."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from patches.errors import PatchError
+from patches.lines import Insertion
+from patches.tree import Tree
+
+
+def importing(tree: Tree) -> Insertion:
+    """The one import that patched layers need."""
+    return tree.before(tree.first_import(), "from megatron_flex import points as _flex")
+
+
+def declare(tree: Tree, forward: cst.FunctionDef, *names: str) -> Insertion:
+    """The mark that a patched class carries, in front of its forward."""
+    told = ", ".join(f'"{n}"' for n in names)
+    return tree.before(forward, f"flex_points = _flex.Points({told})")
+
+
+def point(name: str, variable: str, said: str = "") -> str:
+    """The line at a point: a variable of the forward passes it.
+
+    Args:
+        name: the point.
+        variable: the one that holds its tensor.
+        said: another variable, which decides about the layout.
+    """
+    more = f", {said}={said}" if said else ""
+    return f'{variable} = self.flex_points("{name}", {variable}{more})'
+
+
+def output(tree: Tree, forward: cst.FunctionDef, where: str, said: str = "") -> list[Insertion]:
+    """The point `output` before every return: what is returned, or the first of it.
+
+    Raises:
+        PatchError: nothing is returned, or no plain name.
+    """
+    out = []
+    for node in tree.all(cst.Return, forward):
+        value = node.value
+        if isinstance(value, cst.Tuple) and value.elements:
+            value = value.elements[0].value
+        if not isinstance(value, cst.Name):
+            raise PatchError(f"has a return in {where} whose first value is no plain name")
+        out.append(
+            tree.before(tree.statement(node, f"a return of {where}"), point("output", value.value, said))
+        )
+    if not out:
+        raise PatchError(f"has no return in {where}")
+    return out
