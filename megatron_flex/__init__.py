@@ -26,6 +26,7 @@ from megatron_flex.version import __version__
 if TYPE_CHECKING:
     from megatron_flex import edits
     from megatron_flex.dump.reading import DumpArray, OpenDump, open_dump
+    from megatron_flex.launch.parsing import add_flex_args
 
 __all__ = [
     "Axis",
@@ -51,6 +52,7 @@ __all__ = [
     "SiteError",
     "VerifyError",
     "__version__",
+    "add_flex_args",
     "attach",
     "breakpoint",
     "detect",
@@ -62,9 +64,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import edits and the reading of dumps when they are asked for: who uses none does not wait for them."""
+    """Import edits, flags and the reading of dumps when they are asked for: who uses none does not wait."""
     if name == "edits":
         return import_module("megatron_flex.edits")
     if name in ("DumpArray", "OpenDump", "open_dump"):
         return getattr(import_module("megatron_flex.dump.reading"), name)
+    if name == "add_flex_args":
+        return import_module("megatron_flex.launch.parsing").add_flex_args
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

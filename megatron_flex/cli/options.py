@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from megatron_flex.dump.said import spans_said
+from megatron_flex.dump.selection import among
 from megatron_flex.errors import FlexError, nearest
 
 DumpPath = Annotated[
@@ -37,28 +39,16 @@ def chosen_iterations(said: str | None, there: list[int]) -> list[int]:
     if said is None:
         return there
     out: set[int] = set()
-    for word in said.split(","):
-        try:
-            if ":" in word:
-                first, last, *step = (int(n) if n.strip() else None for n in word.split(":"))
-                out |= {n for n in there if _within(n, first, last, *step)}
-                continue
-            one = int(word)
-        except (ValueError, TypeError, ZeroDivisionError):
-            raise FlexError(
-                f"iterations {word!r}: no number and no range; say 100, or 100,200, or 0:1000:100"
-            ) from None
-        if one not in there:
-            raise FlexError(f"iteration {one} is not in the dump, which has {_few(there)}")
-        out.add(one)
+    for span in spans_said(said):
+        if isinstance(span, slice):
+            out |= {n for n in there if among(n, span)}
+        elif span in there:
+            out.add(span)
+        else:
+            raise FlexError(f"iteration {span} is not in the dump, which has {_few(there)}")
     if not out:
         raise FlexError(f"no iteration is within {said}; the dump has {_few(there)}")
     return sorted(out)
-
-
-def _within(number: int, first: int | None, last: int | None, step: int | None = None) -> bool:
-    start = first or 0
-    return number >= start and (last is None or number < last) and (number - start) % (step or 1) == 0
 
 
 def _few(there: list[int]) -> str:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from megatron_flex.cli.options import Json
 from megatron_flex.cli.terminal import console, in_bytes, say_json, table
-from megatron_flex.dump.selection import Sampled
+from megatron_flex.dump.said import tokens_said
 from megatron_flex.errors import FlexError
 from megatron_flex.launch.planning import Plan
 from megatron_flex.launch.planning import plan as make
@@ -107,26 +107,6 @@ def _mesh(said: list[str] | None) -> dict[str, int] | None:
             raise FlexError(f"--mesh {word}: say AXIS=N, such as tp=8")
         out[axis] = int(size)
     return out or None
-
-
-def tokens_said(said: str | None) -> Any:
-    """Positions as they are written on the command line.
-
-    Raises:
-        FlexError: it is none of what can be said.
-    """
-    if said is None:
-        return None
-    try:
-        if said.startswith("random:"):
-            return Sampled(int(said.removeprefix("random:")))
-        if ":" in said:
-            return slice(*(int(n) if n else None for n in said.split(":")))
-        if "." in said:
-            return float(said)
-        return [int(n) for n in said.split(",")]
-    except (ValueError, TypeError):
-        raise FlexError(f"--tokens {said}: say 0,5 or a slice ::8, or random:64, or a fraction 0.1") from None
 
 
 def tell_plan(out: Console, found: Plan) -> None:

@@ -26,8 +26,9 @@ class AfterImport(MetaPathFinder):
         """What the finders behind this one find for a module of the package, with the call added."""
         if fullname.partition(".")[0] != self._package:
             return None
-        for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
+        for finder in behind:
+            if not hasattr(finder, "find_spec"):
                 continue
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:

@@ -15,6 +15,7 @@ from megatron_flex.edits.values import clamp, heads, mean, neurons, noise, scale
 from megatron_flex.edits.vectors import project, project_out, steer
 
 add = steer
+ablate = zero
 
 __all__ = [
     "PRESETS",
@@ -23,6 +24,7 @@ __all__ = [
     "Local",
     "LowRank",
     "Preset",
+    "ablate",
     "add",
     "chain",
     "clamp",

@@ -17,6 +17,7 @@ PRESETS: dict[str, type[Edit]] = {
     "steer": vectors.steer,
     "add": vectors.steer,
     "zero": values.zero,
+    "ablate": values.zero,
     "mean": values.mean,
     "resample": sources.resample,
     "heads": values.heads,

@@ -1,1 +1,19 @@
 """The doors for launchers: what a person asks before, or instead of, starting a run."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_flex.launch.parsing import add_flex_args, settings_of
+    from megatron_flex.launch.settings import Settings
+
+__all__ = ["Settings", "add_flex_args", "settings_of"]
+
+WHERE = {"Settings": "settings", "add_flex_args": "parsing", "settings_of": "parsing"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for: who wants a plan needs no pydantic."""
+    if name in WHERE:
+        return getattr(import_module(f"megatron_flex.launch.{WHERE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,16 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from megatron_flex.dump.said import numbers_said, tokens_said
+
+STATISTICS = "flex-stats"  # the folder of statistics, where none is said
+
+
+def _many(said: Any) -> Any:
+    """One word where a list may stand."""
+    return [said] if isinstance(said, str) else said
+
+
+def _words(said: Any) -> Any:
+    """A number, or a list of them, as it is written on a command line."""
+    if isinstance(said, list) and said and all(type(n) is int for n in said):
+        return ",".join(map(str, said))
+    return said
+
+
+def _number(said: Any) -> Any:
+    if isinstance(said, bool):
+        raise ValueError(f"{str(said).lower()} is no number")
+    return said
+
+
+def _named(said: Any) -> Any:
+    if isinstance(said, str) and not said.strip():
+        raise ValueError("an empty word names nothing")
+    return said
+
+
+def _positions(said: str) -> str:
+    tokens_said(said, "tokens", fractions=False)
+    return said
+
+
+def _numbers(said: str) -> str:
+    numbers_said(said, "numbers")
+    return said
+
+
+Name = Annotated[str, AfterValidator(_named)]
+Names = Annotated[tuple[Name, ...], BeforeValidator(_many)]
+Count = Annotated[int, BeforeValidator(_number), Field(ge=1)]
+Tokens = Annotated[str, BeforeValidator(_words), AfterValidator(_positions)]
+Numbers = Annotated[str, BeforeValidator(_words), AfterValidator(_numbers)]
 
 
 class Part(BaseModel):
     """A part of the settings: nothing in it that is not known."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
 
 class EditSettings(Part):
@@ -27,46 +73,46 @@ class EditSettings(Part):
         enabled: whether it counts from the beginning, or waits to be switched on.
     """
 
-    edit: str
+    edit: Name
     site: str = ""
     hook_type: Literal["forward", "forward_pre", "full_backward", "full_backward_pre", "tensor"] = "forward"
     run: Literal["replicated", "leader"] = "replicated"
-    tags: tuple[str, ...] = ()
+    tags: Names = ()
     enabled: bool = True
 
 
 class DumpSettings(Part):
     """A dump; fields as for `megatron_flex.Dump`, those not given as in `Settings`."""
 
-    path: str
-    sites: tuple[str, ...] = ()
-    every: int | None = None
-    iterations: str | None = None
-    microbatches: str | None = None
-    samples: str | None = None
-    tokens: str | None = None
+    path: Name
+    sites: Names = ()
+    every: Count | None = None
+    iterations: Numbers | None = None
+    microbatches: Numbers | None = None
+    samples: Numbers | None = None
+    tokens: Tokens | None = None
     reduce: Literal["mean"] | None = None
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
     gradients: bool | None = None
-    parameters: tuple[str, ...] = ()
+    parameters: Names = ()
     when_full: Literal["wait", "drop"] = "wait"
     replicas: bool = False
     durable: bool = False
-    tags: tuple[str, ...] = ()
+    tags: Names = ()
 
 
 class StatisticsSettings(Part):
     """Statistics; fields as for `megatron_flex.Statistics`, those not given as in `Settings`."""
 
-    path: str
-    sites: tuple[str, ...] = ()
-    every: int | None = None
+    path: Name = STATISTICS
+    sites: Names = ()
+    every: Count | None = None
     gradients: bool | None = None
-    parameters: tuple[str, ...] = ()
+    parameters: Names = ()
     histogram: bool = True
     format: Literal["jsonl", "parquet"] = "jsonl"
     writers: bool = True
-    tags: tuple[str, ...] = ()
+    tags: Names = ()
 
 
 class Settings(Part):
@@ -88,18 +134,18 @@ class Settings(Part):
         cpu: run Megatron on this machine's CPU, with gloo.
     """
 
-    sites: tuple[str, ...] = ()
-    every: int = Field(default=1, ge=1)
-    tokens: str | None = None
+    sites: Names = ()
+    every: Count = 1
+    tokens: Tokens | None = None
     gradients: bool = False
     edits: tuple[EditSettings, ...] = ()
     dumps: tuple[DumpSettings, ...] = ()
     statistics: StatisticsSettings | None = None
     on_error: Literal["raise", "skip"] = "raise"
-    control: Path | None = None
-    list_sites: str | None = None
+    control: Annotated[Path, BeforeValidator(_named)] | None = None
+    list_sites: Name | None = None
     plan: bool = False
-    verify: int = Field(default=0, ge=0)
+    verify: Annotated[int, BeforeValidator(_number), Field(ge=0)] = 0
     cpu: bool = False
 
     @property
@@ -108,10 +154,14 @@ class Settings(Part):
         return self == Settings(cpu=self.cpu)
 
 
-def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Two sets of plain values: lists one behind the other, anything else from the second."""
+def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Two sets of plain values: lists joined, mappings merged, anything else from the second."""
     out = dict(first)
     for name, value in second.items():
-        both = isinstance(value, (list, tuple)) and isinstance(out.get(name), (list, tuple))
-        out[name] = [*out[name], *value] if both else value
+        old = out.get(name)
+        if isinstance(value, (list, tuple)) and isinstance(old, (list, tuple)):
+            value = [*old, *value]
+        elif isinstance(value, Mapping) and isinstance(old, Mapping):
+            value = merged(old, value)
+        out[name] = value
     return out

@@ -5,12 +5,13 @@ import json
 import pytest
 
 from megatron_flex.dump import sampled
+from megatron_flex.dump.said import tokens_said
 from megatron_flex.errors import FlexError
 from tests.support import dumps
 from tests.support.commands import Command, kept
 from tests.support.dumps import SEQUENCE, Given, random
 
-tokens_said = pytest.importorskip("megatron_flex.cli.planning", exc_type=ImportError).tokens_said
+pytest.importorskip("megatron_flex.cli", exc_type=ImportError)
 
 GPT = [
     *("--num-layers", 4, "--hidden-size", 64, "--num-attention-heads", 4, "--seq-length", 128),

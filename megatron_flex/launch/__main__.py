@@ -1,0 +1,10 @@
+"""`python -m megatron_flex.launch SCRIPT [its flags] [--flex-...]`: a training script as it is, with hooks."""
+
+from __future__ import annotations
+
+import sys
+
+from megatron_flex.launch.runner import run
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,238 @@
+"""`install()`: hooks for a training script of Megatron's, which is not edited but for this line, or not at all.
+
+Functions of `megatron.training.training` are wrapped where Megatron itself looks them up, when that module is
+imported: by then nothing has bound them, and no other place has to know.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_flex import cpu
+from megatron_flex.adapters.megatron_core.schedule import current_iteration
+from megatron_flex.cpu.importing import AfterImport
+from megatron_flex.errors import FlexError
+from megatron_flex.launch.running import Running
+from megatron_flex.launch.settings import Settings
+
+PACKAGE = "megatron"
+MODULE = "megatron.training.training"
+NEEDED = ("setup_model_and_optimizer", "train_step", "evaluate", "train", "pretrain")
+Function = Callable[..., Any]
+
+
+class Installed:
+    """What stands in Megatron's training code.
+
+    Attributes:
+        settings: what is wanted.
+        running: what it is beside the training.
+        failure: the error of ours that stopped the training, or stands at its end.
+        holds: whether an error at the training's end is kept in `failure`, and not raised.
+    """
+
+    def __init__(self, settings: Settings, holds: bool = False) -> None:
+        self.settings, self.running, self.holds = settings, Running(settings), holds
+        self.failure: FlexError | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._inside = 0  # pretrain() in pretrain(), as some wrappers of it do
+
+    def install(self) -> None:
+        """Patch Megatron's training code, now or when it is imported."""
+        if self.settings.cpu:
+            cpu.enable()
+            self._undo.append(cpu.disable)
+        if self.settings.idle:
+            return
+        if MODULE in sys.modules:
+            self._patch(sys.modules[MODULE])
+        else:
+            finder = AfterImport(PACKAGE, self._imported)
+            sys.meta_path.insert(0, finder)
+            self._undo.append(lambda: sys.meta_path.remove(finder))
+        atexit.register(self._at_exit)
+        self._undo.append(lambda: atexit.unregister(self._at_exit))
+
+    def uninstall(self) -> None:
+        """Put everything back as it was. Every rank calls it; what is in a model is taken out first.
+
+        Raises:
+            FlexError: as at a training's end.
+        """
+        _Now.installed = None if _Now.installed is self else _Now.installed
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self.running.finish()
+
+    # -- patches -----------------------------------------------------------------------------------------
+
+    def _imported(self, module: ModuleType) -> None:
+        if module.__name__ == MODULE:
+            self._patch(module)
+
+    def _patch(self, module: ModuleType) -> None:
+        missing = [name for name in NEEDED if not callable(getattr(module, name, None))]
+        if missing:
+            raise FlexError(
+                f"{module.__file__} has no {missing[0]}(): megatron_flex.launch knows Megatron-LM 0.12 to 0.19; "
+                "attach to the model in your script instead"
+            )
+        around = {
+            "setup_model_and_optimizer": self._setup,
+            "train_step": self._step,
+            "evaluate": self._evaluate,
+            "train": self._train,
+            "pretrain": self._pretrain,
+        }
+        for name, wrapper in around.items():
+            self._wrap(module, name, wrapper)
+        self._wrap(dist, "destroy_process_group", self._destroy)
+
+    def _wrap(self, module: ModuleType, name: str, wrapper: Callable[..., Any]) -> None:
+        """Let `wrapper(original, *args)` stand for a function, also where its name was bound already."""
+        original = getattr(module, name)
+
+        @wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        _rebind(original, wrapped)
+        self._undo.append(lambda: _rebind(wrapped, original))
+
+    def _setup(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        """The model is built and its checkpoint loaded when this returns."""
+        out = original(*args, **kwargs)
+        self._ours(lambda: self.running.attach(out[0]))
+        return out
+
+    def _step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        self._ours(lambda: self.running.step_begins(current_iteration()))
+        out = self._ours(lambda: original(*args, **kwargs))
+        self._ours(self.running.step_ends)
+        return out
+
+    def _evaluate(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        self.running.evaluation(True)
+        try:
+            return self._ours(lambda: original(*args, **kwargs))
+        finally:
+            self.running.evaluation(False)
+
+    def _train(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        """It is watched as well as pretrain(), of which a script may have a name that is not seen."""
+        try:
+            return original(*args, **kwargs)
+        except BaseException as error:
+            if not _is_clean(error):
+                self.running.abort()
+            raise
+
+    def _pretrain(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        self._inside += 1
+        try:
+            out = original(*args, **kwargs)
+        except BaseException as error:
+            self._inside -= 1
+            if not _is_clean(error):
+                self.running.abort()
+            elif not self._inside:
+                self.finish()
+            raise
+        self._inside -= 1
+        if not self._inside:
+            self.finish()
+        return out
+
+    def _destroy(self, original: Function, group: Any = None) -> Any:
+        """Dumps are finished by all ranks together, which takes the groups that go here."""
+        if group is None or group is dist.group.WORLD:
+            if sys.exc_info()[0] is not None:
+                self.running.abort()
+            else:
+                self.finish()
+        return original(group)
+
+    def _ours(self, act: Callable[[], Any]) -> Any:
+        """Remember an error that is ours."""
+        try:
+            return act()
+        except FlexError as error:
+            self.failure = error
+            raise
+
+    # -- the end -----------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """The training is over on all ranks. Collective; nothing if that was known.
+
+        Raises:
+            FlexError: on all ranks, unless it is held: a hook never fired, or something was not written.
+        """
+        try:
+            self._ours(self.running.finish)
+        except FlexError:
+            if not self.holds:
+                raise
+
+    def _at_exit(self) -> None:
+        """The script is through, and nothing that is watched has told so."""
+        if hasattr(sys, "last_value") or not dist.is_initialized():
+            self.running.abort()
+        else:
+            self.finish()
+
+
+class _Now:
+    """A process has one Megatron, so one of it."""
+
+    installed: Installed | None = None
+
+
+def install(settings: Settings | None = None, *, holds: bool = False) -> Installed:
+    """Give a Megatron training script hooks: call it on every rank, before `pretrain()`.
+
+    Nothing of Megatron is imported. Calling it twice with the same settings does nothing.
+
+    Args:
+        settings: what is wanted; else what the command line says, whose `--flex-` flags are taken out of it.
+        holds: whether an error at the training's end, of a hook that never fired or a file that could not be
+            written, is kept in `.failure` instead of raised by `pretrain()`.
+
+    Returns:
+        What was installed; its `uninstall()` puts everything back.
+
+    Raises:
+        FlexError: something else is installed already.
+    """
+    assert settings is not None
+    there = _Now.installed
+    if there is not None:
+        if there.settings == settings:
+            return there
+        raise FlexError("megatron_flex.launch is installed with other settings; uninstall() those first")
+    new = Installed(settings, holds)
+    new.install()
+    _Now.installed = new
+    return new
+
+
+def _rebind(old: Any, new: Any) -> None:
+    """Let every name in loaded modules that means `old` mean `new`."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None)
+        if isinstance(module, ModuleType) and names is not None:
+            for name in [n for n, value in list(names.items()) if value is old]:
+                names[name] = new
+
+
+def _is_clean(error: BaseException) -> bool:
+    """Whether all ranks end alike, and without a failure: Megatron leaves its loop by sys.exit()."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)

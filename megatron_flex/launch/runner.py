@@ -1,0 +1,119 @@
+"""Runs a training script as `python SCRIPT` would, without the flags that are ours, and with hooks."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from megatron_flex.errors import FlexError
+from megatron_flex.launch.installing import Installed, install
+from megatron_flex.launch.telling import STATUS, tell
+
+USAGE = "python -m megatron_flex.launch SCRIPT [its flags] [--flex-...], or -m MODULE instead of SCRIPT"
+OURS = (__file__, runpy.__file__, os.path.join(os.path.dirname(__file__), "__main__.py"))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a script with hooks, in this process.
+
+    The script sees what it would see without us: its own name and flags in `sys.argv`, byte for byte, its
+    folder on the path, itself as `__main__`.
+
+    Args:
+        argv: the script, its flags, and ours anywhere among them.
+
+    Returns:
+        The status that the process ends with: 2 for an error of ours, which is told in one line; 1 for an
+        exception of the script's, whose traceback is printed.
+
+    Raises:
+        SystemExit: as the script does.
+        KeyboardInterrupt: likewise.
+    """
+    try:
+        settings, words = _settings(argv)
+        installed = install(settings, holds=True)
+    except FlexError as error:
+        tell(error)
+        return STATUS
+    status = 0
+    try:
+        _execute(words)
+    except SystemExit as left:
+        if left.code not in (None, 0):
+            installed.running.abort()
+            raise
+    except Exception as error:
+        installed.running.abort()
+        status = _told(installed, error)
+    except BaseException:
+        installed.running.abort()
+        raise
+    return status or _ended(installed)
+
+
+def _settings(argv: Sequence[str]) -> tuple:
+    from megatron_flex.launch.flags import help_text, settings
+
+    if argv[:1] in (["-h"], ["--help"]):
+        sys.stdout.write(help_text())
+        raise SystemExit(0)
+    found, words = settings(argv)
+    named = words[1:] if words[:1] == ["-m"] else words
+    if not named or named[0].startswith("-"):
+        what = f"{named[0]} is no script" if named else "no script"
+        raise FlexError(f"{what}: {USAGE}; our flags stand behind it")
+    if named is words and not Path(named[0]).exists():
+        raise FlexError(f"no script {named[0]}: {USAGE}; our flags stand behind it")
+    return found, words
+
+
+def _execute(words: list[str]) -> None:
+    """Run what the words name, as Python itself does."""
+    if words[0] == "-m":
+        sys.argv[:] = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv[:] = words
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(words[0]).resolve().parent)
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def _ended(installed: Installed) -> int:
+    """The script is through: so is the training, if nobody has told."""
+    installed.finish()
+    if installed.failure is None:
+        return 0
+    tell(installed.failure)
+    return STATUS
+
+
+def _told(installed: Installed, error: Exception) -> int:
+    """Tell of an exception: in one line if it is ours, and else as Python does."""
+    if error is installed.failure:
+        cause = error.__cause__
+        if cause is not None and cause.__traceback__ is not None:
+            _show(cause)
+        tell(error)
+        return STATUS
+    _show(error)
+    return 1
+
+
+def _show(error: BaseException) -> None:
+    """Print a traceback from where the script begins."""
+    trace = error.__traceback__
+    while trace is not None and _is_ours(trace):
+        trace = trace.tb_next
+    sys.stdout.flush()
+    sys.excepthook(type(error), error, trace or error.__traceback__)
+
+
+def _is_ours(trace: TracebackType) -> bool:
+    file = trace.tb_frame.f_code.co_filename
+    return file in OURS or file == "<frozen runpy>"

@@ -1,0 +1,63 @@
+"""How errors of ours reach a person: one line, from one rank, whichever ranks have it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+STATUS = 2  # of the process, where what was asked for cannot be
+SECONDS = 5.0  # that other ranks wait for the first one to say the same
+VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+
+
+def rank() -> int:
+    """This process's number, which launchers tell before there are process groups."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return next((int(os.environ[v]) for v in VARIABLES if os.environ.get(v, "").isdigit()), 0)
+
+
+def tell(error: BaseException) -> None:
+    """Print one line on stderr, on the first rank, or on one that has another error than it.
+
+    No rank waits for another for long, whatever has become of it.
+    """
+    message = " ".join(str(error).split()) or type(error).__name__
+    if _is_mine_to_say(message):
+        sys.stdout.flush()
+        sys.stderr.write(f"megatron-flex: {message}\n")
+        sys.stderr.flush()
+
+
+def _is_mine_to_say(message: str) -> bool:
+    """Whether this rank says it."""
+    store, mine = _store(), rank()
+    if store is None:
+        return True
+    key = f"megatron_flex/error/{message}"
+    try:
+        if mine == 0:
+            store.set(key, "said")
+            return True
+        store.wait([key], timedelta(seconds=SECONDS))
+    except Exception:  # the store of torch tells a timeout, and the end of its own rank, by several classes
+        return True
+    return False
+
+
+def _store() -> Any:
+    """The store that all ranks see: that of the process groups, or torchrun's own before there are any."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if alone or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not host or not port.isdigit():
+        return None
+    try:
+        return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=SECONDS))
+    except Exception:  # no store, nothing to compare: each rank speaks for itself
+        return None
