@@ -87,13 +87,24 @@ class Started(NamedTuple):
     folder: Path
 
     def end(self) -> Run:
-        try:
-            output, _ = self.process.communicate(timeout=400)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            raise
+        output, _ = self.process.communicate(timeout=800)
         assert self.process.returncode == 0, output[-6000:]
         return Run(output, self.folder)
+
+    def stop(self) -> None:
+        """End what still runs; torchrun passes it on to its workers."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)
+            self.process.wait(60)
+
+
+def ends(*started: Started) -> tuple[Run, ...]:
+    """Wait for all of them; none is left behind if one fails."""
+    try:
+        return tuple(run.end() for run in started)
+    finally:
+        for run in started:
+            run.stop()
 
 
 def start(command: list[object], folder: Path, **variables: str) -> Started:
@@ -142,25 +153,21 @@ def flags_of_the_example() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, ...]:
     """The script alone, and by the runner with no flags but that for the CPU; both leave a checkpoint."""
     if not has_pretrain():
         pytest.skip("needs megatron.training of megatron-core 0.19 or newer")
     words = [SCRIPT, *flags_of_the_example(), *f"{CPU}{SMALLER} {TRAINING} --save checkpoint".split()]
     words += ["--eval-iters", "0", "--save-interval", "100"]
-    both = [
+    runner = [sys.executable, "-m", "megatron_flex.launch", *words, "--flex-cpu"]
+    return ends(
         start([sys.executable, "-c", PLAINLY, *words], tmp_path_factory.mktemp("plain")),
-        start(
-            [sys.executable, "-m", "megatron_flex.launch", *words, "--flex-cpu"],
-            tmp_path_factory.mktemp("runner"),
-        ),
-    ]
-    plain, runner = (run.end() for run in both)
-    return plain, runner
+        start(runner, tmp_path_factory.mktemp("runner")),
+    )
 
 
 @pytest.fixture(scope="module")
-def both(first: tuple[Run, Run], tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+def both(first: tuple[Run, ...], tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, ...]:
     """From the same weights, by flags in one process and by a file in four: dumped, measured, edited."""
     more = [*CPU.split(), *SMALLER.split(), *TRAINING.split(), "--eval-iters", "1"]
     more += ["--load", str(first[0].folder / "checkpoint"), "--finetune"]
@@ -170,9 +177,7 @@ def both(first: tuple[Run, Run], tmp_path_factory: pytest.TempPathFactory) -> tu
     ours += ["--flex-dump", "dump", "--flex-stats", "stats"]
     ours += ["--flex-edit", HALF, "scale=0.5", "--flex-edit", f"{NUDGED} edits.py:nudge"]
     command = [sys.executable, "-m", "megatron_flex.launch", SCRIPT, *ours, *flags_of_the_example(), *more]
-    alone = start(command, one)
-    four = start_job(tmp_path_factory.mktemp("four"), more)
-    return alone.end(), four.end()
+    return ends(start(command, one), start_job(tmp_path_factory.mktemp("four"), more))
 
 
 def start_job(folder: Path, more: list[str]) -> Started:
@@ -216,7 +221,7 @@ def checkpoint(run: Run) -> bytes:
 
 
 @pytest.mark.timeout(900)
-def test_without_flags_nothing_is_different(first: tuple[Run, Run]) -> None:
+def test_without_flags_nothing_is_different(first: tuple[Run, ...]) -> None:
     plain, runner = first
     assert len(plain.losses) == ITERATIONS
     assert runner.curve == plain.curve
@@ -228,14 +233,14 @@ def test_without_flags_nothing_is_different(first: tuple[Run, Run]) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_the_loss_is_that_of_one_process(first: tuple[Run, Run], both: tuple[Run, Run]) -> None:
+def test_the_loss_is_that_of_one_process(first: tuple[Run, ...], both: tuple[Run, ...]) -> None:
     one, four = both
     assert len(one.losses) == ITERATIONS
     torch.testing.assert_close(torch.tensor(four.losses), torch.tensor(one.losses), rtol=CLOSE, atol=0)
 
 
 @pytest.mark.timeout(900)
-def test_the_dump_is_that_of_one_process(both: tuple[Run, Run]) -> None:
+def test_the_dump_is_that_of_one_process(both: tuple[Run, ...]) -> None:
     one, four = (run.folder / "dump" for run in both)
     with mf.open_dump(one) as a, mf.open_dump(four) as b:
         assert a.iterations == b.iterations == list(range(ITERATIONS))
@@ -252,7 +257,7 @@ def test_the_dump_is_that_of_one_process(both: tuple[Run, Run]) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_the_edit_did_what_it_says(both: tuple[Run, Run]) -> None:
+def test_the_edit_did_what_it_says(both: tuple[Run, ...]) -> None:
     for run in both:
         with mf.open_dump(run.folder / "dump") as dump:
             before, written, after = (dump[s].torch() for s in (f"{LAYER}:mid", MLP, LAYER))
