@@ -11,7 +11,6 @@ import typer
 from torch import Tensor
 
 from megatron_flex.cli.listing import (
-    shape_in_words,
     tell_contents,
     tell_pruned,
     tell_statistics,
@@ -36,6 +35,7 @@ from megatron_flex.dump.statistics import Statistics, statistics
 from megatron_flex.dump.upkeep import prune as remove
 from megatron_flex.dump.upkeep import to_prune
 from megatron_flex.dump.verifying import verify as check
+from megatron_flex.dump.words import shape_in_words
 from megatron_flex.errors import DumpError, nearest
 from megatron_flex.sites import GRAD
 

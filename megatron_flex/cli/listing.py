@@ -15,6 +15,7 @@ from megatron_flex.dump.contents import Contents, RunRow, TensorRow
 from megatron_flex.dump.statistics import Statistics
 from megatron_flex.dump.upkeep import Removal
 from megatron_flex.dump.verifying import Verification
+from megatron_flex.dump.words import shape_in_words
 from megatron_flex.sites import GRAD
 
 NUMBER = re.compile(r"\.\d+(?=\.|:|#|$)")
@@ -140,12 +141,6 @@ def _tensors(found: Sequence[_Row], title: str, whole: Sequence[int]) -> Table:
             _title(row.names), shape_in_words(t.dims, t.shape), t.dtype, *times, in_bytes(row.nbytes), *own
         )
     return rows
-
-
-def shape_in_words(dims: Sequence[str], shape: Sequence[int | str]) -> str:
-    """`[sample 8, token 16, h 512]`; `[s, b, h 512]` where only the data tell."""
-    pairs = zip(dims, shape, strict=False)
-    return "[" + ", ".join(d if d == n else f"{d} {n}".strip() for d, n in pairs) + "]"
 
 
 def tell_statistics(out: Console, name: str, what: Sequence[str], columns: Mapping[str, Statistics]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +17,12 @@ def in_bytes(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
         count /= 1024
     return f"{count:.2f} PiB"
+
+
+def shape_in_words(dims: Sequence[str], shape: Sequence[int | str]) -> str:
+    """`[sample 8, token 16, h 512]`; `[s, b, h 512]` where only the data tell."""
+    pairs = zip(dims, shape, strict=False)
+    return "[" + ", ".join(d if d == n else f"{d} {n}".strip() for d, n in pairs) + "]"
 
 
 def rank_in_words(rank: PlannedRank) -> str:

@@ -4,12 +4,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron_flex.launch.installing import Installed, install
     from megatron_flex.launch.parsing import add_flex_args, settings_of
+    from megatron_flex.launch.runner import run
+    from megatron_flex.launch.running import Running
     from megatron_flex.launch.settings import Settings
 
-__all__ = ["Settings", "add_flex_args", "settings_of"]
+__all__ = ["Installed", "Running", "Settings", "add_flex_args", "install", "run", "settings_of"]
 
-WHERE = {"Settings": "settings", "add_flex_args": "parsing", "settings_of": "parsing"}
+WHERE = {
+    "Installed": "installing",
+    "Running": "running",
+    "Settings": "settings",
+    "add_flex_args": "parsing",
+    "install": "installing",
+    "run": "runner",
+    "settings_of": "parsing",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`python -m megatron_flex.launch SCRIPT [its flags] [--flex-...]`: a training script as it is, with hooks."""
+"""`python -m megatron_flex.launch SCRIPT [its flags] [--flex-...]`: a training script with hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`install()`: hooks for a training script of Megatron's, which is not edited but for this line, or not at all.
+"""`install()`: hooks for a training script of Megatron's, which is not edited but for this line, if at all.
 
 Functions of `megatron.training.training` are wrapped where Megatron itself looks them up, when that module is
 imported: by then nothing has bound them, and no other place has to know.
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -19,8 +19,12 @@ from megatron_flex import cpu
 from megatron_flex.adapters.megatron_core.schedule import current_iteration
 from megatron_flex.cpu.importing import AfterImport
 from megatron_flex.errors import FlexError
+from megatron_flex.launch import flags
+from megatron_flex.launch.resolving import Resolved
 from megatron_flex.launch.running import Running
 from megatron_flex.launch.settings import Settings
+from megatron_flex.launch.table import PREFIX
+from megatron_flex.model import FlexModel
 
 PACKAGE = "megatron"
 MODULE = "megatron.training.training"
@@ -82,7 +86,7 @@ class Installed:
         missing = [name for name in NEEDED if not callable(getattr(module, name, None))]
         if missing:
             raise FlexError(
-                f"{module.__file__} has no {missing[0]}(): megatron_flex.launch knows Megatron-LM 0.12 to 0.19; "
+                f"{module.__file__} has no {missing[0]}(): it is no Megatron-LM of 0.12 to 0.19; "
                 "attach to the model in your script instead"
             )
         around = {
@@ -109,9 +113,28 @@ class Installed:
 
     def _setup(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """The model is built and its checkpoint loaded when this returns."""
+        found = self._ours(self.running.prepare)
         out = original(*args, **kwargs)
-        self._ours(lambda: self.running.attach(out[0]))
+        looks = self.settings.list_sites is not None or self.settings.plan
+        flex = self._ours(lambda: self.running.attach(out[0], write=not looks))
+        if looks:
+            self._look(flex, found)
         return out
+
+    def _look(self, flex: FlexModel, found: Resolved) -> NoReturn:
+        """Say what is asked for, and end all ranks before training, and before data are touched."""
+        from megatron.training import get_args
+
+        from megatron_flex.launch.looking import looked
+
+        told = self._ours(lambda: looked(flex, self.settings, found, get_args()))
+        self.running.abort()
+        if dist.get_rank() == 0:
+            sys.stdout.write(told)
+            sys.stdout.flush()
+        dist.barrier()
+        dist.destroy_process_group()
+        sys.exit(0)
 
     def _step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         self._ours(lambda: self.running.step_begins(current_iteration()))
@@ -202,7 +225,8 @@ def install(settings: Settings | None = None, *, holds: bool = False) -> Install
     Nothing of Megatron is imported. Calling it twice with the same settings does nothing.
 
     Args:
-        settings: what is wanted; else what the command line says, whose `--flex-` flags are taken out of it.
+        settings: what is wanted; else what the command line and MEGATRON_FLEX_FLAGS say. The `--flex-` flags
+            are taken out of `sys.argv`.
         holds: whether an error at the training's end, of a hook that never fired or a file that could not be
             written, is kept in `.failure` instead of raised by `pretrain()`.
 
@@ -210,10 +234,13 @@ def install(settings: Settings | None = None, *, holds: bool = False) -> Install
         What was installed; its `uninstall()` puts everything back.
 
     Raises:
-        FlexError: something else is installed already.
+        FlexError: something else is installed already, or the flags cannot be.
     """
-    assert settings is not None
     there = _Now.installed
+    if settings is None:
+        if there is not None and not any(word.startswith(PREFIX) for word in sys.argv[1:]):
+            return there
+        settings, sys.argv[1:] = flags.settings(sys.argv[1:])
     if there is not None:
         if there.settings == settings:
             return there

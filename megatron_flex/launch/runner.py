@@ -10,8 +10,11 @@ from pathlib import Path
 from types import TracebackType
 
 from megatron_flex.errors import FlexError
+from megatron_flex.launch import flags
 from megatron_flex.launch.installing import Installed, install
-from megatron_flex.launch.telling import STATUS, tell
+from megatron_flex.launch.settings import Settings
+from megatron_flex.launch.table import help_text
+from megatron_flex.launch.telling import STATUS, rank, tell
 
 USAGE = "python -m megatron_flex.launch SCRIPT [its flags] [--flex-...], or -m MODULE instead of SCRIPT"
 OURS = (__file__, runpy.__file__, os.path.join(os.path.dirname(__file__), "__main__.py"))
@@ -56,13 +59,11 @@ def run(argv: Sequence[str]) -> int:
     return status or _ended(installed)
 
 
-def _settings(argv: Sequence[str]) -> tuple:
-    from megatron_flex.launch.flags import help_text, settings
-
-    if argv[:1] in (["-h"], ["--help"]):
-        sys.stdout.write(help_text())
+def _settings(argv: Sequence[str]) -> tuple[Settings, list[str]]:
+    if list(argv[:1]) in (["-h"], ["--help"]):
+        sys.stdout.write(help_text() if rank() == 0 else "")
         raise SystemExit(0)
-    found, words = settings(argv)
+    found, words = flags.settings(argv)
     named = words[1:] if words[:1] == ["-m"] else words
     if not named or named[0].startswith("-"):
         what = f"{named[0]} is no script" if named else "no script"

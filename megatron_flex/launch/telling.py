@@ -7,6 +7,7 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 STATUS = 2  # of the process, where what was asked for cannot be
@@ -58,6 +59,8 @@ def _store() -> Any:
     if alone or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not host or not port.isdigit():
         return None
     try:
-        return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=SECONDS))
+        return torch._C._distributed_c10d.TCPStore(
+            host, int(port), is_master=False, timeout=timedelta(seconds=SECONDS)
+        )
     except Exception:  # no store, nothing to compare: each rank speaks for itself
         return None

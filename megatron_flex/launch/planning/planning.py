@@ -72,11 +72,11 @@ def plan(
     with cpu.runtime(force=True), quiet():
         args = arguments(config, _changes(mesh, world_size, sequence_length, micro_batch_size))
         whole = built(args)
-    chosen = _chosen(whole.sites, dump.sites)
-    run = _Run(whole, args, _microbatches(args, microbatches), dump)
+    chosen = chosen_sites(whole.sites, dump.sites)
+    run = Run(whole, args, microbatches_of(args, microbatches), dump)
     return plan_of(
         whole.mesh,
-        [*run.activations(chosen), *run.parameters(_parameters(whole.parameters, dump.parameters))],
+        [*run.activations(chosen), *run.parameters(chosen_parameters(whole.parameters, dump.parameters))],
         tokens=dump.tokens if share is None else share,
         reduce=reduce,
         every=every,
@@ -108,7 +108,8 @@ def _changes(
     return {**(mesh or {}), "world_size": world, **lengths}
 
 
-def _microbatches(args: argparse.Namespace, said: int | None) -> int:
+def microbatches_of(args: argparse.Namespace, said: int | None) -> int:
+    """How many each data parallel rank dumps."""
     samples = args.micro_batch_size * args.data_parallel_size
     there = int(args.global_batch_size // samples)
     if said is not None and not 1 <= said <= there:
@@ -121,7 +122,7 @@ def _is_residual(site: Site) -> bool:
     return bool(RESIDUAL.fullmatch(site.name))
 
 
-def _chosen(sites: list[Site], patterns: Iterable[Pattern]) -> list[Site]:
+def chosen_sites(sites: list[Site], patterns: Iterable[Pattern]) -> list[Site]:
     """Those meant, and hidden ones beside them; what the run would refuse is refused here."""
     table = SiteTable(sites)
     names: set[str] = set()
@@ -138,14 +139,14 @@ def _is_glob(pattern: Pattern) -> bool:
     return not isinstance(pattern, str) or re.search(r"[*?\[]", pattern) is not None
 
 
-def _parameters(found: list[ParameterSite], patterns: Sequence[Pattern]) -> list[ParameterSite]:
+def chosen_parameters(found: list[ParameterSite], patterns: Sequence[Pattern]) -> list[ParameterSite]:
     """Those meant; without copies of others that are among them."""
     as_sites = SiteTable(Site(p.name, p.layout, p.shape) for p in {p.name: p for p in found}.values())
     names = {s.name for pattern in patterns for s in as_sites.match(pattern)}
     return [p for p in found if p.name in names and p.copy_of not in names]
 
 
-class _Run:
+class Run:
     """Sizes of tensors in one run."""
 
     def __init__(self, whole: Whole, args: argparse.Namespace, microbatches: int, dump: Dump) -> None:

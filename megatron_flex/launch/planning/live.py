@@ -1,0 +1,65 @@
+"""What a dump of a run that stands would write: its own model and arguments, asked on every rank."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from megatron_flex.collectives import everyone
+from megatron_flex.dump import Dump
+from megatron_flex.dump.plan import Held, Plan, plan_of
+from megatron_flex.launch.agreeing import together
+from megatron_flex.launch.planning.model import Whole
+from megatron_flex.launch.planning.planning import Run, chosen_parameters, chosen_sites, microbatches_of
+from megatron_flex.model import FlexModel
+
+
+def plan_of_run(flex: FlexModel, args: Namespace, dump: Dump) -> Plan:
+    """Say what a dump would write. Collective over the mesh; the same on all ranks.
+
+    Args:
+        flex: the model.
+        args: Megatron's, validated.
+        dump: its settings; samples that it leaves out are counted, too.
+
+    Raises:
+        FlexError: on all ranks: a pattern matches nothing or only what cannot be had, or no configuration
+            tells a size.
+    """
+    session = flex.session
+    mesh, own = session.mesh, session.standing.own
+    chosen = chosen_sites(list(session.sites), dump.sites)
+    here = session.adapter.parameters()
+    all_parameters = [p for held in session.survey.sites.values() for p in held]
+    wanted = {p.name for p in chosen_parameters(all_parameters, dump.parameters)}
+    numbers = range(args.iteration, args.train_iters or 0)
+    run = Run(
+        _whole(flex), args, sum(dump.wants_microbatch(n) for n in range(microbatches_of(args, None))), dump
+    )
+
+    def ask() -> list[Held]:
+        mine = [own[s.name] for s in chosen if s.name in own]
+        return [*run.activations(mine), *run.parameters(p for p in here if p.name in wanted)]
+
+    told = everyone(together(mesh, ask), mesh, [a.name for a in mesh])
+    held: dict[tuple[str, str], Held] = {}
+    for tensor in (t for tensors in told for t in tensors):
+        held.setdefault((tensor.name, tensor.kind), tensor)
+    places = {name: n for n, name in enumerate([s.name for s in chosen] + [p.name for p in all_parameters])}
+    return plan_of(
+        mesh,
+        sorted(held.values(), key=lambda t: places[t.name]),
+        tokens=dump.tokens,
+        reduce=dump.reduce,
+        every=dump.every,
+        iterations=sum(dump.wants_iteration(n) for n in numbers),
+        part_bytes=dump.part_bytes,
+        hidden={s.name: s.hidden for s in chosen if s.hidden},
+    )
+
+
+def _whole(flex: FlexModel) -> Whole:
+    """The model as plans know it."""
+    chunks: Any = [m for chunk in flex.chunks for m in chunk.modules() if hasattr(m, "config")]
+    padded = max((int(getattr(m, "vocab_size", 0)) for m in chunks), default=0)
+    return Whole(flex.session.mesh, chunks[0].config, padded)
