@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_flex import edits
     from megatron_flex.dump.reading import DumpArray, OpenDump, open_dump
     from megatron_flex.launch.parsing import add_flex_args
+    from megatron_flex.statistics.reading import OpenStatistics, open_statistics
 
 __all__ = [
     "Axis",
@@ -47,6 +48,7 @@ __all__ = [
     "LayoutError",
     "Mesh",
     "OpenDump",
+    "OpenStatistics",
     "Readings",
     "Site",
     "SiteError",
@@ -58,17 +60,20 @@ __all__ = [
     "detect",
     "edits",
     "open_dump",
+    "open_statistics",
     "register_adapter",
     "sampled",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Import edits, flags and the reading of dumps when they are asked for: who uses none does not wait."""
+    """Import edits, flags, and what reads dumps and statistics, when asked for: who uses none does not wait."""
     if name == "edits":
         return import_module("megatron_flex.edits")
     if name in ("DumpArray", "OpenDump", "open_dump"):
         return getattr(import_module("megatron_flex.dump.reading"), name)
     if name == "add_flex_args":
         return import_module("megatron_flex.launch.parsing").add_flex_args
+    if name in ("OpenStatistics", "open_statistics"):
+        return getattr(import_module("megatron_flex.statistics.reading"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -34,6 +34,7 @@ from megatron_flex.adapters.rules import Point, Rule, Rules
 from megatron_flex.adapters.searching import find
 from megatron_flex.adapters.spread import WHOLE, Spread, Unknown
 from megatron_flex.adapters.taps import intercept
+from megatron_flex.adapters.writers import training_writers
 
 __all__ = [
     "WHOLE",
@@ -66,6 +67,7 @@ __all__ = [
     "opened",
     "register_adapter",
     "replaying",
+    "training_writers",
 ]
 
 

@@ -10,6 +10,7 @@ import typer
 from megatron_flex.cli.comparing import compare
 from megatron_flex.cli.dump import app as dump
 from megatron_flex.cli.planning import plan
+from megatron_flex.cli.statistics import app as statistics
 from megatron_flex.errors import FlexError
 from megatron_flex.version import __version__
 
@@ -22,6 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(dump, name="dump")
+app.add_typer(statistics, name="stats")
 app.command()(plan)
 app.command()(compare)
 

@@ -30,7 +30,7 @@ Iterations = Annotated[
 Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
 
 
-def chosen_iterations(said: str | None, there: list[int]) -> list[int]:
+def chosen_iterations(said: str | None, there: list[int], where: str = "the dump") -> list[int]:
     """The iterations that are meant, of those that are there.
 
     Raises:
@@ -45,9 +45,9 @@ def chosen_iterations(said: str | None, there: list[int]) -> list[int]:
         elif span in there:
             out.add(span)
         else:
-            raise FlexError(f"iteration {span} is not in the dump, which has {_few(there)}")
+            raise FlexError(f"iteration {span} is not in {where}, which has {_few(there)}")
     if not out:
-        raise FlexError(f"no iteration is within {said}; the dump has {_few(there)}")
+        raise FlexError(f"no iteration is within {said}; {where} has {_few(there)}")
     return sorted(out)
 
 
@@ -55,7 +55,7 @@ def _few(there: list[int]) -> str:
     return f"{there[0]} to {there[-1]}" if len(there) > 8 else ", ".join(map(str, there)) or "none"
 
 
-def chosen_names(patterns: list[str] | None, there: list[str]) -> list[str]:
+def chosen_names(patterns: list[str] | None, there: list[str], where: str = "the dump") -> list[str]:
     """The names that some pattern matches, in their order; all without one.
 
     Raises:
@@ -66,5 +66,5 @@ def chosen_names(patterns: list[str] | None, there: list[str]) -> list[str]:
     words = [word for pattern in patterns for word in pattern.split(",") if word]
     for word in words:
         if not any(fnmatchcase(name, word) for name in there):
-            raise FlexError(f"nothing in the dump is named {word!r}{nearest(word, there)}")
+            raise FlexError(f"nothing in {where} is named {word!r}{nearest(word, there)}")
     return [name for name in there if any(fnmatchcase(name, word) for word in words)]

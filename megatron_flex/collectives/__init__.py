@@ -7,6 +7,7 @@ computes for all; `combine` adds up what ranks contribute to replicas; `send_to_
 `Agreement` keeps the ranks' hooks equal.
 """
 
+from megatron_flex.collectives.adding import Adding, Posted
 from megatron_flex.collectives.along import exchange, gather_along, given_to_all
 from megatron_flex.collectives.combining import SAMPLE, combine, make_equal, summed
 from megatron_flex.collectives.edit import (
@@ -44,12 +45,14 @@ from megatron_flex.collectives.talk import Agreement, any_rank, everyone, find, 
 
 __all__ = [
     "SAMPLE",
+    "Adding",
     "Agreement",
     "Dispatch",
     "Message",
     "Moved",
     "Parcel",
     "Planned",
+    "Posted",
     "Relay",
     "Route",
     "Stamp",

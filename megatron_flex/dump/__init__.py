@@ -13,7 +13,7 @@ from megatron_flex.dump.files import (
 from megatron_flex.dump.layouts import to_json
 from megatron_flex.dump.manifest import Manifest, Place
 from megatron_flex.dump.opening import open_run, sees
-from megatron_flex.dump.ownership import Ownership
+from megatron_flex.dump.ownership import Ownership, holders
 from megatron_flex.dump.selection import Picked, Sampled, mean, mean_layout, pick
 from megatron_flex.dump.settings import Dump
 from megatron_flex.dump.writer import Writer
@@ -35,6 +35,7 @@ __all__ = [
     "Place",
     "Sampled",
     "Writer",
+    "holders",
     "mean",
     "mean_layout",
     "open_run",

@@ -9,6 +9,8 @@ from math import prod
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Axis, Mesh
 
+APART = ("pp", "dp", "edp")
+
 
 class Ownership:
     """Deals replicated tensors out to the ranks that hold them; nothing is communicated.
@@ -25,7 +27,7 @@ class Ownership:
         self,
         layout: Layout,
         nbytes: int,
-        apart: tuple[str, ...] = ("pp", "dp", "edp"),
+        apart: tuple[str, ...] = APART,
         over: Sequence[Axis] | None = None,
     ) -> bool:
         """Whether this rank writes a tensor.
@@ -37,17 +39,7 @@ class Ownership:
             over: the axes along which ranks may hold the same; None for all but `apart` of the mesh's, or,
                 where the layout names one of them, of those that experts are divided over.
         """
-        expert = any(a.name in layout.axes for a in self.mesh.experts)
-        among = self.mesh.experts if expert else self.mesh.axes
-        copies = {c.axis: c.copies for d in layout.dims for c in d.cuts if c.copies > 1 and not c.partial}
-        places: list[tuple[str, int, int]] = []
-        for axis in among if over is None else over:
-            if axis.size == 1 or (over is None and axis.name in apart):
-                continue
-            if axis.name not in layout.axes:
-                places.append((axis.name, axis.size, axis.coord))
-            elif axis.name in copies:
-                places.append((axis.name, copies[axis.name], axis.coord % copies[axis.name]))
+        places = holders(self.mesh, layout, apart, over)
         if not places:
             return True
         mine = 0
@@ -60,3 +52,25 @@ class Ownership:
         load, chosen = self._loads[key][0]
         heapreplace(self._loads[key], (load + nbytes, chosen))
         return chosen == mine
+
+
+def holders(
+    mesh: Mesh, layout: Layout, apart: tuple[str, ...] = APART, over: Sequence[Axis] | None = None
+) -> list[tuple[str, int, int]]:
+    """The axes along which ranks hold the same of a tensor; arguments as for `Ownership.mine`.
+
+    Returns:
+        For each its name, how many of its ranks hold the same, and this rank's place among them.
+    """
+    expert = any(a.name in layout.axes for a in mesh.experts)
+    among = mesh.experts if expert else mesh.axes
+    copies = {c.axis: c.copies for d in layout.dims for c in d.cuts if c.copies > 1 and not c.partial}
+    places: list[tuple[str, int, int]] = []
+    for axis in among if over is None else over:
+        if axis.size == 1 or (over is None and axis.name in apart):
+            continue
+        if axis.name not in layout.axes:
+            places.append((axis.name, axis.size, axis.coord))
+        elif axis.name in copies:
+            places.append((axis.name, copies[axis.name], axis.coord % copies[axis.name]))
+    return places

@@ -23,6 +23,7 @@ class Clock:
         microbatch: the one whose forward or backward pass runs.
         tokens: how many this rank's losses of the step are summed over, where the framework divides by those
             of all ranks at its end; else None.
+        microbatches: how many have begun in the step on this rank.
         chunk: the virtual chunk that it runs through.
         by_calls: whether the gradient factor is that of calls in a person's own step, and not of a schedule.
     """
@@ -30,7 +31,7 @@ class Clock:
     def __init__(self) -> None:
         self.step = -1
         self.iteration = -1
-        self.microbatch = 0
+        self.microbatch = self.microbatches = 0
         self.tokens: Tensor | None = None
         self.chunk = 0
         self._calls: Counter[tuple[str, int, bool]] = Counter()
@@ -59,6 +60,7 @@ class Clock:
         self.step += 1
         self.iteration = self.step if iteration is None else iteration
         self.microbatch = self.chunk = 0
+        self.microbatches = 1  # of a call by itself, which nothing else tells of
         self._calls.clear()
         self._passed.clear()
         self._outputs.clear()
@@ -71,6 +73,7 @@ class Clock:
     def forward(self, microbatch: int, chunk: int = 0) -> None:
         """A microbatch's forward pass starts."""
         self.microbatch, self.chunk = microbatch, chunk
+        self.microbatches = max(self.microbatches, microbatch + 1)
 
     def mark(self, output: Any) -> None:
         """Remember which microbatch, in which chunk, made this output, for its backward pass."""

@@ -9,11 +9,12 @@ from megatron_flex.knobs import knobs
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.dumps import Dumping
+from megatron_flex.runtime.measuring import Measuring
 from megatron_flex.runtime.registry import Registry
 
 
 class Sinks:
-    """The dumps of a session.
+    """The dumps and statistics of a session.
 
     Args:
         registry: of the hooks.
@@ -30,16 +31,25 @@ class Sinks:
         # Its own: a rank that is still in a step would take part in the session's, and differ.
         agreement = Agreement(f"{name}/sinks", knobs.agree_seconds, mesh.ranks)
         self.dumping = Dumping(registry, mesh, clock, agreement.compare)
+        self.measuring = Measuring(registry, mesh, clock, agreement.compare)
 
     def begins(self, microbatches: int, mesh: Mesh, called: bool = False, probing: bool = False) -> None:
         """A step starts: hooks of those that do not take it rest. Arguments as for `Dumping.begins`."""
-        if self.registry.rest(self.dumping.begins(microbatches, mesh, called, probing)):
+        resting = self.dumping.begins(microbatches, mesh, called, probing)
+        resting |= self.measuring.begins(mesh, called, probing)
+        if self.registry.rest(resting):
             self._retap()
 
     def ends(self, failed: bool, mesh: Mesh, later: bool = False) -> None:
         """It is over; or, with `later`, only its forward pass is, and a backward pass may follow."""
-        self.dumping.ends(failed, mesh, later)
+        try:
+            self.dumping.ends(failed, mesh, later)
+        finally:  # what one of them raises, it raises on all ranks
+            self.measuring.ends(failed, later)
 
     def close(self, failed: bool) -> None:
         """Finish everything. Collective over the mesh, unless something `failed`."""
-        self.dumping.close(failed)
+        try:
+            self.dumping.close(failed)
+        finally:
+            self.measuring.close(failed)

@@ -44,7 +44,7 @@ def manifest_of(
     return Manifest(
         run=0,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=_versions(),
+        versions=versions(),
         framework=framework,
         axes={a.name: a.size for a in mesh.axes},
         experts={a.name: a.size for a in mesh.experts},
@@ -63,7 +63,8 @@ def _place(site: Site) -> Place:
     )
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of this package, Python, and the frameworks that are imported."""
     out = {"megatron_flex": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         if package.replace("-core", "") in sys.modules:

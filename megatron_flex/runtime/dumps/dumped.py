@@ -25,7 +25,7 @@ from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.dumps.parameters import CALLED, Parameters
 from megatron_flex.runtime.dumps.routed import Routed
 from megatron_flex.runtime.dumps.taking import Taking
-from megatron_flex.runtime.hooks import HookFunction, HookType
+from megatron_flex.runtime.sinking import standing_for
 from megatron_flex.sites import GRAD, Site
 
 SHOWN = 8  # names in one warning
@@ -45,22 +45,6 @@ class Chosen(NamedTuple):
     parameters: Parameters | None
 
 
-class Sinking(HookFunction):
-    """The hook of a dump: it keeps nothing and edits nothing, and hands what passes to the dump.
-
-    Attributes:
-        taker: the dump at work.
-    """
-
-    def __init__(self, dumped: Dumped, places: frozenset[str], hook_type: HookType, index: int) -> None:
-        def chosen(site: Site) -> bool:
-            return site.name in places
-
-        chosen.__qualname__ = f"{dumped.dump.describe()}: {len(places)} places"
-        super().__init__(chosen, hook_type=hook_type, tags=dumped.dump.tags, unpack_idx=index)
-        self.save, self.taker = False, dumped
-
-
 class Dumped:
     """One dump at work on this rank.
 
@@ -74,7 +58,8 @@ class Dumped:
     def __init__(self, dump: Dump, chosen: Chosen, mesh: Mesh, clock: Clock) -> None:
         self.dump, self.chosen, self.mesh, self.clock = dump, chosen, mesh, clock
         self.active, self.first = False, True
-        self.hooks = self._hooks()
+        gradients = [s for s in chosen.sites if dump.gradients and not s.fixed]
+        self.hooks = standing_for(self, dump.describe(), chosen.sites, gradients, dump.tags)
         self._taking: Taking | None = None
         self._routed = Routed()
         self._runs: Counter[int] = Counter()  # of the iterations that are wanted
@@ -84,15 +69,6 @@ class Dumped:
         self._dropped = self._turns = 0
         self._passed: set[str] = set()
         self._said: set[str] = set()
-
-    def _hooks(self) -> list[HookFunction]:
-        out: list[HookFunction] = []
-        for kind, there in (("forward", True), ("tensor", self.dump.gradients)):
-            sites = [s for s in self.chosen.sites if there and not (kind == "tensor" and s.fixed)]
-            for index in sorted({s.index for s in sites}):
-                places = frozenset(s.place for s in sites if s.index == index)
-                out.append(Sinking(self, places, kind, index))  # type: ignore[arg-type]
-        return out
 
     def open(self, manifest: Manifest) -> None:
         """Begin a run of the dump. Collective over the mesh.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,27 @@ from megatron_flex.sites import Pattern, Site, SiteTable
 SHOWN = 3  # names in one warning
 REDUCED_OVER = {"dp", "cp", "edp"}  # by a distributed optimizer, which leaves each rank a part
 CALLED = (
-    "gradients of parameters are dumped once the backward pass is over, which a call of the model by itself "
+    "gradients of parameters are taken once the backward pass is over, which a call of the model by itself "
     "does not tell: run forward and backward in `with flex.step():`, or by the framework's schedule"
 )
+
+
+class Found(NamedTuple):
+    """A gradient, as far as this rank has it.
+
+    Attributes:
+        site: the parameter.
+        name: its global one, or that of the parameter that it is a copy of.
+        local: the gradient of the local parameter.
+        part: the entries of that, flattened, which are this rank's; None for all.
+        layout: of the local one.
+    """
+
+    site: ParameterSite
+    name: str
+    local: Tensor
+    part: tuple[int, int] | None
+    layout: Layout
 
 
 class Parameters:
@@ -56,19 +75,26 @@ class Parameters:
         Raises:
             FlexError: on all ranks: they are not reduced, or nobody knows.
         """
+        for site, name, local, part, layout in self.found():
+            entry = Entry(name, PARAMETER_GRADIENT, 0, 0, 0, (), "", span=part)
+            self._write(taking, entry, site, local, layout, iteration)
+
+    def found(self) -> Iterator[Found]:
+        """The gradients that this rank has some of, in model order.
+
+        Raises:
+            FlexError: on all ranks: they are not reduced, or nobody knows.
+        """
         want = self._want()
         for name, held in self._held():
             site, parameter = held[0]
             if not want.reduced:
-                local, layout = self._summed(name, held), self.survey.layout(site, want)
-                part = None
+                local, part = self._summed(name, held), None
             else:
-                found = self.survey.adapter.gradient(parameter, True)
-                local, part, layout = found.tensor, found.part, self.survey.layout(site, want)
-            if local is None:
-                continue
-            entry = Entry(name, PARAMETER_GRADIENT, 0, 0, 0, (), "", span=part)
-            self._write(taking, entry, site, local, layout, iteration)
+                given = self.survey.adapter.gradient(parameter, True)
+                local, part = given.tensor, given.part
+            if local is not None:
+                yield Found(site, name, local, part, self.survey.layout(site, want))
 
     def _held(self) -> Iterator[tuple[str, list[tuple[ParameterSite, nn.Parameter]]]]:
         for name in self.names:
@@ -79,27 +105,32 @@ class Parameters:
     def _write(
         self, taking: Taking, entry: Entry, site: ParameterSite, local: Tensor, layout: Layout, iteration: int
     ) -> None:
-        first, over = self.survey.stages(entry.site)[0], self._over(site)
+        first, over = self.survey.stages(entry.site)[0], self.over(site)
         if site.stage != first:
             if entry.span is None:
                 taking.copy(entry, local, layout)
         elif entry.span is not None:
-            taking.part(entry, local, layout, [a for a in over if a.name not in REDUCED_OVER])
+            taking.part(entry, local, layout, self.apart(over))
         else:
             taking.take(entry, local, layout, iteration, over=over)
 
-    def _over(self, site: ParameterSite) -> list[Axis]:
+    def over(self, site: ParameterSite) -> list[Axis]:
         """The axes along which ranks may hold the same of a parameter."""
         mesh, found = self.survey.mesh, copies_over(site, False)
         named = {c.axis for d in site.layout.dims for c in d.cuts if c.copies > 1}  # copies along an axis
         expert = bool(site.owner) or bool({*site.layout.axes, *site.layout.shared} & EXPERT)
         return [a for a in (mesh.experts if expert else mesh.axes) if a.name in found | named]
 
+    @staticmethod
+    def apart(over: Sequence[Axis]) -> list[Axis]:
+        """Of those axes the ones along which ranks hold the same part of a gradient that is in parts."""
+        return [a for a in over if a.name not in REDUCED_OVER]
+
     def _want(self) -> Want:
         known = self.survey.adapter.gradients_reduced(self.survey.called)
         if isinstance(known, str):
             raise FlexError(
-                f"gradients of parameters cannot be dumped, as it is not known if they are reduced: {known}; "
+                f"gradients of parameters cannot be had, as it is not known if they are reduced: {known}; "
                 "or leave them out"
             )
         if not known:
@@ -110,7 +141,7 @@ class Parameters:
                 which = f"over {', '.join(apart)}" if apart else f"of {copied[0]}, which several stages hold"
                 raise FlexError(
                     f"gradients of parameters are not reduced {which} when the step is over; wrap the model "
-                    "in the framework's DistributedDataParallel, or leave them out of the dump"
+                    "in the framework's DistributedDataParallel, or leave them out"
                 )
         return Want(gradient=True, reduced=known)
 
@@ -120,8 +151,10 @@ class Parameters:
         return torch.stack(there).sum(0) if len(there) > 1 else next(iter(there), None)
 
 
-def chosen_parameters(survey: Survey, patterns: Sequence[Pattern]) -> Parameters | None:
-    """The parameters that patterns name; None for none.
+def chosen_parameters(
+    survey: Survey, patterns: Sequence[Pattern], what: str = "the dump"
+) -> Parameters | None:
+    """The parameters that patterns name; None for none. `what` they are for is said in warnings.
 
     Raises:
         SiteError: a pattern matches nothing, or a name stands for one whose layout is not known.
@@ -144,7 +177,7 @@ def chosen_parameters(survey: Survey, patterns: Sequence[Pattern]) -> Parameters
     if left:
         name, why = next(iter(left.items()))
         more = f", and likewise {len(left) - 1} more" if len(left) > 1 else ""
-        warnings.warn(f"parameters are left out of the dump: {name} {why}{more}", FlexWarning, stacklevel=2)
+        warnings.warn(f"parameters are left out of {what}: {name} {why}{more}", FlexWarning, stacklevel=2)
     names = [n for n in survey.sites if n in wanted and n not in left]
     return Parameters(survey, names) if names else None
 

@@ -1,0 +1,78 @@
+"""Statistics as FlexModel takes them."""
+
+from __future__ import annotations
+
+from megatron_flex.errors import HookError
+from megatron_flex.layout import is_sum
+from megatron_flex.model.choosing import Purpose, chosen_sites, tell_left_out
+from megatron_flex.runtime import Session
+from megatron_flex.runtime.dumps import chosen_parameters
+from megatron_flex.runtime.measuring import Wanted
+from megatron_flex.sites import GRAD, Site
+from megatron_flex.statistics import Statistics
+from megatron_flex.statistics.sink import Sink
+
+STATISTICS = Purpose("the statistics", "measured")
+
+
+class Measures:
+    """What FlexModel does with statistics."""
+
+    session: Session
+
+    def register_statistics(self, statistics: Statistics, sink: Sink) -> None:
+        """Measure tensors from the next training step on. Every rank calls it alike.
+
+        What passes is measured as it is before edits at the same place; steps that are run without gradients
+        (evaluation) are not measured. Of places that a pattern matches, those are left out, with a warning,
+        that the configuration hides, or at which ranks hold summands, of which no rank can measure the sum.
+
+        Args:
+            statistics: the settings.
+            sink: where the numbers go: they arrive on every rank, when the step behind theirs ends.
+
+        Raises:
+            SiteError: a pattern matches nothing.
+            HookError: a name, or all that a pattern matches, cannot be measured; on all ranks, if they have
+                different statistics.
+            FlexError: on all ranks: they cannot be written there.
+        """
+        session = self.session
+        values, exact = chosen_sites(session, statistics.sites, STATISTICS, self._bars)
+        gradients = self._gradients(values, exact) if statistics.gradients else ()
+        parameters = chosen_parameters(session.survey, statistics.parameters, STATISTICS.what)
+        wanted = Wanted(values, gradients, exact, parameters)
+        for hook in session.sinks.measuring.add(statistics, wanted, sink).hooks:
+            session.add(hook)
+
+    def remove_statistics(self, statistics: Statistics) -> None:
+        """Take statistics out, once all are written. Every rank calls it alike, between steps.
+
+        Raises:
+            FlexError: they are not registered.
+        """
+        for hook in self.session.sinks.measuring.remove(statistics).hooks:
+            self.session.remove(hook)
+
+    def _bars(self, site: Site) -> str:
+        if not site.inferred and is_sum(site.layout, self.session.mesh.sizes):
+            sums = ", ".join(site.layout.partial)
+            return f"ranks along {sums} hold summands, and no rank their sum; measure :output instead"
+        return ""
+
+    def _gradients(self, values: tuple[Site, ...], exact: frozenset[str]) -> tuple[Site, ...]:
+        """The sites whose gradients can be measured."""
+        out, barred = [], {}
+        for site in values:
+            turned = site.layout.gradient()
+            if site.fixed:
+                continue
+            if not site.inferred and is_sum(turned, self.session.mesh.sizes):
+                why = f"ranks hold summands of it ({turned.describe(self.session.mesh.sizes)})"
+                if site.name in exact:
+                    raise HookError(f"the gradient at {site.name} cannot be measured: {why}; measure another")
+                barred[site.name + GRAD] = why
+            else:
+                out.append(site)
+        tell_left_out(barred, STATISTICS)
+        return tuple(out)

@@ -1,0 +1,92 @@
+"""Which entries of its local tensor a rank counts, so that each of the whole is counted on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_flex.dump import holders
+from megatron_flex.errors import LayoutError
+from megatron_flex.layout import Dim, Layout, is_sum, parts, spans
+from megatron_flex.mesh import Axis, Mesh
+
+SUM = "ranks hold summands there, whose sum nobody has: hook what the collective behind it gives"
+
+
+def counted(local: Tensor, layout: Layout, mesh: Mesh, over: Sequence[Axis] | None = None) -> Tensor:
+    """The entries of a local tensor that this rank counts, in any order of dims.
+
+    Ranks that hold the same entries divide them. Nothing is communicated.
+
+    Args:
+        local: the shard.
+        layout: of it.
+        mesh: the run's axes.
+        over: the axes along which ranks may hold the same; None for those of a site.
+
+    Raises:
+        LayoutError: the tensor does not fit the layout, or is a summand.
+    """
+    _check(local, layout, mesh)
+    for index, dim in enumerate(layout.dims):
+        kept = _kept(dim, local.shape[index], mesh)
+        if kept is not None:
+            local = torch.cat([local.narrow(index, *k) for k in kept], index)
+    ways, mine = share(layout, mesh, over)
+    if ways == 1 or not local.ndim:
+        return local if mine == 0 else local.new_empty(0)
+    lengths = list(local.shape)
+    at = next((d for d, n in enumerate(lengths) if n and n % ways == 0), lengths.index(max(lengths)))
+    first, last = (lengths[at] * n // ways for n in (mine, mine + 1))
+    return local.narrow(at, first, last - first)
+
+
+def counted_of_part(
+    local: Tensor, part: tuple[int, int] | None, layout: Layout, mesh: Mesh, over: Sequence[Axis]
+) -> Tensor:
+    """Likewise of a tensor of which this rank has `part` alone, flattened. Arguments as for `counted`."""
+    if part is None:
+        return counted(local, layout, mesh, over)
+    _check(local, layout, mesh)
+    real: Tensor | None = None
+    for index, dim in enumerate(layout.dims):
+        kept = _kept(dim, local.shape[index], mesh)
+        if kept is not None:
+            real = torch.zeros(local.shape, dtype=torch.bool, device=local.device) if real is None else real
+            for start, length in kept:
+                real.narrow(index, start, length).fill_(True)
+    flat = local.reshape(-1)[slice(*part)]
+    flat = flat if real is None else flat[real.view(-1)[slice(*part)]]
+    ways, mine = share(layout, mesh, over)
+    return flat[len(flat) * mine // ways : len(flat) * (mine + 1) // ways]
+
+
+def share(layout: Layout, mesh: Mesh, over: Sequence[Axis] | None = None) -> tuple[int, int]:
+    """Among how many ranks what they all hold is divided, and this rank's place among them."""
+    ways, mine = 1, 0
+    for _, size, coord in holders(mesh, layout, over=over):
+        ways, mine = ways * size, mine * size + coord
+    return ways, mine
+
+
+def _check(local: Tensor, layout: Layout, mesh: Mesh) -> None:
+    if is_sum(layout, mesh.sizes):
+        raise LayoutError(SUM)
+    if local.is_complex():
+        raise LayoutError(f"it is of {local.dtype}, which has no order")
+    if local.ndim != len(layout.dims):
+        raise LayoutError(f"a tensor of shape {tuple(local.shape)} passed, and {layout.describe()} is known")
+
+
+def _kept(dim: Dim, length: int, mesh: Mesh) -> list[tuple[int, int]] | None:
+    """Where the entries lie that are no padding: starts and lengths; None if all are none."""
+    full = length * parts(dim, mesh.sizes)
+    if dim.keep is None or dim.keep >= full:
+        return None
+    out, at = [], 0
+    for start, stop in spans(dim, full, mesh.coords, mesh.sizes):
+        out.append((at, max(0, min(stop, dim.keep) - start)))
+        at += stop - start
+    return out

@@ -1,0 +1,95 @@
+"""The statistics of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import sha256
+from os.path import realpath
+
+from megatron_flex.collectives import Adding
+from megatron_flex.errors import FlexError
+from megatron_flex.mesh import Mesh
+from megatron_flex.runtime.clock import Clock
+from megatron_flex.runtime.hooks import HookFunction
+from megatron_flex.runtime.measuring.measurer import Measurer, Wanted
+from megatron_flex.runtime.registry import Registry
+from megatron_flex.statistics import Statistics
+from megatron_flex.statistics.sink import Sink
+
+
+class Measuring:
+    """The statistics of a session.
+
+    Args:
+        registry: of the hooks.
+        mesh: the axes of the run.
+        clock: which step and iteration it is.
+        agree: holds what is said of statistics against what other ranks say.
+    """
+
+    def __init__(self, registry: Registry, mesh: Mesh, clock: Clock, agree: Callable[[str], None]) -> None:
+        self.registry, self.mesh, self.clock = registry, mesh, clock
+        self._agree = agree
+        self._adding: Adding | None = None
+        self.measurers: list[Measurer] = []
+
+    def add(self, statistics: Statistics, wanted: Wanted, sink: Sink) -> Measurer:
+        """Begin to measure from the next step on. Collective over the mesh.
+
+        Args:
+            statistics: the settings.
+            wanted: what they are of.
+            sink: where the numbers go; one on each rank.
+
+        Raises:
+            FlexError: others go to the same folder.
+            HookError: on all ranks: they have different statistics.
+        """
+        names = " ".join(e.name for e in wanted.entries())
+        self._agree(f"{statistics.describe()}: {sha256(names.encode()).hexdigest()[:16]}")
+        if any(realpath(m.statistics.path) == realpath(statistics.path) for m in self.measurers):
+            raise FlexError(f"statistics are written to {statistics.path} already; name another folder")
+        if self._adding is None:
+            self._adding = Adding(self.mesh)
+        measurer = Measurer(statistics, wanted, self.mesh, self.clock, self._adding, sink)
+        self.measurers.append(measurer)
+        return measurer
+
+    def remove(self, statistics: Statistics) -> Measurer:
+        """Take statistics out, once all of them are written. Every rank calls it alike.
+
+        Raises:
+            FlexError: they are not there.
+        """
+        found = next((m for m in self.measurers if m.statistics is statistics), None)
+        if found is None:
+            raise FlexError(f"the statistics in {statistics.path} are not registered here; nothing to remove")
+        self.measurers.remove(found)
+        found.close(False)
+        return found
+
+    def begins(self, mesh: Mesh, called: bool = False, probing: bool = False) -> set[HookFunction]:
+        """A step starts; arguments as for `Dumping.begins`.
+
+        Returns:
+            The hooks that are to rest.
+        """
+        resting: set[HookFunction] = set()
+        for measurer in self.measurers:
+            measurer.overtaken()
+            wanted = not probing and self.registry.takes(measurer.statistics.tags)
+            if not wanted or not measurer.begins(mesh, called):
+                resting |= set(measurer.hooks)
+        return resting
+
+    def ends(self, failed: bool, later: bool = False) -> None:
+        """It is over; or, with `later`, only its forward pass is, and a backward pass may follow."""
+        for measurer in self.measurers:
+            if failed or not (later and measurer.awaits):
+                measurer.ends(failed)
+
+    def close(self, failed: bool) -> None:
+        """Wait until everything is written; every rank calls it alike, unless something `failed`."""
+        measurers, self.measurers = self.measurers, []
+        for measurer in measurers:
+            measurer.close(failed)

@@ -1,0 +1,209 @@
+"""Files of statistics as one rank writes them: a new one at each start of a run, its header first.
+
+JSON lines: one for each tensor of an iteration, so that what a killed run leaves is whole but for its last
+line. Parquet: a folder of one file for each `GROUP` iterations, which has its name once it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+from shutil import rmtree
+from typing import Any, Protocol
+
+from megatron_flex.errors import FlexError
+from megatron_flex.statistics.header import Header
+from megatron_flex.statistics.measured import Measured
+from megatron_flex.statistics.settings import Format
+
+GROUP = 64  # iterations of one Parquet file
+STEM, SUFFIXES = "statistics", {"jsonl": ".jsonl", "parquet": ".parquet"}
+NAME = re.compile(STEM + r"-([0-9]{4,})\.(jsonl|parquet)")
+HEADER, PART, KEY = "_header.json", "part-{:06d}.parquet", b"megatron_flex"
+WHOLE = ("iteration", "order", "stage", "count", "nans", "infinities", "microbatches")
+COLUMNS = tuple(f.name for f in fields(Measured))
+
+
+class File(Protocol):
+    """What rows are written to; one thread calls it.
+
+    Attributes:
+        path: of it.
+        lost: iterations that could not be written.
+    """
+
+    path: Path
+    lost: int
+
+    def write(self, rows: Sequence[Measured]) -> None:
+        """Write the rows of an iteration, or keep them for the next part. Raises OSError."""
+
+    def close(self) -> None:
+        """Write what is kept, and close. Raises OSError."""
+
+
+def new_file(path: Path, form: Format, header: Header) -> File:
+    """Begin a file under the next number that is free. One rank calls it.
+
+    Args:
+        path: the folder; it is made if need be.
+        form: which kind.
+        header: what comes first.
+
+    Raises:
+        FlexError: the folder cannot be written, or pyarrow is absent and `form` needs it.
+    """
+    made = JsonLines if form == "jsonl" else Parquet
+    if form == "parquet":
+        _pyarrow()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        number = max((n for n, _ in starts(path)), default=-1) + 1
+        while True:
+            try:
+                return made(path / f"{STEM}-{number:04d}{SUFFIXES[form]}", header)
+            except FileExistsError:  # another job has begun one at the same time
+                number += 1
+    except OSError as error:
+        raise FlexError(f"{path}: no statistics can be written there: {error.strerror or error}") from error
+
+
+def starts(path: Path) -> list[tuple[int, Path]]:
+    """The files of a folder by number. Raises OSError."""
+    found = ((NAME.fullmatch(f.name), f) for f in path.iterdir())
+    return sorted((int(match[1]), f) for match, f in found if match is not None)
+
+
+class JsonLines:
+    """JSON lines: the header, then a line for each tensor of an iteration; an iteration is one write."""
+
+    def __init__(self, path: Path, header: Header) -> None:
+        self.path, self.lost = path, 0
+        self._file = path.open("xb", buffering=0)
+        self._torn = False
+        try:
+            self._put(_line(header.to_json()))
+        except BaseException:
+            self._file.close()
+            path.unlink(missing_ok=True)
+            raise
+
+    def write(self, rows: Sequence[Measured]) -> None:
+        """Write the rows of an iteration. Raises OSError."""
+        self.lost += 1
+        self._put(b"".join(_line(_row(row)) for row in rows))
+        self.lost -= 1
+
+    def close(self) -> None:
+        """Close the file. Raises OSError."""
+        self._file.close()
+
+    def _put(self, data: bytes) -> None:
+        whole = b"\n" + data if self._torn else data  # ends what a full disk cut off: it is no line of ours
+        self._torn = True
+        rest = memoryview(whole)
+        while rest:
+            rest = rest[self._file.write(rest) or 0 :]
+        self._torn = False
+
+
+class Parquet:
+    """A folder that readers of Parquet take for one table: parts, and the header beside them."""
+
+    def __init__(self, path: Path, header: Header) -> None:
+        path.mkdir()
+        self.path, self.lost = path, 0
+        self._told = json.dumps(_finite(header.to_json()), allow_nan=False)
+        try:
+            (path / HEADER).write_text(self._told + "\n", encoding="utf-8")
+        except BaseException:
+            rmtree(path, ignore_errors=True)
+            raise
+        self._rows: list[Measured] = []
+        self._iterations = self._parts = 0
+
+    def write(self, rows: Sequence[Measured]) -> None:
+        """Keep the rows of an iteration; write what is kept when that is enough. Raises OSError."""
+        self._rows += rows
+        self._iterations += 1
+        if self._iterations >= GROUP:
+            self._part()
+
+    def close(self) -> None:
+        """Write what is kept. Raises OSError."""
+        if self._rows:
+            self._part()
+
+    def _part(self) -> None:
+        """Write what is kept as a file that is whole once it has its name; it is lost if that fails."""
+        rows, self._rows = self._rows, []
+        held, self._iterations = self._iterations, 0
+        self.lost += held
+        arrow = _pyarrow()
+        columns = {name: [getattr(row, name) for row in rows] for name in COLUMNS}
+        table = arrow.table(columns, schema=_schema(arrow, self._told))
+        name = PART.format(self._parts)
+        rough = self.path / f".{name}.{os.getpid()}.tmp"
+        try:
+            import_module("pyarrow.parquet").write_table(table, rough, compression="zstd")
+            rough.rename(self.path / name)
+        except BaseException:
+            rough.unlink(missing_ok=True)
+            raise
+        self._parts += 1
+        self.lost -= held
+
+
+def _schema(arrow: Any, told: str) -> Any:
+    text, double, whole = arrow.string(), arrow.float64(), arrow.int64()
+    kinds = {"site": text, "kind": text, "histogram": arrow.list_(whole)}
+    kinds |= dict.fromkeys(WHOLE, whole)
+    return arrow.schema([(n, kinds.get(n, double)) for n in COLUMNS], {KEY: told.encode()})
+
+
+def _pyarrow() -> Any:
+    try:
+        import_module("pyarrow.parquet")
+        return import_module("pyarrow")
+    except ImportError as error:
+        raise FlexError(
+            "statistics in Parquet need pyarrow, which is not installed: pip install pyarrow, or say "
+            "format='jsonl'"
+        ) from error
+
+
+def _line(told: Mapping[str, Any]) -> bytes:
+    try:
+        text = json.dumps(told, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(_finite(told), allow_nan=False, separators=(",", ":"))
+    return text.encode() + b"\n"
+
+
+def _row(row: Measured) -> dict[str, Any]:
+    """A row in plain values; of the histogram the bins that are not empty, behind the first one's number."""
+    told = {name: getattr(row, name) for name in COLUMNS}
+    first, counts = trimmed(row.histogram)
+    told["histogram"] = ([first, *counts] if counts else []) if row.histogram else None
+    return told
+
+
+def trimmed(counts: Sequence[int]) -> tuple[int, Sequence[int]]:
+    """The first bin that is not empty, and the counts from there to the last such bin."""
+    there = [n for n, count in enumerate(counts) if count]
+    return (there[0], counts[there[0] : there[-1] + 1]) if there else (0, ())
+
+
+def _finite(value: Any) -> Any:
+    """The same values with null for floats that JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,286 @@
+"""Reading statistics back: what a run wrote over all its starts, by site and iteration."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
+from importlib import import_module
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, get_args
+
+from megatron_flex.errors import FlexError, nearest
+from megatron_flex.sites import GRAD
+from megatron_flex.statistics.files import COLUMNS, HEADER, NAME, WHOLE, starts
+from megatron_flex.statistics.header import Header
+from megatron_flex.statistics.measured import SIDE, Kind, Measured
+
+BINS = 2 * SIDE + 1
+KINDS = get_args(Kind)
+WORDS = ("site", "kind", "histogram")
+FLOATS = tuple(name for name in COLUMNS if name not in (*WHOLE, *WORDS))
+Wanted = Callable[[str], bool]
+Rows = dict[int, dict[str, Measured]]  # by iteration and name; histograms are as in the file
+
+
+def open_statistics(path: str | PathLike[str], sites: Sequence[str] | str | None = None) -> OpenStatistics:
+    """Read the statistics of a run; no process group, framework or GPU is needed. The run may go on.
+
+    Args:
+        path: the folder that `Statistics` was given; or one file of it.
+        sites: names or patterns of what is read; `*` is any text. Everything if None.
+
+    Raises:
+        FlexError: no statistics are there, or they need pyarrow, or a newer version of this package.
+    """
+    folder = Path(fspath(path))
+    words = [sites] if isinstance(sites, str) else sites
+    found = OpenStatistics(folder, *_read(folder, lambda name: _wanted(name, words)))
+    if words and not found.sites:
+        there = [p.name for h in found.headers for p in h.sites]
+        raise FlexError(f"{folder}: nothing is named {words[0]!r}{nearest(words[0], there)}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """The statistics of one tensor over iterations: lists of equal lengths; NaN where there is no number.
+
+    Attributes:
+        site: its name.
+        iterations: which they are.
+        histogram: for each the counts of all bins (`statistics.measured.edges`); empty where not wanted.
+
+    The others are as in `statistics.measured.Measured`.
+    """
+
+    site: str
+    iterations: list[int]
+    count: list[int]
+    mean: list[float]
+    std: list[float]
+    rms: list[float]
+    absmax: list[float]
+    zeros: list[float]
+    kurtosis: list[float]
+    norm: list[float]
+    nans: list[int]
+    infinities: list[int]
+    histogram: list[tuple[int, ...]]
+    microbatches: list[int]
+
+    def __len__(self) -> int:
+        return len(self.iterations)
+
+
+class OpenStatistics:
+    """What was read. Where starts of a run repeat an iteration, it is as the last of them wrote it.
+
+    Attributes:
+        path: where it is from.
+        headers: what each start says of itself, in order.
+        torn: lines and files that were not whole, and are left out: of killed runs and full disks.
+    """
+
+    def __init__(self, path: Path, headers: list[Header], rows: Rows, torn: int) -> None:
+        self.path, self.headers, self.torn = path, headers, torn
+        self._rows = {number: rows[number] for number in sorted(rows)}
+
+    @property
+    def iterations(self) -> list[int]:
+        """Iterations of which anything is known, ascending."""
+        return list(self._rows)
+
+    @property
+    def sites(self) -> list[str]:
+        """The names of tensors that were measured, in model order, each one's gradient behind it."""
+        order: dict[str, int] = {}
+        for rows in self._rows.values():
+            order |= {name: row.order for name, row in rows.items()}
+        return sorted(order, key=lambda name: order[name])
+
+    def __getitem__(self, name: str) -> Series:
+        """The statistics of a site, as `rows` and `table` name it; of a module's output by its own name.
+
+        Raises:
+            FlexError: nothing has that name.
+        """
+        name = self._named(name)
+        rows = [rows[name] for rows in self._rows.values() if name in rows]
+        columns: dict[str, list[Any]] = {n: [getattr(row, n) for row in rows] for n in WHOLE}
+        columns |= {n: [_number(getattr(row, n)) for row in rows] for n in FLOATS}
+        columns["histogram"] = [_expanded(row).histogram for row in rows]
+        columns["iterations"] = columns["iteration"]
+        wanted = [f.name for f in fields(Series) if f.name != "site"]
+        return Series(name, **{n: columns[n] for n in wanted})
+
+    def rows(self) -> Iterator[Measured]:
+        """All rows, by iteration, each in model order."""
+        for rows in self._rows.values():
+            for row in sorted(rows.values(), key=lambda row: row.order):
+                yield _expanded(row)
+
+    def table(self) -> dict[str, list[Any]]:
+        """All rows as columns, for `pandas.DataFrame(...)` and the like; None where there is no number."""
+        rows = list(self.rows())
+        return {name: [getattr(row, name) for row in rows] for name in COLUMNS}
+
+    def pandas(self) -> Any:
+        """All rows as a DataFrame.
+
+        Raises:
+            FlexError: pandas is not installed.
+        """
+        try:
+            frame = import_module("pandas").DataFrame
+        except ImportError as error:
+            raise FlexError("pandas is not installed: pip install pandas, or use table()") from error
+        return frame(self.table())
+
+    def _named(self, name: str) -> str:
+        there = self.sites
+        if name in there:
+            return name
+        module, grad = name.removesuffix(GRAD), GRAD if name.endswith(GRAD) else ""
+        points = [n for n in there if n.endswith(GRAD) == bool(grad) and n.partition(":")[0] == module]
+        chosen = f"{module}:output{grad}"
+        if chosen in points or len(points) == 1:
+            return chosen if chosen in points else points[0]
+        if points:
+            raise FlexError(
+                f"{name!r} was measured at several points ({', '.join(points)}); name one of them"
+            )
+        raise FlexError(f"{self.path} has no {name!r}{nearest(name, there)}")
+
+    def __repr__(self) -> str:
+        return f"OpenStatistics({self.path}: {len(self.sites)} tensors, {len(self._rows)} iterations)"
+
+
+def _wanted(name: str, words: Sequence[str] | None) -> bool:
+    """Whether a name is meant; `decoder.layers.*` means outputs, as it does where sites are named."""
+    if words is None:
+        return True
+    short = name.replace(":output", "", 1)
+    return any(fnmatchcase(name, word) or fnmatchcase(short, word) for word in words)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _expanded(row: Measured) -> Measured:
+    """A row whose histogram has all its bins."""
+    if not row.histogram:
+        return row
+    first, *counts = row.histogram
+    return replace(row, histogram=(0,) * first + tuple(counts) + (0,) * (BINS - first - len(counts)))
+
+
+# -- files ---------------------------------------------------------------------------------------------
+
+
+def _read(path: Path, wanted: Wanted) -> tuple[list[Header], Rows, int]:
+    """The headers, rows and number of torn lines of a folder or file."""
+    headers: list[Header] = []
+    out: Rows = {}
+    torn = 0
+    try:
+        one = NAME.fullmatch(path.name) is not None
+        files = [path] if one else [file for _, file in starts(path)]
+        if not files:
+            raise FlexError(f"{path}: no statistics: neither statistics-0000.jsonl nor .parquet is in it")
+        for file in files:
+            header, rows, bad = (_parquet if file.suffix == ".parquet" else _json_lines)(file, wanted)
+            headers += [] if header is None else [header]
+            out |= rows
+            torn += bad
+    except OSError as error:
+        raise FlexError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
+    return headers, out, torn
+
+
+def _header(path: Path, text: bytes) -> Header | None:
+    """The header; None where it is torn."""
+    try:
+        told = json.loads(text)
+    except ValueError:
+        return None
+    try:
+        return Header.from_json(told)
+    except (ValueError, KeyError, TypeError) as error:
+        raise FlexError(f"{path}: no statistics, or damaged ones: {error}") from error
+
+
+def _json_lines(path: Path, wanted: Wanted) -> tuple[Header | None, Rows, int]:
+    out: Rows = {}
+    torn = 0
+    with path.open("rb") as file:
+        first = file.readline()
+        header = _header(path, first) if first.endswith(b"\n") else None
+        if header is None:
+            return None, out, 1
+        for line in file:
+            row = _parsed(line) if line.endswith(b"\n") else None
+            if row is None:
+                torn += 1
+            elif wanted(row.site):
+                out.setdefault(row.iteration, {})[row.site] = row
+    return header, out, torn
+
+
+def _parsed(line: bytes) -> Measured | None:
+    try:
+        return _measured(json.loads(line))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _parquet(path: Path, wanted: Wanted) -> tuple[Header | None, Rows, int]:
+    try:
+        read = import_module("pyarrow.parquet").read_table
+    except ImportError as error:
+        raise FlexError(f"{path}: pyarrow reads it, and is not installed: pip install pyarrow") from error
+    file = path / HEADER
+    header = _header(path, file.read_bytes()) if file.exists() else None
+    out: Rows = {}
+    torn = 0 if header is not None else 1
+    for part in sorted(path.glob("part-*.parquet")):
+        try:
+            rows = [_measured({**told, "histogram": _few(told)}) for told in read(part).to_pylist()]
+        except (ValueError, KeyError, TypeError, OSError):  # what pyarrow raises of a damaged file, and ours
+            torn += 1
+            continue
+        for row in rows:
+            if wanted(row.site):
+                out.setdefault(row.iteration, {})[row.site] = row
+    return header, out, torn
+
+
+def _few(told: dict[str, Any]) -> list[int] | None:
+    """A histogram as JSON lines have it: the number of the first bin that is not empty, and the counts."""
+    counts = told["histogram"]
+    there = [n for n, count in enumerate(counts) if count]
+    return ([there[0], *counts[there[0] : there[-1] + 1]] if there else []) if counts else None
+
+
+def _measured(told: dict[str, Any]) -> Measured:
+    """A row of plain values.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is none.
+    """
+    whole = [told[name] for name in WHOLE]
+    numbers = [told[name] for name in FLOATS]
+    bins = told["histogram"]
+    counts = (() if bins is None else (0,)) if not bins else tuple(bins)
+    if any(type(n) is not int for n in (*whole, *counts)) or told["kind"] not in KINDS:
+        raise ValueError("no row")
+    if any(n is not None and type(n) not in (int, float) for n in numbers):
+        raise ValueError("no row")
+    if counts and not 0 <= counts[0] <= BINS - (len(counts) - 1):
+        raise ValueError("no histogram")
+    plain = {name: told[name] for name in (*WHOLE, *FLOATS)}
+    return Measured(site=str(told["site"]), kind=told["kind"], histogram=counts, **plain)

@@ -1,0 +1,133 @@
+"""Statistics of a sharded Megatron run beside those of one process, taken by plain PyTorch in fp64."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support import gpt, ranks, wrapped
+
+
+class Kept:
+    """A sink that keeps everything."""
+
+    wanted = True
+
+    def __init__(self) -> None:
+        self.rows: dict[int, list[Any]] = {}
+        self.order: list[int] = []
+        self.closed = 0
+
+    def write(self, iteration: int, rows: Sequence[Any]) -> None:
+        self.order.append(iteration)
+        self.rows[iteration] = list(rows)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def measuring(
+    case: gpt.Case,
+    state: dict[str, Tensor] | None,
+    sites: Any,
+    settings: dict[str, Any],
+    ddp: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Three steps with statistics after one without; what was measured, and what training came to."""
+    import megatron_flex as mf
+    from megatron_flex.statistics import Statistics
+
+    chunks = ranks.start(case)
+    gpt.load(chunks, state) if state is not None else gpt.randomize(chunks[0])
+    chunks = wrapped.ddp(chunks, True, **ddp) if ddp is not None else chunks
+    rank, kept = ranks.mine(chunks), Kept()
+    with ranks.counting() as plain:
+        before = _step(case, chunks, rank)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", mf.FlexWarning)
+        with mf.attach(chunks) as flex:
+            flex.register_statistics(Statistics("nowhere", sites, **settings), kept)
+            after = [_step(case, chunks, rank)]
+            with ranks.counting() as counts:
+                after.append(_step(case, chunks, rank))
+            gpt.step(case, chunks, rank, forward_only=True)
+            after.append(_step(case, chunks, rank))
+    return {
+        "rows": kept.rows,
+        "order": kept.order,
+        "closed": kept.closed,
+        "same": all(_same(before, a) for a in after),
+        "more": {n: counts[n] - plain[n] for n in {*plain, *counts} if counts[n] != plain[n]},
+        "said": [str(w.message) for w in said if issubclass(w.category, mf.FlexWarning)],
+    }
+
+
+def _step(case: gpt.Case, chunks: Any, rank: int) -> Any:
+    for chunk in chunks:
+        if hasattr(chunk, "zero_grad_buffer"):
+            chunk.zero_grad_buffer()
+    losses = gpt.step(case, chunks, rank)
+    grads = {
+        f"{n} {name}": (g if (g := getattr(p, "main_grad", None)) is not None else p.grad)
+        for n, chunk in enumerate(chunks)
+        for name, p in chunk.named_parameters()
+    }
+    return losses, {name: None if g is None else g.clone() for name, g in grads.items()}
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a[0] == b[0] and all(
+        (g is None and b[1][n] is None) or torch.equal(g, b[1][n]) for n, g in a[1].items()
+    )
+
+
+def numbers(values: Tensor) -> dict[str, Any]:
+    """What a row has to say of all of some values, in the plainest way."""
+    v = values.double().reshape(-1)
+    mean, magnitudes = v.mean(), v.abs()
+    spread = (v - mean).square().mean()
+    return {
+        "count": v.numel(),
+        "mean": float(mean),
+        "std": float(spread.sqrt()),
+        "rms": float(v.square().mean().sqrt()),
+        "norm": float(v.norm()),
+        "absmax": float(magnitudes.max()),
+        "zeros": float((v == 0).double().mean()),
+        "kurtosis": float(((v - mean) ** 4).mean() / spread**2) if spread else None,
+        "positive": int((v > 0).sum()),
+        "small": int(((magnitudes < 0.5) & (v != 0)).sum()),
+    }
+
+
+def differences(row: Any, want: dict[str, Any], microbatches: int) -> list[str]:
+    """What a row says otherwise, beyond what sums in another order make of a model's values."""
+    from megatron_flex.statistics.measured import SIDE, edges
+
+    found = []
+    for name in ("std", "rms", "norm", "absmax"):
+        if not math.isclose(getattr(row, name), want[name], rel_tol=1e-4, abs_tol=1e-9):
+            found.append(name)
+    if abs(row.mean - want["mean"]) > 1e-4 * want["rms"] + 1e-9:
+        found.append("mean")
+    if want["kurtosis"] is not None and not math.isclose(row.kurtosis or 0, want["kurtosis"], rel_tol=1e-3):
+        found.append("kurtosis")
+    if row.count != want["count"] or row.nans or row.infinities:
+        found.append("count")
+    if abs(row.zeros - want["zeros"]) > 1e-6 or row.histogram[SIDE] != round(want["zeros"] * want["count"]):
+        found.append("zeros")
+    if row.microbatches != microbatches:
+        found.append("microbatches")
+    halves = [i for i, e in enumerate(edges()) if abs(e) == 0.5]
+    small = sum(row.histogram[halves[0] : halves[1]]) - row.histogram[SIDE]
+    near = 2 + want["count"] // 500  # that lie on the other side of an edge by rounding
+    if sum(row.histogram) != row.count or abs(small - want["small"]) > near:
+        found.append("histogram")
+    if abs(sum(row.histogram[SIDE + 1 :]) - want["positive"]) > near:
+        found.append("signs")
+    return [f"{row.site} {name}: {getattr(row, name, None)} and not {want.get(name)}" for name in found]
