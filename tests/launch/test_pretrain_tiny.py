@@ -21,13 +21,9 @@ from tests.launch.test_quickstart import SCRIPTS, has_pretrain
 ROOT = SCRIPTS.parent
 SCRIPT = SCRIPTS / "pretrain_tiny.py"
 BATCH = SCRIPTS / "slurm" / "pretrain_tiny.sbatch"
+PAGE = ROOT / "docs" / "launch.md"
 ITERATIONS, SAMPLES, LENGTH, HIDDEN = 3, 8, 32, 64
 CLOSE = 1e-5  # between layouts, relative; fp32
-CPU = """
---transformer-impl local --distributed-backend gloo --use-cpu-initialization --num-workers 0
---no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion
---no-bias-dropout-fusion --no-rope-fusion --no-gradient-accumulation-fusion
-"""
 SMALLER = f"--hidden-size {HIDDEN} --ffn-hidden-size 96 --seq-length {LENGTH} --max-position-embeddings {LENGTH}"
 TRAINING = f"--micro-batch-size 4 --global-batch-size {SAMPLES} --train-iters {ITERATIONS} --eval-interval 2"
 
@@ -146,6 +142,12 @@ def free_port(low: int = 0) -> int:
                 return int(s.getsockname()[1])
 
 
+def flags_for_a_cpu() -> list[str]:
+    """Those with which the page runs the example on a laptop."""
+    (words,) = re.findall(r"^scripts/slurm/pretrain_tiny.sbatch (.*)", PAGE.read_text("utf-8"), re.MULTILINE)
+    return words.split()
+
+
 def flags_of_the_example() -> list[str]:
     """The model's and the training's flags in the Slurm example."""
     arrays = re.findall(r"^(?:MODEL|TRAINING)=\(\n(.*?)^\)", BATCH.read_text(), re.DOTALL | re.MULTILINE)
@@ -157,8 +159,8 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, ...]:
     """The script alone, and by the runner with no flags but that for the CPU; both leave a checkpoint."""
     if not has_pretrain():
         pytest.skip("needs megatron.training of megatron-core 0.19 or newer")
-    words = [SCRIPT, *flags_of_the_example(), *f"{CPU}{SMALLER} {TRAINING} --save checkpoint".split()]
-    words += ["--eval-iters", "0", "--save-interval", "100"]
+    words = [SCRIPT, *flags_of_the_example(), *flags_for_a_cpu(), *f"{SMALLER} {TRAINING}".split()]
+    words += "--eval-iters 0 --save checkpoint --save-interval 100".split()
     runner = [sys.executable, "-m", "megatron_flex.launch", *words, "--flex-cpu"]
     return ends(
         start([sys.executable, "-c", PLAINLY, *words], tmp_path_factory.mktemp("plain")),
@@ -169,7 +171,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, ...]:
 @pytest.fixture(scope="module")
 def both(first: tuple[Run, ...], tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, ...]:
     """From the same weights, by flags in one process and by a file in four: dumped, measured, edited."""
-    more = [*CPU.split(), *SMALLER.split(), *TRAINING.split(), "--eval-iters", "1"]
+    more = [*flags_for_a_cpu(), *f"{SMALLER} {TRAINING} --eval-iters 1".split()]
     more += ["--load", str(first[0].folder / "checkpoint"), "--finetune"]
     one = tmp_path_factory.mktemp("one")
     (one / "edits.py").write_text(NUDGE, encoding="utf-8")
@@ -263,3 +265,19 @@ def test_the_edit_did_what_it_says(both: tuple[Run, ...]) -> None:
             before, written, after = (dump[s].torch() for s in (f"{LAYER}:mid", MLP, LAYER))
         torch.testing.assert_close(after, before + 0.5 * written, rtol=1e-5, atol=1e-6)
         assert written.abs().max() > 0.01
+
+
+@pytest.mark.timeout(900)
+def test_statistics_are_those_of_one_process(both: tuple[Run, ...]) -> None:
+    a, b = (mf.open_statistics(run.folder / "stats") for run in both)
+    assert a.iterations == b.iterations == list(range(ITERATIONS))
+    assert a.sites == b.sites
+    assert {f"{LAYER}:output", f"{LAYER}:output.grad", "loss:output"} < set(a.sites)
+    for site in a.sites:
+        want, got = a[site], b[site]
+        assert got.count == want.count, site
+        assert got.microbatches == want.microbatches == [2] * ITERATIONS, site
+        for name in ("mean", "std", "rms", "absmax", "zeros", "kurtosis", "norm"):
+            x, y = (torch.tensor(getattr(of, name), dtype=torch.float64) for of in (got, want))
+            scale = torch.tensor(want.absmax).max().item() if name == "mean" else y.abs().max().item()
+            torch.testing.assert_close(x, y, rtol=0, atol=CLOSE * scale, equal_nan=True, msg=f"{site}: {name}")
