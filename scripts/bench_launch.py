@@ -1,7 +1,7 @@
 """scripts/bench --launch: what the runner costs a real pretrain script, at its start and in each step.
 
-Every figure of a step is from whole runs of scripts/pretrain_tiny.py by Megatron's own `pretrain()`, in ranks that
-are forked from a process with Megatron loaded. Variants take turns: each round runs every one once.
+Every figure of a step is from whole runs of scripts/pretrain_tiny.py by Megatron's own `pretrain()`, in
+ranks that are forked from a process with Megatron loaded. Each round runs every variant once.
 """
 
 from __future__ import annotations
@@ -52,15 +52,17 @@ LAYOUTS = {
     ),
 }
 FLAGS = """
---swiglu --group-query-attention --num-query-groups {groups} --kv-channels 64 --num-attention-heads {groups}
---num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn} --normalization RMSNorm --disable-bias-linear
---position-embedding-type rope --untie-embeddings-and-output-weights --seq-length {seq} --max-position-embeddings {seq}
---hidden-dropout 0 --attention-dropout 0 --tokenizer-type NullTokenizer --vocab-size 256
---make-vocab-size-divisible-by 128 --micro-batch-size {batch} --global-batch-size {whole} --train-iters {steps}
+--num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn} --swiglu --kv-channels 64
+--num-attention-heads {groups} --group-query-attention --num-query-groups {groups}
+--normalization RMSNorm --disable-bias-linear
+--position-embedding-type rope --untie-embeddings-and-output-weights
+--seq-length {seq} --max-position-embeddings {seq} --hidden-dropout 0 --attention-dropout 0
+--tokenizer-type NullTokenizer --vocab-size 256 --make-vocab-size-divisible-by 128
+--micro-batch-size {batch} --global-batch-size {whole} --train-iters {steps}
 --lr 1e-4 --seed 1 --eval-iters 0 --eval-interval 1000 --log-interval 1
---transformer-impl local --distributed-backend gloo --use-cpu-initialization --num-workers 0 --no-persist-layer-norm
---no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
---no-gradient-accumulation-fusion
+--transformer-impl local --distributed-backend gloo --use-cpu-initialization --num-workers 0
+--no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion
+--no-bias-dropout-fusion --no-rope-fusion --no-gradient-accumulation-fusion
 """
 ELAPSED = re.compile(r"iteration +(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+)")
 
@@ -202,7 +204,7 @@ def report(result: dict[str, Any], args: argparse.Namespace) -> str:
         f"{result['cores']} cores ({result['chip']}), load {before:.1f} before and {after:.1f} after "
         "(this run's ranks count too)",
         f"{args.layers} layers, hidden {args.hidden}, gated MLP {args.ffn}, {args.seq} tokens x {args.batch}, "
-        f"in 2 microbatches, fp32; {args.rounds} rounds, the median of {args.steps} iterations of each run",
+        f"2 microbatches, fp32; {args.rounds} rounds, the median of {args.steps} iterations of each run",
     ]
     for layout, times in result["ms"].items():
         lines += ["", f"{layout}, a step of pretrain():", _markdown(rows(times))]

@@ -1,4 +1,4 @@
-"""The worked launcher, as a person starts it: plain, by the runner, and by the Slurm example in four processes."""
+"""The worked launcher as a person starts it: plain, by the runner, by the Slurm example in four processes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ BATCH = SCRIPTS / "slurm" / "pretrain_tiny.sbatch"
 PAGE = ROOT / "docs" / "launch.md"
 ITERATIONS, SAMPLES, LENGTH, HIDDEN = 3, 8, 32, 64
 CLOSE = 1e-5  # between layouts, relative; fp32
-SMALLER = f"--hidden-size {HIDDEN} --ffn-hidden-size 96 --seq-length {LENGTH} --max-position-embeddings {LENGTH}"
+SMALLER = (
+    f"--hidden-size {HIDDEN} --ffn-hidden-size 96 --seq-length {LENGTH} --max-position-embeddings {LENGTH}"
+)
 TRAINING = f"--micro-batch-size 4 --global-batch-size {SAMPLES} --train-iters {ITERATIONS} --eval-interval 2"
 
-# What `python SCRIPT` is on a machine with a GPU: here Megatron needs its stand-ins, and nothing else of ours.
+# What `python SCRIPT` is on a machine with a GPU: here Megatron needs its stand-ins, no more of ours.
 PLAINLY = """
 import runpy, sys
 from megatron_flex import cpu
@@ -160,7 +162,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, ...]:
     if not has_pretrain():
         pytest.skip("needs megatron.training of megatron-core 0.19 or newer")
     words = [SCRIPT, *flags_of_the_example(), *flags_for_a_cpu(), *f"{SMALLER} {TRAINING}".split()]
-    words += "--eval-iters 0 --save checkpoint --save-interval 100".split()
+    words += ["--eval-iters", "0", "--save", "checkpoint", "--save-interval", "100"]
     runner = [sys.executable, "-m", "megatron_flex.launch", *words, "--flex-cpu"]
     return ends(
         start([sys.executable, "-c", PLAINLY, *words], tmp_path_factory.mktemp("plain")),
@@ -280,4 +282,6 @@ def test_statistics_are_those_of_one_process(both: tuple[Run, ...]) -> None:
         for name in ("mean", "std", "rms", "absmax", "zeros", "kurtosis", "norm"):
             x, y = (torch.tensor(getattr(of, name), dtype=torch.float64) for of in (got, want))
             scale = torch.tensor(want.absmax).max().item() if name == "mean" else y.abs().max().item()
-            torch.testing.assert_close(x, y, rtol=0, atol=CLOSE * scale, equal_nan=True, msg=f"{site}: {name}")
+            torch.testing.assert_close(
+                x, y, rtol=0, atol=CLOSE * scale, equal_nan=True, msg=f"{site}: {name}"
+            )

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/launch.md", "docs/statistics.md", "patches/README.md")
+PAGES = ("README.md", "docs/launch.md")
 FIRST = re.compile(r"(torchrun|python|megatron-flex|scripts/\S+|sbatch|export) ")
 
 
 def commands() -> list[str]:
-    """Lines of the blocks without a language, continued lines put together, that begin as a command does."""
+    """Lines of blocks without a language that begin as a command does; tables of commands are left out."""
     found: dict[str, None] = {}
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
-        for block in re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-            lines = (line.strip() for line in block.replace("\\\n", " ").splitlines())
-            found |= {line: None for line in lines if FIRST.match(line) and "  " not in re.sub(r" +--", " --", line)}
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+            lines = re.sub(r" *\\\n *", " ", block).splitlines()
+            found |= {line: None for line in lines if not language and FIRST.match(line) and "  " not in line}
     return list(found)
 
 
@@ -90,14 +90,16 @@ def test_the_commands_are_found() -> None:
     said = commands()
     assert sum(line.startswith("torchrun") for line in said) >= 4
     assert any(line.startswith("megatron-flex stats") for line in said)
-    assert any(line.startswith("export MEGATRON_FLEX_FLAGS") or "MEGATRON_FLEX_FLAGS=" in line for line in said)
+    assert any(
+        line.startswith("export MEGATRON_FLEX_FLAGS") or "MEGATRON_FLEX_FLAGS=" in line for line in said
+    )
 
 
 def test_the_file_of_the_slurm_example_is_good() -> None:
     pytest.importorskip("yaml")
-    from megatron_flex.launch.configuring import checked, read
+    from megatron_flex.launch.flags import settings
 
-    found = checked(read(str(ROOT / "scripts/slurm/pretrain_tiny.yaml")))
+    found, _ = settings(["--flex-config", "scripts/slurm/pretrain_tiny.yaml"], {})
     assert found.edits
     assert not found.edits[0].enabled
     assert found.statistics
