@@ -203,8 +203,8 @@ def report(result: dict[str, Any], args: argparse.Namespace) -> str:
         versions,
         f"{result['cores']} cores ({result['chip']}), load {before:.1f} before and {after:.1f} after "
         "(this run's ranks count too)",
-        f"{args.layers} layers, hidden {args.hidden}, gated MLP {args.ffn}, {args.seq} tokens x {args.batch}, "
-        f"2 microbatches, fp32; {args.rounds} rounds, the median of {args.steps} iterations of each run",
+        f"{args.layers} layers, hidden {args.hidden}, gated MLP {args.ffn}, {args.seq} tokens x {args.batch}"
+        f", 2 microbatches, fp32; {args.rounds} rounds, the median of {args.steps} iterations of each run",
     ]
     for layout, times in result["ms"].items():
         lines += ["", f"{layout}, a step of pretrain():", _markdown(rows(times))]

@@ -79,6 +79,8 @@ def _folded(told: str) -> Iterator[str]:
     yield head
     places: dict[str, str] = {}
     for line in lines:
+        if line.startswith("  measured"):
+            continue  # nothing has run yet
         if line.startswith(" "):
             places[list(places)[-1]] += line + "\n"
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch.distributed as dist
 
 STATUS = 2  # of the process, where what was asked for cannot be
 SECONDS = 5.0  # that other ranks wait for the first one to say the same
+STAYS = 2.0  # that the first one waits for them to hear it
+ANSWERS = 64  # ranks whose answer it waits for
 VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
@@ -32,6 +35,7 @@ def tell(error: BaseException) -> None:
         sys.stdout.flush()
         sys.stderr.write(f"megatron-flex: {message}\n")
         sys.stderr.flush()
+        _say_to_all(message)
 
 
 def _is_mine_to_say(message: str) -> bool:
@@ -40,14 +44,36 @@ def _is_mine_to_say(message: str) -> bool:
     if store is None:
         return True
     key = f"megatron_flex/error/{message}"
+    return mine == 0 or not _hears(store, key, mine)
+
+
+def _hears(store: Any, key: str, mine: int) -> bool:
+    """Whether the first rank says the same."""
     try:
-        if mine == 0:
-            store.set(key, "said")
-            return True
         store.wait([key], timedelta(seconds=SECONDS))
-    except Exception:  # the store of torch tells a timeout, and the end of its own rank, by several classes
-        return True
-    return False
+        store.set(f"{key}/{mine}", "heard")
+    except (
+        Exception
+    ):  # what torch raises of a timeout, or where the first rank is gone, is of several classes
+        return False
+    return True
+
+
+def _say_to_all(message: str) -> None:
+    """Let other ranks hear it, which may be served by this process: it stays a moment."""
+    store, world = _store(), _world()
+    if store is None or rank() != 0:
+        return
+    key = f"megatron_flex/error/{message}"
+    with suppress(Exception):  # they say it themselves then
+        store.set(key, "said")
+        store.wait([f"{key}/{n}" for n in range(1, min(world, ANSWERS))], timedelta(seconds=STAYS))
+
+
+def _world() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _store() -> Any:

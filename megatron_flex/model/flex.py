@@ -22,6 +22,7 @@ from megatron_flex.model.training import Training
 from megatron_flex.model.whole import WholeParameters
 from megatron_flex.runtime import Captures, Context, HookFunction, Session
 from megatron_flex.sites import Pattern, Site
+from megatron_flex.statistics import Statistics
 
 Model = Any  # nn.Module | Sequence[nn.Module] | a schedule of torch.distributed.pipelining
 
@@ -163,6 +164,7 @@ class FlexModel(  # type: ignore[misc]
                 was to check; the model is restored even so.
         """
         silent, unverified = self.session.standing.silent(), self.session.unverified
+        self.session.editing.skipping.sum_up()
         self.session.close()
         if silent:
             names = ", ".join(h.describe() + (f" ({why})" if why else "") for h, why in silent)
@@ -191,6 +193,7 @@ def attach(
     hooks: Sequence[HookFunction] = (),
     *,
     dumps: Sequence[Dump] | Dump = (),
+    statistics: Sequence[Statistics] | Statistics = (),
     tensor_parallel_size: int | None = None,
     pipeline_parallel_size: int | None = None,
     data_parallel_size: int | None = None,
@@ -206,6 +209,7 @@ def attach(
         model: the model or its chunks.
         hooks: each with its `hook_type`.
         dumps: what is written to disk.
+        statistics: what is measured.
         tensor_parallel_size: as for FlexModel, and likewise what follows.
         pipeline_parallel_size: likewise.
         data_parallel_size: likewise.
@@ -227,6 +231,8 @@ def attach(
             flex.session.add(hook)
         for dump in [dumps] if isinstance(dumps, Dump) else dumps:
             flex.register_dump(dump)
+        for measured in [statistics] if isinstance(statistics, Statistics) else statistics:
+            flex.register_statistics(measured)
     except Exception:
         flex.session.close(failed=True)
         raise

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from megatron_flex.adapters import training_writers
 from megatron_flex.errors import HookError
 from megatron_flex.layout import is_sum
 from megatron_flex.model.choosing import Purpose, chosen_sites, tell_left_out
 from megatron_flex.runtime import Session
 from megatron_flex.runtime.dumps import chosen_parameters
-from megatron_flex.runtime.measuring import Wanted
+from megatron_flex.runtime.measuring import Wanted, header_of
 from megatron_flex.sites import GRAD, Site
-from megatron_flex.statistics import Statistics
+from megatron_flex.statistics import Statistics, open_writers
 from megatron_flex.statistics.sink import Sink
 
 STATISTICS = Purpose("the statistics", "measured")
@@ -20,7 +21,7 @@ class Measures:
 
     session: Session
 
-    def register_statistics(self, statistics: Statistics, sink: Sink) -> None:
+    def register_statistics(self, statistics: Statistics, sink: Sink | None = None) -> None:
         """Measure tensors from the next training step on. Every rank calls it alike.
 
         What passes is measured as it is before edits at the same place; steps that are run without gradients
@@ -29,7 +30,8 @@ class Measures:
 
         Args:
             statistics: the settings.
-            sink: where the numbers go: they arrive on every rank, when the step behind theirs ends.
+            sink: where the numbers go instead of files and the framework's writers: they arrive on every rank,
+                when the step behind theirs ends.
 
         Raises:
             SiteError: a pattern matches nothing.
@@ -42,7 +44,11 @@ class Measures:
         gradients = self._gradients(values, exact) if statistics.gradients else ()
         parameters = chosen_parameters(session.survey, statistics.parameters, STATISTICS.what)
         wanted = Wanted(values, gradients, exact, parameters)
-        for hook in session.sinks.measuring.add(statistics, wanted, sink).hooks:
+
+        def opened() -> Sink:
+            return self._writers(statistics, wanted) if sink is None else sink
+
+        for hook in session.sinks.measuring.add(statistics, wanted, opened).hooks:
             session.add(hook)
 
     def remove_statistics(self, statistics: Statistics) -> None:
@@ -53,6 +59,14 @@ class Measures:
         """
         for hook in self.session.sinks.measuring.remove(statistics).hooks:
             self.session.remove(hook)
+
+    def _writers(self, statistics: Statistics, wanted: Wanted) -> Sink:
+        """The files, on the first rank, and the framework's writers, where they are."""
+        session, found = self.session, wanted.parameters
+        parameters = [] if found is None else [found.survey.sites[n][0] for n in found.names]
+        told = header_of(statistics, session.adapter.name, session.mesh, wanted.values, parameters)
+        first = session.mesh.is_first(a.name for a in session.mesh)
+        return open_writers(statistics, told, first, training_writers)
 
     def _bars(self, site: Site) -> str:
         if not site.inferred and is_sum(site.layout, self.session.mesh.sizes):

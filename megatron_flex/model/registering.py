@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 from megatron_flex.errors import HookError
 from megatron_flex.runtime import HookFunction, Session
-from megatron_flex.runtime.groups import checked_tags, selection
+from megatron_flex.runtime.groups import Switches, checked_tags, selection, switches
 from megatron_flex.runtime.hooks import HookType
+from megatron_flex.runtime.skipping import Skipped
 
 
 class Registering:
@@ -49,6 +50,15 @@ class Registering:
         """The hooks of each tag; a tag that no hook carries is not there. `all` is every hook."""
         return self.session.registry.groups()
 
+    @property
+    def skipped(self) -> dict[HookFunction, Skipped]:
+        """Of hooks with `on_error="skip"` those that failed: in how many passes on this rank, and why first.
+
+        A pass in which another rank failed that holds the same tensor counts too. All that is told once on
+        the first rank when it happens, and summed up there by `restore()`.
+        """
+        return dict(self.session.editing.skipping.skipped)
+
     def tag(self, hook: HookFunction, *tags: str) -> None:
         """Put a registered hook into further groups, on every rank alike."""
         hook.tags |= checked_tags(tags)
@@ -66,6 +76,25 @@ class Registering:
             raise HookError(f"hook ({hook.describe()}) is not in {names}; it is in {sorted(hook.tags)}")
         hook.tags -= set(tags)
         self.session.registry.retagged()
+
+    def select(self, *words: str) -> None:
+        """Switch groups on and off from the next step on, on every rank alike.
+
+        It stays so until the next call, which says all of it anew; scopes of `hooks()` choose among what is
+        on. A hook that no word means is as it was made: on, unless `enabled=False`.
+
+        Args:
+            words: `+steer` is on, `-dump` is off, `all` and `none` say it of every hook; where several mean
+                a hook the last counts. None at all: as the hooks were made.
+
+        Raises:
+            HookError: no hook is in such a group.
+        """
+        self.session.registry.switches = self.understood(*words)
+
+    def understood(self, *words: str) -> Switches:
+        """What `select()` would do with these words; raises what it would."""
+        return switches(words, [*self.groups, *sorted(self.session.sinks.tags - set(self.groups))])
 
     @contextmanager
     def hooks(self, *groups: str, complement: bool = False) -> Iterator[None]:

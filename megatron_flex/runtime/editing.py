@@ -23,10 +23,13 @@ from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.runtime.sharing.context import Context
 from megatron_flex.runtime.sharing.passing import Passing
 from megatron_flex.runtime.sharing.scopes import Scopes
+from megatron_flex.runtime.skipping import ELSEWHERE, LeftOut, Skipping
 from megatron_flex.runtime.streams import same_stream
 from megatron_flex.runtime.trainable import Trainable
 
 Result = TypeVar("Result")
+ALONE = Mesh()
+LATE = "; on_error='skip' cannot leave out an edit whose result has been used"
 # By this torch's checkpointing ends a replay that has recomputed all that it needs.
 ENOUGH = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
 
@@ -42,6 +45,7 @@ class Editing:
         fired: the hooks that something has passed through.
         failure: what went wrong first in this step, in words, and the error.
         reasons: by a site's name why nothing could pass its hooks.
+        skipping: counts the passes that edits were left out of.
     """
 
     def __init__(
@@ -55,9 +59,11 @@ class Editing:
         self.fired: set[HookFunction] = set()
         self.failure: tuple[str, BaseException] | None = None
         self.reasons: dict[str, str] = {}
+        self.skipping = Skipping(mesh, trainable)
 
     def edit(self, hooks: list[HookFunction], key: Key, module: Any, whole: Tensor, layout: Layout) -> Tensor:
         """Run editing functions one after the other; one that fails leaves the tensor as it was."""
+        holders, here = replicas(layout, self.mesh), leads(layout, self.mesh)
         for index, hook in enumerate(hooks):
             self.fired.add(hook)
             self.guard(hook, key, partial(hook.check_shape, whole.shape))
@@ -65,33 +71,46 @@ class Editing:
                 if hook in self.passing.plan.hooks:
                     self.passing.arrive()
                 if hook.run == "leader":
-                    whole = self._lead(hook, index, key, module, whole, layout)
+                    whole = self._lead(hook, index, key, module, whole, holders, here)
                 else:
-                    edited = self._run(hook, index, key, module, whole)
+                    edited = self._run(hook, index, key, module, whole, holders, here)
                     whole = whole if edited is None else edited
-        return self.scopes.anchored(whole, replicas(layout, self.mesh), leads(layout, self.mesh))
+        return self.scopes.anchored(whole, holders, here)
 
-    def _run(self, hook: HookFunction, index: int, key: Key, module: Any, whole: Tensor) -> Tensor | None:
+    def _run(
+        self, hook: HookFunction, index: int, key: Key, module: Any, whole: Tensor, holders: Mesh, here: bool
+    ) -> Tensor | None:
         replay = Clock.replaying() and not hook.backward
+        skips = hook.on_error == "skip" and not replay
+        if replay and self.skipping.was_left_out(key, index):
+            return None
+        if skips:  # what it does in place is no edit if it fails
+            whole = whole.clone()
         stream = same_stream(key, index, whole)
         with stream, self.trainable.editing(replay), inside(hook, key, self.mesh):
             if self.modules or hook.run == "leader":  # what the leader does backward, others do not
                 self.trainable.contain(whole)
             edit = partial(call_editing, hook, key, module, whole, self.save_ctx, self.modules)
+            attempt = partial(self.skipping.attempt, holders) if skips else _call
             if hook in self.passing.plan.hooks:
-                edit = partial(self.scopes.call, hook, index, key, whole.device, edit)
-            made = self.guard(hook, key, edit)
+                edit = partial(self.scopes.call, hook, index, key, whole.device, edit, attempt)
+            else:
+                edit = partial(attempt, edit)
+            try:
+                made = self.guard(hook, key, edit, late=replay)
+            except LeftOut as left:
+                self.skipping.count(hook, index, key, self._told(hook, key, left.error), left, here)
+                return None
         if made is not None and made.grad_fn is not None:
-            guard_backward(made, whole, partial(self._failed, hook, key))
+            guard_backward(made, whole, partial(self._failed, hook, key, late=True))
         return made.detach() if made is not None and not torch.is_grad_enabled() else made
 
     def _lead(
-        self, hook: HookFunction, index: int, key: Key, module: Any, whole: Tensor, layout: Layout
+        self, hook: HookFunction, index: int, key: Key, module: Any, whole: Tensor, holders: Mesh, here: bool
     ) -> Tensor:
         """Let the leader edit for all ranks that hold this whole."""
-        holders, here = replicas(layout, self.mesh), leads(layout, self.mesh)
         whole = towards_leader(whole, holders)
-        made = self._run(hook, index, key, module, whole) if here else whole
+        made = self._run(hook, index, key, module, whole, ALONE, here) if here else whole
         if hook in self.passing.plan.hooks:
             self.scopes.share(hook, partial(self._refused, hook, key), holders, here)
         return from_leader(whole if made is None else made, whole, holders)
@@ -107,20 +126,30 @@ class Editing:
         """Keep an error for the end of the step, if it is the first."""
         self.failure = self.failure or (message, error)
 
-    def guard(self, hook: HookFunction, key: Key, call: Callable[[], Result]) -> Result | None:
-        """Run what a person wrote; keep an error for the end of the step, where all ranks raise it."""
+    def guard(
+        self, hook: HookFunction, key: Key, call: Callable[[], Result], late: bool = False
+    ) -> Result | None:
+        """Run what a person wrote; keep an error for the end of the step, where all ranks raise it.
+
+        `late`: what the function made at first has been used.
+        """
         try:
             return call()
         except Exception as error:
-            if isinstance(error, ENOUGH):
+            if isinstance(error, (LeftOut, ENOUGH)):
                 raise
-            self._failed(hook, key, error)
+            self._failed(hook, key, error, late)
             return None
 
-    def _failed(self, hook: HookFunction, key: Key, error: BaseException) -> None:
+    def _failed(self, hook: HookFunction, key: Key, error: BaseException, late: bool = False) -> None:
+        self.note(self._told(hook, key, error) + LATE * (late and hook.on_error == "skip"), error)
+
+    def _told(self, hook: HookFunction, key: Key, error: BaseException | None) -> str:
+        if error is None:
+            return f"{_where(hook, key)}: {ELSEWHERE}"
         line = "" if isinstance(error, FlexError) else f" in {users_line(error)}"
         kind = "" if isinstance(error, FlexError) else f"{type(error).__name__}: "
-        self.note(f"{_where(hook, key)}: {kind}{' '.join(str(error).split())}{line}", error)
+        return f"{_where(hook, key)}: {kind}{' '.join(str(error).split())}{line}"
 
     def check_shapes(self, hooks: list[HookFunction], key: Key, shape: Sequence[int]) -> None:
         """Compare a whole's shape with what hooks expect."""
@@ -154,6 +183,10 @@ def call_editing(
                 f"the editing function returned {what} {got} for {want}; return the {what} it got"
             )
     return out
+
+
+def _call(function: Callable[[], Tensor]) -> Tensor:
+    return function()
 
 
 def _where(hook: HookFunction, key: Key) -> str:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
+
+import torch.distributed as dist
 
 from megatron_flex.collectives import everyone
 from megatron_flex.errors import AbsentError, HookError
 from megatron_flex.mesh import Mesh
+
+SHOWN = 4  # errors that are told before it is said how many more there are
 
 
 def raise_everywhere(failure: tuple[str, BaseException] | None, mesh: Mesh) -> NoReturn:
@@ -17,10 +22,38 @@ def raise_everywhere(failure: tuple[str, BaseException] | None, mesh: Mesh) -> N
         mesh: the axes.
 
     Raises:
-        HookError: on every rank.
+        HookError: on every rank; it names the ranks that each error came up on.
     """
-    told = everyone(failure and failure[0], mesh, [a.name for a in mesh])
-    messages = list(dict.fromkeys(m for m in told if m))
-    count = f" (on {sum(m is not None for m in told)} of {len(told)} ranks)" if len(told) > 1 else ""
+    told = everyone((global_rank(), failure and failure[0]), mesh, [a.name for a in mesh])
+    found = grouped((rank, message) for rank, message in told if message)
+    messages = [f"{message}{on_ranks(ranks)}" for message, ranks in found.items()]
+    more = f"; and {len(messages) - SHOWN} more" if len(messages) > SHOWN else ""
     kind = type(failure[1]) if failure and isinstance(failure[1], AbsentError) else HookError
-    raise kind("; ".join(messages) + count) from (failure and failure[1])
+    raise kind("; ".join(messages[:SHOWN]) + more) from (failure and failure[1])
+
+
+def grouped(told: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
+    """The ranks that say the same, by what they say."""
+    out: dict[str, list[int]] = {}
+    for rank, message in told:
+        out.setdefault(message, []).append(rank)
+    return out
+
+
+def global_rank() -> int:
+    """This rank's number in the job."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def on_ranks(ranks: Sequence[int]) -> str:
+    """` (on rank 3)`, ` (on ranks 0-3, 8)`; nothing in a job of one rank."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return ""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    told = ", ".join("-".join(map(str, run)) for run in runs)
+    return f" (on rank{'s' if len(ranks) > 1 else ''} {told})"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_flex.errors import HookError, nearest
 
 ALL = "all"  # every hook is in it, whether it has tags or none
+NONE = "none"
 
 
 def checked_tags(tags: Iterable[str]) -> set[str]:
@@ -59,3 +60,42 @@ def selection(names: Iterable[str], known: Iterable[str], complement: bool) -> S
     without = frozenset(p for n, p in zip(names, plain, strict=True) if n != p)
     groups = frozenset(p for n, p in zip(names, plain, strict=True) if n == p)
     return Selection(groups or frozenset({ALL}), without, complement)
+
+
+@dataclass(frozen=True, slots=True)
+class Switches:
+    """Which groups are on for as long as nobody says otherwise.
+
+    Attributes:
+        words: `+steer`, `-dump`, `all`, `none`, one after the other: of those that mean a hook the last
+            counts. One that none of them means is as it was registered.
+    """
+
+    words: tuple[str, ...] = ()
+
+    def takes(self, tags: Iterable[str], enabled: bool = True) -> bool:
+        """Whether a hook with these tags is on."""
+        of, on = {*tags, ALL}, enabled
+        for word in self.words:
+            if word in (ALL, NONE):
+                on = word == ALL
+            elif word[1:] in of:
+                on = word[0] == "+"
+        return on
+
+
+def switches(words: Iterable[str], known: Iterable[str]) -> Switches:
+    """What words say.
+
+    Raises:
+        HookError: one is no such word, or names a group that no hook is in.
+    """
+    words, known = tuple(words), [ALL, *known]
+    for word in words:
+        if word in (ALL, NONE):
+            continue
+        if word[:1] not in ("+", "-"):
+            raise HookError(f"{word!r} is none of +group, -group, all, none{nearest(word, known)}")
+        if word[1:] not in known:
+            raise HookError(f"no hook is in a group {word[1:]!r}{nearest(word[1:], known)}")
+    return Switches(words)

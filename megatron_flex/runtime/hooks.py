@@ -9,7 +9,7 @@ from typing import Literal, cast
 
 from torch import Tensor, nn
 
-from megatron_flex.errors import HookError
+from megatron_flex.errors import FlexError, HookError
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.groups import checked_tags
 from megatron_flex.runtime.takers import Taker
@@ -18,6 +18,7 @@ from megatron_flex.sites import GRAD, Pattern, Site, in_words
 HookType = Literal["forward", "forward_pre", "full_backward", "full_backward_pre", "tensor"]
 GradientScale = Literal["raw", "loss"]
 Run = Literal["replicated", "leader"]
+OnError = Literal["raise", "skip"]
 EditingFunction = Callable[[nn.Module | None, Tensor, Namespace, nn.ModuleDict], Tensor]
 POINTS = {
     "forward": "output",
@@ -59,6 +60,13 @@ class HookFunction:
             model replica's stage runs it, with its side effects, and the others get what it returns. Under
             activation recomputation either runs again in the backward pass.
         tags: names of groups that the hook belongs to; `flex.hooks()` chooses among them.
+        on_error: what becomes of an exception in the editing function, or of a result of another shape, dtype
+            or device. `raise`: all ranks raise it when the step is over. `skip`: that pass goes on unedited,
+            on all ranks that hold the tensor (they tell each other, one flag for each pass), is counted in
+            `flex.skipped`, and so goes its recomputation; what the function did to `save_ctx` and trainable
+            modules is taken back, but for objects that it changed in place. Once the edited tensor has been
+            used it is too late: an error in its backward pass, or in its recomputation alone, is raised.
+        enabled: whether the hook is on before `flex.select()` switches it on.
 
     Attributes:
         taker: the dump or statistics at work that is handed what passes, if the hook stands for one.
@@ -77,6 +85,8 @@ class HookFunction:
         gradient_scale: GradientScale = "raw",
         run: Run = "replicated",
         tags: Iterable[str] = (),
+        on_error: OnError = "raise",
+        enabled: bool = True,
     ) -> None:
         if hook_type not in POINTS:
             raise HookError(f"hook_type {hook_type!r} is none of {', '.join(POINTS)}")
@@ -88,6 +98,10 @@ class HookFunction:
             raise HookError(f"gradient_scale {gradient_scale!r} is none of raw, loss")
         if run not in ("replicated", "leader"):
             raise HookError(f"run {run!r} is none of replicated, leader")
+        if on_error not in ("raise", "skip"):
+            raise HookError(f"on_error {on_error!r} is none of raise, skip")
+        if on_error == "skip" and editing_function is None:
+            raise HookError("on_error='skip' leaves an edit out, and there is none; give an editing_function")
         if not isinstance(unpack_idx, int):
             raise HookError(f"unpack_idx {unpack_idx!r} is not a number; count tensors from 0")
         if not save and editing_function is None:
@@ -102,7 +116,9 @@ class HookFunction:
         self.save = save
         self.gradient_scale: GradientScale = gradient_scale
         self.run: Run = run
+        self.on_error: OnError = on_error
         self.tags = checked_tags(tags)
+        self.enabled = enabled
         self.behind = False
         self.taker: Taker | None = None
         self._at: dict[str, EditingFunction] = {}
@@ -142,6 +158,7 @@ class HookFunction:
         edit = name_of(self.editing_function)
         scale = " on the loss's scale" if self.gradient_scale == "loss" else ""
         place = " on the leader" if self.run == "leader" else ""
+        place += ", left out where it fails" if self.on_error == "skip" else ""
         told = f" editing by {edit}{place}" if self.editing_function else ""
         leaf = f"[{self.unpack_idx}]" if self.unpack_idx else ""
         shape = f" expecting {self.expected_shape}" if self.expected_shape is not None else ""
@@ -165,7 +182,14 @@ class HookFunction:
 def for_site(edit: EditingFunction, site: Site) -> EditingFunction:
     """The editing function for a site, if it has a method `for_site(site)` that makes one; else itself."""
     bind = getattr(edit, "for_site", None)
-    return edit if bind is None else cast(EditingFunction, bind(site))
+    try:
+        return edit if bind is None else cast(EditingFunction, bind(site))
+    except FlexError:
+        raise
+    except Exception as error:  # what a person wrote, before any step: it never stands, whatever on_error
+        raise HookError(
+            f"{name_of(edit)} cannot stand at {site.name}: for_site raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def for_pass(edit: EditingFunction, key: Key) -> EditingFunction:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron_flex.adapters import ParameterSite
 from megatron_flex.errors import HookError, SiteError
-from megatron_flex.runtime.groups import Selection
+from megatron_flex.runtime.groups import Selection, Switches
 from megatron_flex.runtime.hooks import POINTS, HookFunction
 from megatron_flex.sites import Site, SiteTable
 
@@ -33,7 +33,8 @@ class Registry:
     Attributes:
         entries: all that are registered.
         active: those among them that stand in this step.
-        selection: which groups are wanted; `adopt` makes it count.
+        selection: which groups are wanted in a scope; `adopt` makes it count.
+        switches: which are on, in whatever scope; likewise.
     """
 
     def __init__(self, sites: SiteTable, parameters: dict[str, ParameterSite]) -> None:
@@ -41,7 +42,8 @@ class Registry:
         self.entries: list[Registered] = []
         self.active: list[Registered] = []
         self.selection = Selection()
-        self._adopted, self._stale = Selection(), False
+        self.switches = Switches()
+        self._adopted, self._stale = (Selection(), Switches()), False
         self.version = 0
         self._wanted: list[Registered] = []  # of those selected, some of which may rest
         self._resting: set[HookFunction] = set()
@@ -172,7 +174,7 @@ class Registry:
         self._stand()
 
     def _stand(self) -> None:
-        self._wanted = [e for e in self.entries if e.always or self._adopted.takes(e.hook.tags)]
+        self._wanted = [e for e in self.entries if e.always or self._takes(e.hook.tags, e.hook.enabled)]
         self.active = [e for e in self._wanted if e.hook not in self._resting]
         self._at = {}
         for entry in self.active:
@@ -193,15 +195,19 @@ class Registry:
 
     def adopt(self) -> bool:
         """Make the wanted selection count; whether that changes anything."""
-        if self._adopted == self.selection and not self._stale:
+        if self._adopted == (self.selection, self.switches) and not self._stale:
             return False
-        self._adopted, self._stale = self.selection, False
+        self._adopted, self._stale = (self.selection, self.switches), False
         self._refresh()
         return True
 
     def takes(self, tags: Iterable[str]) -> bool:
         """Whether a hook with these tags is selected in this step."""
-        return self._adopted.takes(set(tags))
+        return self._takes(set(tags))
+
+    def _takes(self, tags: set[str], enabled: bool = True) -> bool:
+        selected, switched = self._adopted
+        return selected.takes(tags) and switched.takes(tags, enabled)
 
     def rest(self, hooks: set[HookFunction]) -> bool:
         """Let these hooks rest in the step that begins, on every rank alike; whether that changes anything.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters import Adapter, Undo
-from megatron_flex.collectives import Agreement, any_rank, everyone, is_leader
+from megatron_flex.collectives import Agreement, everyone, is_leader
 from megatron_flex.errors import HookError
 from megatron_flex.knobs import knobs
 from megatron_flex.layout import over_data
@@ -125,6 +125,7 @@ class Session:
             HookError: it cannot stand there, or its editing function would not do.
         """
         entry = self.registry.add(hook, always)
+        self.editing.skipping.expect(hook)
         try:
             self.rehearsal.consider(entry)
         except Exception:
@@ -323,9 +324,9 @@ class Session:
         if differ:
             failure = failure or (differ, HookError(differ))
         can_fail = self.registry.follows or any(h.can_fail for h in hooks)
-        wrong = can_fail and any_rank([int(failure is not None)], mesh)[0]
+        wrong = can_fail and self.editing.skipping.settle(failure is not None, mesh)
         self.passing.settle()
-        self.sinks.ends(bool(wrong), mesh, called)
+        self.sinks.ends(wrong, mesh, called)
         if wrong:
             self._recorder.drop()
             raise_everywhere(failure, mesh)

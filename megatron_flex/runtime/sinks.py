@@ -33,6 +33,11 @@ class Sinks:
         self.dumping = Dumping(registry, mesh, clock, agreement.compare)
         self.measuring = Measuring(registry, mesh, clock, agreement.compare)
 
+    @property
+    def tags(self) -> set[str]:
+        """The groups that they are in, with hooks or, of parameters alone, without."""
+        return {tag for d in self.dumping.dumps for tag in d.dump.tags}
+
     def begins(self, microbatches: int, mesh: Mesh, called: bool = False, probing: bool = False) -> None:
         """A step starts: hooks of those that do not take it rest. Arguments as for `Dumping.begins`."""
         resting = self.dumping.begins(microbatches, mesh, called, probing)

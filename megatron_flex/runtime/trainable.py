@@ -136,6 +136,22 @@ class Trainable:
             for name, buffer in self.modules.named_buffers() if replay else ():
                 buffer.data.copy_(kept[name])  # the data alone: a graph may have saved the buffer
 
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """An editing function runs that may fail: if this raises, gradients and buffers are as before."""
+        before, self._own = self._own, {}
+        buffers = {n: b.clone() for n, b in self.modules.named_buffers()}
+        try:
+            yield
+        except Exception:
+            self._own = before
+            for name, buffer in self.modules.named_buffers():
+                buffer.data.copy_(buffers[name])  # the data alone, as above
+            raise
+        came, self._own = self._own, before
+        for name, grad in came.items():
+            before[name] = before[name] + grad if name in before else grad
+
     def contain(self, whole: Tensor) -> None:
         """Make it an error that the loss of an editing function goes backward beyond what it was given."""
         if whole.grad_fn is not None:

@@ -251,7 +251,7 @@ def wrong() -> dict[str, str]:
 def test_shapes_that_do_not_fit_are_told_on_all_ranks() -> None:
     first, second = run(2, wrong)
     words = {
-        "ratio": ["(3, 4, 8)", "(None, None, 24)", "dim 2", "a 2th", "up:output", "on 2 of 2 ranks"],
+        "ratio": ["(3, 4, 8)", "(None, None, 24)", "dim 2", "a 2th", "up:output", "on ranks 0-1"],
         "dims": ["(3, 4, 8)", "(None, 16)", "which has 2 dims"],
         "two dims": ["cut one dim, not 2"],
         "leaf": ["unpack_idx=1 is out of range: 1 tensor(s)"],

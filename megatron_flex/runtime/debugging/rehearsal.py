@@ -74,7 +74,7 @@ class Rehearsal:
             on_gpu, leads = self.stage.device.type == "cuda", hook.run == "leader"
             warn(hook.editing_function, hook.describe, on_gpu, leads)
             if knobs.dry_run:
-                rehearse(hook, entry.sites, self.stage)
+                _tried(hook, entry.sites, self.stage)
 
     def all(
         self, entries: Iterable[Registered], own: Mapping[str, Site], modules: nn.ModuleDict
@@ -106,6 +106,16 @@ class Rehearsal:
                 mine.append((failure._replace(error=None), failure.wrong or (certain and not lacks)))
         told = everyone(mine, self._mesh, [a.name for a in self._mesh])
         return list({f.text: (f, bad) for found in told for f, bad in found}.values())
+
+
+def _tried(hook: HookFunction, sites: Sequence[Site], stage: Stage) -> None:
+    """Rehearse; what is left out where it fails is warned of alone."""
+    try:
+        rehearse(hook, sites, stage)
+    except Exception as error:
+        if hook.on_error == "raise":
+            raise
+        warnings.warn(f"{error}; on_error='skip': passes where it fails are left unedited", FlexWarning, 6)
 
 
 def rehearse(hook: HookFunction, sites: Sequence[Site], stage: Stage) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from hashlib import sha256
 from os.path import realpath
 
-from megatron_flex.collectives import Adding
+from megatron_flex.collectives import Adding, everyone
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.clock import Clock
@@ -33,27 +33,42 @@ class Measuring:
         self._adding: Adding | None = None
         self.measurers: list[Measurer] = []
 
-    def add(self, statistics: Statistics, wanted: Wanted, sink: Sink) -> Measurer:
+    def add(self, statistics: Statistics, wanted: Wanted, opened: Callable[[], Sink]) -> Measurer:
         """Begin to measure from the next step on. Collective over the mesh.
 
         Args:
             statistics: the settings.
             wanted: what they are of.
-            sink: where the numbers go; one on each rank.
+            opened: makes what the numbers go to; one on each rank.
 
         Raises:
-            FlexError: others go to the same folder.
+            FlexError: on all ranks: others go to the same folder, or they cannot be written there.
             HookError: on all ranks: they have different statistics.
         """
         names = " ".join(e.name for e in wanted.entries())
         self._agree(f"{statistics.describe()}: {sha256(names.encode()).hexdigest()[:16]}")
         if any(realpath(m.statistics.path) == realpath(statistics.path) for m in self.measurers):
             raise FlexError(f"statistics are written to {statistics.path} already; name another folder")
+        sink = self._open(opened)
         if self._adding is None:
             self._adding = Adding(self.mesh)
         measurer = Measurer(statistics, wanted, self.mesh, self.clock, self._adding, sink)
         self.measurers.append(measurer)
         return measurer
+
+    def _open(self, opened: Callable[[], Sink]) -> Sink:
+        """The sink of this rank; what one rank finds wrong, all raise."""
+        sink, why = None, ""
+        try:
+            sink = opened()
+        except FlexError as error:
+            why = str(error)
+        told = [w for w in everyone(why, self.mesh, [a.name for a in self.mesh]) if w]
+        if told or sink is None:
+            if sink is not None:
+                sink.close()
+            raise FlexError("; ".join(dict.fromkeys(told)))
+        return sink
 
     def remove(self, statistics: Statistics) -> Measurer:
         """Take statistics out, once all of them are written. Every rank calls it alike.

@@ -90,15 +90,17 @@ class Scopes:
         key: Key,
         device: torch.device,
         function: Callable[[], Tensor],
+        attempt: Callable[[Callable[[], Tensor]], Tensor],
     ) -> Tensor:
         """Run an editing function, given as a call without arguments, with the context of its microbatch.
 
-        What it reads comes to its device: layers of one model may be on several.
+        What it reads comes to its device: layers of one model may be on several. `attempt` makes the call,
+        and what that changed counts unless it raises.
         """
         self._delta = Delta()
         frame = self.frame = self._frame(hook, index, key, device)
         try:
-            out = function()
+            out = attempt(partial(_unchanged, frame, function))
         finally:
             self.frame = None
         self._commit(frame)
@@ -157,13 +159,6 @@ class Scopes:
         return rebuild(entry.value, leaf)
 
     def _commit(self, frame: Frame) -> None:
-        if frame.mode is Mode.FIRST:
-            changed = [*frame.values.changed_in_place(), *frame.run.changed_in_place()]
-            if changed:
-                raise HookError(
-                    f"save_ctx.{changed[0]} was changed in place, and activation recomputation needs it as "
-                    f"it was; write save_ctx.{changed[0]} = ... with a new tensor"
-                )
         delta, key, mode = Delta(), frame.key, frame.mode
         led = frame.hook.run == "leader"
         for name, value in frame.values.touched().items():
@@ -258,6 +253,19 @@ class Scopes:
         if holders is not None:
             found = unpack(share(pack(found, _impossible) if leads else None, holders))
         return [found.get(n) for n in range(len(tickets))]
+
+
+def _unchanged(frame: Frame, function: Callable[[], Tensor]) -> Tensor:
+    """Call a function, and see that its recomputation will find what it found."""
+    out = function()
+    if frame.mode is Mode.FIRST:
+        changed = [*frame.values.changed_in_place(), *frame.run.changed_in_place()]
+        if changed:
+            raise HookError(
+                f"save_ctx.{changed[0]} was changed in place, and activation recomputation needs it as "
+                f"it was; write save_ctx.{changed[0]} = ... with a new tensor"
+            )
+    return out
 
 
 def _wants(tensor: Tensor, mode: Mode) -> bool:

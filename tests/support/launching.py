@@ -1,0 +1,186 @@
+"""Training scripts in fresh processes: by torchrun, or forked from one that has Megatron loaded already."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("pretraining.py")
+MODEL = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "32",
+    "--ffn-hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "16",
+    "--max-position-embeddings",
+    "16",
+    "--hidden-dropout",
+    "0.1",
+    "--attention-dropout",
+    "0",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--vocab-size",
+    "64",
+    "--make-vocab-size-divisible-by",
+    "64",
+    "--micro-batch-size",
+    "2",
+    "--global-batch-size",
+    "4",
+    "--seed",
+    "1",
+    "--lr",
+    "1e-2",
+    "--train-iters",
+    "3",
+    "--eval-iters",
+    "1",
+    "--eval-interval",
+    "2",
+    "--log-interval",
+    "1",
+    "--transformer-impl",
+    "local",
+    "--distributed-backend",
+    "gloo",
+    "--use-cpu-initialization",
+    "--num-workers",
+    "0",
+    "--no-persist-layer-norm",
+    "--no-masked-softmax-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-bias-swiglu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-rope-fusion",
+    "--no-gradient-accumulation-fusion",
+]
+SECONDS = 240  # for a launch; a quiet machine needs a fraction of it
+
+
+class Done(NamedTuple):
+    """What a launch did: each rank's exit status and what it said."""
+
+    status: list[int]
+    out: list[str]
+    err: list[str]
+
+
+def environment(**more: str) -> dict[str, str]:
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    quiet = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    there = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback)}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **quiet, **there, **more}
+
+
+def torchrun(world: int, folder: Path, *words: str) -> Done:
+    """`torchrun ... WORDS` in a folder; each rank's streams apart."""
+    logs = folder / "logs"
+    command = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--redirects", "3"]
+    done = subprocess.run(
+        [sys.executable, *command, "--log-dir", str(logs), "--nproc-per-node", str(world), *words],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    texts = {
+        name: [next(logs.rglob(f"{rank}/{name}.log")).read_text() for rank in range(world)]
+        for name in ("stdout", "stderr")
+    }
+    return Done([done.returncode], texts["stdout"], texts["stderr"])
+
+
+class Server:
+    """A process with torch and Megatron loaded, which forks into the ranks of a launch."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.launching"],
+            cwd=ROOT,
+            env=environment(TORCH_COMPILE_DISABLE="1"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def __call__(self, world: int, folder: Path, *words: object, plain: bool = False) -> Done:
+        """The runner with these words, or the script without it, as it is."""
+        folder.mkdir(exist_ok=True)
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        told = {"world": world, "folder": str(folder), "words": [*map(str, words)], "port": port}
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({**told, "plain": plain}) + "\n")
+        self.process.stdin.flush()
+        status = json.loads(self.process.stdout.readline())
+        texts = [
+            [(folder / f"{name}-{rank}.log").read_text() for rank in range(world)] for name in ("out", "err")
+        ]
+        return Done(status, *texts)
+
+    def close(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.communicate()
+
+
+def _serve() -> None:
+    from megatron_flex import cpu
+
+    with cpu.runtime():
+        import megatron.training.training  # noqa: F401
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        job = json.loads(line)
+        children = [_forked(rank, job) for rank in range(job["world"])]
+        if 0 in children:
+            return
+        status = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+        os.write(answers, (json.dumps(status) + "\n").encode())
+
+
+def _forked(rank: int, job: dict) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    os.chdir(job["folder"])
+    for number, name in ((1, "out"), (2, "err")):
+        file = os.open(f"{name}-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, number)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["world"]))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(job["port"]))
+    sys.argv[:] = ["launch", *job["words"]]
+    if job["plain"]:
+        import runpy
+
+        from megatron_flex import cpu
+
+        cpu.enable()
+        sys.argv[:] = job["words"]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.exit(0)
+    from megatron_flex.launch import run
+
+    sys.exit(run(job["words"]))
+
+
+if __name__ == "__main__":
+    _serve()

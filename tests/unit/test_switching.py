@@ -1,0 +1,70 @@
+"""What a control file may hold, and which hooks its words mean."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import megatron_flex as mf
+from megatron_flex.launch.switching import LARGEST, looked_at, words_of
+from megatron_flex.runtime.groups import Switches, switches
+
+KNOWN = ["edit", "steer", "dump"]
+
+
+@pytest.mark.parametrize(
+    ("words", "tags", "enabled", "on"),
+    [
+        ((), ("edit",), True, True),
+        ((), ("edit",), False, False),
+        (("+edit",), ("edit",), False, True),
+        (("-edit",), ("edit", "steer"), True, False),
+        (("-edit", "+steer"), ("edit", "steer"), True, True),
+        (("+steer", "-edit"), ("edit", "steer"), True, False),
+        (("none",), (), True, False),
+        (("none", "+steer"), ("dump",), True, False),
+        (("none", "+steer"), ("edit", "steer"), False, True),
+        (("all", "-dump"), ("edit",), False, True),
+        (("-all",), ("edit",), True, False),
+        (("+dump",), (), False, False),
+    ],
+)
+def test_of_the_words_that_mean_a_hook_the_last_counts(
+    words: tuple[str, ...], tags: tuple[str, ...], enabled: bool, on: bool
+) -> None:
+    assert switches(words, KNOWN) == Switches(words)
+    assert Switches(words).takes(tags, enabled) is on
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("+stear", "no hook is in a group 'stear'; nearest: steer"),
+        ("steer", "'steer' is none of +group, -group, all, none; nearest: steer"),
+        ("+", "no hook is in a group ''"),
+    ],
+)
+def test_words_that_cannot_be(word: str, said: str) -> None:
+    with pytest.raises(mf.HookError) as error:
+        switches([word], KNOWN)
+    assert said in str(error.value)
+
+
+def test_what_a_file_holds(tmp_path: Path) -> None:
+    path = tmp_path / "control"
+    assert looked_at(path) is None
+    path.write_text("# off for the night\nnone  \n+steer # but this\n\n  -dump\t+edit\n")
+    content = looked_at(path)
+    assert isinstance(content, bytes)
+    assert words_of(content) == ("none", "+steer", "-dump", "+edit")
+    assert words_of(b"") == ()
+    with pytest.raises(mf.FlexError, match="no text"):
+        words_of(b"\x80\xff\x00")
+    path.write_bytes(b"#" * (LARGEST + 1))
+    assert "more than 65536 bytes" in str(looked_at(path))
+    assert "cannot be read: Is a directory" in str(looked_at(tmp_path))
+    path.chmod(0)
+    if os.geteuid() != 0:
+        assert "cannot be read: Permission denied" in str(looked_at(path))
