@@ -20,7 +20,9 @@ PARTS: dict[str, type[Part]] = {
 }
 At = tuple[str | int, ...]  # the keys, and numbers in lists, on the way to a value
 Lines = dict[At, int]  # on which line of a file each value's key is
+MOST = 10_000  # values in a file; aliases of aliases can be billions
 PLAIN = "tag:yaml.org,2002:"
+SCALARS = {"null", "bool", "int", "float", "str", "timestamp", "value", "merge"}
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -67,9 +69,13 @@ class _Reading:
     def __init__(self, name: str, lines: Lines) -> None:
         self.name, self.lines = name, lines
         self.inside: list[yaml.Node] = []
+        self.count = 0
 
     def value(self, node: yaml.Node, at: At) -> Any:
         self.lines.setdefault(at, _line(node))
+        self.count += 1
+        if self.count > MOST:
+            raise self.wrong(node, at, f"there are more than {MOST} values")
         if isinstance(node, yaml.ScalarNode):
             return self.scalar(node, at)
         if any(node is outer for outer in self.inside):
@@ -100,7 +106,7 @@ class _Reading:
 
     def scalar(self, node: yaml.ScalarNode, at: At) -> Any:
         kind, text = node.tag.removeprefix(PLAIN), node.value
-        if not node.tag.startswith(PLAIN) or kind == "binary":
+        if kind not in SCALARS:
             raise self.wrong(node, at, f"the tag {node.tag} is not read")
         if kind == "null":
             return None

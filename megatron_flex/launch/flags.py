@@ -181,7 +181,7 @@ def _of_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _given(part: str, found: Mapping[str, Any]) -> str:
-    return next(f.option for f in FLAGS if f.field == (part, next(iter(found))))
+    return next(f.option for f in FLAGS if f.field[:1] == (part,) and f.field[1] in found)
 
 
 def _told_by(field: tuple[str | int, ...]) -> str:

@@ -82,6 +82,7 @@ def _edits(edit: EditSettings, settings: Settings) -> Iterator[HookFunction]:
                 hook_type=edit.hook_type,
                 run=edit.run,
                 save=False,
+                on_error=settings.on_error,
                 tags=(EDIT, *edit.tags),
             )
     except FlexError as error:

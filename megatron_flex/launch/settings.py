@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +21,7 @@ def _many(said: Any) -> Any:
 
 def _words(said: Any) -> Any:
     """A number, or a list of them, as it is written on a command line."""
-    if isinstance(said, list) and said and all(type(n) is int for n in said):
+    if isinstance(said, list) and said and all(re.fullmatch(r"-?\d+", str(n)) for n in said):
         return ",".join(map(str, said))
     return said
 

@@ -1,0 +1,175 @@
+"""Settings from YAML: what can be said, and errors in one line with file, line and key."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_flex.errors import FlexError
+from megatron_flex.launch.configuring import read
+from megatron_flex.launch.settings import Settings
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def of(folder: Path, text: str | bytes) -> Settings:
+    file = folder / "hooks.yaml"
+    file.write_bytes(text.encode() if isinstance(text, str) else text)
+    return Settings.model_validate(read(file))
+
+
+# --- what can be said
+
+
+def test_the_file_of_the_page(tmp_path: Path) -> None:
+    """It has every key but those that only flags are wanted for, each with another value than its default."""
+    page = (DOCS / "launch.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    out = of(tmp_path, text)
+    assert unsaid(Settings(), out) == {"gradients", "list_sites", "plan", "verify", "cpu"}
+    assert len(out.edits) == 2
+    second = [n for n in type(out.edits[1]).model_fields if f"    {n}:" in text]
+    assert {*second, "edit", "site"} == {*type(out.edits[1]).model_fields}
+    assert set.intersection(*(unsaid(type(d)(path="x"), d) for d in out.dumps)) == set()
+    assert out.statistics is not None
+    assert unsaid(type(out.statistics)(), out.statistics) <= {"sites", "tags"}
+
+
+def unsaid(default: Any, given: Any) -> set[str]:
+    return {n for n in type(default).model_fields if getattr(default, n) == getattr(given, n)}
+
+
+def test_the_error_of_the_page(tmp_path: Path) -> None:
+    page = (DOCS / "launch.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^```text\nhooks.yaml(:.*)\n```", page, re.MULTILINE)
+    with pytest.raises(FlexError) as raised:
+        of(tmp_path, "sites: a\n\ndumps:\n  - path: b\n    evry: 3\n")
+    assert str(raised.value) == f"{tmp_path}/hooks.yaml{shown}"
+
+
+def test_only_what_is_said_is_there(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("every: 3\ndumps: [{path: x}]\nstatistics: {}")
+    assert read(tmp_path / "a.yaml") == {"every": 3, "dumps": ({"path": "x"},), "statistics": {}}
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "value"),
+    [
+        ("sites: a.b", "sites", ("a.b",)),
+        ("sites: [a.b, 'c*']", "sites", ("a.b", "c*")),
+        ("tokens: 5", "tokens", "5"),
+        ("tokens: [0, 5, -1]", "tokens", "0,5,-1"),
+        ("tokens: 1:30", "tokens", "1:30"),  # 90 in YAML 1.1
+        ("tokens: ::8", "tokens", "::8"),
+        ("tokens: 0,-1", "tokens", "0,-1"),
+        ("every: 010", "every", 10),  # 8 in YAML 1.1
+        ("every: '4'", "every", 4),
+        ("gradients: yes", "gradients", True),
+        ("gradients: 'no'", "gradients", False),
+        ("tokens: null", "tokens", None),
+        ("control: ~/x", "control", Path("~/x")),
+        ("list_sites: 2024-01-01", "list_sites", "2024-01-01"),
+        ("list_sites: 1.10", "list_sites", "1.10"),
+        ("list_sites: 0x10", "list_sites", "0x10"),
+        ("list_sites: &a b\nsites: [*a, *a]", "sites", ("b", "b")),
+        ("{}", "every", 1),
+        ("# a comment\n---\nevery: 2\n", "every", 2),
+        ("\ufeffevery: 2", "every", 2),
+    ],
+)
+def test_what_values_mean(text: str, field: str, value: Any, tmp_path: Path) -> None:
+    assert getattr(of(tmp_path, text), field) == value
+
+
+# --- what cannot be
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("evry: 3", 1, "evry: no such key; nearest: every"),
+        ("sites: a\nzzzzzz: 3", 2, "zzzzzz: no such key; known: sites, every,"),
+        ("dumps:\n  - path: a\n  - {path: b,\n     evry: 3}", 4, "dumps.1.evry: no such key; nearest: every"),
+        ("edits:\n- edit: zero\n  sit: a", 3, "edits.0.sit: no such key; nearest: site, edit"),
+        ("statistics:\n  histogramm: no", 2, "statistics.histogramm: no such key; nearest: histogram"),
+        ("dumps:\n\n  - tags: [a]", 3, "dumps.0.path: is needed, and not there"),
+        ("every: 0", 1, "every: 0 is less than 1"),
+        ("every: x", 1, "every: 'x' is no whole number"),
+        ("every: yes", 1, "every: true is no number"),
+        ("every: 1.5", 1, "every: '1.5' is no whole number"),
+        ("every: [1]", 1, "every: [1] is no whole number"),
+        ("every:", 1, "every: None is no whole number"),
+        ("gradients: maybe", 1, "gradients: 'maybe' is neither true nor false"),
+        ("on_error: ignore", 1, "on_error: 'ignore' is none of 'raise' or 'skip'"),
+        ("tokens: 0.5", 1, "tokens: tokens 0.5: say 0,5"),
+        ("tokens: [a]", 1, "tokens: ['a'] is no text"),
+        ("tokens: true", 1, "tokens: True is no text"),
+        ("dumps: [{path: a, iterations: 1:x}]", 1, "dumps.0.iterations: numbers '1:x': no number and no"),
+        ("dumps: [{path: a, samples: '3,4:'}]", 1, "dumps.0.samples: numbers 3,4:: beside others a range"),
+        ("dumps: [{path: ''}]", 1, "dumps.0.path: an empty word names nothing"),
+        ("sites: [a,\n b, '']", 2, "sites.2: an empty word names nothing"),
+        ("control: ''", 1, "control: an empty word names nothing"),
+        ("sites: {a: 1}", 1, "sites: {'a': 1} is no list"),
+        ("sites: 5", 1, "sites: 5 is no list"),
+        ("dumps: a", 1, "dumps: 'a' is no list"),
+        ("dumps: [a]", 1, "dumps.0: 'a' must map keys to values"),
+        ("statistics: folder", 1, "statistics: 'folder' must map keys to values"),
+        ("sites: a\nevery: 2\nsites: b", 3, "sites: is there twice, first on line 1"),
+        ("dumps:\n- path: a\n  path: b", 3, "dumps.0.path: is there twice, first on line 2"),
+        ("sites: a\nsites: a", 2, "sites: is there twice, first on line 1"),
+        ("? [a]\n: b", 1, "a key must be a name"),
+        ("- a\n- b", 1, "must map keys to values, such as `sites: [decoder.layers.*]`"),
+        ("\nword", 2, "must map keys to values"),
+        ("sites: &a [*a]", 1, "sites.0: holds itself"),
+        ("sites: !!python/name:os.system ''", 1, "sites: the tag tag:yaml.org,2002:python/name:os.system is"),
+        ("sites: !mine [a]", 1, "sites: the tag !mine is not read"),
+        ("sites: !!binary aGk=", 1, "sites: the tag tag:yaml.org,2002:binary is not read"),
+        ("statistics: !!python/dict {}", 1, "statistics: the tag"),
+        ("<<: {every: 2}", 1, "<<: no such key"),
+        ("sites: [a\nevery: 2", 2, "no YAML: "),
+        ("sites: a\n---\nsites: b", 2, "no YAML: but found another document"),
+        ("sites: *a", 1, "no YAML: found undefined alias 'a'"),
+        ("\tsites: a", 1, "no YAML: found character '\\t'"),
+        ("every: 0\nevry: 1", 1, "every: 0 is less than 1"),  # of two errors the first
+        ("evry: 1\nevery: 0", 1, "evry: no such key"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(text: str, line: int, said: str, tmp_path: Path) -> None:
+    with pytest.raises(FlexError) as raised:
+        of(tmp_path, text)
+    message = str(raised.value)
+    assert message.startswith(f"{tmp_path}/hooks.yaml:{line}: {said}")
+    assert "\n" not in message
+    assert len(message) < 300
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", " is empty; write keys"),
+        (b"# only a comment\n", " is empty"),
+        (b"\xff\xfe\x00", ": byte 0 is no text in UTF-8"),
+        (b"every: 2\x00", ": special characters are not allowed at 8"),
+    ],
+)
+def test_files_that_are_no_settings(content: bytes, said: str, tmp_path: Path) -> None:
+    with pytest.raises(FlexError) as raised:
+        of(tmp_path, content)
+    assert str(raised.value).startswith(f"{tmp_path}/hooks.yaml{said}")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(FlexError, match=r"none\.yaml: No such file"):
+        read(tmp_path / "none.yaml")
+    with pytest.raises(FlexError, match="Is a directory"):
+        read(tmp_path)
+
+
+def test_aliases_of_aliases_come_to_an_end(tmp_path: Path) -> None:
+    levels = [f"  - &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 30)]
+    text = "\n".join(["sites:", "  - &l0 [a, a]", *levels])
+    with pytest.raises(FlexError, match="there are more than 10000 values"):
+        of(tmp_path, text)
