@@ -10,6 +10,7 @@ import typer
 from megatron_flex.cli.comparing import compare
 from megatron_flex.cli.dump import app as dump
 from megatron_flex.cli.planning import plan
+from megatron_flex.cli.running import run as launch
 from megatron_flex.cli.statistics import app as statistics
 from megatron_flex.errors import FlexError
 from megatron_flex.version import __version__
@@ -26,6 +27,15 @@ app.add_typer(dump, name="dump")
 app.add_typer(statistics, name="stats")
 app.command()(plan)
 app.command()(compare)
+app.command(
+    "run",
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+        "help_option_names": ["--help"],
+    },
+)(launch)
 
 
 @app.callback(invoke_without_command=True)

@@ -20,6 +20,7 @@ from megatron_flex.adapters.megatron_core.schedule import current_iteration
 from megatron_flex.cpu.importing import AfterImport
 from megatron_flex.errors import FlexError
 from megatron_flex.launch import flags
+from megatron_flex.launch.parsing import has_flags, settings_of
 from megatron_flex.launch.resolving import Resolved
 from megatron_flex.launch.running import Running
 from megatron_flex.launch.settings import Settings
@@ -36,24 +37,25 @@ class Installed:
     """What stands in Megatron's training code.
 
     Attributes:
-        settings: what is wanted.
+        settings: what is wanted; None until Megatron has parsed the flags that say it.
         running: what it is beside the training.
         failure: the error of ours that stopped the training, or stands at its end.
         holds: whether an error at the training's end is kept in `failure`, and not raised.
     """
 
-    def __init__(self, settings: Settings, holds: bool = False) -> None:
-        self.settings, self.running, self.holds = settings, Running(settings), holds
+    def __init__(self, settings: Settings | None, holds: bool = False) -> None:
+        self.settings, self.holds = settings, holds
+        self.running = Running(Settings() if settings is None else settings)
         self.failure: FlexError | None = None
         self._undo: list[Callable[[], None]] = []
         self._inside = 0  # pretrain() in pretrain(), as some wrappers of it do
 
     def install(self) -> None:
         """Patch Megatron's training code, now or when it is imported."""
-        if self.settings.cpu:
+        if self.settings is not None and self.settings.cpu:
             cpu.enable()
             self._undo.append(cpu.disable)
-        if self.settings.idle:
+        if self.settings is not None and self.settings.idle:
             return
         if MODULE in sys.modules:
             self._patch(sys.modules[MODULE])
@@ -99,6 +101,8 @@ class Installed:
         for name, wrapper in around.items():
             self._wrap(module, name, wrapper)
         self._wrap(dist, "destroy_process_group", self._destroy)
+        if hasattr(module, "ft_integration"):
+            self._wrap(module.ft_integration, "shutdown", self._shutdown)
 
     def _wrap(self, module: ModuleType, name: str, wrapper: Callable[..., Any]) -> None:
         """Let `wrapper(original, *args)` stand for a function, also where its name was bound already."""
@@ -112,14 +116,27 @@ class Installed:
         self._undo.append(lambda: _rebind(wrapped, original))
 
     def _setup(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        """The model is built and its checkpoint loaded when this returns."""
+        """The model is built and its checkpoint loaded when the original returns."""
+        settings = self._ours(self._parsed)
+        if settings.idle:
+            return original(*args, **kwargs)
         found = self._ours(self.running.prepare)
         out = original(*args, **kwargs)
-        looks = self.settings.list_sites is not None or self.settings.plan
+        looks = settings.list_sites is not None or settings.plan
         flex = self._ours(lambda: self.running.attach(out[0], write=not looks))
         if looks:
             self._look(flex, found)
         return out
+
+    def _parsed(self) -> Settings:
+        """The settings, which Megatron's own arguments may tell."""
+        if self.settings is None:
+            from megatron.training import get_args
+
+            namespace = get_args()
+            self.settings = settings_of(namespace) if has_flags(namespace) else Settings()
+            self.running = Running(self.settings)
+        return self.settings
 
     def _look(self, flex: FlexModel, found: Resolved) -> NoReturn:
         """Say what is asked for, and end all ranks before training, and before data are touched."""
@@ -127,7 +144,7 @@ class Installed:
 
         from megatron_flex.launch.looking import looked
 
-        told = self._ours(lambda: looked(flex, self.settings, found, get_args()))
+        told = self._ours(lambda: looked(flex, self.running.settings, found, get_args()))
         self.running.abort()
         if dist.get_rank() == 0:
             sys.stdout.write(told)
@@ -173,6 +190,12 @@ class Installed:
         if not self._inside:
             self.finish()
         return out
+
+    def _shutdown(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        """The last that pretrain() calls, which tells its end where it ran, or was bound, before the patch."""
+        if not self._inside:
+            self.finish()
+        return original(*args, **kwargs)
 
     def _destroy(self, original: Function, group: Any = None) -> Any:
         """Dumps are finished by all ranks together, which takes the groups that go here."""
@@ -237,6 +260,9 @@ def install(settings: Settings | None = None, *, holds: bool = False) -> Install
         FlexError: something else is installed already, or the flags cannot be.
     """
     there = _Now.installed
+    if there is not None and there.settings is None:  # which Megatron would have asked its own parser for
+        there.uninstall()
+        there = None
     if settings is None:
         if there is not None and not any(word.startswith(PREFIX) for word in sys.argv[1:]):
             return there
@@ -249,6 +275,18 @@ def install(settings: Settings | None = None, *, holds: bool = False) -> Install
     new.install()
     _Now.installed = new
     return new
+
+
+def expect() -> None:
+    """Let Megatron's own parser say what is wanted: it is asked once a model is to be built.
+
+    Where something is installed already, that counts. With --flex-cpu on the command line the CPU is enabled.
+    """
+    if _Now.installed is None:
+        if "--flex-cpu" in sys.argv[1:] and not cpu.is_enabled():
+            cpu.enable()
+        _Now.installed = Installed(None)
+        _Now.installed.install()
 
 
 def _rebind(old: Any, new: Any) -> None:

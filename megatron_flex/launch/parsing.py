@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_flex.errors import FlexError
 from megatron_flex.launch.flags import Said, settled, values
-from megatron_flex.launch.table import FLAGS, Flag, help_text
+from megatron_flex.launch.table import FLAGS, PREFIX, VARIABLE, Flag, help_text
 
 if TYPE_CHECKING:
     from megatron_flex.launch.settings import Settings
@@ -19,6 +20,9 @@ Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 
 def add_flex_args(parser: Parser) -> Parser:
     """Add our flags, by groups, to a parser, such as an `extra_args_provider` of Megatron is given.
+
+    Where some are on the command line, or in MEGATRON_FLEX_FLAGS, Megatron's training does what they say once
+    it has parsed them; nothing else is to be called.
 
     What a namespace has of them are plain values: words, lists of words, True. `launch.settings_of` reads it.
 
@@ -30,6 +34,10 @@ def add_flex_args(parser: Parser) -> Parser:
         if flag.group not in groups:
             groups[flag.group] = parser.add_argument_group(f"megatron_flex: {flag.group}")
         groups[flag.group].add_argument(flag.option, **_arguments(flag))
+    if os.environ.get(VARIABLE) or any(word.startswith(PREFIX) for word in sys.argv[1:]):
+        from megatron_flex.launch.installing import expect
+
+        expect()
     return parser
 
 
@@ -39,7 +47,7 @@ def settings_of(namespace: argparse.Namespace, environment: Mapping[str, str] | 
     Raises:
         FlexError: its parser did not have our flags, or as for `flags.settings`.
     """
-    if not hasattr(namespace, FLAGS[0].dest):
+    if not has_flags(namespace):
         raise FlexError("the namespace has no flags of megatron_flex; call mf.add_flex_args(parser) first")
     said: Said = []
     for flag in FLAGS:
@@ -53,6 +61,11 @@ def settings_of(namespace: argparse.Namespace, environment: Mapping[str, str] | 
         else:
             said.append((flag, [value] if isinstance(value, str) else list(value)))
     return settled(values(said), environment)
+
+
+def has_flags(namespace: argparse.Namespace) -> bool:
+    """Whether the parser that made the namespace has our flags."""
+    return hasattr(namespace, FLAGS[0].dest)
 
 
 def _arguments(flag: Flag) -> dict[str, Any]:

@@ -57,6 +57,8 @@ class Running:
             if write:
                 for dump in found.dumps:
                     flex.register_dump(dump)
+                for statistics in found.statistics:
+                    flex.register_statistics(statistics)
                 if self.settings.verify:
                     flex.verify(self.settings.verify)
         except BaseException:

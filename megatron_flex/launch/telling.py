@@ -52,9 +52,7 @@ def _hears(store: Any, key: str, mine: int) -> bool:
     try:
         store.wait([key], timedelta(seconds=SECONDS))
         store.set(f"{key}/{mine}", "heard")
-    except (
-        Exception
-    ):  # what torch raises of a timeout, or where the first rank is gone, is of several classes
+    except Exception:  # a timeout, and a first rank that is gone, are of several classes
         return False
     return True
 

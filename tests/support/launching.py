@@ -12,60 +12,16 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("pretraining.py")
-MODEL = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "32",
-    "--ffn-hidden-size",
-    "64",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "16",
-    "--max-position-embeddings",
-    "16",
-    "--hidden-dropout",
-    "0.1",
-    "--attention-dropout",
-    "0",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--vocab-size",
-    "64",
-    "--make-vocab-size-divisible-by",
-    "64",
-    "--micro-batch-size",
-    "2",
-    "--global-batch-size",
-    "4",
-    "--seed",
-    "1",
-    "--lr",
-    "1e-2",
-    "--train-iters",
-    "3",
-    "--eval-iters",
-    "1",
-    "--eval-interval",
-    "2",
-    "--log-interval",
-    "1",
-    "--transformer-impl",
-    "local",
-    "--distributed-backend",
-    "gloo",
-    "--use-cpu-initialization",
-    "--num-workers",
-    "0",
-    "--no-persist-layer-norm",
-    "--no-masked-softmax-fusion",
-    "--no-bias-gelu-fusion",
-    "--no-bias-swiglu-fusion",
-    "--no-bias-dropout-fusion",
-    "--no-rope-fusion",
-    "--no-gradient-accumulation-fusion",
-]
+FLAGS = """
+--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 16
+--max-position-embeddings 16 --hidden-dropout 0.1 --attention-dropout 0 --tokenizer-type
+NullTokenizer --vocab-size 64 --make-vocab-size-divisible-by 64 --micro-batch-size 2
+--global-batch-size 4 --seed 1 --lr 1e-2 --train-iters 3 --eval-iters 1 --eval-interval 2
+--log-interval 1 --transformer-impl local --distributed-backend gloo --use-cpu-initialization
+--num-workers 0 --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion
+--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-gradient-accumulation-fusion
+"""
+MODEL = FLAGS.split()
 SECONDS = 240  # for a launch; a quiet machine needs a fraction of it
 
 
@@ -146,6 +102,9 @@ def _serve() -> None:
 
     with cpu.runtime():
         import megatron.training.training  # noqa: F401
+
+        import megatron_flex.launch.looking
+        import megatron_flex.launch.runner  # noqa: F401
     answers = os.dup(1)
     os.dup2(2, 1)
     for line in sys.stdin:

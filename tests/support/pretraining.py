@@ -1,4 +1,4 @@
-"""A training script as people have them, on Megatron's own `pretrain()`: nothing in it knows of megatron_flex.
+"""A training script as people have them, on Megatron's own `pretrain()`; it knows nothing of megatron_flex.
 
 What it leaves in `--out` says what it saw and what it computed, bit for bit.
 """
