@@ -21,6 +21,7 @@ from megatron_flex.model import FlexModel, attach
 from megatron_flex.runtime import Captures, HookFunction, Key, Readings
 from megatron_flex.runtime.debugging.stopping import breakpoint
 from megatron_flex.sites import Site
+from megatron_flex.statistics import Statistics
 from megatron_flex.version import __version__
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ __all__ = [
     "Readings",
     "Site",
     "SiteError",
+    "Statistics",
     "VerifyError",
     "__version__",
     "add_flex_args",

@@ -42,6 +42,7 @@ def flags(words: list[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, default=2, help="sequences of a step (default %(default)s)")
     add("--edit", action="store_true", help="edit fc1's output in five ways instead of reading")
     add("--dump", action="store_true", help="write both to disk, in several ways, instead of reading")
+    add("--statistics", action="store_true", help="measure the residual stream and the MLPs instead")
     add("--launch", action="store_true", help="whole runs of pretrain(), plain and by the runner")
     add("--rounds", type=int, default=5, help="of --launch (default %(default)s)")
     add("--variants", default="ansegd", help="of --launch, by letter (default %(default)s)")
@@ -154,6 +155,11 @@ def main() -> None:
         import bench_dumps
 
         bench_dumps.main(args)
+        return
+    if args.statistics:
+        import bench_statistics
+
+        bench_statistics.main(args)
         return
     if args.json:
         Path(args.json).touch()  # a place that cannot be written to is told now, not after minutes

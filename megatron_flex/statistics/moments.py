@@ -22,7 +22,7 @@ from megatron_flex.statistics.measured import HIGHEST, LOWEST, SIDE
 
 COUNT, NANS, INFINITIES, ZEROS, FIRST, SECOND, THIRD, FOURTH, HISTOGRAM = range(9)
 WIDTH = HISTOGRAM + 2 * SIDE  # numbers of a tensor that add up: those above, and the bins of nonzero values
-BLOCK = 1 << 16  # values, which with what is made of them fill half of a core's cache
+BLOCK = 1 << 17  # values: few calls, and what is made of them stays in the cache
 LARGE = 1 << 24  # values of a block on another device
 TAME = 1e-8, 1e8  # magnitudes whose fourth powers are far from the ends of fp32
 CODES, LANES = 512, 4  # of sign and exponent; how many values' are counted apart
@@ -33,7 +33,8 @@ SMALL = (torch.float32, torch.bfloat16, torch.float16)
 class Block(NamedTuple):
     """What a block adds: sums of powers about a center, in units of a scale."""
 
-    zeros: int
+    size: int
+    zeros: int  # where they were counted
     center: float
     scale: float
     powers: tuple[float, float, float, float]
@@ -62,31 +63,42 @@ class Sums:
         """
         flat = _flat(values.detach())
         quick = flat.device.type == "cpu" and flat.dtype in SMALL
-        for block in flat.split(BLOCK if quick else LARGE):
-            if not len(block):
-                continue
-            if not quick or not self._quickly(block, factor):
-                for part in block.split(BLOCK) if not quick and flat.device.type == "cpu" else (block,):
-                    self._surely(part, factor)
+        if len(flat) and not (quick and self._quickly(flat, factor)):
+            for block in flat.split(BLOCK if flat.device.type == "cpu" else LARGE):
+                self._surely(block, factor)
 
-    def _quickly(self, block: Tensor, factor: float) -> bool:
-        """Add a block in fp32; whether it could be."""
-        count, scratch = len(block), _scratch()
-        values = block
-        if block.dtype != torch.float32:
-            values = scratch.values[:count].copy_(block)
-        if factor != 1.0:
-            values = torch.div(values, factor, out=scratch.values[:count])
-        counts = _tops(values, scratch) if self._histogram else None
-        found = _block(values, counts, scratch)
-        if found is None:
-            return False
-        row = [float(count), 0.0, 0.0, float(found.zeros), *_raw(count, found)]
-        self.row[:HISTOGRAM] += torch.tensor(row, dtype=torch.float64)
+    def _quickly(self, flat: Tensor, factor: float) -> bool:
+        """Add values in fp32; whether it could be: some may be no numbers, or denormal."""
+        scratch = _scratch()
+        counts = torch.zeros(LANES * CODES, dtype=torch.int64) if self._histogram else None
+        found = []
+        for block in flat.split(BLOCK):
+            values = block
+            if block.dtype != torch.float32:
+                values = scratch.values[: len(block)].copy_(block)
+            if factor != 1.0:
+                values = torch.div(values, factor, out=scratch.values[: len(block)])
+            one = _block(values, scratch, counts is None)
+            if one is None:
+                return False
+            found.append(one)
+            if counts is not None:
+                counts += _tops(values, scratch)
+        zeros, bins = sum(f.zeros for f in found), None
         if counts is not None:
-            bins = torch.zeros(2 * SIDE + 1, dtype=torch.int64).index_add_(0, _folded(), counts)
+            tops = counts.view(LANES, CODES).sum(0)
+            tiny = int(tops[0] + tops[CODES // 2])
+            zeros = sum(_zeros(b, scratch) for b in flat.split(BLOCK)) if tiny else 0
+            if zeros != tiny:
+                return False
+            bins = torch.zeros(2 * SIDE + 1, dtype=torch.int64).index_add_(0, _folded(), tops)
+        powers = [math.fsum(p) for p in zip(*(_raw(f) for f in found), strict=True)]
+        self.row[:HISTOGRAM] += torch.tensor(
+            [float(len(flat)), 0.0, 0.0, float(zeros), *powers], dtype=torch.float64
+        )
+        if bins is not None:
             self.row[HISTOGRAM:] += bins[:-1]
-        self.absmax.clamp_(min=found.absmax)
+        self.absmax.clamp_(min=max(f.absmax for f in found))
         return True
 
     def _surely(self, block: Tensor, factor: float) -> None:
@@ -129,19 +141,22 @@ def _scratch() -> Scratch:
     return Scratch()
 
 
-def _block(values: Tensor, counts: Tensor | None, scratch: Scratch) -> Block | None:
-    """Sums over some values in fp32; None if they are not all finite, or some are denormal."""
+def _zeros(values: Tensor, scratch: Scratch) -> int:
+    """How many of a block are zero; count_nonzero takes ten times as long where half of them are."""
+    more = scratch.more[: len(values)]
+    return len(values) - int(torch.ne(values, 0.0, out=more).sum())
+
+
+def _block(values: Tensor, scratch: Scratch, zeros: bool) -> Block | None:
+    """Sums over some values in fp32; None if they are not all finite. With `zeros` those are counted."""
     low, high = (float(v) for v in values.aminmax())
     absmax, count = max(-low, high), len(values)
     if not math.isfinite(absmax):
         return None
-    moved, more = scratch.moved[:count], scratch.more[:count]
-    tiny = None if counts is None else int(counts[0] + counts[CODES // 2])
-    zeros = 0 if tiny == 0 else count - int(torch.ne(values, 0.0, out=more).sum())
-    if zeros != (tiny or 0) and tiny is not None:
-        return None
+    none = _zeros(values, scratch) if zeros else 0
     if absmax == 0:
-        return Block(zeros, 0.0, 1.0, (0.0, 0.0, 0.0, 0.0), 0.0)
+        return Block(count, none, 0.0, 1.0, (0.0, 0.0, 0.0, 0.0), 0.0)
+    moved, more = scratch.moved[:count], scratch.more[:count]
     scale = 1.0 if TAME[0] < absmax < TAME[1] else 2.0 ** math.frexp(absmax)[1]
     if scale != 1.0:
         values = torch.div(values, scale, out=moved)
@@ -155,23 +170,23 @@ def _block(values: Tensor, counts: Tensor | None, scratch: Scratch) -> Block | N
         first, second = float(values.sum()), float(square.sum())
     third = float(torch.mul(values, square, out=more).sum())
     powers = first, second, third, float(square.square_().sum())
-    return Block(zeros, center, scale, powers, absmax)
+    return Block(count, none, center, scale, powers, absmax)
 
 
-def _raw(count: int, found: Block) -> Iterator[float]:
+def _raw(found: Block) -> Iterator[float]:
     """Sums of the first four powers of the values themselves."""
-    about = float(count), *found.powers
+    about = float(found.size), *found.powers
     for power in (1, 2, 3, 4):
         terms = (math.comb(power, k) * found.center ** (power - k) * about[k] for k in range(power + 1))
         yield math.fsum(terms) * found.scale**power
 
 
 def _tops(values: Tensor, scratch: Scratch) -> Tensor:
-    """How many of some values in fp32 have each sign (negative ones first) and biased exponent."""
+    """How many of some values in fp32 have each sign (negative ones first) and biased exponent, by lane."""
     count = len(values)
     codes = torch.bitwise_right_shift(values.view(torch.int32), 23, out=scratch.codes[:count])
     codes.add_(scratch.lanes[:count])
-    return torch.bincount(codes, minlength=LANES * CODES).view(LANES, CODES).sum(0)
+    return torch.bincount(codes, minlength=LANES * CODES)
 
 
 @cache
