@@ -69,7 +69,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import edits, flags, and what reads dumps and statistics, when asked for: who uses none does not wait."""
+    """Import edits, flags, and what reads dumps and statistics, when asked for: others do not wait."""
     if name == "edits":
         return import_module("megatron_flex.edits")
     if name in ("DumpArray", "OpenDump", "open_dump"):

@@ -43,7 +43,11 @@ def flags(words: list[str] | None = None) -> argparse.Namespace:
     add("--edit", action="store_true", help="edit fc1's output in five ways instead of reading")
     add("--dump", action="store_true", help="write both to disk, in several ways, instead of reading")
     add("--statistics", action="store_true", help="measure the residual stream and the MLPs instead")
-    add("--folder", help="where --dump writes (default: a temporary folder)")
+    add("--launch", action="store_true", help="whole runs of pretrain(), plain and by the runner")
+    add("--rounds", type=int, default=5, help="of --launch (default %(default)s)")
+    add("--variants", default="ansegd", help="of --launch, by letter (default %(default)s)")
+    add("--layouts", nargs="+", metavar="LAYOUT", help="of --launch (default: all; others are an error)")
+    add("--folder", help="where --dump and --launch write (default: a temporary folder)")
     add("--patience", type=float, default=300, help="seconds for repeats of disturbed steps (%(default)s)")
     add("--timeout", type=float, default=1800, help="seconds for all steps (default %(default)s)")
     add("--json", metavar="FILE", help="write everything there too, each step's times included")
@@ -52,6 +56,16 @@ def flags(words: list[str] | None = None) -> argparse.Namespace:
     for name in ("tp", "steps", "layers", "hidden", "ffn", "seq", "batch"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)}: must be at least 1")
+    if args.launch:
+        from bench_launch import LAYOUTS, VARIANTS
+
+        args.layouts = args.layouts or list(LAYOUTS)
+        unknown = [*set(args.layouts) - LAYOUTS.keys(), *set(args.variants) - VARIANTS.keys()]
+        if unknown or not args.variants.startswith("a"):
+            parser.error(
+                f"{unknown or args.variants}: layouts are {', '.join(map(repr, LAYOUTS))}; variants are "
+                f"{', '.join(VARIANTS)}, a first"
+            )
     if args.hidden % (64 * args.tp) or args.ffn % args.tp:
         parser.error(
             f"--hidden must be a multiple of {64 * args.tp} (heads of 64, cut over --tp), --ffn of {args.tp}"
@@ -132,6 +146,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Measure, print, and write the file that was asked for."""
     args = flags()
+    if args.launch:
+        import bench_launch
+
+        bench_launch.main(args)
+        return
     if args.dump:
         import bench_dumps
 
