@@ -110,7 +110,7 @@ def test_after_the_checkpoint_and_a_function_that_raises(server: Server, plain: 
     weights = [state["weights"] for state in made(plain)]
     with open_dump(tmp_path / "dump") as dump:
         assert list(dump.iterations) == [0]
-        norm, fc1 = (dump.parameter(name)[0].tensor() for name in (NORM, FC1))
+        norm, fc1 = (dump.parameter(name)[0].torch() for name in (NORM, FC1))
     held = {n: [next(w for k, w in rank.items() if k.endswith(n)) for rank in weights] for n in (NORM, FC1)}
     assert torch.equal(norm, held[NORM][0])
     assert not torch.equal(norm, torch.ones_like(norm))  # as it was initialised
