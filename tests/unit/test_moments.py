@@ -100,7 +100,7 @@ def test_numbers_of_any_values(dtype: torch.dtype, given_: list[float]) -> None:
 def test_parts_add_up(seed: int, parts: int, power: float, apart: bool) -> None:
     """However they are divided, and whether maxima have places or go by themselves."""
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(2000, generator=generator) * 2.0**power + 0.3
+    values = (torch.randn(2000, generator=generator) + 0.3) * 2.0**power
     cuts = torch.randint(0, 2000, (parts,), generator=generator).sort().values
     pieces = values.tensor_split(cuts)
     close(measured([sums(p) for p in pieces], apart), values, 1e-6)
