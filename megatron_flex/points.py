@@ -8,7 +8,7 @@ only while a hook stands at it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -81,7 +81,7 @@ class Alone:
         return getattr(self.module, name)
 
     def _forward_impl(self, *args: Any, **kwargs: Any) -> Tensor:
-        impl: Callable[..., Tensor] = self.module._forward_impl
+        impl = cast(Callable[..., Tensor], self.module._forward_impl)
         return impl(*args, **{**kwargs, "sequence_parallel": False, "allreduce_dgrad": False})
 
 

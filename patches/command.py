@@ -104,8 +104,8 @@ def _note(change: Change) -> str:
 
 def _diff(change: Change) -> str:
     """As `diff -u` has it; nothing where nothing is to be done."""
-    texts = [_text(content).splitlines(keepends=True) for content in (change.now, change.then)]
-    lines = list(difflib.unified_diff(*texts, f"a{change.path}", f"b{change.path}"))
+    now, then = (_text(content).splitlines(keepends=True) for content in (change.now, change.then))
+    lines = difflib.unified_diff(now, then, f"a{change.path}", f"b{change.path}")
     return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
 
 

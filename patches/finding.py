@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,7 @@ def _kind(path: Path) -> str:
     content = path.read_bytes()
     if is_patched(content):
         content = _unpatched(path, content)
-    if b"ColumnParallelLinear(" in content and b"class " in content:
+    if re.search(rb"^\s*class ColumnParallelLinear\b", content, re.MULTILINE):
         return "fairscale" if b"copy_to_model_parallel_region" in content else "megatron"
     if CALL in content:
         return "launcher"

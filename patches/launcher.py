@@ -48,8 +48,9 @@ def _first_in(tree: Tree, body: cst.BaseSuite, what: str) -> Insertion:
     if not isinstance(body, cst.IndentedBlock):
         raise PatchError(f"has {what} on one line; give it lines of its own")
     first, *others = body.body
-    text = isinstance(first, cst.SimpleStatementLine) and isinstance(first.body[0], cst.Expr)
-    if text and isinstance(first.body[0].value, cst.SimpleString | cst.ConcatenatedString) and others:
+    alone = first.body[0] if isinstance(first, cst.SimpleStatementLine) else None
+    text = (cst.SimpleString, cst.ConcatenatedString)
+    if others and isinstance(alone, cst.Expr) and isinstance(alone.value, text):
         first = others[0]
     return tree.before(first, *LINES)
 
