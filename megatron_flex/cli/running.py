@@ -17,8 +17,8 @@ RUNNER = "megatron_flex.launch"
 def run(context: typer.Context) -> None:
     """Start a training script with hooks, by torchrun.
 
-    Options in front of SCRIPT are torchrun's, those behind it the script's; --flex- flags stand behind it, too.
-    --dry, first of all, only prints the command.
+    Options in front of SCRIPT are torchrun's, those behind it the script's, --flex- flags among them. --dry,
+    first of all, only prints the command.
 
     For example: megatron-flex run --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ... --flex-dump out
     """
@@ -43,9 +43,7 @@ def command_of(words: Sequence[str]) -> list[str]:
 
     if not words or words[0].startswith("--flex-"):
         what = f"{words[0]} stands in front of it" if words else "none is named"
-        raise FlexError(
-            f"no script, {what}: megatron-flex run [torchrun's options] SCRIPT [its flags, and ours]"
-        )
+        raise FlexError(f"no script, {what}: megatron-flex run [torchrun's options] SCRIPT [flags]")
     found = get_args_parser().parse_args(list(words))
     for name in ("no_python", "run_path"):
         if getattr(found, name, False):

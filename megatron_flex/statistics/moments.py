@@ -157,7 +157,7 @@ def _block(values: Tensor, scratch: Scratch, zeros: bool) -> Block | None:
     if absmax == 0:
         return Block(count, none, 0.0, 1.0, (0.0, 0.0, 0.0, 0.0), 0.0)
     moved, more = scratch.moved[:count], scratch.more[:count]
-    scale = 1.0 if TAME[0] < absmax < TAME[1] else 2.0 ** math.frexp(absmax)[1]
+    scale = 1.0 if TAME[0] < absmax < TAME[1] else 2.0 ** min(127, math.frexp(absmax)[1])
     if scale != 1.0:
         values = torch.div(values, scale, out=moved)
     # Not by products of vectors, which in 16 bits come out at round numbers and are rounded one way.

@@ -87,6 +87,22 @@ def test_the_page_on_dumps_runs(tmp_path: Path) -> None:
     assert printed[3] == "torch.Size([32, 32])"
 
 
+def test_the_page_on_statistics_runs(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    write, read = blocks(ROOT / "docs" / "statistics.md")
+    folder = f"folder = {str(tmp_path / 'stats')!r}\n"
+    run(4, execute, folder + write)
+    printed: list[str] = []
+    exec(folder + read, {"print": lambda *words: printed.append(" ".join(map(str, words)))})
+    count = gpt.SEQUENCE * gpt.BATCH * gpt.HIDDEN * CASE.microbatches
+    names = ["decoder.layers.0:mid", "decoder.layers.0.mlp.linear_fc1:output", "decoder.layers.0:output"]
+    assert printed[0] == "[0, 2]"
+    assert any(f"'{name}'" in printed[1] for name in names)
+    assert printed[2].endswith(f"] [{count}, {count}]")
+    assert re.fullmatch(r"\[[\d.e-]+, [\d.e-]+\]", printed[3])
+    assert re.fullmatch(r"decoder\S+ [02] [\d.]+", printed[4])
+
+
 def test_the_page_on_cpus_runs() -> None:
     (code,) = blocks(ROOT / "docs" / "cpu.md")
     run(1, _run_plainly, code)

@@ -26,11 +26,17 @@ SECONDS = 240  # for a launch; a quiet machine needs a fraction of it
 
 
 class Done(NamedTuple):
-    """What a launch did: each rank's exit status and what it said."""
+    """What a launch did: each rank's exit status, or torchrun's, and what each said."""
 
     status: list[int]
     out: list[str]
     err: list[str]
+
+    @property
+    def told(self) -> list[str]:
+        """The lines of ours, of all ranks."""
+        lines = [line for text in self.err for line in text.splitlines()]
+        return [line for line in lines if line.startswith("megatron-flex: ")]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -98,6 +104,8 @@ class Server:
 
 
 def _serve() -> None:
+    import torch.distributed as dist
+
     from megatron_flex import cpu
 
     with cpu.runtime():
@@ -109,10 +117,12 @@ def _serve() -> None:
     os.dup2(2, 1)
     for line in sys.stdin:
         job = json.loads(line)
+        store = dist.TCPStore("localhost", job["port"], is_master=True, wait_for_workers=False)
         children = [_forked(rank, job) for rank in range(job["world"])]
         if 0 in children:
             return
         status = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+        del store
         os.write(answers, (json.dumps(status) + "\n").encode())
 
 
@@ -126,6 +136,7 @@ def _forked(rank: int, job: dict) -> int:
         os.dup2(file, number)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["world"]))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(job["port"]))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is served as torchrun does
     sys.argv[:] = ["launch", *job["words"]]
     if job["plain"]:
         import runpy

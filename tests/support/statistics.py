@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,40 +32,64 @@ class Kept:
         self.closed += 1
 
 
-def measuring(
-    case: gpt.Case,
-    state: dict[str, Tensor] | None,
-    sites: Any,
-    settings: dict[str, Any],
-    ddp: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Three steps with statistics after one without; what was measured, and what training came to."""
+def measuring(case: gpt.Case, state: dict[str, Tensor], sites: Any, more: dict[str, Any]) -> dict[str, Any]:
+    """Steps without statistics, with those of values, and with those of gradients too.
+
+    Args:
+        case: the model.
+        state: its weights.
+        sites: which are measured.
+        more: `ddp`, settings of Megatron's wrapper, under which parameters are measured too; `real`, how
+            many tokens of the vocabulary are no padding.
+    """
     import megatron_flex as mf
+    from megatron_flex import cpu
     from megatron_flex.statistics import Statistics
 
+    cpu.enable()
+    if "real" in more:
+        import megatron.training.global_vars as known
+
+        known._GLOBAL_TOKENIZER = SimpleNamespace(vocab_size=more["real"])
     chunks = ranks.start(case)
-    gpt.load(chunks, state) if state is not None else gpt.randomize(chunks[0])
-    chunks = wrapped.ddp(chunks, True, **ddp) if ddp is not None else chunks
+    gpt.load(chunks, state)
+    chunks = wrapped.ddp(chunks, True, **more["ddp"]) if "ddp" in more else chunks
     rank, kept = ranks.mine(chunks), Kept()
     with ranks.counting() as plain:
         before = _step(case, chunks, rank)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", mf.FlexWarning)
         with mf.attach(chunks) as flex:
-            flex.register_statistics(Statistics("nowhere", sites, **settings), kept)
-            after = [_step(case, chunks, rank)]
+            values = Statistics("nowhere", sites)
+            flex.register_statistics(values, kept)
+            same = _same(before, _step(case, chunks, rank))
+            flex.remove_statistics(values)
+            kept.closed -= 1
+            more_of = {"parameters": "**"} if "ddp" in more else {}
+            flex.register_statistics(Statistics("nowhere", sites, gradients=True, **more_of), kept)
             with ranks.counting() as counts:
-                after.append(_step(case, chunks, rank))
+                _step(case, chunks, rank)
             gpt.step(case, chunks, rank, forward_only=True)
-            after.append(_step(case, chunks, rank))
+            _step(case, chunks, rank)
     return {
         "rows": kept.rows,
         "order": kept.order,
         "closed": kept.closed,
-        "same": all(_same(before, a) for a in after),
+        "same": same,
         "more": {n: counts[n] - plain[n] for n in {*plain, *counts} if counts[n] != plain[n]},
         "said": [str(w.message) for w in said if issubclass(w.category, mf.FlexWarning)],
     }
+
+
+def expected(truth: Any, rows: Any, microbatches: int, real: int | None) -> dict[str, Tensor]:
+    """All values of each site, and of its gradient at the scale of a microbatch's own loss, that has a row."""
+    out = {}
+    for end, found, factor in (("", truth["values"], 1), (".grad", truth["gradients"], microbatches)):
+        for site, tensors in found.items():
+            if site + end in rows:
+                cut = real if site.startswith("output_layer:output") else None
+                out[site + end] = torch.cat([t[..., :cut].reshape(-1) for t in tensors]) * factor
+    return out
 
 
 def _step(case: gpt.Case, chunks: Any, rank: int) -> Any:
@@ -109,10 +134,8 @@ def differences(row: Any, want: dict[str, Any], microbatches: int) -> list[str]:
     """What a row says otherwise, beyond what sums in another order make of a model's values."""
     from megatron_flex.statistics.measured import SIDE, edges
 
-    found = []
-    for name in ("std", "rms", "norm", "absmax"):
-        if not math.isclose(getattr(row, name), want[name], rel_tol=1e-4, abs_tol=1e-9):
-            found.append(name)
+    plain = ("std", "rms", "norm", "absmax")
+    found = [n for n in plain if not math.isclose(getattr(row, n), want[n], rel_tol=1e-4, abs_tol=1e-9)]
     if abs(row.mean - want["mean"]) > 1e-4 * want["rms"] + 1e-9:
         found.append("mean")
     if want["kurtosis"] is not None and not math.isclose(row.kurtosis or 0, want["kurtosis"], rel_tol=1e-3):

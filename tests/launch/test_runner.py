@@ -1,0 +1,251 @@
+"""The runner and `install()` on Megatron's own `pretrain()`: two tensor parallel ranks, flags of ours and theirs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_flex import open_dump
+from tests.launch.test_quickstart import has_pretrain
+from tests.support.launching import MODEL, SCRIPT, Done, Server, torchrun
+
+pytestmark = pytest.mark.skipif(not has_pretrain(), reason="needs megatron.training of 0.19 or newer")
+NORM, FC1 = "decoder.layers.0.input_layernorm.weight", "decoder.layers.0.mlp.linear_fc1.weight"
+ODD = ["--flexible", "--flex-dump=x y", "--words", "a b", "", "$HOME", "'\"", "é\n", "*", "--", "--flex-plan"]
+BOOM = """
+calls = []
+
+def boom(module, inputs, save_ctx, modules):
+    calls.append(1)
+    if len(calls) == 4:
+        raise RuntimeError("too hot")
+    return inputs * 0.5
+
+def few(inputs):
+    return inputs
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    process = Server()
+    yield process
+    process.close()
+
+
+def command(out: Path, *words: object) -> list[str]:
+    out.mkdir(exist_ok=True)
+    flags = [*MODEL, "--tensor-model-parallel-size", "2", "--out", out, *words]
+    return [str(word) for word in (SCRIPT, *flags)]
+
+
+def made(out: Path) -> list[dict]:
+    return [torch.load(out / f"made-{rank}.pt") for rank in range(2)]
+
+
+def assert_same(out: Path, other: Path) -> None:
+    """The losses of both runs, evaluation's too, and their weights have the same bits."""
+    for one, two in zip(made(out), made(other), strict=True):
+        assert len(one["losses"]) == 3 * 2 + 3 * 2  # iterations, and evaluations: at 2, and of both sets
+        assert one["losses"] == two["losses"]
+        assert one["weights"].keys() == two["weights"].keys()
+        assert all(torch.equal(w, two["weights"][n]) for n, w in one["weights"].items())
+
+
+@pytest.fixture(scope="module")
+def plain(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without the runner, which saves a checkpoint."""
+    out = tmp_path_factory.mktemp("plain")
+    saving = ["--save", out / "saved", "--ckpt-format", "torch", "--save-interval", "3"]
+    done = server(2, out, *command(out, *saving), plain=True)
+    assert done.status == [0, 0], done.err[0]
+    return out
+
+
+def test_flags_absent(plain: Path, tmp_path: Path):
+    """By torchrun: the script sees what it would see without us, and computes the same."""
+    words = [*command(tmp_path), *ODD]
+    script, *rest = words
+    done = torchrun(2, tmp_path, "-m", "megatron_flex.launch", script, "--flex-cpu", *rest)
+    assert done.status == [0], done.err[0]
+    for rank in range(2):
+        seen = json.loads((tmp_path / f"seen-{rank}.json").read_text())
+        assert seen["argv"] == words
+        assert seen["words"] == ODD[3:9] + ODD[10:]
+        assert (seen["name"], seen["file"], seen["path"]) == ("__main__", script, str(SCRIPT.parent))
+    assert done.told == []
+    assert_same(plain, tmp_path)
+
+
+def test_reading_only(server: Server, plain: Path, tmp_path: Path):
+    """Dumps and statistics change no bit, and evaluation is in neither."""
+    ours = ["--flex-sites", "decoder.layers.*", "decoder.layers.*.mlp.linear_fc1", "--flex-verify"]
+    ours += ["--flex-dump", tmp_path / "dump", "--flex-stats", tmp_path / "stats", "--flex-cpu"]
+    done = server(2, tmp_path, *command(tmp_path), *ours)
+    assert done.status == [0, 0], done.err[0]
+    assert done.told == []
+    assert_same(plain, tmp_path)
+    with open_dump(tmp_path / "dump") as dump:
+        assert list(dump.iterations) == [0, 1, 2]
+        layer = dump["decoder.layers.1:output"]
+        assert layer.at(2).shape[0] == 4  # samples: those of training alone
+    assert any((tmp_path / "stats").iterdir())
+
+
+def test_after_the_checkpoint_and_a_function_that_raises(server: Server, plain: Path, tmp_path: Path):
+    """What is dumped of the first iteration are the loaded weights; the second one fails, as told."""
+    (tmp_path / "own.py").write_text(BOOM)
+    loading = ["--load", plain / "saved", "--ckpt-format", "torch", "--train-iters", "9", "--finetune"]
+    ours = ["--flex-cpu", "--flex-edit", "decoder.layers.1", "own.py:boom", "--flex-dump", tmp_path / "dump"]
+    done = server(2, tmp_path, *command(tmp_path, *loading), *ours, "--flex-dump-parameters", NORM, FC1)
+    assert done.status == [2, 2], done.err[0]
+    (line,) = done.told
+    for word in ("decoder.layers.1:output", "iteration 1", "microbatch 1", "rank", "too hot"):
+        assert word in line
+    assert "own.py" in done.err[0]  # the function's own traceback
+    assert "megatron_flex/launch" not in done.err[0]
+    weights = [state["weights"] for state in made(plain)]
+    with open_dump(tmp_path / "dump") as dump:
+        assert list(dump.iterations) == [0]
+        norm, fc1 = (torch.as_tensor(dump[name].at(0)) for name in (NORM, FC1))
+    held = {n: [next(w for k, w in rank.items() if k.endswith(n)) for rank in weights] for n in (NORM, FC1)}
+    assert torch.equal(norm, held[NORM][0])
+    assert not torch.equal(norm, torch.ones_like(norm))  # as it was initialised
+    assert torch.equal(fc1, torch.cat(held[FC1]))
+
+
+def refused(server: Server, out: Path, *ours: object) -> str:
+    """The one line that a launch ends with, on all ranks, before data are touched."""
+    done = server(2, out, *command(out), "--flex-cpu", *ours)
+    return line_of(done, out)
+
+
+def line_of(done: Done, out: Path) -> str:
+    assert done.status == [2, 2], done.err
+    assert not (out / "touched").exists()
+    assert not any("Traceback" in text for text in done.err)
+    (line,) = done.told
+    return line
+
+
+def test_bad_input_before_anything_is_built(server: Server, tmp_path: Path):
+    """An unknown flag, a bad key, and functions that are not there, or take something else."""
+    (tmp_path / "own.py").write_text(BOOM)
+    (tmp_path / "bad.yaml").write_text("sites: [decoder.layers.*]\ndumps:\n- path: d\n  evry: 2\n")
+    line = refused(server, tmp_path, "--flex-site", "x")
+    assert "--flex-site" in line
+    assert "--flex-sites" in line
+    line = refused(server, tmp_path, "--flex-config", "bad.yaml")
+    assert all(word in line for word in ("bad.yaml", "4", "evry", "every"))
+    assert not (tmp_path / "seen-0.json").exists()
+    line = refused(server, tmp_path, "--flex-edit", "decoder.layers.1", "own.py:bom")
+    assert "bom" in line
+    line = refused(server, tmp_path, "--flex-edit", "decoder.layers.1", "own.py:few")
+    assert "cannot be called" in line
+
+
+def test_bad_input_that_the_model_shows(server: Server, tmp_path: Path):
+    """Sites that there are not, and a folder that holds another model's dump, on one rank's word."""
+    line = refused(server, tmp_path, "--flex-sites", "decoder.layrs.*", "--flex-dump", tmp_path / "d")
+    assert "decoder.layrs.*" in line
+    assert "decoder.layers" in line
+    (tmp_path / "d").mkdir(exist_ok=True)
+    assert list((tmp_path / "d").iterdir()) == []
+
+
+def test_sites_and_plans(server: Server, tmp_path: Path):
+    """The first rank prints them, and all end before data are touched."""
+    looks = ["--flex-list-sites", "decoder.layers.0.mlp.**", "--flex-plan", "--flex-cpu"]
+    asked = ["--flex-sites", "decoder.layers.*", "--flex-dump", tmp_path / "d", "--flex-edit", "scale=0.5"]
+    done = server(2, tmp_path, *command(tmp_path), *looks, *asked)
+    assert done.status == [0, 0], done.err[0]
+    first, second = done.out
+    (fc1,) = (
+        line for line in first.splitlines() if line.startswith("decoder.layers.0.mlp.linear_fc1:output")
+    )
+    assert fc1.split("  ")[1:] != []
+    assert "[s, b, f 64]" in fc1
+    assert "[s, b, f/tp]" in fc1
+    assert "3 iterations" in first
+    assert "scale(0.5)" in first
+    assert "linear_fc1" not in second
+    assert not (tmp_path / "touched").exists()
+    assert not (tmp_path / "d").exists()
+
+
+def test_what_never_fired_is_told_at_the_end(server: Server, tmp_path: Path):
+    """In a run that only evaluates no gradient comes; the script is through before it is told."""
+    (tmp_path / "f.yaml").write_text(
+        "edits: [{site: decoder.layers.0, edit: zero, hook_type: full_backward}]\n"
+    )
+    done = server(2, tmp_path, *command(tmp_path, "--skip-train"), "--flex-cpu", "--flex-config", "f.yaml")
+    assert done.status == [2, 2], done.err[0]
+    (line,) = done.told
+    assert "never fired" in line
+    assert all((tmp_path / f"through-{rank}").exists() for rank in range(2))
+
+
+ONE_LINE = """
+import sys
+import megatron_flex as mf
+from tests.support import pretraining
+own = pretraining.more
+pretraining.more = lambda parser: mf.add_flex_args(own(parser))
+pretraining.main()
+"""
+
+
+def test_flags_in_the_scripts_own_parser(server: Server, plain: Path, tmp_path: Path):
+    """One line: what Megatron parses is enough, though its code is imported and bound already."""
+    (tmp_path / "one.py").write_text(ONE_LINE)
+    words = [tmp_path / "one.py", *command(tmp_path)[1:]]
+    done = server(
+        2, tmp_path, *words, "--flex-dump", tmp_path / "d", "--flex-sites", "decoder.layers.*", plain=True
+    )
+    assert done.status == [0, 0], done.err[0]
+    assert_same(plain, tmp_path)
+    with open_dump(tmp_path / "d") as dump:
+        assert list(dump.iterations) == [0, 1, 2]
+
+
+INSTALLS = """
+import sys
+import megatron.training.training as training
+from megatron.training import pretrain
+from megatron_flex.errors import FlexError
+from megatron_flex.launch import Settings, install
+
+def state():
+    return {**vars(training), "bound": pretrain, "outer": vars(sys.modules["megatron.training"])["pretrain"]}
+
+before, path = state(), list(sys.meta_path)
+idle = install(Settings())
+assert state() == before
+idle.uninstall()
+sys.argv += ["--flex-verify", "--other"]
+there = install()
+assert sys.argv[-1] == "--other" and "--flex-verify" not in sys.argv
+changed = {name for name, value in state().items() if before[name] is not value}
+assert changed == {"setup_model_and_optimizer", "train_step", "evaluate", "train", "pretrain", "bound", "outer"}
+assert install() is there and install(Settings(verify=1)) is there
+try:
+    install(Settings(verify=2))
+except FlexError as error:
+    assert "other settings" in str(error)
+else:
+    raise AssertionError("other settings were taken")
+there.uninstall()
+assert state() == before and list(sys.meta_path) == path
+print("as it was")
+"""
+
+
+def test_install_and_uninstall(server: Server, tmp_path: Path):
+    (tmp_path / "installs.py").write_text(INSTALLS)
+    done = server(1, tmp_path, tmp_path / "installs.py", plain=True)
+    assert done.status == [0], done.err[0]
+    assert "as it was" in done.out[0]

@@ -1,0 +1,202 @@
+"""Sums of values: what follows from them, in any dtype, in any parts, over any layout."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_flex.errors import LayoutError
+from megatron_flex.layout import Cut, Dim, Layout, extract, is_sum
+from megatron_flex.runtime.measuring.counting import counted, counted_of_part
+from megatron_flex.statistics import moments
+from megatron_flex.statistics.measured import HIGHEST, LOWEST, SIDE, Measured, edges
+from megatron_flex.statistics.moments import Sums
+from megatron_flex.statistics.table import Entry, Table
+from tests.support.dumps import mesh_of
+from tests.unit.test_layout import SIZES, layouts, make
+
+ENTRIES = (Entry("x", "value", 0),)
+
+
+def measured(parts: list[Sums], apart: bool = True) -> Measured | None:
+    """The row that ranks come to that have a part each."""
+    table = Table(ENTRIES, len(parts) if apart else 1000, True)
+    packed = [table.pack({0: p}, set(), [1.0, 3.0, 1.0], n) for n, p in enumerate(parts)]
+    maxima = [table.maxima({0: p}, v) for p, v in zip(parts, packed, strict=True)]
+    greatest = None if maxima[0] is None else torch.stack([m for m in maxima if m is not None]).amax(0)
+    rows = table.measured(3, torch.stack(packed).sum(0), greatest)
+    return rows[0] if rows else None
+
+
+def sums(*values: Tensor, factor: float = 1.0) -> Sums:
+    out = Sums()
+    for v in values:
+        out.add(v, factor)
+    return out
+
+
+def close(row: Measured | None, values: Tensor, digits: float) -> None:
+    """A row says of values what plain fp64 says, in each of its numbers."""
+    v = values.double().reshape(-1)
+    good = v[v.isfinite()]
+    assert row is not None
+    assert row.count == len(v)
+    assert row.nans == int(v.isnan().sum())
+    assert row.infinities == int(v.isinf().sum())
+    assert row.zeros == int((v == 0).sum()) / len(v)
+    bounds, zeros = [e for e in edges()[SIDE + 1 :]], int((good == 0).sum())
+    sides = [
+        [int(((v >= a) & (v < b) & (v > 0)).sum()) for a, b in zip(bounds, bounds[1:], strict=False)]
+        for v in (-good, good)
+    ]
+    assert list(row.histogram) == [*reversed(sides[0]), zeros, *sides[1]]
+    if not len(good):
+        assert row.mean is None
+        return
+    mean, square = good.mean(), good.square().mean()
+    spread = (good - mean).square().mean()
+    assert row.absmax == float(good.abs().max())
+    assert row.rms == pytest.approx(float(square.sqrt()), rel=digits)
+    assert row.norm == pytest.approx(float(good.norm()), rel=digits)
+    assert row.mean == pytest.approx(float(mean), rel=digits, abs=digits * float(square.sqrt()))
+    assert row.std == pytest.approx(float(spread.sqrt()), rel=digits, abs=1e-6 * float(square.sqrt()))
+    if float(spread) > 1e-9 * float(square):
+        assert row.kurtosis == pytest.approx(float((good - mean).pow(4).mean() / spread**2), rel=10 * digits)
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mean", [0.0, 3.0, 100.0])
+def test_numbers_of_normal_values(dtype: torch.dtype, mean: float) -> None:
+    values = (torch.randn(300_000, generator=torch.Generator().manual_seed(1)) + mean).to(dtype)
+    close(measured([sums(values)]), values, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.floats(allow_nan=True, allow_infinity=True, width=32),
+            st.sampled_from([0.0, -0.0, 1.0, -2.0, 1e-45, 3e38, float(2**HIGHEST), float(2**LOWEST)]),
+        ),
+        min_size=1,
+        max_size=40,
+    )
+)
+def test_numbers_of_any_values(dtype: torch.dtype, given_: list[float]) -> None:
+    values = torch.tensor(given_, dtype=torch.float64).to(dtype)
+    close(measured([sums(values)]), values, 1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 5), st.floats(-30, 30), st.booleans())
+def test_parts_add_up(seed: int, parts: int, power: float, apart: bool) -> None:
+    """However they are divided, and whether maxima have places or go by themselves."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(2000, generator=generator) * 2.0**power + 0.3
+    cuts = torch.randint(0, 2000, (parts,), generator=generator).sort().values
+    pieces = values.tensor_split(cuts)
+    close(measured([sums(p) for p in pieces], apart), values, 1e-6)
+    close(measured([sums(*pieces)]), values, 1e-6)
+
+
+@pytest.mark.parametrize("values", [torch.arange(-7, 90), torch.rand(400) > 0.3, torch.full((9,), 2.5)])
+def test_numbers_bools_and_equal_values(values: Tensor) -> None:
+    close(measured([sums(values)]), values, 1e-9)
+
+
+def test_nothing_and_nothing_finite() -> None:
+    assert measured([sums(torch.empty(0))]) is None
+    row = measured([sums(torch.tensor([math.nan, math.inf, -math.inf]))])
+    assert row is not None
+    assert (row.count, row.nans, row.infinities) == (3, 1, 2)
+    assert (row.mean, row.std, row.absmax, row.norm, row.kurtosis) == (None,) * 5
+    equal = measured([sums(torch.full((100,), 1.7))])
+    assert equal is not None
+    assert (equal.std, equal.kurtosis) == (0.0, None)
+
+
+@pytest.mark.parametrize("factor", [0.5, 3.0, 65536.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_factor_is_divided_out(dtype: torch.dtype, factor: float) -> None:
+    values = torch.randn(5000).relu().to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    close(measured([sums(values, factor=factor)]), values.to(wide) / factor, 1e-6)
+
+
+def test_order_in_memory_does_not_matter() -> None:
+    values = torch.randn(6, 50, 70)
+    for view in (values.transpose(0, 2), values[:, ::2], values[..., 3:9], values.expand(2, 6, 50, 70)):
+        close(measured([sums(view)]), view, 1e-6)
+
+
+def test_the_quick_way_is_taken(monkeypatch: Any) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("summed in fp64")
+
+    monkeypatch.setattr(Sums, "_surely", refuse)
+    for values in (torch.randn(9), torch.randn(300_000).relu(), torch.randn(9).bfloat16(), torch.zeros(5)):
+        sums(values, factor=4.0)
+        sums(values * 1e-20)
+    with pytest.raises(AssertionError, match="fp64"):
+        sums(torch.tensor([1.0, math.nan]))
+
+
+def test_without_a_histogram() -> None:
+    values = torch.randn(1000).relu()
+    out = Sums(histogram=False)
+    out.add(values)
+    assert float(out.row[moments.ZEROS]) == int((values == 0).sum())
+    assert not out.row[moments.HISTOGRAM :].any()
+
+
+@settings(max_examples=150, deadline=None)
+@given(layouts())
+def test_each_entry_of_the_whole_is_counted_once(drawn: tuple[Layout, tuple[int, ...]]) -> None:
+    layout, shape = drawn
+    whole, local = make(layout, shape)
+    if is_sum(layout, SIZES):
+        mesh = mesh_of(SIZES, dict.fromkeys(SIZES, 0))
+        with pytest.raises(LayoutError, match="summands"):
+            counted(extract(layout, whole, mesh.coords, SIZES, local), layout, mesh)
+        return
+    found, parts = [], []
+    for at in product(*(range(n) for n in SIZES.values())):
+        mesh = mesh_of(SIZES, dict(zip(SIZES, at, strict=True)))
+        shard = extract(layout, whole, mesh.coords, SIZES, local)
+        found.append(counted(shard, layout, mesh).reshape(-1))
+        half = shard.numel() // 2
+        for part in ((0, half), (half, shard.numel())):
+            parts.append(counted_of_part(shard, part, layout, mesh, mesh.axes))
+    for pieces in (found, parts):
+        assert torch.equal(torch.cat(pieces).sort().values, whole.reshape(-1).sort().values)
+
+
+def test_what_all_hold_is_divided() -> None:
+    """No rank measures all of it."""
+    layout = Layout((Dim("s"), Dim("h", (Cut("a"),))))
+    for at in product(*(range(n) for n in SIZES.values())):
+        mesh = mesh_of(SIZES, dict(zip(SIZES, at, strict=True)))
+        assert counted(torch.zeros(24, 5), layout, mesh).numel() == 10
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(-60, 60))
+def test_a_value_is_in_the_bin_of_its_power(power: float) -> None:
+    assume(power != int(power))
+    for sign in (1, -1):
+        row = measured([sums(torch.tensor([sign * 2.0**power]))])
+        assert row is not None
+        at = row.histogram.index(1)
+        low, high = edges()[at : at + 2]
+        assert low <= sign * 2.0**power <= high
