@@ -43,8 +43,8 @@ setup(
         "lens-proof": ["transformer-lens>=3.9,<4", "transformers>=5.9"],
         # The command line, and what `megatron-flex dump export` writes beside safetensors.
         "cli": ["numpy", "rich>=13", "typer>=0.15"],
-        # Flags and YAML on existing launchers; wrapt tells when Megatron's training code is imported.
-        "launch": ["pydantic>=2", "pyyaml", "wrapt"],
+        # Flags and YAML on existing launchers.
+        "launch": ["pydantic>=2", "pyyaml"],
         # What scripts/patch_upstream finds its anchors with.
         "patches": ["libcst"],
         # Statistics in Parquet; JSON lines need nothing.
