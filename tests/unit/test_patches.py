@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("libcst", reason="the patches are made with it: pip install megatron-flex[patches]")
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import patches.files
@@ -196,6 +196,7 @@ ENDS = st.sampled_from([b"\n", b"\r\n", b"\r"])
 def test_out_is_what_was_in(
     kind: str, end: bytes, tabs: bool, bom: bool, encoding: str, last: str, comments: list[Any]
 ) -> None:
+    assume(end != b"\r" or not encoding)  # the first line then has no end for what looks for an encoding
     text = KINDS[kind].rstrip("\n").split("\n")
     for at, words in comments:
         place = 1 + at % (len(text) - 1)
