@@ -191,7 +191,7 @@ def test_what_never_fired_is_told_at_the_end(server: Server, tmp_path: Path):
 ONE_LINE = """
 import sys
 import megatron_flex as mf
-from tests.support import pretraining
+from tests.support.scripts import pretraining
 own = pretraining.more
 pretraining.more = lambda parser: mf.add_flex_args(own(parser))
 pretraining.main()
