@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = Path(__file__).with_name("pretraining.py")
+SCRIPT = Path(__file__).parent / "scripts" / "pretraining.py"
 FLAGS = """
 --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 16
 --max-position-embeddings 16 --hidden-dropout 0.1 --attention-dropout 0 --tokenizer-type

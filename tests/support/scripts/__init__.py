@@ -1,0 +1,1 @@
+"""Scripts that launches run; alone in their folder, which Python puts on the path."""
