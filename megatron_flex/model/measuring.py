@@ -30,8 +30,8 @@ class Measures:
 
         Args:
             statistics: the settings.
-            sink: where the numbers go instead of files and the framework's writers: they arrive on every rank,
-                when the step behind theirs ends.
+            sink: where the numbers go instead of files and the framework's writers; they arrive on every
+                rank, when the step behind theirs ends.
 
         Raises:
             SiteError: a pattern matches nothing.

@@ -82,7 +82,7 @@ def measuring(case: gpt.Case, state: dict[str, Tensor], sites: Any, more: dict[s
 
 
 def expected(truth: Any, rows: Any, microbatches: int, real: int | None) -> dict[str, Tensor]:
-    """All values of each site, and of its gradient at the scale of a microbatch's own loss, that has a row."""
+    """All values of each site with a row, and of its gradient at the scale of a microbatch's own loss."""
     out = {}
     for end, found, factor in (("", truth["values"], 1), (".grad", truth["gradients"], microbatches)):
         for site, tensors in found.items():

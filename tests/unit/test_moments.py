@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -51,11 +51,8 @@ def close(row: Measured | None, values: Tensor, digits: float) -> None:
     assert row.nans == int(v.isnan().sum())
     assert row.infinities == int(v.isinf().sum())
     assert row.zeros == int((v == 0).sum()) / len(v)
-    bounds, zeros = [e for e in edges()[SIDE + 1 :]], int((good == 0).sum())
-    sides = [
-        [int(((v >= a) & (v < b) & (v > 0)).sum()) for a, b in zip(bounds, bounds[1:], strict=False)]
-        for v in (-good, good)
-    ]
+    bounds, zeros = list(edges()[SIDE + 1 :]), int((good == 0).sum())
+    sides = [[int(((v >= a) & (v < b) & (v > 0)).sum()) for a, b in pairwise(bounds)] for v in (-good, good)]
     assert list(row.histogram) == [*reversed(sides[0]), zeros, *sides[1]]
     if not len(good):
         assert row.mean is None
@@ -103,7 +100,7 @@ def test_numbers_of_any_values(dtype: torch.dtype, given_: list[float]) -> None:
 def test_parts_add_up(seed: int, parts: int, power: float, apart: bool) -> None:
     """However they are divided, and whether maxima have places or go by themselves."""
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(2000, generator=generator) * 2.0**power + 0.3
+    values = (torch.randn(2000, generator=generator) + 0.3) * 2.0**power
     cuts = torch.randint(0, 2000, (parts,), generator=generator).sort().values
     pieces = values.tensor_split(cuts)
     close(measured([sums(p) for p in pieces], apart), values, 1e-6)
@@ -177,7 +174,7 @@ def test_each_entry_of_the_whole_is_counted_once(drawn: tuple[Layout, tuple[int,
         found.append(counted(shard, layout, mesh).reshape(-1))
         half = shard.numel() // 2
         for part in ((0, half), (half, shard.numel())):
-            parts.append(counted_of_part(shard, part, layout, mesh, mesh.axes))
+            parts += [counted_of_part(shard, part, layout, mesh, mesh.axes)]
     for pieces in (found, parts):
         assert torch.equal(torch.cat(pieces).sort().values, whole.reshape(-1).sort().values)
 
