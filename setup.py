@@ -47,6 +47,8 @@ setup(
         "launch": ["pydantic>=2", "pyyaml", "wrapt"],
         # What scripts/patch_upstream finds its anchors with.
         "patches": ["libcst"],
+        # Statistics in Parquet; JSON lines need nothing.
+        "parquet": ["pyarrow"],
         "zarr": ["numpy", "zarr>=3"],
         "datasets": ["datasets>=4", "numpy"],
         "dev": [

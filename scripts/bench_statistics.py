@@ -65,11 +65,12 @@ def by_hand(subject: Subject) -> Iterator[Standing]:
     """
     kept: dict[str, Tensor] = {}
 
-    def hook(name: str, module: nn.Module, _: Any, output: Any) -> None:
-        values = (output[0] if isinstance(output, tuple) else output).detach()
+    def hook(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        found = args if name.endswith("fc2") else output
+        values = (found[0] if isinstance(found, tuple) else found).detach()
         centered = values - values.mean()
         variance = centered.square().mean()
-        found = [
+        numbers = [
             values.mean(),
             variance.sqrt(),
             values.square().mean().sqrt(),
@@ -77,12 +78,13 @@ def by_hand(subject: Subject) -> Iterator[Standing]:
             (values == 0).float().mean(),
             centered.pow(4).mean() / variance.square(),
         ]
-        kept[name] = torch.stack(found)
+        kept[name] = torch.stack(numbers)
 
     names = ["embedding"]
     for n in range(subject.layers):
         layer = f"decoder.layers.{n}"
-        names += [layer, f"{layer}.self_attention", f"{layer}.mlp.linear_fc1", f"{layer}.mlp"]
+        names += [layer, f"{layer}.self_attention", f"{layer}.mlp"]
+        names += [f"{layer}.mlp.linear_fc1", f"{layer}.mlp.linear_fc2"]
     handles = [subject.model.get_submodule(n).register_forward_hook(partial(hook, n)) for n in names]
     try:
         yield Standing(subject.model, lambda: kept, kept.clear)
@@ -150,12 +152,12 @@ def on_disk(settings: Settings) -> dict[str, float]:
     dist.barrier()
     if dist.get_rank():
         return {}
-    with mf_open(folder) as (lines, found):
+    with _opened(folder) as (lines, found):
         return {"tensors": len(found.sites), "line_bytes": sum(map(len, lines[1:])) / len(found.iterations)}
 
 
 @contextmanager
-def mf_open(folder: Path) -> Iterator[tuple[list[str], Any]]:
+def _opened(folder: Path) -> Iterator[tuple[list[str], Any]]:
     """The lines of the only file of a folder, and the reader; the folder goes."""
     (file,) = folder.glob("*.jsonl")
     try:

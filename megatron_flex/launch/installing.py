@@ -192,7 +192,7 @@ class Installed:
         return out
 
     def _shutdown(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        """The last that pretrain() calls: it tells the end of one that ran, or was bound, before the patch."""
+        """The last that pretrain() calls: the end of one that ran, or was bound, before the patch."""
         if not self._inside:
             self.finish()
         return original(*args, **kwargs)

@@ -84,6 +84,7 @@ def _edits(edit: EditSettings, settings: Settings) -> Iterator[HookFunction]:
                 save=False,
                 on_error=settings.on_error,
                 tags=(EDIT, *edit.tags),
+                enabled=edit.enabled,
             )
     except FlexError as error:
         raise type(error)(f"{flag}: {error}") from error

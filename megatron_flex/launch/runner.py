@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -17,6 +18,7 @@ from megatron_flex.launch.table import help_text
 from megatron_flex.launch.telling import STATUS, rank, tell
 
 USAGE = "python -m megatron_flex.launch SCRIPT [its flags] [--flex-...], or -m MODULE instead of SCRIPT"
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
 OURS = (__file__, runpy.__file__, os.path.join(os.path.dirname(__file__), "__main__.py"))
 
 
@@ -97,24 +99,38 @@ def _ended(installed: Installed) -> int:
 def _told(installed: Installed, error: Exception) -> int:
     """Tell of an exception: in one line if it is ours, and else as Python does."""
     if error is installed.failure:
-        cause = error.__cause__
-        if cause is not None and cause.__traceback__ is not None:
-            _show(cause)
+        _show_cause(error)
         tell(error)
         return STATUS
-    _show(error)
+    _show(error, _is_runner)
     return 1
 
 
-def _show(error: BaseException) -> None:
-    """Print a traceback from where the script begins."""
-    trace = error.__traceback__
-    while trace is not None and _is_ours(trace):
-        trace = trace.tb_next
+def _show_cause(error: BaseException) -> None:
+    """Print the traceback of what a function of the user's raised, if that is behind it."""
+    while isinstance(error, FlexError) and error.__cause__ is not None:
+        error = error.__cause__
+    if not isinstance(error, FlexError) and _outside(error.__traceback__, _is_ours) is not None:
+        _show(error, _is_ours)
+
+
+def _show(error: BaseException, leave_out: Callable[[str], bool]) -> None:
+    """Print a traceback from where the user's own begins."""
+    trace = _outside(error.__traceback__, leave_out)
     sys.stdout.flush()
     sys.excepthook(type(error), error, trace or error.__traceback__)
 
 
-def _is_ours(trace: TracebackType) -> bool:
-    file = trace.tb_frame.f_code.co_filename
+def _outside(trace: TracebackType | None, leave_out: Callable[[str], bool]) -> TracebackType | None:
+    """What is left of a traceback behind its first frames in files that are to be left out."""
+    while trace is not None and leave_out(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return trace
+
+
+def _is_runner(file: str) -> bool:
     return file in OURS or file == "<frozen runpy>"
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith((PACKAGE, "<frozen ")) or file == importlib.__file__

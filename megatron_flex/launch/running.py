@@ -8,6 +8,7 @@ from typing import Any
 from megatron_flex.launch.agreeing import job, together
 from megatron_flex.launch.resolving import DUMP, STATISTICS, Resolved, resolved
 from megatron_flex.launch.settings import Settings
+from megatron_flex.launch.switching import Control
 from megatron_flex.model import FlexModel
 
 RESTING = {DUMP, STATISTICS}  # the groups that evaluations do not count for
@@ -26,6 +27,7 @@ class Running:
         self.settings = settings
         self.flex: FlexModel | None = None
         self.found: Resolved | None = None
+        self._control: Control | None = None
         self._trained = False
         self._before_evaluation: Any = None
 
@@ -61,6 +63,8 @@ class Running:
                     flex.register_statistics(statistics)
                 if self.settings.verify:
                     flex.verify(self.settings.verify)
+                if self.settings.control is not None:
+                    self._control = Control(flex, self.settings.control)
         except BaseException:
             flex.session.close(failed=True)
             raise
@@ -70,6 +74,10 @@ class Running:
     def step_begins(self, iteration: int | None = None) -> None:
         """A training step begins; `iteration` as the loop counts, from 0, None if it does not."""
         self._trained = True
+        if self.flex is not None:
+            self.flex.session.clock.told = iteration
+        if self._control is not None:
+            self._control.step_begins(iteration)
 
     def step_ends(self) -> None:
         """It is over: its backward passes and the optimizer's update are done."""
@@ -96,7 +104,7 @@ class Running:
             FlexError: on all ranks: a hook never fired, or something could not be written. The model is
                 restored even so.
         """
-        flex, self.flex = self.flex, None
+        flex, self.flex = self._let_go(), None
         if flex is not None:
             flex.restore()
 
@@ -105,9 +113,15 @@ class Running:
 
         What was dumped whole stays.
         """
-        flex, self.flex = self.flex, None
+        flex, self.flex = self._let_go(), None
         if flex is not None:
             flex.session.close(failed=True)
+
+    def _let_go(self) -> FlexModel | None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        return self.flex
 
 
 def _add(flex: FlexModel, found: Resolved) -> None:

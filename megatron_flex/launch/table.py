@@ -160,7 +160,13 @@ FLAGS = (
         takes="optional",
         value="**",
     ),
-    Flag("plan", ("plan",), CHECKS, "Print what dumps would write and what edits would send, and exit.", takes="none"),
+    Flag(
+        "plan",
+        ("plan",),
+        CHECKS,
+        "Print what dumps would write and what edits would send, and exit.",
+        takes="none",
+    ),
     Flag(
         "verify",
         ("verify",),

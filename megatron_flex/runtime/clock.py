@@ -20,6 +20,7 @@ class Clock:
     Attributes:
         step: runs of a schedule, or calls of the model outside one, since attaching; from 0.
         iteration: as the framework counts, or `step` where it does not.
+        told: the iteration as a launcher counts, which schedules then have whoever counts beside it; or None.
         microbatch: the one whose forward or backward pass runs.
         tokens: how many this rank's losses of the step are summed over, where the framework divides by those
             of all ranks at its end; else None.
@@ -31,6 +32,7 @@ class Clock:
     def __init__(self) -> None:
         self.step = -1
         self.iteration = -1
+        self.told: int | None = None
         self.microbatch = self.microbatches = 0
         self.tokens: Tensor | None = None
         self.chunk = 0

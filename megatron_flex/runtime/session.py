@@ -197,7 +197,8 @@ class Session:
             )
         self._compare()
         self.survey.called = False
-        self.clock.begin(iteration, gradient_factor)
+        told = self.clock.told
+        self.clock.begin(iteration if told is None else told, gradient_factor)
         self.sinks.begins(microbatches, self.mesh, probing=self.probing is not None)
         self.trainable.begins(microbatches or 1)
         self.passing.begin()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,7 +176,31 @@ def test_a_signal_to_one_rank(tmp_path: Path) -> None:
     assert "iteration 4, SIGUSR2: hooks that are on: edit 1 of 2, steer 1 of 1, all 1 of 3" in back
 
 
-def at_the_start(case: Case, folder: Path) -> tuple[str, int, int]:
+def of_the_page(case: Case, chunks: list[nn.Module], folder: Path) -> tuple[list[list[float]], str]:
+    """The loop on the page, with an edit that waits to be switched on and a file that does."""
+    from megatron_flex.launch.settings import EditSettings, Settings
+
+    text = (Path(__file__).parents[2] / "docs" / "switching.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[-1], names)
+    path, losses = folder / "page", []
+    if dist.get_rank() == 0:
+        path.write_text("+edit\n")
+    edits = (EditSettings(edit="scale=0.5", site="decoder.layers.1:mid", enabled=False),)
+
+    def schedule(batch: int) -> None:
+        if batch == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        losses.append(gpt.step(case, chunks, 0))
+
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        settings = Settings(edits=edits, control=path, on_error="skip")
+        names["train"](chunks, range(3), schedule, SimpleNamespace(step=lambda: None), settings)
+    return [*losses, gpt.step(case, chunks, 0)], said.getvalue()
+
+
+def at_the_start(case: Case, folder: Path) -> tuple[Any, ...]:
     """What cannot be is said by all ranks before any step; and what listening costs in each."""
     import megatron_flex as mf
     from megatron_flex.launch.switching import Control
@@ -194,10 +220,18 @@ def at_the_start(case: Case, folder: Path) -> tuple[str, int, int]:
         control.step_begins(0)
     control.close()
     flex.session.close()
-    return said, sum(counts.values()), counts["all_reduce"]
+    return said, sum(counts.values()), counts["all_reduce"], *of_the_page(case, chunks, folder)
 
 
 def test_a_file_that_cannot_be_at_the_start_and_the_price_of_listening(tmp_path: Path) -> None:
-    for said, all_calls, reduces in run(2, at_the_start, TP2, tmp_path):
+    answers = run(2, at_the_start, TP2, tmp_path)
+    for said, all_calls, reduces, losses, _ in answers:
         assert "no hook is in a group 'prob'; nearest: probe" in said
         assert (all_calls, reduces) == (1, 1)
+        assert [found == losses[-1] for found in losses] == [False, False, True, True], (
+            "on, on, out, restored"
+        )
+    told = answers[0][-1].splitlines()
+    assert "at the start: hooks that are on: edit 1 of 1, all 1 of 1" in told[0]
+    assert "iteration 2, SIGUSR1: hooks that are on: edit 0 of 1" in told[1]
+    assert answers[1][-1] == ""

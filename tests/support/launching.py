@@ -117,12 +117,12 @@ def _serve() -> None:
     os.dup2(2, 1)
     for line in sys.stdin:
         job = json.loads(line)
-        store = dist.TCPStore("localhost", job["port"], is_master=True, wait_for_workers=False)
         children = [_forked(rank, job) for rank in range(job["world"])]
         if 0 in children:
             return
+        store = dist.TCPStore("localhost", job["port"], is_master=True, wait_for_workers=False)
         status = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-        del store
+        del store  # before the next fork, which cannot take its thread along
         os.write(answers, (json.dumps(status) + "\n").encode())
 
 

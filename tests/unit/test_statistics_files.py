@@ -309,7 +309,7 @@ def test_what_fails_in_the_middle_of_parquet_is_that_group_alone(tmp_path, monke
     rename, calls = Path.rename, []
 
     def full(self, target):
-        calls.append(target)
+        calls.append((self.name[0], target.exists()))
         if len(calls) == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return rename(self, target)
@@ -322,6 +322,7 @@ def test_what_fails_in_the_middle_of_parquet_is_that_group_alone(tmp_path, monke
         writers.close()
     assert "No space left on device; so far 64 iterations are lost" in str(caught[0].message)
     assert len(caught) == 2, "the second one is the sum, at the end"
+    assert calls == [(".", False)] * 3, "readers see a part when it is whole"
     assert writers.lost == GROUP
     found = mf.open_statistics(tmp_path)
     assert found.iterations == [*range(GROUP), *range(2 * GROUP, 3 * GROUP)]

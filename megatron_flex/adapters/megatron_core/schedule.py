@@ -50,6 +50,23 @@ def watch(roots: list[nn.Module], context_parallel: int, listener: Listener) -> 
     return undo
 
 
+def hold() -> Undo:
+    """Let the schedule that a loop fetches from now on be followed also by what is attached after that."""
+    from megatron.core.pipeline_parallel import schedules
+
+    undos = [intercept(schedules, name, _as_it_is) for name in RUNS]
+
+    def undo() -> None:
+        for u in undos:
+            u()
+
+    return undo
+
+
+def _as_it_is(schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return schedule(*args, **kwargs)
+
+
 class _State:
     """What one watcher knows; its methods stand around Megatron's functions."""
 
