@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from megatron_flex.cli.listing import shape_in_words
 from megatron_flex.cli.options import Iterations, Json, chosen_iterations, chosen_names
 from megatron_flex.cli.terminal import console, counted, number, say_json, series, table, unicode_works
+from megatron_flex.dump.words import shape_in_words
 from megatron_flex.errors import FlexError, nearest
 from megatron_flex.sites import GRAD
 from megatron_flex.statistics.reading import FLOATS, OpenStatistics, Series, open_statistics
