@@ -11,6 +11,7 @@ import json
 import multiprocessing as mp
 import os
 import re
+import resource
 import runpy
 import shlex
 import socket
@@ -157,22 +158,34 @@ def measure_steps(args: argparse.Namespace, layout: str) -> dict[str, list[float
 # -- the start ---------------------------------------------------------------------------------------
 
 
-def measure_start() -> dict[str, list[float]]:
-    """Seconds of fresh interpreters that run a script which imports what a pretrain script does, and ends."""
-    out: dict[str, list[float]] = {"python SCRIPT": [], "runner": [], "runner, flags": []}
+def measure_start() -> dict[str, dict[str, list[float]]]:
+    """Fresh interpreters run a script which imports what a pretrain script does, and ends.
+
+    Returns:
+        Seconds, and seconds of CPU, which a busy machine changes less; by way.
+    """
+    ways = ("python SCRIPT", "runner", "runner, flags")
+    out: dict[str, dict[str, list[float]]] = {way: {"s": [], "CPU s": []} for way in ways}
     with tempfile.TemporaryDirectory() as name:
         script = Path(name) / "imports.py"
         script.write_text("import torch\nimport megatron.training\n", encoding="utf-8")
         runner = [sys.executable, "-m", "megatron_flex.launch", str(script)]
         flags = ["--flex-sites", "decoder.layers.*", "--flex-stats", f"{name}/stats"]
-        commands = dict(zip(out, ([sys.executable, str(script)], runner, [*runner, *flags]), strict=True))
+        commands = dict(zip(ways, ([sys.executable, str(script)], runner, [*runner, *flags]), strict=True))
         for number, order in enumerate(orders(list(commands), START_RUNS + 1)):
             for way in order:
-                began = perf_counter()
-                subprocess.run(commands[way], check=True, capture_output=True, timeout=300)
+                began, spent = perf_counter(), children()
+                subprocess.run(commands[way], check=True, capture_output=True, timeout=600)
                 if number:  # the first ones fill the page cache
-                    out[way].append(perf_counter() - began)
+                    out[way]["s"].append(perf_counter() - began)
+                    out[way]["CPU s"].append(children() - spent)
     return out
+
+
+def children() -> float:
+    """Seconds of CPU of all processes that were started here and are over."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 # -- the report --------------------------------------------------------------------------------------
@@ -210,11 +223,13 @@ def report(result: dict[str, Any], args: argparse.Namespace) -> str:
         lines += ["", f"{layout}, a step of pretrain():", _markdown(rows(times))]
     start = result["start"]
     plain = start["python SCRIPT"]
-    lines += ["", f"start-up, fresh interpreters, median of {len(plain)}:"]
-    for way, seconds in start.items():
-        added = spread([s - p for s, p in zip(seconds, plain, strict=True)])
-        more = "" if way == "python SCRIPT" else f", added {_interval(added, 2)} s"
-        lines.append(f"  {way:15} {statistics.median(seconds):.2f} s{more}")
+    lines += ["", f"start-up, fresh interpreters, median of {START_RUNS}:"]
+    for way, taken in start.items():
+        told = [f"{statistics.median(taken[unit]):.2f} {unit}" for unit in taken]
+        if way != "python SCRIPT":
+            added = {u: spread([s - p for s, p in zip(taken[u], plain[u], strict=True)]) for u in taken}
+            told += [f"added {_interval(added[unit], 2)} {unit}" for unit in added]
+        lines.append(f"  {way:15} {', '.join(told)}")
     return "\n".join(lines)
 
 

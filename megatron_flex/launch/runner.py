@@ -116,9 +116,9 @@ def _show_cause(error: BaseException) -> None:
 
 def _show(error: BaseException, leave_out: Callable[[str], bool]) -> None:
     """Print a traceback from where the user's own begins."""
-    trace = _outside(error.__traceback__, leave_out)
+    trace = _outside(error.__traceback__, leave_out) or error.__traceback__
     sys.stdout.flush()
-    sys.excepthook(type(error), error, trace or error.__traceback__)
+    sys.excepthook(type(error), error.with_traceback(trace), trace)  # Python prints the error's own one
 
 
 def _outside(trace: TracebackType | None, leave_out: Callable[[str], bool]) -> TracebackType | None:

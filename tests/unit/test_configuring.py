@@ -99,6 +99,7 @@ def test_what_values_mean(text: str, field: str, value: Any, tmp_path: Path) -> 
         ("every: 0", 1, "every: 0 is less than 1"),
         ("every: x", 1, "every: 'x' is no whole number"),
         ("every: yes", 1, "every: true is no number"),
+        ("sites: a\nevery:\n  x", 2, "every: 'x' is no whole number"),  # the key's line, not the value's
         ("every: 1.5", 1, "every: '1.5' is no whole number"),
         ("every: [1]", 1, "every: [1] is no whole number"),
         ("every:", 1, "every: None is no whole number"),
