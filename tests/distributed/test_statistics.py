@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support import gpt, oracle
-from tests.support import statistics as measured
+from tests.support import measuring as measured
 from tests.support.gpt import Case
 from tests.support.pool import run
 

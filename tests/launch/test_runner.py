@@ -11,6 +11,7 @@ import torch
 
 from megatron_flex import open_dump
 from tests.launch.test_quickstart import has_pretrain
+from tests.support.dumps import Given, random, write
 from tests.support.launching import MODEL, SCRIPT, Done, Server, torchrun
 
 pytestmark = pytest.mark.skipif(not has_pretrain(), reason="needs megatron.training of 0.19 or newer")
@@ -148,12 +149,18 @@ def test_bad_input_before_anything_is_built(server: Server, tmp_path: Path):
 
 
 def test_bad_input_that_the_model_shows(server: Server, tmp_path: Path):
-    """Sites that there are not, and a folder that holds another model's dump, on one rank's word."""
+    """Sites that there are not, and a folder that holds another model's dump, which is left as it is."""
     line = refused(server, tmp_path, "--flex-sites", "decoder.layrs.*", "--flex-dump", tmp_path / "d")
     assert "decoder.layrs.*" in line
     assert "decoder.layers" in line
     (tmp_path / "d").mkdir(exist_ok=True)
     assert list((tmp_path / "d").iterdir()) == []
+
+    write(tmp_path / "other", {"decoder.layers.0:output": Given(random(1, 4, 16, 8))})
+    there = sorted((tmp_path / "other").rglob("*"))
+    line = refused(server, tmp_path, "--flex-sites", "decoder.layers.*", "--flex-dump", tmp_path / "other")
+    assert "other holds another model's dump" in line
+    assert sorted((tmp_path / "other").rglob("*")) == there
 
 
 def test_sites_and_plans(server: Server, tmp_path: Path):
