@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/launch.md", "docs/statistics.md", "docs/switching.md", "patches/README.md")
+PAGES = ("README.md", "docs/launch.md", "docs/switching.md", "patches/README.md")
 FIRST = re.compile(r"(torchrun|python|megatron-flex|scripts/\S+|sbatch|export) ")
 
 
