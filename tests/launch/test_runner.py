@@ -218,6 +218,24 @@ def test_flags_in_the_scripts_own_parser(server: Server, plain: Path, tmp_path: 
         assert list(dump.iterations) == [0, 1, 2]
 
 
+def test_flags_that_a_codemod_put_into_the_script(server: Server, plain: Path, tmp_path: Path):
+    """Two lines more in a copy of the script, and it takes them; without flags it does what it did."""
+    pytest.importorskip("libcst")
+    from patches.command import main
+
+    copy = tmp_path / "pretrain_copy.py"
+    copy.write_bytes(SCRIPT.read_bytes())
+    assert main(["--apply", str(copy)]) == 0
+    words = [copy, *command(tmp_path)[1:]]
+    done = server(2, tmp_path, *words, "--flex-dump", tmp_path / "d", "--flex-sites", FC1[:-7], plain=True)
+    assert done.status == [0, 0], done.err[0]
+    assert_same(plain, tmp_path)
+    with open_dump(tmp_path / "d") as dump:
+        assert list(dump.sites) == [f"{FC1[:-7]}:output"]
+    assert main(["--revert", str(copy)]) == 0
+    assert copy.read_bytes() == SCRIPT.read_bytes()
+
+
 INSTALLS = """
 import sys
 import megatron.training.training as training
