@@ -176,7 +176,7 @@ def test_a_signal_to_one_rank(tmp_path: Path) -> None:
     assert "iteration 4, SIGUSR2: hooks that are on: edit 1 of 2, steer 1 of 1, all 1 of 3" in back
 
 
-def of_the_page(case: Case, chunks: list[nn.Module], folder: Path) -> tuple[list[list[float]], str]:
+def of_the_page(case: Case, chunks: list[Any], folder: Path) -> tuple[list[list[float]], str]:
     """The loop on the page, with an edit that waits to be switched on and a file that does."""
     from megatron_flex.launch.settings import EditSettings, Settings
 
@@ -229,7 +229,7 @@ def test_a_file_that_cannot_be_at_the_start_and_the_price_of_listening(tmp_path:
         assert "no hook is in a group 'prob'; nearest: probe" in said
         assert (all_calls, reduces) == (1, 1)
         assert [found == losses[-1] for found in losses] == [False, False, True, True], (
-            "on, on, out, restored"
+            "on, on, out"
         )
     told = answers[0][-1].splitlines()
     assert "at the start: hooks that are on: edit 1 of 1, all 1 of 1" in told[0]
