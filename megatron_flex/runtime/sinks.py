@@ -36,7 +36,8 @@ class Sinks:
     @property
     def tags(self) -> set[str]:
         """The groups that they are in, with hooks or, of parameters alone, without."""
-        return {tag for d in self.dumping.dumps for tag in d.dump.tags}
+        kept = [d.dump.tags for d in self.dumping.dumps]
+        return {t for tags in (*kept, *(m.statistics.tags for m in self.measuring.measurers)) for t in tags}
 
     def begins(self, microbatches: int, mesh: Mesh, called: bool = False, probing: bool = False) -> None:
         """A step starts: hooks of those that do not take it rest. Arguments as for `Dumping.begins`."""
