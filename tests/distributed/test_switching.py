@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.support import gpt, ranks
 from tests.support.gpt import Case
