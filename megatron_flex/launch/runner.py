@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
         if left.code not in (None, 0):
             installed.running.abort()
             raise
-    except Exception as error:
+    except Exception as error:  # the script's own or ours: told below, whichever it is
         installed.running.abort()
         status = _told(installed, error)
     except BaseException:
