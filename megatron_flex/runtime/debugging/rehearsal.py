@@ -112,7 +112,7 @@ def _tried(hook: HookFunction, sites: Sequence[Site], stage: Stage) -> None:
     """Rehearse; what is left out where it fails is warned of alone."""
     try:
         rehearse(hook, sites, stage)
-    except Exception as error:
+    except Exception as error:  # a person's function, which steps would leave out as well
         if hook.on_error == "raise":
             raise
         warnings.warn(f"{error}; on_error='skip': passes where it fails are left unedited", FlexWarning, 6)
