@@ -34,6 +34,7 @@ from megatron_flex.collectives.send import (
     send_up_pipeline,
     takes_part,
 )
+from megatron_flex.collectives.shard import Shard
 from megatron_flex.collectives.single import (
     checksum,
     differing,
@@ -55,6 +56,7 @@ __all__ = [
     "Posted",
     "Relay",
     "Route",
+    "Shard",
     "Stamp",
     "Step",
     "all_assemble",

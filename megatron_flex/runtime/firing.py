@@ -12,25 +12,22 @@ from torch import Tensor
 from megatron_flex.adapters import ParameterSite
 from megatron_flex.collectives import (
     Route,
-    gather_rows,
-    gather_whole,
-    scatter_rows,
-    scatter_whole,
 )
 from megatron_flex.errors import AbsentError, HookError
-from megatron_flex.layout import Layout, batch_first, over_data, own_data, whole_shape
+from megatron_flex.layout import Layout, batch_first, over_data, own_data
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
+from megatron_flex.runtime.changing import Changing
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.declared import Declared
 from megatron_flex.runtime.editing import Editing
 from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.runtime.recorder import Recorder
 from megatron_flex.runtime.registry import Registry
-from megatron_flex.sites import EDITED, GRAD, Site
+from megatron_flex.sites import GRAD, Site
 
 
-class Firing:
+class Firing(Changing):
     """The way of tensors and gradients through hooks: read, or gather, edit, scatter."""
 
     def __init__(
@@ -43,9 +40,8 @@ class Firing:
         gather_data_parallel: bool,
         backward_seen: Callable[[], None],
     ) -> None:
-        self.registry, self.clock, self.editing, self.mesh = registry, clock, editing, mesh
-        self._over_data = gather_data_parallel
-        self.recorder, self._backward_seen = recorder, backward_seen
+        super().__init__(clock, recorder, editing, mesh, gather_data_parallel, backward_seen)
+        self.registry = registry
         self.declared = Declared(registry, editing, mesh)
 
     def fire(
@@ -159,45 +155,6 @@ class Firing:
             return local
         return self.edited(hooks, key, module, local, layout, route, record)
 
-    def edited(
-        self,
-        hooks: list[HookFunction],
-        key: Key,
-        module: Any,
-        local: Tensor,
-        layout: Layout,
-        route: Route | None,
-        record: bool,
-    ) -> Tensor:
-        """Gather, edit, scatter; with `record` what was gathered is kept."""
-        whole = self.gather(local, layout, route)
-        if record:
-            self.recorder.whole(key, whole, layout)
-        return self.scatter(self.edit(hooks, key, module, whole, layout, record), local, layout, route)
-
-    def edit(
-        self,
-        hooks: list[HookFunction],
-        key: Key,
-        module: Any,
-        whole: Tensor,
-        layout: Layout,
-        record: bool,
-    ) -> Tensor:
-        """Pass a whole through editing functions, all of them on a tensor or all on its gradient.
-
-        With `record` what comes of it is kept for hooks that want that.
-        """
-        edited = self.editing.edit(hooks, key, module, whole, layout)
-        if self.editing.modules and edited.requires_grad and not hooks[0].backward:
-            if self._over_data and "dp" not in layout.axes and self.mesh["dp"].size > 1:
-                self.editing.guard(hooks[0], key, partial(_not_together, key.site))
-            # Outside a schedule all ranks must know of this backward pass, also where one rank edits for all.
-            edited.register_hook(lambda _: self._backward_seen())
-        if record and any(h.behind for h in hooks) and not hooks[0].backward:
-            self.recorder.whole(key._replace(site=key.site + EDITED), edited, layout)
-        return edited
-
     def absent(self, site: Site, count: int) -> None:
         """A call had only `count` tensors, and not the site's."""
         if site.index == 0:
@@ -242,57 +199,6 @@ class Firing:
             self.read(hooks, key, local, layout, route)
         self._backward_seen()
         return edited
-
-    def record(self, place: str, whole: Tensor, replays: bool) -> Key:
-        """Keep a tensor that an editing function has whole, under a name that is no site's.
-
-        Args:
-            place: the name.
-            whole: as every rank that holds it has it.
-            replays: whether the place may be passed again in recomputation, which is not kept.
-
-        Returns:
-            Its key, which a replayed pass shares with the first.
-        """
-        key = self.clock.key(place)
-        first = not self._over_data or self.mesh["dp"].coord == 0
-        if first and not (replays and self.clock.replaying()):
-            self.recorder.whole(key, whole, Layout(()))
-        return key
-
-    def gather(self, local: Tensor, layout: Layout, route: Route | None) -> Tensor:
-        """The whole on every rank."""
-        return gather_rows(local, route) if route else gather_whole(local, layout, self.mesh)
-
-    def scatter(self, whole: Tensor, local: Tensor, layout: Layout, route: Route | None) -> Tensor:
-        """This rank's part of the whole."""
-        return scatter_rows(whole, local, route) if route else scatter_whole(whole, local, layout, self.mesh)
-
-    def read(
-        self, hooks: list[HookFunction], key: Key, local: Tensor, layout: Layout, route: Route | None
-    ) -> None:
-        """Keep what passes, to be sent later."""
-        self.editing.fired.update(hooks)
-        if not any(h.expected_shape for h in hooks):
-            pass
-        elif route is None and not any(d.uneven for d in layout.dims):
-            self.editing.check_shapes(hooks, key, whole_shape(layout, local.shape, self.mesh.sizes))
-        else:  # no rank knows it, so look at the tensor
-            whole = self.gather(local, layout, route)
-            self.editing.check_shapes(hooks, key, whole.shape)
-            self.recorder.whole(key, whole, layout)
-            return
-        if route is None:
-            self.recorder.shard(key, local, layout)
-        else:
-            self.recorder.rows(key, local, route)
-
-
-def _not_together(site: str) -> None:
-    raise HookError(
-        f"{site} has no batch dim along which data parallel ranks could be put together, so gradients of "
-        "trainable modules would be of another scale there; attach without gather_data_parallel"
-    )
 
 
 class Place:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-import torch
 from torch import Tensor
 
 from megatron_flex.collectives import (
@@ -21,6 +20,7 @@ from megatron_flex.collectives import (
 from megatron_flex.knobs import knobs
 from megatron_flex.layout import Layout, whole_shape
 from megatron_flex.mesh import Mesh
+from megatron_flex.runtime.buffers import Buffers
 from megatron_flex.runtime.captures import Captures, Key
 
 
@@ -30,27 +30,6 @@ class _Pending:
     layout: Layout
     tensor: Tensor | None  # None on a rank whose part nobody needs
     route: Route | None = None
-
-
-class _Buffers:
-    """Memory for copies of shards, used again at each step: fresh pages cost more than the copying."""
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
-
-    def copy(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy, in memory that was given back if there is some of that shape."""
-        free = self._free.get((tensor.shape, tensor.dtype, tensor.device))
-        buffer = free.pop() if free else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        return buffer.copy_(tensor)
-
-    def give_back(self, tensor: Tensor) -> None:
-        """Let the next copy overwrite a tensor."""
-        self._free.setdefault((tensor.shape, tensor.dtype, tensor.device), []).append(tensor)
-
-    def clear(self) -> None:
-        """Let go of all memory."""
-        self._free.clear()
 
 
 class Recorder:
@@ -65,7 +44,7 @@ class Recorder:
         self._pending: list[_Pending] = []
         self._arrived: list[tuple[Key, Tensor]] = []
         self._waiting_bytes = 0
-        self._buffers = _Buffers()
+        self._buffers = Buffers()
 
     def shard(self, key: Key, local: Tensor, layout: Layout) -> None:
         """Record a local tensor. It is copied: frameworks overwrite many of them in place."""

@@ -1,0 +1,83 @@
+"""What a hook that edits does: gather, edit, scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from megatron_flex.collectives import Route
+from megatron_flex.errors import HookError
+from megatron_flex.layout import Layout
+from megatron_flex.mesh import Mesh
+from megatron_flex.runtime.captures import Key
+from megatron_flex.runtime.clock import Clock
+from megatron_flex.runtime.editing import Editing
+from megatron_flex.runtime.hooks import HookFunction
+from megatron_flex.runtime.reading import Reading
+from megatron_flex.runtime.recorder import Recorder
+from megatron_flex.sites import EDITED
+
+
+class Changing(Reading):
+    """The part of a Firing that edits."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        recorder: Recorder,
+        editing: Editing,
+        mesh: Mesh,
+        gather_data_parallel: bool,
+        backward_seen: Callable[[], None],
+    ) -> None:
+        super().__init__(clock, recorder, editing, mesh, gather_data_parallel)
+        self._backward_seen = backward_seen
+
+    def edited(
+        self,
+        hooks: list[HookFunction],
+        key: Key,
+        module: Any,
+        local: Tensor,
+        layout: Layout,
+        route: Route | None,
+        record: bool,
+    ) -> Tensor:
+        """Gather, edit, scatter; with `record` what was gathered is kept."""
+        whole = self.gather(local, layout, route)
+        if record:
+            self.recorder.whole(key, whole, layout)
+        return self.scatter(self.edit(hooks, key, module, whole, layout, record), local, layout, route)
+
+    def edit(
+        self,
+        hooks: list[HookFunction],
+        key: Key,
+        module: Any,
+        whole: Tensor,
+        layout: Layout,
+        record: bool,
+    ) -> Tensor:
+        """Pass a whole through editing functions, all of them on a tensor or all on its gradient.
+
+        With `record` what comes of it is kept for hooks that want that.
+        """
+        edited = self.editing.edit(hooks, key, module, whole, layout)
+        if self.editing.modules and edited.requires_grad and not hooks[0].backward:
+            if self._over_data and "dp" not in layout.axes and self.mesh["dp"].size > 1:
+                self.editing.guard(hooks[0], key, partial(_not_together, key.site))
+            # Outside a schedule all ranks must know of this backward pass, also where one rank edits for all.
+            edited.register_hook(lambda _: self._backward_seen())
+        if record and any(h.behind for h in hooks) and not hooks[0].backward:
+            self.recorder.whole(key._replace(site=key.site + EDITED), edited, layout)
+        return edited
+
+
+def _not_together(site: str) -> None:
+    raise HookError(
+        f"{site} has no batch dim along which data parallel ranks could be put together, so gradients of "
+        "trainable modules would be of another scale there; attach without gather_data_parallel"
+    )
