@@ -11,6 +11,7 @@ from megatron_flex.cli.comparing import compare
 from megatron_flex.cli.dump import app as dump
 from megatron_flex.cli.planning import plan
 from megatron_flex.cli.running import run as launch
+from megatron_flex.cli.sites import sites
 from megatron_flex.cli.statistics import app as statistics
 from megatron_flex.errors import FlexError
 from megatron_flex.version import __version__
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.add_typer(dump, name="dump")
 app.add_typer(statistics, name="stats")
+app.command()(sites)
 app.command()(plan)
 app.command()(compare)
 app.command(

@@ -81,7 +81,7 @@ def plan(
     found = make(
         str(config) if config is not None else cast(list[str], flags),
         sites or (),
-        mesh=_mesh(mesh),
+        mesh=mesh_said(mesh),
         world_size=world_size,
         microbatches=microbatches,
         dtype=dtype,
@@ -99,7 +99,12 @@ def plan(
         tell_plan(console(), found)
 
 
-def _mesh(said: list[str] | None) -> dict[str, int] | None:
+def mesh_said(said: list[str] | None) -> dict[str, int] | None:
+    """What is said of sizes of axes.
+
+    Raises:
+        FlexError: it is no AXIS=N.
+    """
     out = {}
     for word in (w for words in said or () for w in words.split(",")):
         axis, _, size = word.partition("=")

@@ -18,6 +18,7 @@ from megatron_flex.model.lens import Lens
 from megatron_flex.model.measuring import Measures
 from megatron_flex.model.registering import Registering
 from megatron_flex.model.rehearsing import Rehearsing
+from megatron_flex.model.showing import Showing
 from megatron_flex.model.training import Training
 from megatron_flex.model.whole import WholeParameters
 from megatron_flex.runtime import Captures, Context, HookFunction, Session
@@ -28,7 +29,7 @@ Model = Any  # nn.Module | Sequence[nn.Module] | a schedule of torch.distributed
 
 
 class FlexModel(  # type: ignore[misc]
-    Registering, Dumps, Measures, Training, Rehearsing, Explaining, WholeParameters, Lens, nn.Module
+    Registering, Dumps, Measures, Training, Rehearsing, Explaining, Showing, WholeParameters, Lens, nn.Module
 ):
     """A distributed model whose tensors are read and edited as one device would hold them.
 

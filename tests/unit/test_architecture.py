@@ -22,10 +22,10 @@ UPSTREAM = ("megatron", "fairscale", "apex", "transformer_engine", "deepspeed")
 # Top to bottom. A room is a file or a folder of megatron_flex.
 ROWS = (
     ("cli",),
-    ("launch", "view"),
+    ("launch",),
     ("compat",),
     ("model", "compare"),
-    ("edits", "lens"),
+    ("edits", "lens", "view"),
     ("runtime",),
     ("adapters", "dump", "statistics"),
     ("collectives",),

@@ -235,3 +235,28 @@ def test_a_dump_that_has_begun_has_shapes_as_far_as_they_are_known(command, tmp_
     assert checked.status == 0
     assert "no iteration is whole" in checked.out
     assert "no iteration of new is whole" in command("dump", "export", "new", "out").err
+
+
+def test_sites_of_a_dump(command, dump):
+    told = json.loads(command("sites", "--dump", "dump", "--json").out)
+    assert [t["name"].partition(":")[0] for t in told] == list(sites())
+    assert all(t["layout"] for t in told)
+    command.width(100)
+    kept("sites-dump-100", command("sites", "--dump", "dump").out)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "say once whose sites"),
+        (("--dump", "dump", "--mesh", "tp=2"), "--mesh and --world-size are for a configuration"),
+        (("--dump", "dump", "--match", "decoder.layer.*"), "matches no site; nearest"),
+        (("--dump", "dump", "--stage", "9"), "stage 9 owns none of these sites"),
+        (("--dump", "nowhere"), "nowhere"),
+    ],
+)
+def test_sites_that_cannot_be_shown_are_told_in_one_line(command, dump, words, said):
+    done = command("sites", *words)
+    assert done.status == 2
+    assert said in done.err
+    assert done.err.count("\n") == 1

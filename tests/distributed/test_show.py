@@ -1,0 +1,82 @@
+"""What a live model shows of itself: on the leader, with the hooks of all stages, and nothing is sent."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stdout
+from typing import Any
+
+import pytest
+
+from tests.support import gpt, ranks
+from tests.support.gpt import Case
+from tests.support.pool import run
+
+pytest.importorskip("megatron.core")
+
+TP2PP2 = Case("tp2 sp pp2", tp=2, pp=2, sp=True, layers=4)
+
+
+def shows(case: Case) -> tuple[str, str, list[str], list[str]]:
+    """The whole tree, what a group shows, the sites, and the errors of what cannot be shown."""
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    hooks = [
+        mf.HookFunction("decoder.layers.*.mlp.linear_fc1", tags=("probe",)),
+        mf.HookFunction("decoder.layers.3:output", editing_function=mf.edits.scale(0.5), tags=("steer",)),
+        mf.HookFunction("decoder.layers.1.mlp.linear_fc2:input", hook_type="tensor", enabled=False),
+    ]
+    with mf.attach(chunks, hooks) as flex:
+        everything, group = io.StringIO(), io.StringIO()
+        flex.show(file=everything)
+        flex.show(group="steer", file=group)
+        errors = []
+        for wrong in ({"group": "stear"}, {"stage": 5}, {"pattern": "decodr.*"}):
+            with pytest.raises(mf.SiteError) as error:
+                flex.show(**wrong)  # type: ignore[arg-type]
+            errors.append(str(error.value))
+        names = [s.name for s in flex.sites()]
+        gpt.step(case, chunks, 0)
+        flex.select("none")
+        gpt.step(case, chunks, 0)
+        off: Any = io.StringIO()
+        flex.show(group="probe", file=off)
+        assert "reads [probe], off" in off.getvalue()
+        flex.select()
+        flex.remove_hook(hooks[2])
+    return everything.getvalue(), group.getvalue(), names, errors
+
+
+def test_a_model_shows_the_hooks_of_all_stages_on_every_rank_that_asks() -> None:
+    told = run(4, shows, TP2PP2)
+    assert len({everything for everything, *_ in told}) == 1
+    everything, group, names, errors = told[0]
+    head = f"pp=2 x tp=2 x edp=2: {len(names)} sites, 0 of them hidden; 3 hook(s)"
+    assert everything.splitlines()[0] == head
+    assert "decoder" in everything
+    assert "0-3 x 4" in everything
+    (fc1,) = [line for line in everything.splitlines() if "[probe]" in line]
+    assert "● :output" in fc1
+    assert "gate|up over tp, part by part" in fc1
+    assert " at " not in fc1
+    assert "edits by scale(0.5) [steer] at 3" in everything
+    assert "reads gradient at 1, off" in everything
+    assert "linear_fc1" not in group
+    assert "scale(0.5)" in group
+    assert errors[0] == "no hook is in a group 'stear'; nearest: steer"
+    assert "stage 5 owns none" in errors[1]
+    assert "matches no site" in errors[2]
+
+
+def test_only_the_leader_prints() -> None:
+    assert [told.count("sites, 0 of them hidden") for told in run(4, prints, TP2PP2)] == [1, 0, 0, 0]
+
+
+def prints(case: Case) -> str:
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    with mf.attach(chunks) as flex, redirect_stdout(io.StringIO()) as out:
+        flex.show("decoder.layers.*")
+    return out.getvalue()
