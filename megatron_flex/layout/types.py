@@ -110,6 +110,12 @@ class Layout:
         sums = [a for a in self.partial if live is None or a in live]
         return f"[{dims}]" + (f" summed over {', '.join(sums)}" if sums else "")
 
+    def _repr_html_(self) -> str:
+        """A drawing, in notebooks: which rank holds which block; for two ranks of each axis."""
+        from megatron_flex.layout.drawing import drawing  # which needs this file
+
+        return drawing(self)
+
 
 def replicated(*names: str) -> Layout:
     """The layout of a tensor with dims of these names that every rank holds whole."""
