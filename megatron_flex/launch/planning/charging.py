@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives import Shard, plan_read, plan_whole, takes_part
+from megatron_flex.collectives import Shard, plan_read, plan_whole
 from megatron_flex.dump.plan import Held
 from megatron_flex.errors import HookError
 from megatron_flex.launch.planning.hooking import PlannedHook
 from megatron_flex.launch.planning.links import RING, Placement, Traffic, between
-from megatron_flex.layout import Cut, Dim, Layout
+from megatron_flex.layout import Dim, Layout
 from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.sites import Site
 
@@ -122,8 +122,6 @@ def _read(hook: PlannedHook, held: Held, site: Site, mesh: Mesh, placement: Plac
     part, size = round(prod(local) * itemsize), prod(whole) * itemsize
     axes = layout.live(mesh.sizes)
     nodes = Counter(placement.nodes(axes)) if axes else Counter([0])
-    copies = prod(c.copies for d in layout.dims for c in d.cuts if mesh[c.axis].size > 1 and not c.partial)
-    del copies
     first, *others = nodes.values()
     mine = Traffic(pcie=part, shared=part)
     rank = mine if plan_read(layout, mesh) else Traffic()
@@ -216,7 +214,7 @@ class _Heard(Shard):
     __slots__ = ("heard",)
 
     def sum(self, tensor: Tensor, dims: Any) -> Tensor:
-        axes = self.axes(dims)
+        axes = [self.mesh[c.axis] for c in self._cuts(dims)]
         if axes:
             self.heard.append((axes, tensor.nbytes))
         return tensor
@@ -257,11 +255,3 @@ def heard(
 FIELDS = ("layout", "mesh", "shape", "whole")
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
-
-def takes(layout: Layout, mesh: Mesh, coords: Mapping[str, int]) -> bool:
-    """Whether the rank at these coordinates has to hand in its part."""
-    axes = tuple(replace(a, coord=coords.get(a.name, 0)) for a in mesh.axes)
-    return takes_part(layout, replace(mesh, axes=axes))
-
-
-__all__ = ["Charge", "Cut", "Sent", "charge", "takes"]

@@ -16,7 +16,7 @@ from megatron_flex.errors import FlexError, SiteError, nearest
 from megatron_flex.sites import Pattern, Site, in_words
 
 WAYS = ("general", "local", "linear")
-PICKED = {"positions": ("s",), "samples": ("b",), "heads": HEADS, "features": ()}  # the last dim, if none
+PICKED = {"positions": ("s",), "samples": ("b",), "heads": HEADS, "neurons": ()}  # the last dim, if none
 REDUCED = ("mean", "norm")
 
 
@@ -30,7 +30,7 @@ class PlannedHook:
             `linear` for one that needs sums over what is cut; or a preset, as `edits.parse` gives it.
         entries: of a linear edit: how many sums it needs for each slice along the last dim.
         gradient: of the tensor's gradient instead.
-        picked: what is kept of a read, by `positions`, `samples`, `heads`, `features`: numbers or a slice.
+        picked: what is kept of a read, by `positions`, `samples`, `heads`, `neurons`: numbers or a slice.
         reduced: what is read instead of the tensor: `mean` or `norm`, and over which dim.
         said: as it was said.
     """
