@@ -58,7 +58,8 @@ WAYS = {
     "swap": Way(lambda n: edits.swap(0, 1, dims=NAMES)),
     "resample": Way(lambda n: edits.resample("s", dims=NAMES), linear=False, whole="s"),
     "chain": Way(
-        lambda n: edits.project_out(some(n), dims=NAMES) | edits.mean("s", positions=3, dims=NAMES), ("s", "h")
+        lambda n: edits.project_out(some(n), dims=NAMES) | edits.mean("s", positions=3, dims=NAMES),
+        ("s", "h"),
     ),
 }
 
