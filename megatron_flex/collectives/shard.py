@@ -79,18 +79,6 @@ class Shard:
         """
         return self._part(constant, {0: dim % len(self.whole)})
 
-    def real(self, device: torch.device | None = None) -> Tensor | None:
-        """Which entries of the part are no padding, as booleans that broadcast; None where all are."""
-        out: Tensor | None = None
-        for i, dim in enumerate(self.layout.dims):
-            if dim.keep is not None:
-                ones = torch.ones(self.whole[i], dtype=torch.bool, device=device)
-                here = self.rows(ones, i)
-                if here is not ones and not bool(here.all()):
-                    here = here.view([-1 if j == i else 1 for j in range(len(self.whole))])
-                    out = here if out is None else out & here
-        return out
-
     def sum(self, tensor: Tensor, dims: Iterable[int]) -> Tensor:
         """The sum over the parts into which these dims are cut, each of them once. Differentiable.
 
@@ -106,7 +94,7 @@ class Shard:
         cuts = self._cuts(dims)
         if not cuts:
             return tensor
-        first = {summands: True for summands in (False, True)}
+        first = dict.fromkeys((False, True), True)
         for c in cuts:
             first[c.partial] &= self.mesh[c.axis].coord % c.copies == 0
         axes = [self.mesh[c.axis] for c in cuts]

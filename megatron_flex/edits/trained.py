@@ -40,6 +40,7 @@ class low_rank(Edit):
 
     name: str
     pure = False
+    asks_modules = True
 
     def mixes(self) -> set[str]:
         return {"*"}
@@ -62,6 +63,7 @@ class splice(Edit):
     name: str
     keep_error: bool = False
     pure = False
+    asks_modules = True
 
     def mixes(self) -> set[str]:
         return {"*"}

@@ -135,8 +135,12 @@ class HookFunction:
 
     def editing_at(self, key: Key) -> EditingFunction | None:
         """The editing function for one pass through a place."""
-        edit = self._at.get(key.site.removesuffix(GRAD), self.editing_function)
+        edit = self.editing_of(key.site)
         return edit and for_pass(edit, key)
+
+    def editing_of(self, site: str) -> EditingFunction | None:
+        """The editing function at a place, for whichever pass."""
+        return self._at.get(site.removesuffix(GRAD), self.editing_function)
 
     @property
     def where(self) -> str:
