@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_flex.collectives.shared.segment import Segment, create, free
 
 FIRST = 16 << 20  # bytes of the first slot, before it is known what a step reads
-ROUND = 2 << 20  # bytes; slots are multiples of it
+ROUND = 1 << 16  # bytes; slots are multiples of it
 
 
 @dataclass(eq=False)
@@ -49,7 +49,8 @@ class Ring:
         for slot in self.slots:
             if slot is not besides and not slot.segment.held:
                 return slot
-        return self._make(max(-(-need // ROUND) * ROUND, min(FIRST, self.most)))
+        least = 0 if self._made else min(FIRST, self.most)
+        return self._make(max(-(-need // ROUND) * ROUND, least))
 
     def taken(self, slot: Slot, need: int) -> Slot | None:
         """What to write to next instead of a slot whose tensors were copied out: the same, if it fits."""
