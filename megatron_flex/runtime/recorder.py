@@ -8,9 +8,11 @@ from math import prod
 from torch import Tensor
 
 from megatron_flex.collectives import (
+    Board,
     Parcel,
     Route,
     is_leader,
+    join,
     leads,
     plan_read,
     send_to_leader,
@@ -35,7 +37,8 @@ class _Pending:
 class Recorder:
     """One for a session. All ranks of a stage record the same keys in the same order.
 
-    Recording copies this rank's part and nothing else; nothing is sent before `flush`.
+    Recording copies this rank's part and nothing else: ranks of one node copy it to shared memory, straight
+    to its place, and what cannot go there is kept, to be sent at `flush`.
     """
 
     def __init__(self, mesh: Mesh, captures: Captures) -> None:
@@ -45,9 +48,18 @@ class Recorder:
         self._arrived: list[tuple[Key, Tensor]] = []
         self._waiting_bytes = 0
         self._buffers = Buffers()
+        self._board: Board | None = None
+        self._prepared = False
+
+    def prepare(self) -> None:
+        """Set shared memory up, the first time. Collective within the stage; nothing is recorded yet."""
+        if not self._prepared:
+            self._prepared, self._board = True, join(self.mesh)
 
     def shard(self, key: Key, local: Tensor, layout: Layout) -> None:
         """Record a local tensor. It is copied: frameworks overwrite many of them in place."""
+        if self._board is not None and self._board.put(key, local.detach(), layout):
+            return
         kept = self._buffers.copy(local.detach()) if takes_part(layout, self.mesh) else None
         self._pending.append(_Pending(key, layout, kept))
         if not any(d.uneven for d in layout.dims):
@@ -57,6 +69,8 @@ class Recorder:
 
     def rows(self, key: Key, local: Tensor, route: Route) -> None:
         """Record rows of experts. Every rank's are needed: they go home to their tokens first."""
+        if self._board is not None:
+            self._board.note(key)
         self._pending.append(_Pending(key, route.home_layout, self._buffers.copy(local.detach()), route))
 
     def whole(self, key: Key, whole: Tensor, layout: Layout) -> None:
@@ -64,12 +78,21 @@ class Recorder:
         if leads(layout, self.mesh):
             self._arrived.append((key, whole.detach().to("cpu", copy=True)))
 
-    def drop(self) -> None:
-        """Forget what was not sent."""
+    def drop(self, failed: bool = True) -> None:
+        """Forget what was not sent; `failed`: perhaps other ranks recorded more, or less."""
+        if self._board is not None and (failed or self._board.count):
+            self._board.drop()
         self._pending.clear()
         self._arrived.clear()
         self._buffers.clear()
         self._waiting_bytes = 0
+
+    def close(self) -> None:
+        """Forget what was not sent, and give shared memory back."""
+        self.drop()
+        if self._board is not None:
+            self._board.close()
+            self._board = None
 
     def gather_if_large(self) -> None:
         """Send shards to the stage's leader if they have become many.
@@ -98,7 +121,12 @@ class Recorder:
                 self._buffers.give_back(pending.tensor)  # what needs no collective is the whole itself
 
     def flush(self) -> None:
-        """Bring everything recorded to the leader's captures. Collective within the model replica."""
+        """Bring everything recorded to the leader's captures. Collective within the model replica.
+
+        What lies in shared memory needs no collective within the stage.
+        """
+        if self._board is not None:
+            self._arrived += self._board.settle(gathers=bool(self._pending))
         self.gather()
         arrived, self._arrived = self._arrived, []
         if self._leader:
