@@ -16,10 +16,9 @@ from megatron_flex.collectives import Shard, checksum
 from megatron_flex.edits.preset import Local, Preset
 from megatron_flex.edits.tensors import Held, Indices, along, fits
 from megatron_flex.errors import HookError
+from megatron_flex.sites import HEADS as HEADS
+from megatron_flex.sites import PACKED as PACKED
 from megatron_flex.sites import Site
-
-HEADS = ("n", "g", "heads")  # dims that count heads; `g` those of keys and values
-PACKED = ("nd", "n*d")  # dims in which heads lie one behind the other
 
 
 @dataclass(frozen=True, repr=False, eq=False, kw_only=True)

@@ -55,7 +55,7 @@ class Changing(Reading):
             return self.on_part(hooks, key, module, local, way, record)
         whole = self.gather(local, layout, route)
         if record:
-            self.recorder.whole(key, whole, layout)
+            self.keep(hooks, key, whole, layout)
         return self.scatter(self.edit(hooks, key, module, whole, layout, record), local, layout, route)
 
     def on_part(
@@ -90,7 +90,8 @@ class Changing(Reading):
             # Outside a schedule all ranks must know of this backward pass, also where one rank edits for all.
             edited.register_hook(lambda _: self._backward_seen())
         if record and any(h.behind for h in hooks) and not hooks[0].backward:
-            self.recorder.whole(key._replace(site=key.site + EDITED), edited, layout)
+            kept = [h for h in hooks if h.behind]
+            self.keep(kept, key._replace(site=key.site + EDITED), edited, layout)
         return edited
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -25,6 +26,8 @@ from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.buffers import Buffers
 from megatron_flex.runtime.captures import Captures, Key
 
+Finish = Callable[[Tensor], Mapping[str, Tensor]]  # of what arrives: what is kept, by how its name ends
+
 
 @dataclass(slots=True)
 class _Pending:
@@ -32,6 +35,7 @@ class _Pending:
     layout: Layout
     tensor: Tensor | None  # None on a rank whose part nobody needs
     route: Route | None = None
+    finish: Finish | None = None
 
 
 class Recorder:
@@ -50,18 +54,24 @@ class Recorder:
         self._buffers = Buffers()
         self._board: Board | None = None
         self._prepared = False
+        self._finishes: dict[Key, Finish] = {}  # of what lies in shared memory
 
     def prepare(self) -> None:
         """Set shared memory up, the first time. Collective within the stage; nothing is recorded yet."""
         if not self._prepared:
             self._prepared, self._board = True, join(self.mesh)
 
-    def shard(self, key: Key, local: Tensor, layout: Layout) -> None:
-        """Record a local tensor. It is copied: frameworks overwrite many of them in place."""
+    def shard(self, key: Key, local: Tensor, layout: Layout, finish: Finish | None = None) -> None:
+        """Record a local tensor. It is copied: frameworks overwrite many of them in place.
+
+        With `finish` what it gives of the whole is kept; it runs on the leader alone, and must not raise.
+        """
         if self._board is not None and self._board.put(key, local.detach(), layout):
+            if finish is not None:
+                self._finishes[key] = finish
             return
         kept = self._buffers.copy(local.detach()) if takes_part(layout, self.mesh) else None
-        self._pending.append(_Pending(key, layout, kept))
+        self._pending.append(_Pending(key, layout, kept, None, finish))
         if not any(d.uneven for d in layout.dims):
             self._waiting_bytes += (
                 prod(whole_shape(layout, local.shape, self.mesh.sizes)) * local.element_size()
@@ -73,10 +83,11 @@ class Recorder:
             self._board.note(key)
         self._pending.append(_Pending(key, route.home_layout, self._buffers.copy(local.detach()), route))
 
-    def whole(self, key: Key, whole: Tensor, layout: Layout) -> None:
+    def whole(self, key: Key, whole: Tensor, layout: Layout, finish: Finish | None = None) -> None:
         """Record a tensor, in `layout`, that every rank has whole; the leader alone keeps it."""
         if leads(layout, self.mesh):
-            self._arrived.append((key, whole.detach().to("cpu", copy=True)))
+            for named, tensor in _finished(key, whole.detach(), finish):
+                self._arrived.append((named, tensor.to("cpu", copy=True)))
 
     def drop(self, failed: bool = True) -> None:
         """Forget what was not sent; `failed`: perhaps other ranks recorded more, or less."""
@@ -84,6 +95,7 @@ class Recorder:
             self._board.drop()
         self._pending.clear()
         self._arrived.clear()
+        self._finishes.clear()
         self._buffers.clear()
         self._waiting_bytes = 0
 
@@ -116,7 +128,8 @@ class Recorder:
         for pending, whole in zip(todo, send_to_leader(parcels, self.mesh, knobs.bucket_bytes), strict=True):
             order = pending.route.order if pending.route else None
             if whole is not None:
-                self._arrived.append((pending.key, (whole if order is None else whole[order]).cpu()))
+                whole = whole if order is None else whole[order]
+                self._arrived += [(k, t.cpu()) for k, t in _finished(pending.key, whole, pending.finish)]
             if pending.tensor is not None and not pending.route and plan_read(pending.layout, self.mesh):
                 self._buffers.give_back(pending.tensor)  # what needs no collective is the whole itself
 
@@ -126,9 +139,20 @@ class Recorder:
         What lies in shared memory needs no collective within the stage.
         """
         if self._board is not None:
-            self._arrived += self._board.settle(gathers=bool(self._pending))
+            finishes, self._finishes = self._finishes, {}
+            for key, whole in self._board.settle(gathers=bool(self._pending)):
+                self._arrived += _finished(key, whole, finishes.get(key))
         self.gather()
         arrived, self._arrived = self._arrived, []
         if self._leader:
             for key, tensor in send_up_pipeline(arrived, self.mesh):
                 self.captures.add(key, tensor)
+
+
+def _finished(key: Key, whole: Tensor, finish: Finish | None) -> Iterator[tuple[Key, Tensor]]:
+    """What is kept of what arrived, and under which keys."""
+    if finish is None:
+        yield key, whole
+    else:
+        for ending, tensor in finish(whole).items():
+            yield key._replace(site=key.site + ending), tensor
