@@ -83,9 +83,9 @@ class Shard:
         """The sum over the parts into which these dims are cut, each of them once. Differentiable.
 
         Collective over the axes that cut them, forward and backward: one all-reduce of `tensor` for each.
-        Nothing is sent where none does. Of equal copies of a part the first counts. Each rank goes on with the
-        sum for its own part, so that the sum's gradient is the sum of the ranks'; where ranks hold summands
-        of a part, the first alone goes on with it, and the others with zeros.
+        Nothing is sent where none does. Of equal copies of a part the first counts. Each rank goes on with
+        the sum for its own part, so that the sum's gradient is the sum of the ranks'; where ranks hold
+        summands of a part, the first alone goes on with it, and the others with zeros.
 
         Args:
             tensor: what comes of this rank's part, of the same shape on all ranks; of a linear function.

@@ -50,7 +50,7 @@ class Edit(Preset):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         ours = cls.__module__.startswith("megatron_flex.edits.")
-        cls.fresh = ours
+        cls.fresh = vars(cls).get("fresh", ours)
         cls.asks_context = cls.__call__ is not Edit.__call__
         if not ours and "edit" in vars(cls) and "needs" not in vars(cls):
             cls.needs = Edit.needs  # type: ignore[method-assign]  # what it is derived from says nothing of it

@@ -32,8 +32,6 @@ class resample(Edit):
     """
 
     over: str = "b"
-    fresh = True
-    asks_context = False
 
     def mixes(self) -> set[str]:
         return {"*"}
@@ -64,8 +62,6 @@ class swap(Edit):
     first: int
     second: int
     draws = False
-    fresh = True
-    asks_context = False
 
     @property
     def linear(self) -> bool:
@@ -104,7 +100,6 @@ class patch(Edit):
     _found: Any = field(init=False)
     _now: Held | None = field(default=None, init=False)
     draws = False
-    asks_context = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -152,7 +147,7 @@ class patch(Edit):
             raise HookError(
                 f"{self!r}: which of its tensors is meant is known in a hook only; pass one tensor"
             )
-        return self.constant(self._now, inputs, "a patch").expand_as(inputs)
+        return self.constant(self._now, inputs, "a patch").expand_as(inputs).clone()
 
 
 def _one(found: Any, key: Key) -> Tensor:

@@ -198,7 +198,7 @@ class mean(Edit):
         if self._value is not None:
             return self.constant(self._value, inputs, "a mean").expand_as(inputs).clone()
         dims = [self.place(d, "over") for d in self.over]
-        if self._shard is None or not set(dims) & set(self._shard.cut):
+        if self._shard is None:
             return inputs.mean(dims, keepdim=True).expand_as(inputs)
         half = inputs.dtype in (torch.bfloat16, torch.float16)
         own = inputs.sum(dims, keepdim=True, dtype=torch.float32 if half else None)

@@ -35,8 +35,6 @@ class steer(Edit):
     coefficient: float = 1.0
     _held: Held = field(init=False)
     draws = False
-    fresh = True
-    asks_context = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,8 +63,6 @@ class Linear(Edit):
     """A preset that multiplies the last dim by matrices."""
 
     draws = False
-    fresh = True
-    asks_context = False
 
     @property
     def linear(self) -> bool:

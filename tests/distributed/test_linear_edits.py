@@ -1,4 +1,4 @@
-"""Edits that sum over what is cut: values, losses and gradients are one process's, by one small all-reduce."""
+"""Edits that sum over what is cut: all values and gradients are one process's, by one small all-reduce."""
 
 from __future__ import annotations
 
