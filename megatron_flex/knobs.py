@@ -24,8 +24,8 @@ class Knobs:
         adapters_off: names of other people's adapters that are not asked, with commas between
             (FLEX_ADAPTERS_OFF).
         agree_seconds: how long a rank waits for the others when hooks are compared (FLEX_AGREE_SECONDS).
-        bucket_bytes: shards smaller than this travel together when they are gathered
-            (FLEX_BUCKET_BYTES).
+        bucket_bytes: most bytes of one message of a rank; shards that are gathered travel together up to
+            this, and a larger one alone (FLEX_BUCKET_BYTES).
         debug: whether each firing of a hook is told on stderr, with what it sent (FLEX_DEBUG=1: yes).
         debug_port: where `breakpoint()` listens on localhost instead of taking the terminal; 0 for any free
             port, -1 for none (FLEX_DEBUG_PORT).
@@ -45,7 +45,7 @@ class Knobs:
 
     adapters_off: str = os.environ.get("FLEX_ADAPTERS_OFF", "")
     agree_seconds: float = _number("FLEX_AGREE_SECONDS", 60.0)
-    bucket_bytes: int = int(_number("FLEX_BUCKET_BYTES", 4 << 20))
+    bucket_bytes: int = int(_number("FLEX_BUCKET_BYTES", 256 << 20))
     debug: bool = _number("FLEX_DEBUG", 0) != 0
     debug_port: int = int(_number("FLEX_DEBUG_PORT", -1))
     dry_run: bool = _number("FLEX_DRY_RUN", 1) != 0

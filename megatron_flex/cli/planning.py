@@ -176,7 +176,16 @@ def tell_costs(out: Console, found: Costs) -> None:
     """Hooks, and what ranks pay for all of them in a step."""
     out.print("[b]each time that a tensor passes[/b]")
     rows = table(
-        "tensor", "hook", "layout", ">whole", ">part", "collectives", ">NVLink", ">network", ">PCIe", ">device"
+        "tensor",
+        "hook",
+        "layout",
+        ">whole",
+        ">part",
+        "collectives",
+        ">NVLink",
+        ">network",
+        ">PCIe",
+        ">device",
     )
     for row in found.rows():
         rows.add_row(*row)

@@ -21,12 +21,14 @@ from megatron_flex.collectives.edit import (
     towards_leader,
 )
 from megatron_flex.collectives.everywhere import to_all
+from megatron_flex.collectives.messages import stride
 from megatron_flex.collectives.meter import Moved, Stamp, meter
 from megatron_flex.collectives.plan import Planned, plan_lead, plan_whole
 from megatron_flex.collectives.relay import Message, Relay, pack, share, unpack
 from megatron_flex.collectives.routes import Dispatch, Route, gather_rows, scatter_rows
 from megatron_flex.collectives.send import (
     Parcel,
+    Sending,
     Step,
     is_leader,
     leads,
@@ -44,6 +46,7 @@ from megatron_flex.collectives.single import (
     whole_from_stage,
     whole_on_stage,
 )
+from megatron_flex.collectives.staging import fresh, staging
 from megatron_flex.collectives.talk import Agreement, any_rank, everyone, find, leave
 
 __all__ = [
@@ -59,6 +62,7 @@ __all__ = [
     "Posted",
     "Relay",
     "Route",
+    "Sending",
     "Shard",
     "Stamp",
     "Step",
@@ -70,6 +74,7 @@ __all__ = [
     "everyone",
     "exchange",
     "find",
+    "fresh",
     "from_leader",
     "gather_along",
     "gather_rows",
@@ -93,6 +98,8 @@ __all__ = [
     "send_up_pipeline",
     "share",
     "spread",
+    "staging",
+    "stride",
     "summed",
     "takes_part",
     "to_all",

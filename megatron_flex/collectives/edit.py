@@ -6,6 +6,7 @@ all of them, and going back means to take one's own part of it, not to sum.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any, cast
 
@@ -13,8 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_flex.collectives.messages import as_bytes
 from megatron_flex.collectives.meter import counted
-from megatron_flex.layout import Layout, Lengths, assemble, extract, part_lengths
+from megatron_flex.collectives.staging import staging
+from megatron_flex.layout import (
+    Layout,
+    Lengths,
+    assemble,
+    extract,
+    part_lengths,
+    parts,
+    whole_shape,
+)
 from megatron_flex.mesh import Axis, Mesh
 
 # What torch calls the gathering of equal parts into one tensor, since 2.13 and before.
@@ -136,7 +147,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         mesh: Mesh = ctx.mesh
-        own = extract(ctx.layout.gradient(), grad, mesh.coords, mesh.sizes, ctx.shape, ctx.lengths)
+        # Like every gradient it may share memory with others: nobody may write to one that he is given.
+        layout = ctx.layout.gradient()
+        own = extract(layout, grad, mesh.coords, mesh.sizes, ctx.shape, ctx.lengths, alias=True)
         return own, None, None
 
 
@@ -144,86 +157,110 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
         ctx.layout, ctx.mesh = layout, mesh
-        lengths = _lengths(local, layout, mesh)
+        shapes = _shapes(local, layout, mesh)
+        lengths = part_lengths(Layout(layout.dims), shapes, mesh.sizes) if shapes else {}
         return extract(layout, whole, mesh.coords, mesh.sizes, local, lengths)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        mesh, gradient = ctx.mesh, ctx.layout.gradient()
+        mesh: Mesh = ctx.mesh
         # The whole's gradient is assembled even where the edit's result needs none: were that left to each
         # rank, one whose edit failed would wait for the others for ever.
-        whole, lengths = all_assemble(grad, gradient, mesh)
+        whole, lengths = all_assemble(grad, ctx.layout.gradient(), mesh, alias=True)
         passed = None
-        if any(d.keep is not None for d in gradient.dims):
-            kept = extract(
-                gradient, torch.ones_like(whole), mesh.coords, mesh.sizes, tuple(grad.shape), lengths
-            )
-            passed = grad * (1 - kept)
+        if any(d.keep is not None for d in ctx.layout.dims):  # the padding went by beside the whole
+            nothing = whole.new_zeros(1).expand(whole.shape)
+            passed = extract(ctx.layout, nothing, mesh.coords, mesh.sizes, grad, lengths)
         return whole, passed, None, None
 
 
-def all_assemble(local: Tensor, layout: Layout, mesh: Mesh) -> tuple[Tensor, Lengths]:
+def all_assemble(local: Tensor, layout: Layout, mesh: Mesh, alias: bool = False) -> tuple[Tensor, Lengths]:
     """The whole on every rank, and the lengths of uneven parts; not differentiable.
 
     Collective over `layout.live(mesh.sizes)`: one all-reduce for each summed axis, one all-gather for each
     axis that cuts, and for uneven dims one more, of the shapes.
+
+    Args:
+        local: this rank's tensor.
+        layout: how the shards relate.
+        mesh: the run's axes.
+        alias: whether the whole may share memory with `local`, where that is the whole.
     """
     sizes = mesh.sizes
-    lengths = _lengths(local, layout, mesh)
-    tensor = local.detach().contiguous()
-    for name in layout.partial:
-        if mesh[name].size > 1:
-            tensor = tensor.clone() if tensor.data_ptr() == local.data_ptr() else tensor
-            counted("all_reduce", mesh[name], tensor, dist.all_reduce, tensor)
+    shapes = _shapes(local, layout, mesh)
+    lengths = part_lengths(Layout(layout.dims), shapes, sizes) if shapes else {}
+    tensor = local.detach()
+    sums = [mesh[a] for a in layout.partial if mesh[a].size > 1]
+    if sums:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    for axis in sums:
+        counted("all_reduce", axis, tensor, dist.all_reduce, tensor)
     axes = [mesh[a] for a in layout.axes if mesh[a].size > 1 and a not in layout.partial]
     rest = Layout(layout.dims, (), layout.shared, layout.permute)
-    if axes and lengths:
-        shards = _all_gather_uneven(tensor, rest, axes, lengths, mesh)
-    else:
-        for axis in reversed(axes):
-            tensor = stack_along(tensor, axis)
-        shards = list(tensor.reshape(prod(a.size for a in axes), *local.shape))
-    whole = assemble(rest, shards, sizes).contiguous()
-    return (whole.clone() if whole.data_ptr() == local.data_ptr() else whole), lengths
+    if not axes:
+        whole = assemble(rest, [tensor], sizes)
+        given = whole.is_contiguous() and (alias or (bool(sums) and whole is tensor))
+        return whole if given else whole.clone(memory_format=torch.contiguous_format), lengths
+    shapes = shapes or [tuple(local.shape)]
+    whole = tensor.new_empty(whole_shape(rest, local.shape, sizes, lengths))
+    if len(set(shapes)) == 1 and _is_stack(rest, local.shape, mesh):
+        _gather_into(whole, tensor, axes)
+        return whole, lengths
+    count, width = prod(a.size for a in axes), max(prod(s) for s in shapes) * tensor.itemsize
+    flat = as_bytes(tensor)
+    if flat.nbytes < width:
+        flat = staging.take(width, tensor.device)
+        flat[: tensor.nbytes].copy_(as_bytes(tensor))
+    stacked = staging.take(count * width, tensor.device)
+    _gather_into(stacked, flat, axes)
+    each = shapes * count if len(shapes) == 1 else shapes
+    shards = [
+        slot[: prod(shape) * tensor.itemsize].view(tensor.dtype).reshape(shape)
+        for slot, shape in zip(stacked.split(width) if width else [stacked] * count, each, strict=True)
+    ]
+    assemble(rest, shards, sizes, out=whole)
+    staging.give_back(stacked)
+    return whole, lengths
+
+
+def _is_stack(layout: Layout, local: Sequence[int], mesh: Mesh) -> bool:
+    """Whether the shards, one after the other in memory, are the whole."""
+    cut = [i for i, d in enumerate(layout.dims) if any(mesh[c.axis].size > 1 for c in d.cuts)]
+    if layout.permute is not None or len(cut) != 1 or prod(local[: cut[0]]) != 1:
+        return False
+    dim = layout.dims[cut[0]]
+    plain = all(c.order == "contiguous" and c.copies == 1 for c in dim.cuts if mesh[c.axis].size > 1)
+    full = local[cut[0]] * parts(dim, mesh.sizes)
+    lengths = [full if i == cut[0] else n for i, n in enumerate(local)]
+    kept = all(d.keep is None or d.keep >= n for d, n in zip(layout.dims, lengths, strict=True))
+    return plain and len(dim.segments) == 1 and kept
+
+
+def _gather_into(out: Tensor, tensor: Tensor, axes: Sequence[Axis]) -> None:
+    """Put the equally shaped tensors of all ranks one after the other, the last axis counting fastest."""
+    flat, taken = as_bytes(tensor), []
+    for axis in reversed(axes[1:]):
+        taken.append(staging.take(flat.nbytes * axis.size, flat.device))
+        counted("all_gather", axis, taken[-1], getattr(dist, GATHER), taken[-1], flat)
+        flat = taken[-1]
+    counted("all_gather", axes[0], out, getattr(dist, GATHER), as_bytes(out), flat)
+    for buffer in taken:
+        staging.give_back(buffer)
 
 
 def stack_along(tensor: Tensor, axis: Axis) -> Tensor:
     """Stack the equally shaped tensors of an axis along a new first dim."""
     out = torch.empty((axis.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-    # As bytes, since not every backend moves every dtype.
-    flat, mine = out.reshape(-1).view(torch.uint8), tensor.contiguous().reshape(-1).view(torch.uint8)
-    counted("all_gather", axis, out, getattr(dist, GATHER), flat, mine)
+    _gather_into(out, tensor, [axis])
     return out
 
 
-def _all_gather_uneven(
-    tensor: Tensor, layout: Layout, axes: list[Axis], lengths: Lengths, mesh: Mesh
-) -> list[Tensor]:
-    """Pad to the longest part, gather, and cut the padding off again."""
-    shapes = _all_shapes(tuple(tensor.shape), layout, mesh, tensor.device)
-    most = [max(column) for column in zip(*shapes, strict=True)]
-    padded = tensor.new_zeros(most)
-    padded[tuple(slice(0, n) for n in tensor.shape)] = tensor
-    for axis in reversed(axes):
-        padded = stack_along(padded, axis)
-    stacked = padded.reshape(len(shapes), *most)
-    return [s[tuple(slice(0, n) for n in shape)] for s, shape in zip(stacked, shapes, strict=True)]
-
-
-def _lengths(local: Tensor, layout: Layout, mesh: Mesh) -> Lengths:
-    """The lengths of uneven parts; a collective only if the layout has such a dim on this mesh."""
-    uneven = any(d.uneven and any(mesh[c.axis].size > 1 for c in d.cuts) for d in layout.dims)
-    if not uneven:
-        return {}
-    cut = Layout(layout.dims)
-    return part_lengths(cut, _all_shapes(tuple(local.shape), cut, mesh, local.device), mesh.sizes)
-
-
-def _all_shapes(
-    shape: tuple[int, ...], layout: Layout, mesh: Mesh, device: torch.device
-) -> list[tuple[int, ...]]:
-    tensor = torch.tensor(shape, dtype=torch.int64, device=device)
+def _shapes(local: Tensor, layout: Layout, mesh: Mesh) -> list[tuple[int, ...]]:
+    """The shapes of all parts where some may be uneven; a collective only then."""
+    if not any(d.uneven and any(mesh[c.axis].size > 1 for c in d.cuts) for d in layout.dims):
+        return []
+    tensor = torch.tensor(local.shape, dtype=torch.int64, device=local.device)
     for name in reversed(layout.axes):
         if mesh[name].size > 1 and name not in layout.partial:
             tensor = stack_along(tensor, mesh[name])
-    return [tuple(int(n) for n in row) for row in tensor.reshape(-1, len(shape)).tolist()]
+    return [tuple(int(n) for n in row) for row in tensor.reshape(-1, local.ndim).tolist()]

@@ -1,32 +1,44 @@
 """Bring what was read to the leader: one coalesced gather for all shards, then one hop up the pipeline.
 
-Only ranks that hold something the leader lacks take part, and none but the leader receives.
+Only ranks that hold something the leader lacks take part, and none but the leader receives. Sums
+come before gathers, and inner axes before outer ones, so that everything that goes along one axis, of
+whatever site and dtype, goes together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives.edit import all_assemble
-from megatron_flex.layout import Layout, assemble
+from megatron_flex.collectives.edit import stack_along
+from megatron_flex.collectives.messages import as_bytes, groups, pack, posted, starts, stride
+from megatron_flex.collectives.staging import staging
+from megatron_flex.layout import Layout, assemble, coordinates
 from megatron_flex.mesh import Axis, Mesh
 
-ALIGN = 16  # bytes; every dtype may start at a multiple of it
 REPLICAS = ("dp", "pp")  # axes along which ranks hold other data or other sites, each with its own leader
 
 
 @dataclass(slots=True)
 class Parcel:
-    """One shard on its way; `shards` grows on the ranks that collect."""
+    """One shard on its way; `shards` grows on the ranks that collect.
+
+    Attributes:
+        layout: how the shards relate.
+        shards: this rank's, if it takes part.
+        owned: whether the memory of `shards` may be overwritten, and will be used for something else.
+    """
 
     layout: Layout
     shards: list[Tensor]
+    owned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +50,14 @@ class Step:
 
 
 def plan_read(layout: Layout, mesh: Mesh) -> list[Step]:
-    """What a read to the leader communicates; known without communicating."""
-    sums = [Step("sum", a) for a in layout.partial if mesh[a].size > 1]
-    cuts = [a for a in layout.axes if a not in layout.partial and mesh[a].size > 1]
-    return sums + [Step("gather", a) for a in reversed(cuts)]
+    """What a read to the leader communicates; known without communicating.
+
+    Every plan is a part of one order for all: sums, then gathers, inner axes first.
+    """
+    inner = {a.name: n for n, a in enumerate(reversed((*mesh.experts, *mesh.axes)))}
+    live = sorted((a for a in layout.axes if mesh[a].size > 1), key=lambda a: inner[a])
+    sums = [Step("sum", a) for a in live if a in layout.partial]
+    return sums + [Step("gather", a) for a in live if a not in layout.partial]
 
 
 def takes_part(layout: Layout, mesh: Mesh) -> bool:
@@ -60,132 +76,213 @@ def leads(layout: Layout, mesh: Mesh) -> bool:
     return is_leader(mesh) and ("dp" not in layout.axes or mesh["dp"].coord == 0)
 
 
-def send_to_leader(parcels: Sequence[Parcel], mesh: Mesh, bucket_bytes: int) -> list[Tensor | None]:
-    """Assemble parcels on the leader of each stage.
+def send_to_leader(parcels: Sequence[Parcel], mesh: Mesh, most: int) -> list[Tensor | None]:
+    """Assemble parcels on the leader of each stage: `Sending`, waited for at once."""
+    return Sending(parcels, mesh, most).wait()
 
-    Collective over the axes in the parcels' plans: every rank of a group calls it with the same parcels in
-    the same order. Small shards travel together, in buckets of `bucket_bytes`.
+
+class Sending:
+    """Parcels on their way to the leader of each stage. Making one begins it.
+
+    Collective over the axes in the parcels' plans, when it is made and again when it is waited for: every
+    rank of a group does both with the same parcels in the same order. One gather for each axis, one
+    reduction for each axis and dtype summed over it, and one small all-gather for each axis that uneven
+    parts are cut over.
 
     Args:
         parcels: one for each read, with the local shard; on ranks that take no part their shards are unused.
         mesh: the run's axes.
-        bucket_bytes: shards of at least this size travel alone, without being copied.
-
-    Returns:
-        For each parcel the whole on the leader, None elsewhere.
+        most: bytes of one message of a rank; what is more goes in further ones.
     """
-    plans: list[list[Step]] = []
-    mine: set[int] = set()
-    for index, parcel in enumerate(parcels):
-        steps = plan_read(parcel.layout, mesh)
-        uneven = bool(steps) and any(d.uneven for d in parcel.layout.dims)
-        if takes_part(parcel.layout, mesh):
-            mine.add(index)
-            if uneven:
-                parcel.shards = [all_assemble(parcel.shards[0], parcel.layout, mesh)[0]]
-                if not leads(parcel.layout, mesh):
-                    mine.discard(index)
-        plans.append([] if uneven else steps)
-    for step, indices in rounds(plans):
-        axis, now = mesh[step.axis], [i for i in indices if i in mine]
-        if now:
-            (_sum if step.op == "sum" else _gather)([parcels[i] for i in now], axis, bucket_bytes)
-        if axis.coord:
-            mine.difference_update(now)
-    leader = is_leader(mesh)
-    return [_arrived(p, mesh) if leader and i in mine else None for i, p in enumerate(parcels)]
+
+    def __init__(self, parcels: Sequence[Parcel], mesh: Mesh, most: int) -> None:
+        self._mesh, self._most = mesh, most
+        self._items = [Item(p, plan_read(p.layout, mesh)) for p in parcels]
+        self._mine = {n for n, i in enumerate(self._items) if takes_part(i.parcel.layout, mesh)}
+        self._taken: list[Tensor] = []
+        self._way = self._go()
+        next(self._way, None)
+
+    def wait(self) -> list[Tensor | None]:
+        """What is done once: for each parcel the whole on the leader, in memory of its own (or, where no
+        collective was needed, its shard's), None elsewhere.
+        """
+        for _ in self._way:
+            pass
+        leader = is_leader(self._mesh)
+        here = [leader and n in self._mine for n in range(len(self._items))]
+        wholes = [i.whole(self._mesh) if h else None for i, h in zip(self._items, here, strict=True)]
+        for buffer in self._taken:
+            staging.give_back(buffer)
+        return wholes
+
+    def _go(self) -> Iterator[None]:
+        """Post what goes along one axis, and go on once that is waited for."""
+        self._measure()
+        for step, indices in rounds([i.steps for i in self._items]):
+            axis, now = self._mesh[step.axis], [self._items[n] for n in indices if n in self._mine]
+            if now:
+                pending = self._sum(now, axis) if step.op == "sum" else self._gather(now, axis)
+                yield
+                for work, arrive in pending:
+                    if work is not None:
+                        work.wait()
+                    arrive()
+            if axis.coord:
+                self._mine.difference_update(indices)
+
+    def _measure(self) -> None:
+        """Let all ranks know the shapes of uneven parts, of all parcels at once."""
+        for n in self._mine:
+            self._items[n].measure()
+        asked = [n for n, i in enumerate(self._items) if i.uneven(self._mesh) and n in self._mine]
+        for axis in _axes([self._items[n].steps for n in asked], "gather"):
+            now = [self._items[n] for n in asked if Step("gather", axis) in self._items[n].steps]
+            flat = torch.tensor([n for i in now for s in i.shapes for n in s], device=now[0].device)
+            rows = iter(stack_along(flat, self._mesh[axis]).flatten().tolist())
+            before = [[len(s) for s in i.shapes] for i in now]
+            for item in now:
+                item.shapes = []
+            for _ in range(self._mesh[axis].size):
+                for item, lengths in zip(now, before, strict=True):
+                    item.shapes += [tuple(int(next(rows)) for _ in range(n)) for n in lengths]
+
+    def _sum(self, items: list[Item], axis: Axis) -> Posts:
+        out: Posts = []
+        for dtype in dict.fromkeys(i.parcel.shards[0].dtype for i in items):
+            alike = [i for i in items if i.parcel.shards[0].dtype == dtype]
+            for group in groups([stride(i.parcel.shards[0].nbytes) for i in alike], self._most):
+                now = [alike[n] for n in group]
+                shards = [i.parcel.shards[0] for i in now]
+                flat = pack(shards, [s.nbytes for s in shards])
+                shared = flat.untyped_storage().data_ptr() == shards[0].untyped_storage().data_ptr()
+                if shared and not all(i.parcel.owned for i in now):
+                    flat = flat.clone()
+                total = flat.view(dtype)
+                args = (total, axis.ranks[0])
+                work = posted("reduce", axis, total, dist.reduce, *args) if total.nbytes else None
+                out.append((work, partial(_added, now, flat)))
+        return out
+
+    def _gather(self, items: list[Item], axis: Axis) -> Posts:
+        out: Posts = []
+        sizes = [stride(i.width) * len(i.parcel.shards) for i in items]
+        for group in groups(sizes, self._most):
+            now = [items[n] for n in group]
+            widths = [i.width for i in now for _ in i.parcel.shards]
+            mine = pack([s for i in now for s in i.parcel.shards], widths)
+            slots = None
+            if axis.coord == 0:
+                step = stride(mine.nbytes)
+                taken = staging.take(step * (axis.size - 1), mine.device)
+                self._taken.append(taken)
+                rows = taken.view(axis.size - 1, step)[:, : mine.nbytes]
+                slots = [mine, *rows]  # nothing of its own to copy
+            args = (mine, slots, axis.ranks[0])
+            work = posted("gather", axis, mine, dist.gather, *args) if mine.nbytes else None
+            out.append((work, partial(_came, now, widths, slots)))
+        return out
+
+
+Posts = list[tuple[Any, Callable[[], None]]]  # what to wait for, and what to do then
+
+
+class Item:
+    """A parcel, as it is sent.
+
+    Attributes:
+        parcel: itself; once gathered along some axis its shards are slots of `width` bytes.
+        steps: what is left of its way.
+        shapes: of this rank's shard, and in the end of all that make the whole, the axis that is gathered
+            last counting slowest; of one if all are equal.
+        device: where it is.
+        dtype: of its entries.
+    """
+
+    def __init__(self, parcel: Parcel, steps: list[Step]) -> None:
+        self.parcel, self.steps = parcel, steps
+        self.shapes: list[tuple[int, ...]] = []
+        self.device, self.dtype = torch.device("cpu"), torch.uint8
+
+    def measure(self) -> None:
+        """Look at the local shard."""
+        shard = self.parcel.shards[0]
+        self.shapes, self.device, self.dtype = [tuple(shard.shape)], shard.device, shard.dtype
+
+    def uneven(self, mesh: Mesh) -> bool:
+        """Whether its parts may differ in length."""
+        cut = [d for d in self.parcel.layout.dims if any(mesh[c.axis].size > 1 for c in d.cuts)]
+        return any(d.uneven for d in cut)
+
+    @property
+    def width(self) -> int:
+        """How many bytes the largest of its shards has."""
+        return max(prod(s) for s in self.shapes) * self.dtype.itemsize
+
+    def whole(self, mesh: Mesh) -> Tensor:
+        """Put it together from what has come."""
+        old = self.parcel.layout
+        layout = Layout(old.dims, (), old.shared, old.permute)
+        shards = self.parcel.shards
+        axes = [s.axis for s in self.steps if s.op == "gather"]
+        if not axes:
+            whole = assemble(layout, shards, mesh.sizes)
+            keep = torch.contiguous_format
+            return whole.clone(memory_format=keep) if self.parcel.owned else whole.contiguous()
+        shapes = self.shapes if len(self.shapes) > 1 else self.shapes * len(shards)
+        shaped = [
+            t[: prod(n) * self.dtype.itemsize].view(self.dtype).reshape(n)
+            for t, n in zip(shards, shapes, strict=True)
+        ]
+        order = []
+        for coords in coordinates(layout, mesh.sizes):
+            at = 0
+            for axis in reversed(axes):
+                at = at * mesh[axis].size + coords[axis]
+            order.append(shaped[at])
+        return assemble(layout, order, mesh.sizes)
 
 
 def rounds(plans: Sequence[Sequence[Step]]) -> list[tuple[Step, list[int]]]:
-    """Which parcels go together in which collective, in order.
+    """Which parcels go together in which collectives, in order.
 
     It follows from all plans, also of parcels that this rank takes no part in: ranks that take part in
-    different ones must still agree on what travels together.
+    different ones must still agree on what travels together. Each step comes once, since all plans are parts
+    of one order.
     """
     left = {i: list(steps) for i, steps in enumerate(plans) if steps}
     out: list[tuple[Step, list[int]]] = []
     while left:
-        step = next(iter(left.values()))[0]
+        later = {s for steps in left.values() for s in steps[1:]}
+        step = next(steps[0] for steps in left.values() if steps[0] not in later)
         now = [i for i, steps in left.items() if steps[0] == step]
         left = {i: steps[1:] if i in now else steps for i, steps in left.items() if i not in now or steps[1:]}
         out.append((step, now))
     return out
 
 
-def _arrived(parcel: Parcel, mesh: Mesh) -> Tensor:
-    layout = Layout(parcel.layout.dims, (), parcel.layout.shared, parcel.layout.permute)
-    if len(parcel.shards) == 1 and any(d.uneven for d in layout.dims):
-        return parcel.shards[0]  # assembled already, by the way for uneven parts
-    return assemble(layout, parcel.shards, mesh.sizes).contiguous()
+def _axes(plans: Sequence[Sequence[Step]], op: str) -> list[str]:
+    return [step.axis for step, _ in rounds([[s for s in plan if s.op == op] for plan in plans])]
 
 
-def _sum(parcels: list[Parcel], axis: Axis, _: int) -> None:
-    for parcel in parcels:
-        total = parcel.shards[0].clone(memory_format=torch.contiguous_format)
-        dist.reduce(total, dst=axis.ranks[0], group=axis.group)
-        parcel.shards = [total]
+def _added(items: list[Item], flat: Tensor) -> None:
+    shards = [i.parcel.shards[0] for i in items]
+    at, _ = starts([s.nbytes for s in shards])
+    for item, shard, start in zip(items, shards, at, strict=True):
+        total = flat[start : start + shard.nbytes].view(shard.dtype).reshape(shard.shape)
+        item.parcel.shards, item.parcel.owned = [total], True
 
 
-def _gather(parcels: list[Parcel], axis: Axis, bucket_bytes: int) -> None:
-    posted = []
-    for bucket in _buckets(parcels, bucket_bytes):
-        mine = _pack([s for p in bucket for s in p.shards])
-        slots = [torch.empty_like(mine) for _ in range(axis.size)] if axis.coord == 0 else None
-        work = dist.gather(mine, slots, dst=axis.ranks[0], group=axis.group, async_op=True)
-        posted.append((bucket, mine, slots, work))
-    for bucket, _, slots, work in posted:
-        if work is not None:
-            work.wait()
-        if slots is not None:
-            _unpack(bucket, slots)
-
-
-def _buckets(parcels: list[Parcel], limit: int) -> Iterator[list[Parcel]]:
-    """Group parcels so that small ones share a message; a large one goes alone."""
-    bucket: list[Parcel] = []
-    filled = 0
-    for parcel in parcels:
-        size = sum(s.nbytes for s in parcel.shards)
-        if size >= limit:
-            yield [parcel]
-            continue
-        if filled + size > limit and bucket:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(parcel)
-        filled += size
-    if bucket:
-        yield bucket
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _pack(shards: list[Tensor]) -> Tensor:
-    if len(shards) == 1:
-        return _as_bytes(shards[0])
-    sizes = [-(-s.nbytes // ALIGN) * ALIGN for s in shards]
-    out = torch.empty(sum(sizes), dtype=torch.uint8, device=shards[0].device)
-    offset = 0
-    for shard, size in zip(shards, sizes, strict=True):
-        out[offset : offset + shard.nbytes].copy_(_as_bytes(shard))
-        offset += size
-    return out
-
-
-def _unpack(bucket: list[Parcel], slots: list[Tensor]) -> None:
+def _came(items: list[Item], widths: Sequence[int], slots: Sequence[Tensor] | None) -> None:
     """Give each parcel its shards from all ranks; the axis gathered last counts slowest."""
-    offset = 0
-    alone = sum(len(p.shards) for p in bucket) == 1
-    for parcel in bucket:
-        places = []
-        for shard in parcel.shards:
-            places.append((offset, shard))
-            offset += shard.nbytes if alone else -(-shard.nbytes // ALIGN) * ALIGN
-        parcel.shards = [
-            slot[at : at + s.nbytes].view(s.dtype).reshape(s.shape) for slot in slots for at, s in places
-        ]
+    if slots is None:
+        return
+    at, first = starts(widths)[0], 0
+    for item in items:
+        count = len(item.parcel.shards)
+        places = at[first : first + count]
+        item.parcel.shards = [slot[a : a + item.width] for slot in slots for a in places]
+        first += count
 
 
 def send_up_pipeline(items: Sequence[tuple[Any, Tensor]], mesh: Mesh) -> list[tuple[Any, Tensor]]:
@@ -208,7 +305,7 @@ def send_up_pipeline(items: Sequence[tuple[Any, Tensor]], mesh: Mesh) -> list[tu
     notes: list[Any] | None = [None] * axis.size if axis.coord == 0 else None
     dist.gather_object(note, notes, dst=axis.ranks[0], group=axis.group)
     if notes is None:
-        sent = [_as_bytes(t.to(device)) for _, t in items if t.nbytes]
+        sent = [as_bytes(t.to(device)) for _, t in items if t.nbytes]
         for work in [dist.isend(t, axis.ranks[0], group=axis.group) for t in sent]:
             _wait(work)
         return []
@@ -218,7 +315,7 @@ def send_up_pipeline(items: Sequence[tuple[Any, Tensor]], mesh: Mesh) -> list[tu
             tensor = torch.empty(shape, dtype=dtype, device=device)
             came.append((tag, tensor))
             if tensor.nbytes:
-                works.append(dist.irecv(_as_bytes(tensor), source, group=axis.group))
+                works.append(dist.irecv(as_bytes(tensor), source, group=axis.group))
     for work in works:
         _wait(work)
     return [*items, *((tag, t.cpu()) for tag, t in came)]

@@ -1,36 +1,61 @@
-"""Shards to whole and back: `assemble` and `extract`, inverse to each other for every layout."""
+"""Shards to whole and back: `assemble` and `extract`, inverse to each other for every layout.
+
+Each entry is copied once, from where it lies to where it belongs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_flex.errors import LayoutError
-from megatron_flex.layout.spans import coordinates, padded_shape, part_lengths, parts, spans
+from megatron_flex.layout.spans import coordinates, padded_shape, part_lengths, parts, spans, whole_shape
 from megatron_flex.layout.types import Coords, Layout, Lengths, Sizes, Span
 
+Slices = tuple[slice, ...]
+KEPT = 1024  # plans of layouts that are remembered
 
-def assemble(layout: Layout, shards: Sequence[Tensor], sizes: Sizes) -> Tensor:
+
+class Block(NamedTuple):
+    """A block of a shard and its place in the whole, dims in the shard's order.
+
+    Attributes:
+        shard: the shard, counted like `coordinates`.
+        source: its entries in the shard.
+        target: its entries in the whole, padding stripped.
+        add: whether another summand is there before it.
+    """
+
+    shard: int
+    source: Slices
+    target: Slices
+    add: bool
+
+
+def assemble(layout: Layout, shards: Sequence[Tensor], sizes: Sizes, out: Tensor | None = None) -> Tensor:
     """Make the whole from all shards.
 
     Args:
         layout: how the shards relate.
         shards: the local tensors in the order of `coordinates(layout, sizes)`.
         sizes: the mesh.
+        out: where to write it, of the shards' dtype and of any strides; a new tensor if None.
 
     Returns:
-        The whole as one device would hold it: padding stripped, dims in the single-device order. It shares
-        memory with the shard where one shard is the whole.
+        The whole as one device would hold it: padding stripped, dims in the single-device order. Without
+        `out` it shares memory with the shard where one shard is the whole, and is contiguous otherwise.
 
     Raises:
         LayoutError: a wrong number of shards, or shapes that do not fit the layout.
     """
-    places = coordinates(layout, sizes)
-    if len(shards) != len(places):
-        raise LayoutError(f"{len(shards)} shards for layout {layout.describe()}, which needs {len(places)}")
+    count = len(coordinates(layout, sizes))
+    if len(shards) != count:
+        raise LayoutError(f"{len(shards)} shards for layout {layout.describe()}, which needs {count}")
     for index, dim in enumerate(layout.dims):
         found = {s.shape[index] for s in shards if s.ndim == len(layout.dims)}
         if not dim.uneven and len(found) > 1:
@@ -38,19 +63,21 @@ def assemble(layout: Layout, shards: Sequence[Tensor], sizes: Sizes) -> Tensor:
                 f"shards have {sorted(found)} entries in dim {dim.name!r}; they must fit one length"
             )
     lengths = part_lengths(layout, [s.shape for s in shards], sizes)
-    full = padded_shape(layout, shards[0].shape, sizes, lengths)
-    if len(shards) == 1:
-        return _single_device_view(layout, shards[0])
-    whole = torch.empty(full, dtype=shards[0].dtype, device=shards[0].device)
-    written: set[tuple[Span, ...]] = set()
-    for shard, coords in zip(shards, places, strict=True):
-        if _is_spare_copy(layout, coords, sizes):
-            continue
-        for block, source in _blocks(layout, full, coords, sizes, lengths):
-            target = tuple(slice(a, b) for a, b in block)
-            whole[target] = whole[target] + shard[source] if block in written else shard[source]
-            written.add(block)
-    return _single_device_view(layout, whole)
+    first = shards[0]
+    full = padded_shape(layout, first.shape, sizes, lengths)
+    if count == 1:
+        whole = _single_device_view(layout, first)
+        return whole if out is None else out.copy_(whole)
+    shape = whole_shape(layout, first.shape, sizes, lengths)
+    if out is None:
+        out = torch.empty(shape, dtype=first.dtype, device=first.device)
+    elif out.shape != shape:
+        raise LayoutError(f"a whole of shape {shape} does not fit into a tensor of {tuple(out.shape)}")
+    inner = out if layout.permute is None else out.permute(_inverse(layout.permute))
+    for number, source, target, add in _plan(layout, full, _only(layout, sizes), _frozen(lengths)):
+        block = shards[number][source]
+        _ = inner[target].add_(block) if add else inner[target].copy_(block)
+    return out
 
 
 def extract(
@@ -60,6 +87,7 @@ def extract(
     sizes: Sizes,
     local: Tensor | Sequence[int] | None = None,
     lengths: Lengths | None = None,
+    alias: bool = False,
 ) -> Tensor:
     """Take the shard of the rank at `coords` out of the whole; the inverse of `assemble`.
 
@@ -73,34 +101,94 @@ def extract(
         local: where the layout strips padding, the shard as it was (its padding is put back), or its
             shape (the padding becomes zeros).
         lengths: the lengths of the parts of uneven dims.
+        alias: whether the shard may be a view of `whole`, where it is contiguous there.
 
     Returns:
-        A contiguous tensor that shares no memory with `whole`.
+        A contiguous tensor, which shares no memory with `whole` unless it may.
     """
-    shard = whole if layout.permute is None else whole.permute(_inverse(layout.permute))
+    inner = whole if layout.permute is None else whole.permute(_inverse(layout.permute))
     old = local if isinstance(local, Tensor) else None
-    shape = shard.shape if local is None else (old.shape if old is not None else tuple(local))
-    holes: list[tuple[int, slice]] = []
-    for index, dim in enumerate(layout.dims):
-        count = parts(dim, sizes)
-        full = shard.shape[index] if dim.keep is None or local is None else shape[index] * count
-        pieces = spans(dim, full, coords, sizes, None if lengths is None else lengths.get(index))
-        if full > shard.shape[index]:
-            holes += [(index, hole) for hole in _beyond(pieces, shard.shape[index])]
-            shard = _lengthened(shard, index, full)
-        if pieces != [(0, shard.shape[index])]:
-            taken = [shard.narrow(index, a, b - a) for a, b in pieces]
-            shard = taken[0] if len(taken) == 1 else torch.cat(taken, index)
+    given = None if local is None else tuple(local.shape if isinstance(local, Tensor) else local)
+    full = tuple(
+        n if d.keep is None or given is None else max(n, given[i] * parts(d, sizes))
+        for i, (n, d) in enumerate(zip(inner.shape, layout.dims, strict=True))
+    )
+    rows = [_row(layout, i, n, coords, sizes, lengths) for i, n in enumerate(full)]
+    shape = [sum(stop - start for (start, stop), _ in row) for row in rows]
     if _holds_nothing(layout, coords, sizes):
-        return torch.zeros_like(shard, memory_format=torch.contiguous_format)
-    if not shard.is_contiguous() or shard.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
-        shard = shard.clone(memory_format=torch.contiguous_format)
-    for index, hole in holes:
-        if old is not None:
-            shard.narrow(index, hole.start, hole.stop - hole.start).copy_(
-                old.narrow(index, hole.start, hole.stop - hole.start)
-            )
+        return inner.new_zeros(shape)
+    rows = [_kept(row, n) for row, n in zip(rows, inner.shape, strict=True)]
+    padded = [i for i, row in enumerate(rows) if sum(b - a for (a, b), _ in row) < shape[i]]
+    if not padded and all(len(row) == 1 for row in rows):
+        shard = inner[tuple(slice(*row[0][0]) for row in rows)]
+        return (
+            shard if alias and shard.is_contiguous() else shard.clone(memory_format=torch.contiguous_format)
+        )
+    shard = inner.new_empty(shape)
+    for combo in product(*rows):
+        shard[tuple(at for _, at in combo)].copy_(inner[tuple(slice(*span) for span, _ in combo)])
+    for index in padded:
+        for start, stop in _gaps([at for _, at in rows[index]], shape[index]):
+            hole = shard.narrow(index, start, stop - start)
+            _ = hole.zero_() if old is None else hole.copy_(old.narrow(index, start, stop - start))
     return shard
+
+
+@lru_cache(maxsize=KEPT)
+def _plan(
+    layout: Layout,
+    full: tuple[int, ...],
+    sizes: tuple[tuple[str, int], ...],
+    lengths: tuple[tuple[int, tuple[int, ...]], ...],
+) -> tuple[Block, ...]:
+    """What of which shard goes where; the same for every tensor of these shapes."""
+    mesh, uneven = dict(sizes), dict(lengths)
+    out, written = [], set()
+    for number, coords in enumerate(coordinates(layout, mesh)):
+        if _is_spare_copy(layout, coords, mesh):
+            continue
+        rows = [
+            _kept(_row(layout, i, n, coords, mesh, uneven), n if d.keep is None else min(n, d.keep))
+            for i, (n, d) in enumerate(zip(full, layout.dims, strict=True))
+        ]
+        for combo in product(*rows):
+            block = tuple(span for span, _ in combo)
+            target = tuple(slice(*span) for span in block)
+            out.append(Block(number, tuple(at for _, at in combo), target, block in written))
+            written.add(block)
+    return tuple(out)
+
+
+def _row(
+    layout: Layout, index: int, length: int, coords: Coords, sizes: Sizes, lengths: Lengths | None
+) -> list[tuple[Span, slice]]:
+    """Of one dim, the spans of the whole that a shard has, and where they lie in the shard."""
+    own = None if lengths is None else lengths.get(index)
+    offset, row = 0, []
+    for start, stop in spans(layout.dims[index], length, coords, sizes, own):
+        row.append(((start, stop), slice(offset, offset + stop - start)))
+        offset += stop - start
+    return row or [((0, 0), slice(0, 0))]
+
+
+def _kept(row: list[tuple[Span, slice]], length: int) -> list[tuple[Span, slice]]:
+    """What of a row is among the first `length` entries of the whole."""
+    return [
+        ((start, min(stop, length)), slice(at.start, at.start + min(stop, length) - start))
+        for (start, stop), at in row
+        if start < length or start == stop
+    ]
+
+
+def _gaps(pieces: list[slice], length: int) -> Iterator[Span]:
+    """What of a shard's dim no piece covers."""
+    offset = 0
+    for piece in pieces:
+        if offset < piece.start:
+            yield offset, piece.start
+        offset = piece.stop
+    if offset < length:
+        yield offset, length
 
 
 def _is_spare_copy(layout: Layout, coords: Coords, sizes: Sizes) -> bool:
@@ -117,34 +205,12 @@ def _holds_nothing(layout: Layout, coords: Coords, sizes: Sizes) -> bool:
     return any(coords.get(c.axis, 0) % c.copies for c in cuts if sizes.get(c.axis, 1) > 1)
 
 
-def _beyond(pieces: list[Span], kept: int) -> Iterator[slice]:
-    """The places of a shard that lie beyond the first `kept` entries of the whole."""
-    offset = 0
-    for start, stop in pieces:
-        if stop > kept:
-            yield slice(offset + max(kept - start, 0), offset + stop - start)
-        offset += stop - start
+def _only(layout: Layout, sizes: Sizes) -> tuple[tuple[str, int], ...]:
+    return tuple((a, sizes.get(a, 1)) for a in layout.axes)
 
 
-def _lengthened(tensor: Tensor, index: int, length: int) -> Tensor:
-    shape = list(tensor.shape)
-    shape[index] = length - shape[index]
-    return torch.cat([tensor, tensor.new_zeros(shape)], index)
-
-
-def _blocks(
-    layout: Layout, full: Sequence[int], coords: Coords, sizes: Sizes, lengths: Lengths
-) -> Iterator[tuple[tuple[Span, ...], tuple[slice, ...]]]:
-    """The blocks of a shard: which part of the whole each is, and where it lies in the shard."""
-    rows: list[list[tuple[Span, slice]]] = []
-    for index, dim in enumerate(layout.dims):
-        offset, row = 0, []
-        for start, stop in spans(dim, full[index], coords, sizes, lengths.get(index)):
-            row.append(((start, stop), slice(offset, offset + stop - start)))
-            offset += stop - start
-        rows.append(row)
-    for combo in product(*rows):
-        yield tuple(span for span, _ in combo), tuple(where for _, where in combo)
+def _frozen(lengths: Lengths) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    return tuple((i, tuple(n)) for i, n in lengths.items())
 
 
 def _single_device_view(layout: Layout, whole: Tensor) -> Tensor:

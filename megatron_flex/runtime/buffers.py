@@ -1,27 +1,87 @@
-"""Memory for copies of shards, used again at each step."""
+"""Memory for copies of shards, used again at each step: what is sent together is copied to one place."""
 
 from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_flex.collectives import fresh, stride
+
+FIRST = 1 << 16  # bytes of a tape's first piece
+
+
+@dataclass(slots=True)
+class Piece:
+    """A run of bytes, filled up to `used`."""
+
+    name: Hashable
+    flat: Tensor
+    used: int = 0
+
 
 class Buffers:
-    """Memory for copies of shards, used again at each step: fresh pages cost more than the copying."""
+    """Tapes of bytes: copies lie one after the other, so that nothing need be packed to be sent.
+
+    A tape grows by pieces. Once it is known how much a step writes, one piece takes it all: fresh pages cost
+    more than the copying.
+    """
 
     def __init__(self) -> None:
-        self._free: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
+        self._written: list[Piece] = []  # the last one of each name is being filled
+        self._free: dict[Hashable, list[Piece]] = {}
+        self._want: dict[Hashable, int] = {}  # bytes that a piece should have
+        self._cap: dict[Hashable, int] = {}
 
-    def copy(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy, in memory that was given back if there is some of that shape."""
-        free = self._free.get((tensor.shape, tensor.dtype, tensor.device))
-        buffer = free.pop() if free else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        return buffer.copy_(tensor)
+    def copy(self, tensor: Tensor, name: Hashable, most: int) -> Tensor:
+        """A contiguous copy at the end of a tape.
 
-    def give_back(self, tensor: Tensor) -> None:
-        """Let the next copy overwrite a tensor."""
-        self._free.setdefault((tensor.shape, tensor.dtype, tensor.device), []).append(tensor)
+        Args:
+            tensor: what is copied.
+            name: the tape's; each device has its own of that name.
+            most: bytes of a piece, unless a single tensor has more.
+        """
+        key, size = (name, tensor.device), stride(tensor.nbytes)
+        piece = next((p for p in reversed(self._written) if p.name == key), None)
+        if piece is None or piece.used + size > piece.flat.nbytes:
+            piece = self._open(key, size, most, tensor.device)
+        end = piece.used + tensor.nbytes
+        out = piece.flat[piece.used : end].view(tensor.dtype).reshape(tensor.shape)
+        piece.used += size
+        return out.copy_(tensor)
+
+    def take(self) -> list[Piece]:
+        """Hand out what was written; the next copy begins new tapes."""
+        written, self._written = self._written, []
+        for name in {p.name for p in written}:
+            now = min(sum(p.used for p in written if p.name == name), self._cap[name])
+            self._want[name] = max(self._want.get(name, FIRST), now)
+        return written
+
+    def give_back(self, pieces: list[Piece]) -> None:
+        """Let the next copies overwrite what was handed out; pieces that are too small are let go of."""
+        for piece in pieces:
+            piece.used = 0
+            free = self._free.setdefault(piece.name, [])
+            if piece.flat.nbytes >= self._want.get(piece.name, 0):
+                free.append(piece)
+            self._free[piece.name] = [p for p in free if p.flat.nbytes >= self._want.get(p.name, 0)]
 
     def clear(self) -> None:
         """Let go of all memory."""
+        self._written.clear()
         self._free.clear()
+        self._want.clear()
+
+    def _open(self, key: Hashable, size: int, most: int, device: torch.device) -> Piece:
+        """Begin a piece; the first of a tape as large as any tape was, each further one doubling it."""
+        so_far = sum(p.used for p in self._written if p.name == key)
+        self._cap[key] = most
+        length = max(size, min(most, max(so_far, self._want.get(key, FIRST))))
+        free = self._free.get(key, [])
+        fitting = [n for n, p in enumerate(free) if p.flat.nbytes >= size]
+        piece = free.pop(fitting[0]) if fitting else Piece(key, fresh(length, device))
+        self._written.append(piece)
+        return piece

@@ -6,24 +6,26 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor
 
 from megatron_flex.collectives import (
     Board,
     Parcel,
     Route,
+    Sending,
     is_leader,
     join,
     leads,
     plan_read,
-    send_to_leader,
     send_up_pipeline,
+    staging,
     takes_part,
 )
 from megatron_flex.knobs import knobs
 from megatron_flex.layout import Layout, whole_shape
 from megatron_flex.mesh import Mesh
-from megatron_flex.runtime.buffers import Buffers
+from megatron_flex.runtime.buffers import Buffers, Piece
 from megatron_flex.runtime.captures import Captures, Key
 
 Finish = Callable[[Tensor], Mapping[str, Tensor]]  # of what arrives: what is kept, by how its name ends
@@ -36,6 +38,16 @@ class _Pending:
     tensor: Tensor | None  # None on a rank whose part nobody needs
     route: Route | None = None
     finish: Finish | None = None
+
+
+@dataclass(slots=True)
+class _Sent:
+    """What is on its way: as it was read, as it is sent, and the memory that it lies in."""
+
+    read: list[_Pending]
+    order: list[_Pending]
+    pieces: list[Piece]
+    sending: Sending
 
 
 class Recorder:
@@ -52,26 +64,12 @@ class Recorder:
         self._arrived: list[tuple[Key, Tensor]] = []
         self._waiting_bytes = 0
         self._buffers = Buffers()
-        self._board: Board | None = None
-        self._prepared = False
-        self._finishes: dict[Key, Finish] = {}  # of what lies in shared memory
+        self._sent: _Sent | None = None
 
-    def prepare(self) -> None:
-        """Set shared memory up, the first time. Collective within the stage; nothing is recorded yet."""
-        if not self._prepared:
-            self._prepared, self._board = True, join(self.mesh)
-
-    def shard(self, key: Key, local: Tensor, layout: Layout, finish: Finish | None = None) -> None:
-        """Record a local tensor. It is copied: frameworks overwrite many of them in place.
-
-        With `finish` what it gives of the whole is kept; it runs on the leader alone, and must not raise.
-        """
-        if self._board is not None and self._board.put(key, local.detach(), layout):
-            if finish is not None:
-                self._finishes[key] = finish
-            return
-        kept = self._buffers.copy(local.detach()) if takes_part(layout, self.mesh) else None
-        self._pending.append(_Pending(key, layout, kept, None, finish))
+    def shard(self, key: Key, local: Tensor, layout: Layout) -> None:
+        """Record a local tensor. It is copied: frameworks overwrite many of them in place."""
+        kept = self._copy(local.detach(), layout) if takes_part(layout, self.mesh) else None
+        self._pending.append(_Pending(key, layout, kept))
         if not any(d.uneven for d in layout.dims):
             self._waiting_bytes += (
                 prod(whole_shape(layout, local.shape, self.mesh.sizes)) * local.element_size()
@@ -79,9 +77,13 @@ class Recorder:
 
     def rows(self, key: Key, local: Tensor, route: Route) -> None:
         """Record rows of experts. Every rank's are needed: they go home to their tokens first."""
+<<<<<<< HEAD
         if self._board is not None:
             self._board.note(key)
         self._pending.append(_Pending(key, route.home_layout, self._buffers.copy(local.detach()), route))
+=======
+        kept = self._buffers.copy(local.detach(), "rows", knobs.bucket_bytes)
+        self._pending.append(_Pending(key, route.home_layout, kept, route))
 
     def whole(self, key: Key, whole: Tensor, layout: Layout, finish: Finish | None = None) -> None:
         """Record a tensor, in `layout`, that every rank has whole; the leader alone keeps it."""
@@ -96,7 +98,9 @@ class Recorder:
         self._pending.clear()
         self._arrived.clear()
         self._finishes.clear()
+        self._sent = None
         self._buffers.clear()
+        staging.clear()
         self._waiting_bytes = 0
 
     def close(self) -> None:
@@ -107,31 +111,63 @@ class Recorder:
             self._board = None
 
     def gather_if_large(self) -> None:
-        """Send shards to the stage's leader if they have become many.
+        """Begin to send shards to the stage's leader if they have become many.
 
-        Collective within the stage; all its ranks decide alike, from the wholes' sizes.
+        What was sent so before is waited for first, so that no more than two lots are in memory. Collective
+        within the stage; all its ranks decide alike, from the wholes' sizes.
         """
         if self._waiting_bytes > knobs.pending_bytes:
-            self.gather()
+            self._post()
 
     def gather(self) -> None:
         """Send all shards to the stage's leader.
 
         Collective within the stage: `tp` and `cp`, and for what experts hold `ep` and `etp`.
         """
+        self._post()
+        self._arrive()
+
+    def _post(self) -> None:
+        self._arrive()
         todo, self._pending, self._waiting_bytes = self._pending, [], 0
-        for pending in todo:
+        sent = sorted(todo, key=lambda p: p.route is not None)  # as their copies lie in memory
+        for pending in sent:
             if pending.route is not None and pending.tensor is not None:
-                local, pending.tensor = pending.tensor, pending.route.home(pending.tensor)
-                self._buffers.give_back(local)
-        parcels = [Parcel(p.layout, [] if p.tensor is None else [p.tensor]) for p in todo]
-        for pending, whole in zip(todo, send_to_leader(parcels, self.mesh, knobs.bucket_bytes), strict=True):
+                home, needed = pending.route.home(pending.tensor), takes_part(pending.layout, self.mesh)
+                pending.tensor = self._copy(home, pending.layout) if needed else None
+        parcels = [
+            Parcel(p.layout, [] if p.tensor is None else [p.tensor], bool(plan_read(p.layout, self.mesh)))
+            for p in sent
+        ]
+        self._sent = _Sent(todo, sent, self._buffers.take(), Sending(parcels, self.mesh, knobs.bucket_bytes))
+
+    def _arrive(self) -> None:
+        """Wait for what was sent."""
+        if self._sent is None:
+            return
+        sent, self._sent = self._sent, None
+        for pending, whole in zip(sent.order, sent.sending.wait(), strict=True):
             order = pending.route.order if pending.route else None
+<<<<<<< HEAD
             if whole is not None:
                 whole = whole if order is None else whole[order]
                 self._arrived += [(k, t.cpu()) for k, t in _finished(pending.key, whole, pending.finish)]
             if pending.tensor is not None and not pending.route and plan_read(pending.layout, self.mesh):
                 self._buffers.give_back(pending.tensor)  # what needs no collective is the whole itself
+=======
+            pending.tensor = whole if whole is None or order is None else whole[order]
+        for p in sent.read:
+            if p.tensor is not None:
+                self._arrived += [(k, t.cpu()) for k, t in _finished(p.key, p.tensor, p.finish)]
+        self._buffers.give_back(sent.pieces)
+
+    def _copy(self, tensor: Tensor, layout: Layout) -> Tensor:
+        """A copy: where it will be sent, behind what goes the same way first; else the whole itself."""
+        steps = plan_read(layout, self.mesh)
+        if not steps:
+            return tensor.clone(memory_format=torch.contiguous_format)
+        tape = (steps[0], tensor.dtype if steps[0].op == "sum" else None)
+        return self._buffers.copy(tensor, tape, knobs.bucket_bytes)
 
     def flush(self) -> None:
         """Bring everything recorded to the leader's captures. Collective within the model replica.

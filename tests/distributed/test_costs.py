@@ -68,7 +68,11 @@ def count(case: Case, hooks: dict[str, Callable[[Any], None]] | Callable[[], Any
 # -- what the plan says, and what is counted -----------------------------------------------------------
 
 
-READS = () if __import__("os").environ.get("NOREAD") else (FC1, LAYER, f"{FC1}@gradient", f"{LAYER}@gradient", f"{FC2}:input", "output_layer")
+READS = (
+    ()
+    if __import__("os").environ.get("NOREAD")
+    else (FC1, LAYER, f"{FC1}@gradient", f"{LAYER}@gradient", f"{FC2}:input", "output_layer")
+)
 EDITS = (
     f"{FC1}=general",
     f"{FC1}=local",

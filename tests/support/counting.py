@@ -142,9 +142,7 @@ def _call(name: str, given: dict[str, Any]) -> Call:
         return Call(name, ranks, 0, 0, "")
     sent, got = ([] if not key else _tensors(given.get(key)) for key in TENSORS[name])
     kind = next((str(t.dtype).removeprefix("torch.") for t in (*sent, *got)), "")
-    return Call(
-        SAME.get(name, name), ranks, sum(t.nbytes for t in sent), sum(t.nbytes for t in got), kind
-    )
+    return Call(SAME.get(name, name), ranks, sum(t.nbytes for t in sent), sum(t.nbytes for t in got), kind)
 
 
 def _tensors(found: Any) -> list[Tensor]:

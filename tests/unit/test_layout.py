@@ -19,6 +19,7 @@ from megatron_flex.layout import (
     assemble,
     coordinates,
     extract,
+    first_copy,
     padded_shape,
     parts,
     replicated,
@@ -85,6 +86,54 @@ def test_assemble_and_extract_are_inverse(drawn: tuple[Layout, tuple[int, ...]])
     assert torch.equal(back, whole)
     again = scatter(layout, back, local)
     assert all(torch.equal(x, y) for x, y in zip(shards, again, strict=True))
+
+
+def by_entries(layout: Layout, shards: list[Tensor], sizes: dict[str, int]) -> Tensor:
+    """The whole, each entry by itself: what `assemble` must give."""
+    full = padded_shape(layout, shards[0].shape, sizes)
+    whole = torch.zeros(full, dtype=shards[0].dtype)
+    for shard, place in zip(shards, coordinates(layout, sizes), strict=True):
+        if first_copy(layout, place, sizes) != place:
+            continue
+        rows = [
+            torch.tensor([i for a, b in spans(d, n, place, sizes) for i in range(a, b)])
+            for d, n in zip(layout.dims, full, strict=True)
+        ]
+        whole.index_put_(torch.meshgrid(*rows, indexing="ij"), shard, accumulate=True)
+    for index, dim in enumerate(layout.dims):
+        whole = whole.narrow(index, 0, min(full[index], dim.keep or full[index]))
+    return whole if layout.permute is None else whole.permute(layout.permute)
+
+
+@settings(max_examples=300, deadline=None)
+@given(layouts(), st.booleans())
+def test_assemble_into_a_given_tensor(drawn: tuple[Layout, tuple[int, ...]], strided: bool) -> None:
+    layout, shape = drawn
+    layout = replace(layout, partial=())
+    whole, local = make(layout, shape)
+    shards = [torch.randn(local, dtype=torch.float64) for _ in coordinates(layout, SIZES)]
+    wanted = by_entries(layout, shards, SIZES)
+    out = torch.full((*whole.shape, 2), torch.nan, dtype=torch.float64)[..., 0]
+    out = out if strided else out.contiguous()
+    given = assemble(layout, shards, SIZES, out=out)
+    assert given is out
+    assert torch.allclose(out, wanted, rtol=1e-12, atol=1e-12)  # sums of several in any order
+    assert torch.equal(assemble(layout, shards, SIZES), out)
+    if not any(c.partial for d in layout.dims for c in d.cuts):
+        assert torch.equal(out, wanted)
+
+
+@settings(max_examples=200, deadline=None)
+@given(layouts())
+def test_a_part_may_be_a_view_where_it_is_contiguous(drawn: tuple[Layout, tuple[int, ...]]) -> None:
+    layout, shape = drawn
+    whole, local = make(layout, shape)
+    for place in coordinates(layout, SIZES):
+        part = extract(layout, whole, place, SIZES, local, alias=True)
+        assert part.is_contiguous()
+        assert torch.equal(part, extract(layout, whole, place, SIZES, local))
+    alone = extract(replicated("s"), whole.flatten(), {}, SIZES, alias=True)
+    assert alone.data_ptr() == whole.data_ptr()
 
 
 @settings(max_examples=300, deadline=None)
@@ -230,6 +279,10 @@ def test_extract_shares_no_memory_and_is_contiguous() -> None:
         (lambda: whole_shape(replicated("s"), (3, 4), SIZES), "2 dims"),
         (lambda: assemble(Layout((Dim("s", (Cut("a"),)),)), [torch.ones(2)], SIZES), "1 shards"),
         (lambda: assemble(Layout((Dim("s", (Cut("a"),)),)), [torch.ones(2), torch.ones(3)], SIZES), "fit"),
+        (
+            lambda: assemble(Layout((Dim("s", (Cut("a"),)),)), [torch.ones(2)] * 2, SIZES, torch.ones(3)),
+            "fit",
+        ),
     ],
 )
 def test_what_does_not_fit_is_told(make_it: object, words: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -16,11 +15,10 @@ from megatron_flex.dump.plan import Held
 from megatron_flex.errors import HookError
 from megatron_flex.launch.planning.hooking import PlannedHook
 from megatron_flex.launch.planning.links import RING, Placement, Traffic, between
-from megatron_flex.layout import Dim, Layout
+from megatron_flex.layout import Layout, whole_shape
 from megatron_flex.mesh import Axis, Mesh
+from megatron_flex.runtime.selecting import Wanted, push
 from megatron_flex.sites import Site
-
-Chosen = Mapping[int, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,9 @@ class Charge:
     leader_host: int = 0
 
 
-def charge(hook: PlannedHook, held: Held, site: Site, mesh: Mesh, placement: Placement) -> Charge:
+def charge(
+    hook: PlannedHook, held: Held, site: Site, mesh: Mesh, placement: Placement, heads: int = 0
+) -> Charge:
     """What a hook costs at one tensor.
 
     Args:
@@ -84,13 +84,13 @@ def charge(hook: PlannedHook, held: Held, site: Site, mesh: Mesh, placement: Pla
         site: where it passes.
         mesh: of the run, as its first rank sees it.
         placement: of its ranks.
+        heads: how many attention heads a layer has.
 
     Raises:
-        SiteError: the hook picks along a dim that the site has not.
-        HookError: an edit cannot stand there.
+        HookError: the hook cannot stand there, or the site has no such dim as it selects.
     """
     if hook.kind == "read":
-        return _read(hook, held, site, mesh, placement)
+        return _read(hook, held, site, mesh, placement, heads)
     return _edit(hook, held, site, mesh, placement)
 
 
@@ -108,18 +108,14 @@ def _cutting(layout: Layout, mesh: Mesh) -> list[Axis]:
 # -- reading -------------------------------------------------------------------------------------------
 
 
-def _read(hook: PlannedHook, held: Held, site: Site, mesh: Mesh, placement: Placement) -> Charge:
+def _read(hook: PlannedHook, held: Held, site: Site, mesh: Mesh, placement: Placement, heads: int) -> Charge:
     """Every rank that has a part writes it into shared memory of its node; other nodes send theirs once."""
-    layout, local, itemsize = held.layout, list(held.local), held.weight
-    whole = [n for n in held.shape if isinstance(n, int)]
-    if len(whole) < len(local):
+    if any(isinstance(n, str) for n in held.shape):
         raise HookError(f"{held.name}: only the data tell how long it is; leave it out")
-    chosen = hook.lengths(site)
-    if chosen:
-        layout, local, whole = _picked(layout, local, whole, chosen)
-        if hook.reduced is not None:
-            itemsize = max(itemsize, 4)
-    part, size = round(prod(local) * itemsize), prod(whole) * itemsize
+    layout, part = held.layout, round(prod(held.local)) * held.weight
+    size = prod(n for n in held.shape if isinstance(n, int)) * held.weight
+    if hook.wanted is not None:
+        layout, part, size = _picked(hook.wanted, held, site, mesh, heads)
     axes = layout.live(mesh.sizes)
     nodes = Counter(placement.nodes(axes)) if axes else Counter([0])
     first, *others = nodes.values()
@@ -144,28 +140,16 @@ def _read(hook: PlannedHook, held: Held, site: Site, mesh: Mesh, placement: Plac
     )
 
 
-def _picked(
-    layout: Layout, local: Sequence[float], whole: Sequence[int], chosen: Chosen
-) -> tuple[Layout, list[float], list[int]]:
-    """What a selection leaves: along its dims each rank has all that is kept, of which others hold zeros."""
-    order = layout.permute or tuple(range(len(layout.dims)))
-    dims, mine, size = list(layout.dims), list(local), list(whole)
-    partial = list(layout.partial)
-    for place, what in chosen.items():
-        at = order[place]
-        kept = 1 if isinstance(what, str) else _count(what, whole[place])
-        partial += [c.axis for c in dims[at].cuts]
-        dims[at] = Dim(dims[at].name)
-        mine[at], size[place] = kept, kept
-    return replace(layout, dims=tuple(dims), partial=tuple(partial)), mine, size
-
-
-def _count(what: Any, length: int) -> int:
-    if isinstance(what, slice):
-        return len(range(*what.indices(length)))
-    if any(not -length <= i < length for i in what):
-        raise HookError(f"indices {list(what)}: the dim has {length} entries")
-    return len(what)
+def _picked(wanted: Wanted, held: Held, site: Site, mesh: Mesh, heads: int) -> tuple[Layout, int, int]:
+    """What a rank makes of its part: how these relate, their bytes, and those of what the leader keeps."""
+    wanted.check(site)
+    shape = tuple(round(n) for n in held.local)
+    none, sizes, dtype = torch.device("meta"), mesh.sizes, DTYPES[held.weight]
+    plan = push(wanted, held.layout, shape, dtype, torch.device("cpu"), sizes, mesh.coords, heads)
+    one = tuple((d, t.to(none)) for d, t in plan.picks)
+    made = replace(plan, picks=one).local(torch.empty(shape, dtype=dtype, device=none))
+    kept = prod(whole_shape(plan.layout, made.shape, sizes)) * made.element_size()
+    return plan.layout, made.nbytes, kept
 
 
 # -- editing -------------------------------------------------------------------------------------------
@@ -220,9 +204,7 @@ class _Heard(Shard):
         return tensor
 
 
-def _sums(
-    hook: PlannedHook, held: Held, site: Site, mesh: Mesh
-) -> list[tuple[list[Axis], int]] | None:
+def _sums(hook: PlannedHook, held: Held, site: Site, mesh: Mesh) -> list[tuple[list[Axis], int]] | None:
     """The sums over ranks that an edit asks for on its part, with their bytes; None if it needs the whole."""
     if hook.edit == "general":
         return None
@@ -254,4 +236,3 @@ def heard(
 
 FIELDS = ("layout", "mesh", "shape", "whole")
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-

@@ -157,7 +157,11 @@ class _Sum:
 
 
 def costs_of(
-    mesh: Mesh, wanted: Iterable[tuple[PlannedHook, Site, Held]], links: Links, uncounted: Mapping[str, str]
+    mesh: Mesh,
+    wanted: Iterable[tuple[PlannedHook, Site, Held]],
+    links: Links,
+    uncounted: Mapping[str, str],
+    heads: int = 0,
 ) -> Costs:
     """Add up what hooks cost.
 
@@ -166,6 +170,7 @@ def costs_of(
         wanted: each hook at each tensor, in model order.
         links: between ranks.
         uncounted: sites that cannot be told of, and why.
+        heads: how many attention heads a layer has.
 
     Raises:
         FlexError: no hook at all, or one that cannot stand where it is meant to.
@@ -177,7 +182,7 @@ def costs_of(
     for hook, site, held in wanted:
         key = (id(hook), held.layout, held.shape, held.local, held.weight, held.stage > 0, site.fixed)
         if key not in known:
-            known[key] = charge(hook, held, site, mesh, placement)
+            known[key] = charge(hook, held, site, mesh, placement, heads)
         if held.layout not in words:
             words[held.layout] = held.layout.describe(mesh.sizes)
         found.append(
@@ -203,9 +208,7 @@ def costs_of(
     return Costs(dict(mesh.sizes), ranks, links, tuple(found), roles, flags, dict(uncounted))
 
 
-def _roles(
-    mesh: Mesh, found: Sequence[Cost], links: Links, placement: Placement
-) -> tuple[RankCost, ...]:
+def _roles(mesh: Mesh, found: Sequence[Cost], links: Links, placement: Placement) -> tuple[RankCost, ...]:
     """What ranks pay, by stage and by what they do there; stages that pay the same are told of once."""
     stages = mesh["pp"].size
     led, others, coming = [_Sum() for _ in range(stages)], [_Sum() for _ in range(stages)], _Sum()

@@ -55,7 +55,7 @@ def costs(
         whole = built(args)
     uncounted: dict[str, str] = {}
     found = list(_standing(hooks, whole, args, microbatches_of(args, microbatches), uncounted))
-    return costs_of(whole.mesh, found, links or Links(), uncounted)
+    return costs_of(whole.mesh, found, links or Links(), uncounted, whole.config.num_attention_heads)
 
 
 def _meant(said: Sequence[str | PlannedHook] | str, understood: object) -> list[PlannedHook]:

@@ -6,18 +6,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_flex.edits.base import HEADS
 from megatron_flex.edits.parsing import parse
-from megatron_flex.errors import FlexError, SiteError, nearest
-from megatron_flex.sites import Pattern, Site, in_words
+from megatron_flex.errors import FlexError, nearest
+from megatron_flex.runtime.selecting import Reduction, Select, Wanted, reduce
+from megatron_flex.sites import Pattern, in_words
 
 WAYS = ("general", "local", "linear")
-PICKED = {"positions": ("s",), "samples": ("b",), "heads": HEADS, "neurons": ()}  # the last dim, if none
-REDUCED = ("mean", "norm")
+PICKED = ("positions", "samples", "heads", "neurons")
+REDUCED: dict[str, Callable[[str], Reduction]] = {
+    "mean": reduce.mean,
+    "norm": reduce.norm,
+    "sum": reduce.sum,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +34,7 @@ class PlannedHook:
             `linear` for one that needs sums over what is cut; or a preset, as `edits.parse` gives it.
         entries: of a linear edit: how many sums it needs for each slice along the last dim.
         gradient: of the tensor's gradient instead.
-        picked: what is kept of a read, by `positions`, `samples`, `heads`, `neurons`: numbers or a slice.
-        reduced: what is read instead of the tensor: `mean` or `norm`, and over which dim.
+        wanted: what is selected and reduced of what is read; None for all of it.
         said: as it was said.
     """
 
@@ -39,8 +42,7 @@ class PlannedHook:
     edit: Any = ""
     entries: int = 1
     gradient: bool = False
-    picked: Mapping[str, Any] = field(default_factory=dict)
-    reduced: tuple[str, str] | None = None
+    wanted: Wanted | None = None
     said: str = ""
 
     @property
@@ -51,29 +53,6 @@ class PlannedHook:
         """In words."""
         return self.said or f"{self.kind} {in_words(self.pattern)}"
 
-    def lengths(self, site: Site) -> dict[int, int | str | slice | list[int]]:
-        """What is kept along which dims of a site: indices, or a reduction's name.
-
-        Raises:
-            SiteError: the site has no such dim.
-        """
-        out: dict[int, Any] = {}
-        for what, chosen in self.picked.items():
-            names = PICKED[what] or site.dims[-1:]
-            out[_place(site, names, what)] = chosen
-        if self.reduced is not None:
-            out[_place(site, (self.reduced[1],), self.reduced[0])] = self.reduced[0]
-        return out
-
-
-def _place(site: Site, names: tuple[str, ...], what: str) -> int:
-    found = [n for n, dim in enumerate(site.dims) if dim in names]
-    if not found:
-        raise SiteError(
-            f"{what}: {site.name} has dims [{', '.join(site.dims)}], none of {', '.join(names)}; choose another"
-        )
-    return found[0]
-
 
 def read_said(said: str) -> PlannedHook:
     """A read in words.
@@ -82,7 +61,9 @@ def read_said(said: str) -> PlannedHook:
         FlexError: what is said behind the pattern is none of what can be said there.
     """
     pattern, *rest = said.split("@")
-    gradient, picked, reduced = False, {}, None
+    gradient = False
+    picked: dict[str, Any] = {}
+    reduced: Reduction | None = None
     for word in rest:
         name, given, value = word.partition("=")
         if name == "gradient" and not given:
@@ -90,7 +71,7 @@ def read_said(said: str) -> PlannedHook:
         elif name in PICKED and value:
             picked[name] = _indices(said, value)
         elif name in REDUCED and value and reduced is None:
-            reduced = (name, value)
+            reduced = REDUCED[name](value)
         else:
             known = ("gradient", *PICKED, *REDUCED)
             raise FlexError(
@@ -99,7 +80,8 @@ def read_said(said: str) -> PlannedHook:
             )
     if not pattern:
         raise FlexError(f"--read {said!r} names no site; say PATTERN, such as 'decoder.layers.*'")
-    return PlannedHook(pattern, gradient=gradient, picked=picked, reduced=reduced, said=f"read {said}")
+    wanted = Wanted(Select(**picked), reduced) if picked or reduced is not None else None
+    return PlannedHook(pattern, gradient=gradient, wanted=wanted, said=f"read {said}")
 
 
 def _indices(said: str, value: str) -> slice | list[int]:

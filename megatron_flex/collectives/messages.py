@@ -1,0 +1,91 @@
+"""Many tensors in one message: one after the other, each at a place that every dtype may start at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_flex.collectives.meter import counted
+from megatron_flex.mesh import Axis
+
+ALIGN = 16  # bytes; every dtype may start at a multiple of it
+
+
+def stride(width: int) -> int:
+    """How many bytes after a tensor of `width` bytes the next one starts."""
+    return -(-width // ALIGN) * ALIGN
+
+
+def starts(widths: Sequence[int]) -> tuple[list[int], int]:
+    """Where each tensor starts, and how long the message is; nothing follows on the last one."""
+    out, offset, end = [], 0, 0
+    for width in widths:
+        out.append(offset)
+        end = offset + width
+        offset += stride(width)
+    return out, end
+
+
+def groups(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Which tensors go in which message, in order: at most so many bytes, or one alone with more."""
+    group: list[int] = []
+    filled = 0
+    for index, size in enumerate(sizes):
+        if group and filled + size > most:
+            yield group
+            group, filled = [], 0
+        group.append(index)
+        filled += size
+    if group:
+        yield group
+
+
+def pack(tensors: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
+    """The bytes of tensors as one message, a view if they lie that way in memory already.
+
+    Args:
+        tensors: on one device.
+        widths: how many bytes each takes, its own or more.
+    """
+    at, length = starts(widths)
+    found = _lying(tensors, at, length)
+    if found is not None:
+        return found
+    out = torch.empty(length, dtype=torch.uint8, device=tensors[0].device)
+    for tensor, start in zip(tensors, at, strict=True):
+        out[start : start + tensor.nbytes].copy_(as_bytes(tensor))
+    return out
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A flat view, or copy, of bytes, since not every backend moves every dtype."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def posted(op: str, axis: Axis, result: Tensor, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Begin a collective over an axis's group; what it gives can be waited for."""
+    found: list[Any] = []
+
+    def begin(*args: Any, **kwargs: Any) -> None:
+        found.append(call(*args, async_op=True, **kwargs))
+
+    counted(op, axis, result, begin, *args, **kwargs)
+    return found[0]
+
+
+def _lying(tensors: Sequence[Tensor], at: Sequence[int], length: int) -> Tensor | None:
+    first = tensors[0]
+    storage = first.untyped_storage()
+    begin = first.storage_offset() * first.itemsize
+    for tensor, start in zip(tensors, at, strict=True):
+        same = tensor.untyped_storage().data_ptr() == storage.data_ptr() and tensor.is_contiguous()
+        if not same or tensor.storage_offset() * tensor.itemsize != begin + start:
+            return None
+    if begin + length > storage.nbytes():
+        return None
+    out = torch.empty(0, dtype=torch.uint8, device=first.device)
+    out.set_(storage, begin, (length,), (1,))
+    return out
