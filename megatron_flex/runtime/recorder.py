@@ -65,11 +65,26 @@ class Recorder:
         self._waiting_bytes = 0
         self._buffers = Buffers()
         self._sent: _Sent | None = None
+        self._board: Board | None = None
+        self._prepared = False
+        self._finishes: dict[Key, Finish] = {}  # of what lies in shared memory
 
-    def shard(self, key: Key, local: Tensor, layout: Layout) -> None:
-        """Record a local tensor. It is copied: frameworks overwrite many of them in place."""
+    def prepare(self) -> None:
+        """Set shared memory up, the first time. Collective within the stage; nothing is recorded yet."""
+        if not self._prepared:
+            self._prepared, self._board = True, join(self.mesh)
+
+    def shard(self, key: Key, local: Tensor, layout: Layout, finish: Finish | None = None) -> None:
+        """Record a local tensor. It is copied: frameworks overwrite many of them in place.
+
+        With `finish` what it gives of the whole is kept; it runs on the leader alone, and must not raise.
+        """
+        if self._board is not None and self._board.put(key, local.detach(), layout):
+            if finish is not None:
+                self._finishes[key] = finish
+            return
         kept = self._copy(local.detach(), layout) if takes_part(layout, self.mesh) else None
-        self._pending.append(_Pending(key, layout, kept))
+        self._pending.append(_Pending(key, layout, kept, None, finish))
         if not any(d.uneven for d in layout.dims):
             self._waiting_bytes += (
                 prod(whole_shape(layout, local.shape, self.mesh.sizes)) * local.element_size()
@@ -77,11 +92,8 @@ class Recorder:
 
     def rows(self, key: Key, local: Tensor, route: Route) -> None:
         """Record rows of experts. Every rank's are needed: they go home to their tokens first."""
-<<<<<<< HEAD
         if self._board is not None:
             self._board.note(key)
-        self._pending.append(_Pending(key, route.home_layout, self._buffers.copy(local.detach()), route))
-=======
         kept = self._buffers.copy(local.detach(), "rows", knobs.bucket_bytes)
         self._pending.append(_Pending(key, route.home_layout, kept, route))
 
@@ -148,13 +160,6 @@ class Recorder:
         sent, self._sent = self._sent, None
         for pending, whole in zip(sent.order, sent.sending.wait(), strict=True):
             order = pending.route.order if pending.route else None
-<<<<<<< HEAD
-            if whole is not None:
-                whole = whole if order is None else whole[order]
-                self._arrived += [(k, t.cpu()) for k, t in _finished(pending.key, whole, pending.finish)]
-            if pending.tensor is not None and not pending.route and plan_read(pending.layout, self.mesh):
-                self._buffers.give_back(pending.tensor)  # what needs no collective is the whole itself
-=======
             pending.tensor = whole if whole is None or order is None else whole[order]
         for p in sent.read:
             if p.tensor is not None:

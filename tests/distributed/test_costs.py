@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,9 +70,14 @@ def count(case: Case, hooks: dict[str, Callable[[Any], None]] | Callable[[], Any
 
 
 READS = (
-    ()
-    if __import__("os").environ.get("NOREAD")
-    else (FC1, LAYER, f"{FC1}@gradient", f"{LAYER}@gradient", f"{FC2}:input", "output_layer")
+    FC1,
+    LAYER,
+    f"{FC1}@gradient",
+    f"{LAYER}@gradient",
+    f"{FC2}:input",
+    "output_layer",
+    f"{LAYER}@positions=-1",
+    f"{FC1}@neurons=0:9@mean=s",
 )
 EDITS = (
     f"{FC1}=general",
@@ -107,11 +113,10 @@ def _directions(k: int, width: int) -> torch.Tensor:
 def _said(words: str) -> Callable[[Any], None]:
     """What a person registers who means what is said to the plan."""
     from megatron_flex import HookFunction, edits
+    from megatron_flex.launch.planning.hooking import read_said
 
-    place, given, how = words.partition("=") if "gradient" not in words else (words, "", "")
-    if "@gradient" in words:
-        place, _, how = words.partition("@gradient")
-        given, how = how[:1], how[1:]
+    given = words in EDITS
+    place, _, how = words.replace("@gradient", "").partition("=")
     edit: Any = None
     if given:
         name, _, entries = how.partition(":")
@@ -122,9 +127,15 @@ def _said(words: str) -> Callable[[Any], None]:
         }
         edit = made[name]() if name in made else edits.parse(how)
     kind = "full_backward_pre" if "@gradient" in words else "forward"
+    more: dict[str, Any] = {"editing_function": edit, "save": not given, "hook_type": kind}
+    if not given:
+        meant = read_said(words)
+        place = str(meant.pattern)
+        if meant.wanted is not None:
+            more.update(select=meant.wanted.select, reduce=meant.wanted.reduce)
 
     def register(flex: Any) -> None:
-        hook = HookFunction(place, editing_function=edit, save=not given, hook_type=kind)
+        hook = HookFunction(place, **more)
         if kind == "forward":
             flex.register_forward_hook(hook)
         else:
@@ -194,3 +205,63 @@ def _kinds(folder: str, width: int) -> dict[str, Callable[[Any], None]]:
         ),
         "idle": idle,
     }
+
+
+def _every(folder: str, width: int, case: Case) -> dict[str, Any]:
+    return count(case, lambda: _kinds(folder, width))
+
+
+NOTHING: dict[Told, int] = {}
+TWO = {("flags", "tp", FLAGS): 1}
+FOUR = {**TWO, ("flags", "cp", FLAGS): 1}
+# By case and kind: what each rank calls in a step of two microbatches, where all call the same.
+HELD: dict[str, dict[str, dict[Told, int]]] = {
+    "tp2": {
+        "local edit": TWO,
+        "local edit of some neurons": TWO,
+        "linear edit": {**TWO, ("all_reduce", "tp", 128): 4},
+        "general edit": {**TWO, ("all_gather", "tp", 12288): 4},
+        "general edit of the layer's output": TWO,
+        "statistics": {("all_reduce", "tp", 0): 1},
+    },
+    "tp2 sp": {
+        "local edit": TWO,
+        "local edit of some neurons": TWO,
+        "linear edit": {**TWO, ("all_reduce", "tp", 128): 4},
+        "general edit": {**TWO, ("all_gather", "tp", 12288): 4},
+        "general edit of the layer's output": {**TWO, ("all_gather", "tp", 4096): 4},
+        "statistics": {("all_reduce", "tp", 0): 1},
+    },
+    "tp2 cp2 sp": {
+        "local edit": FOUR,
+        "local edit of some neurons": FOUR,
+        "linear edit": {**FOUR, ("all_reduce", "tp", 64): 4},
+        "general edit": {**FOUR, ("all_gather", "tp", 6144): 4, ("all_gather", "cp", 12288): 4},
+        "general edit of the layer's output": {
+            **FOUR,
+            ("all_gather", "tp", 2048): 4,
+            ("all_gather", "cp", 4096): 4,
+        },
+        "statistics": {("all_reduce", "all", 0): 1},
+    },
+    "tp4, two groups": {
+        "local edit": TWO,
+        "local edit of some neurons": TWO,
+        "linear edit": {**TWO, ("all_reduce", "tp", 128): 4},
+        "general edit": {**TWO, ("all_gather", "tp", 12288): 4},
+        "general edit of the layer's output": TWO,
+        "statistics": {("all_reduce", "tp", 0): 1},
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES[:4], ids=lambda c: c.name)
+def test_no_hook_sends_more_than_it_did(case: Case, tmp_path: Path) -> None:
+    answers = run(case.world, _every, str(tmp_path / "dump"), WIDE, case, timeout=300)
+    for rank, answer in enumerate(answers):
+        wrong = {
+            k: (c, HELD[case.name].get(k, NOTHING))
+            for k, c in answer.items()
+            if c != HELD[case.name].get(k, NOTHING)
+        }
+        assert not wrong, f"counted, and held, on rank {rank}"
