@@ -20,6 +20,7 @@ from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.model import FlexModel, attach
 from megatron_flex.runtime import Captures, HookFunction, Key, Readings
 from megatron_flex.runtime.debugging.stopping import breakpoint
+from megatron_flex.runtime.selecting import Select, reduce
 from megatron_flex.sites import Site
 from megatron_flex.statistics import Statistics
 from megatron_flex.version import __version__
@@ -51,6 +52,7 @@ __all__ = [
     "OpenDump",
     "OpenStatistics",
     "Readings",
+    "Select",
     "Site",
     "SiteError",
     "Statistics",
@@ -63,6 +65,7 @@ __all__ = [
     "edits",
     "open_dump",
     "open_statistics",
+    "reduce",
     "register_adapter",
     "sampled",
 ]

@@ -32,9 +32,13 @@ class Knobs:
         dry_run: whether editing functions that can do no harm are tried on a small tensor when they are
             registered (FLEX_DRY_RUN=0: no).
         dump_seconds: how long a dump waits for a disk that takes nothing (FLEX_DUMP_SECONDS).
+        node: what ranks that share memory have in common, if not what the system says of it (FLEX_NODE).
         pending_bytes: read shards are sent to the leader at a microbatch's end once their wholes are
             together larger than this, and at the step's end otherwise (FLEX_PENDING_BYTES).
         seed: where the random streams of editing functions start (FLEX_SEED).
+        shared_bytes: how much shared memory the reads of one leader may take on a node; 0 for none, so that
+            all reads are gathered (FLEX_SHARED_BYTES).
+        shared_folder: where shared memory is (FLEX_SHARED_FOLDER).
         untested: whether versions of frameworks outside the tested range are hooked, with a warning
             (FLEX_UNTESTED=1: yes).
     """
@@ -46,8 +50,11 @@ class Knobs:
     debug_port: int = int(_number("FLEX_DEBUG_PORT", -1))
     dry_run: bool = _number("FLEX_DRY_RUN", 1) != 0
     dump_seconds: float = _number("FLEX_DUMP_SECONDS", 120.0)
+    node: str = os.environ.get("FLEX_NODE", "")
     pending_bytes: int = int(_number("FLEX_PENDING_BYTES", 1 << 30))
     seed: int = int(_number("FLEX_SEED", 0))
+    shared_bytes: int = int(_number("FLEX_SHARED_BYTES", 4 << 30))
+    shared_folder: str = os.environ.get("FLEX_SHARED_FOLDER", "/dev/shm")
     untested: bool = _number("FLEX_UNTESTED", 0) != 0
 
 

@@ -18,6 +18,8 @@ from megatron_flex.layout import Layout
 
 GRAD = ".grad"  # what a gradient's name has behind the name of its site
 EDITED = ".edited"  # likewise what left the edits there
+HEADS = ("n", "g", "heads")  # dims that count heads; `g` those of keys and values
+PACKED = ("nd", "n*d")  # dims in which heads lie one behind the other
 
 
 class Fire(Protocol):

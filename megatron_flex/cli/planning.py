@@ -1,4 +1,4 @@
-"""`megatron-flex plan`: what a dump would write, before there is a run."""
+"""`megatron-flex plan`: what a dump would write and hooks would cost, before there is a run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from rich.console import Console
 from megatron_flex.cli.options import Json
 from megatron_flex.cli.terminal import console, in_bytes, say_json, table
 from megatron_flex.dump.said import tokens_said
+from megatron_flex.dump.words import unnumbered
 from megatron_flex.errors import FlexError
-from megatron_flex.launch.planning import Plan
+from megatron_flex.launch.planning import Costs, Links, Plan
+from megatron_flex.launch.planning import costs as price
 from megatron_flex.launch.planning import plan as make
 
 STAGES = 8  # of more stages only the lightest and the heaviest are told
@@ -51,6 +53,24 @@ Microbatches = Annotated[int | None, _option("That each data parallel rank dumps
 Every = Annotated[int, typer.Option(metavar="N", help="Dump every n-th iteration.")]
 Iterations = Annotated[int | None, _option("Iterations of the run.", metavar="N")]
 Disk = Annotated[float | None, _option("What the disks take together, in 10^9 bytes/s.", metavar="GB/S")]
+Read = Annotated[
+    list[str] | None,
+    _option(
+        "What hooks read: PATTERN@gradient, PATTERN@positions=-1, PATTERN@mean=s; may be repeated.",
+        metavar="PATTERN[@...]",
+    ),
+]
+Edit = Annotated[
+    list[str] | None,
+    _option(
+        "What hooks edit: PATTERN=general, =local, =linear:4, or a preset, =scale=1.01; may be repeated.",
+        metavar="PATTERN=HOW",
+    ),
+]
+Node = Annotated[int, typer.Option("--gpus-per-node", metavar="N", help="Ranks fill nodes of so many.")]
+Nvlink = Annotated[float, typer.Option(metavar="GB/S", help="Of one GPU to the others of its node, one way.")]
+Network = Annotated[float, typer.Option(metavar="GB/S", help="Of one GPU to other nodes, one way.")]
+Pcie = Annotated[float, typer.Option(metavar="GB/S", help="Of one GPU to its host, one way.")]
 
 
 def plan(
@@ -68,9 +88,15 @@ def plan(
     every: Every = 1,
     iterations: Iterations = None,
     disk: Disk = None,
+    read: Read = None,
+    edit: Edit = None,
+    gpus_per_node: Node = 8,
+    nvlink: Nvlink = 450.0,
+    network: Network = 50.0,
+    pcie: Pcie = 55.0,
     as_json: Json = False,
 ) -> None:
-    """Say what a dump would write, before there is a run.
+    """Say what a dump would write and what hooks would cost, before there is a run.
 
     By site, pipeline stage and rank, from the configuration of a Megatron run alone.
 
@@ -78,12 +104,22 @@ def plan(
     """
     if (config is None) == (not flags):
         raise FlexError("say the run's configuration once: --config FILE, or its flags behind --")
+    run = str(config) if config is not None else cast(list[str], flags)
+    how: dict[str, Any] = {"mesh": mesh_said(mesh), "world_size": world_size, "microbatches": microbatches}
+    told: dict[str, Any] = {}
+    if read or edit:
+        links = Links(gpus_per_node, nvlink * 1e9, network * 1e9, pcie * 1e9)
+        priced = price(run, read=read or (), edit=edit or (), links=links, **how)
+        told["costs"] = priced.to_json()
+        if not as_json:
+            tell_costs(console(), priced)
+        if not (sites or parameters):
+            if as_json:
+                say_json(told)
+            return
     found = make(
-        str(config) if config is not None else cast(list[str], flags),
+        run,
         sites or (),
-        mesh=mesh_said(mesh),
-        world_size=world_size,
-        microbatches=microbatches,
         dtype=dtype,
         gradients=gradients,
         parameters=parameters or (),
@@ -92,9 +128,10 @@ def plan(
         every=every,
         iterations=iterations,
         disk_bytes_per_second=None if disk is None else disk * 1e9,
+        **how,
     )
     if as_json:
-        say_json(found.to_json())
+        say_json({**found.to_json(), **told})
     else:
         tell_plan(console(), found)
 
@@ -138,3 +175,37 @@ def tell_plan(out: Console, found: Plan) -> None:
     for name, value in found.summary():
         totals.add_row(name, value)
     out.print(totals)
+
+
+def tell_costs(out: Console, found: Costs) -> None:
+    """Hooks, and what ranks pay for all of them in a step."""
+    out.print("[b]each time that a tensor passes[/b]")
+    rows = table(
+        "tensor",
+        "hook",
+        "layout",
+        ">whole",
+        ">part",
+        "collectives",
+        ">NVLink",
+        ">network",
+        ">PCIe",
+        ">device",
+    )
+    for row in found.rows():
+        rows.add_row(*row)
+    out.print(rows)
+    out.print("\n[b]of a rank in a step[/b]")
+    ranks = table(
+        "rank", ">collectives", ">NVLink", ">network", ">PCIe", ">shared", ">of links", ">device", ">host"
+    )
+    for row in found.summary():
+        ranks.add_row(*row)
+    out.print(ranks)
+    if found.flags:
+        out.print(f"and {found.flags} collectives of a few bytes, by which ranks compare flags after an edit")
+    slowest = found.slowest
+    out.print(f"slowest: {slowest.role}, {slowest.seconds * 1e3:.3f} ms")
+    for name, why in {unnumbered(n): w for n, w in found.uncounted.items()}.items():
+        out.print(f"not counted: {name}: {why}")
+    out.print()

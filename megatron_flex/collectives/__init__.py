@@ -3,7 +3,8 @@
 `gather_whole` and `scatter_whole` are differentiable and conjugate to each other, and so are `gather_rows`
 and `scatter_rows` for experts' rows along a `Route`; between `towards_leader` and `from_leader` one rank
 computes for all; `combine` adds up what ranks contribute to replicas; `send_to_leader` and
-`send_up_pipeline` bring what was read to one rank; a `Relay` passes values on from stage to stage;
+`send_up_pipeline` bring what was read to one rank, a `Board` without a collective within a node; a `Relay`
+passes values on from stage to stage;
 `Agreement` keeps the ranks' hooks equal.
 """
 
@@ -37,6 +38,7 @@ from megatron_flex.collectives.send import (
     takes_part,
 )
 from megatron_flex.collectives.shard import Shard
+from megatron_flex.collectives.shared import Board, join
 from megatron_flex.collectives.single import (
     checksum,
     differing,
@@ -51,6 +53,7 @@ __all__ = [
     "SAMPLE",
     "Adding",
     "Agreement",
+    "Board",
     "Dispatch",
     "Message",
     "Moved",
@@ -78,6 +81,7 @@ __all__ = [
     "gather_whole",
     "given_to_all",
     "is_leader",
+    "join",
     "joined",
     "leads",
     "leave",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_flex.collectives.meter import counted
-from megatron_flex.layout import Layout, extract, whole_shape
+from megatron_flex.layout import Cut, Dim, Layout, extract, whole_shape
 from megatron_flex.mesh import Axis, Mesh
 
 
@@ -40,9 +40,8 @@ class Shard:
         return cls(inner, mesh, tuple(local.shape[i] for i in order), whole)
 
     def axes(self, dims: Iterable[int]) -> list[Axis]:
-        """The axes with more than one rank that cut any of these dims."""
-        found = [self.mesh[c.axis] for d in dims for c in self.layout.dims[d].cuts]
-        return [a for a in found if a.size > 1]
+        """The axes that cut any of these dims into more than one part; negative dims count from the end."""
+        return [self.mesh[c.axis] for c in self._cuts(dims)]
 
     @property
     def cut(self) -> tuple[int, ...]:
@@ -66,42 +65,76 @@ class Shard:
             is cut.
         """
         first = len(self.whole) - constant.ndim
-        cut = [i for i in self.cut if i >= first and constant.shape[i - first] != 1]
-        padded = [i for i, d in enumerate(self.layout.dims) if d.keep is not None and i >= first]
-        if not cut and not [i for i in padded if constant.shape[i - first] != self.shape[i] != 1]:
-            return constant
-        dims = tuple(
-            replace(d, cuts=tuple(replace(c, partial=False) for c in d.cuts))
-            if constant.shape[i] != 1
-            else replace(d, cuts=(), segments=(1,), keep=None)
-            for i, d in enumerate(self.layout.dims[first:])
-        )
-        shape = [1 if n == 1 else self.shape[first + i] for i, n in enumerate(constant.shape)]
-        return extract(Layout(dims), constant, self.mesh.coords, self.mesh.sizes, shape)
+        return self._part(constant, {at: first + at for at, n in enumerate(constant.shape) if n != 1})
+
+    def rows(self, constant: Tensor, dim: int = -1) -> Tensor:
+        """This rank's rows of a constant matrix whose rows are the whole's entries along a dim.
+
+        Args:
+            constant: `[n, ...]`, such as `[h, k]` for the last dim.
+            dim: of the tensor; negative ones count from the end.
+
+        Returns:
+            `[n here, ...]`, zeros beside padding; the constant itself if the dim is not cut.
+        """
+        return self._part(constant, {0: dim % len(self.whole)})
 
     def sum(self, tensor: Tensor, dims: Iterable[int]) -> Tensor:
-        """The sum over the ranks among which these dims are cut. Differentiable.
+        """The sum over the parts into which these dims are cut, each of them once. Differentiable.
 
-        Collective over those axes, forward and backward. Each rank goes on with the sum for its own part, so
-        that the sum's gradient is the sum of the ranks'.
+        Collective over the axes that cut them, forward and backward: one all-reduce of `tensor` for each.
+        Nothing is sent where none does. Of equal copies of a part the first counts. Each rank goes on with
+        the sum for its own part, so that the sum's gradient is the sum of the ranks'; where ranks hold
+        summands of a part, the first alone goes on with it, and the others with zeros.
+
+        Args:
+            tensor: what comes of this rank's part, of the same shape on all ranks; of a linear function.
+            dims: of the part; negative ones count from the end.
         """
-        axes = self.axes(dims)
-        return cast(Tensor, _Sum.apply(tensor, axes)) if axes else tensor  # type: ignore[no-untyped-call]
+        cuts = self._cuts(dims)
+        if not cuts:
+            return tensor
+        first = dict.fromkeys((False, True), True)
+        for c in cuts:
+            first[c.partial] &= self.mesh[c.axis].coord % c.copies == 0
+        axes = [self.mesh[c.axis] for c in cuts]
+        return cast(Tensor, _Sum.apply(tensor, axes, first[False], first[True]))  # type: ignore[no-untyped-call]
+
+    def _cuts(self, dims: Iterable[int]) -> list[Cut]:
+        """What cuts these dims into more than one part on this mesh."""
+        wanted = sorted({d % len(self.whole) for d in dims})
+        found = [c for d in wanted for c in self.layout.dims[d].cuts]
+        return [c for c in found if self.mesh[c.axis].size > c.copies]
+
+    def _part(self, constant: Tensor, along: dict[int, int]) -> Tensor:
+        """This rank's entries of a constant, some of whose dims are the tensor's."""
+        if all(not self.axes([i]) and constant.shape[at] == self.shape[i] for at, i in along.items()):
+            return constant
+        dims, shape = [], list(constant.shape)
+        for at in range(constant.ndim):
+            dim = self.layout.dims[along[at]] if at in along else Dim()
+            dims.append(replace(dim, cuts=tuple(replace(c, partial=False) for c in dim.cuts)))
+            shape[at] = self.shape[along[at]] if at in along else shape[at]
+        return extract(Layout(tuple(dims)), constant, self.mesh.coords, self.mesh.sizes, shape)
 
 
 class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axes: list[Axis]) -> Tensor:
-        ctx.axes = axes
-        return _added(tensor, axes)
+    """Sums over ranks; `counts` are those whose summand is in the sum, `keeps` those who go on with it."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _added(grad, ctx.axes), None
+    def forward(ctx: Any, tensor: Tensor, axes: list[Axis], counts: bool, keeps: bool) -> Tensor:
+        ctx.axes, ctx.counts, ctx.keeps = axes, counts, keeps
+        return _added(tensor, axes, counts, keeps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _added(grad, ctx.axes, ctx.keeps, ctx.counts), None, None, None
 
 
-def _added(tensor: Tensor, axes: list[Axis]) -> Tensor:
+def _added(tensor: Tensor, axes: list[Axis], counts: bool, keeps: bool) -> Tensor:
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if not counts:  # zeros, and not times zero: there may be no number in it
+        total.zero_()
     for axis in axes:
         counted("all_reduce", axis, total, dist.all_reduce, total)
-    return total
+    return total if keeps else total.zero_()

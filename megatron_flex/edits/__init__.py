@@ -12,7 +12,7 @@ from megatron_flex.edits.sources import patch, resample, swap
 from megatron_flex.edits.tensors import Indices
 from megatron_flex.edits.trained import LowRank, low_rank, splice
 from megatron_flex.edits.values import clamp, heads, mean, neurons, noise, scale, zero
-from megatron_flex.edits.vectors import project, project_out, steer
+from megatron_flex.edits.vectors import linear_map, project, project_out, steer
 
 add = steer
 ablate = zero
@@ -29,6 +29,7 @@ __all__ = [
     "chain",
     "clamp",
     "heads",
+    "linear_map",
     "low_rank",
     "mean",
     "neurons",

@@ -5,27 +5,29 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from argparse import Namespace
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.collectives import checksum
+from megatron_flex.collectives import Shard, checksum
 from megatron_flex.edits.preset import Local, Preset
-from megatron_flex.edits.tensors import Indices, along
+from megatron_flex.edits.tensors import Held, Indices, along, fits
 from megatron_flex.errors import HookError
+from megatron_flex.sites import HEADS as HEADS
+from megatron_flex.sites import PACKED as PACKED
 from megatron_flex.sites import Site
-
-HEADS = ("n", "g", "heads")  # dims that count heads; `g` those of keys and values
-PACKED = ("nd", "n*d")  # dims in which heads lie one behind the other
 
 
 @dataclass(frozen=True, repr=False, eq=False, kw_only=True)
 class Edit(Preset):
     """A preset for all of a tensor, or for a part of it; the rest stays as it is.
 
-    What it computes it computes from the whole tensor. Indices may be negative, lists, and slices.
+    It is written for the whole tensor. What depends on where an entry lies it makes by `along` and
+    `constant`, and sums over dims by `total`: these know whether it has been given a rank's part.
+    Indices may be negative, lists, and slices.
 
     Attributes:
         positions: tokens, along the dim `s` (of attention scores: the queries).
@@ -35,11 +37,23 @@ class Edit(Preset):
         dims: the names of the dims, `"s b n d"`; where a hook stands its site tells them.
     """
 
+    asks_modules = False
+
     positions: Indices | None = None
     samples: Indices | None = None
     heads: Indices | None = None
     features: Indices | None = None
     dims: str | tuple[str, ...] = ()
+    _shard: Shard | None = field(default=None, init=False)  # if it is for a rank's part
+    _cut: dict[Any, Tensor] = field(default_factory=dict, init=False)  # its constants, cut for that
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        ours = cls.__module__.startswith("megatron_flex.edits.")
+        cls.fresh = vars(cls).get("fresh", ours)
+        cls.asks_context = cls.__call__ is not Edit.__call__
+        if not ours and "edit" in vars(cls) and "needs" not in vars(cls):
+            cls.needs = Edit.needs  # type: ignore[method-assign]  # what it is derived from says nothing of it
 
     def __post_init__(self) -> None:
         object.__setattr__(
@@ -64,6 +78,76 @@ class Edit(Preset):
     def mixes(self) -> set[str]:
         """The dims along which entries, or slices, are not treated alike and apart; `*` for all."""
         return set()
+
+    def needs(self) -> set[str]:
+        """The dims that it must have whole, though they be cut; `*`, unless it says otherwise, for all.
+
+        Along the others it does right by a rank's part, with the helpers below.
+        """
+        return {"*"}
+
+    # -- helpers of what presets say, for a whole and for a rank's part of it alike ------------------------
+
+    def shape(self, inputs: Tensor) -> tuple[int, ...]:
+        """The whole's shape."""
+        return tuple(inputs.shape) if self._shard is None else self._shard.whole
+
+    def length(self, inputs: Tensor, dim: int) -> int:
+        """The length of a dim of the whole."""
+        return self.shape(inputs)[dim]
+
+    def along(self, inputs: Tensor, dim: int, indices: Indices, what: str, width: int = 1) -> Tensor:
+        """Which entries of a dim are chosen, counted in the whole, as booleans that broadcast to `inputs`.
+
+        Raises:
+            HookError: one is beyond the dim.
+        """
+        shard = self._shard
+        if shard is None:
+            return along(inputs, dim, indices, what, width)
+        known = (dim, width, repr(indices), inputs.device)
+        if known not in self._cut:
+            mask = along(inputs, dim, indices, what, width, shard.whole[dim])
+            with torch.inference_mode(False):
+                self._cut[known] = shard.part(mask)
+        return self._cut[known]
+
+    def constant(self, held: Held, inputs: Tensor, what: str) -> Tensor:
+        """A constant on the device and in the dtype of `inputs`, to stand for these by broadcasting.
+
+        Raises:
+            HookError: it does not fit the whole.
+        """
+        shard = self._shard
+        if shard is None:
+            return fits(held.like(inputs), inputs, what)
+        known = (id(held), inputs.device, inputs.dtype)
+        if known not in self._cut:
+            whole = fits(held.like(inputs), shard.whole, what)
+            if whole.requires_grad:
+                return shard.part(whole)
+            with torch.inference_mode(False):
+                self._cut[known] = shard.part(whole)
+        return self._cut[known]
+
+    def total(self, tensor: Tensor, dims: Iterable[int]) -> Tensor:
+        """A sum over dims, of which `tensor` is what `inputs` contribute; of a cut one over ranks.
+
+        Collective over the axes that cut them, forward and backward; `tensor` has length one there, or not
+        these dims at all.
+        """
+        return tensor if self._shard is None else self._shard.sum(tensor, dims)
+
+    def on_shard(self, shard: Shard) -> Self | None:
+        """The same for a rank's part of the whole; None if it must have the whole."""
+        needs = self.needs()
+        if "*" in needs or (shard.summed and not self.linear):
+            return None
+        if needs and shard.cut and len(self.dims) != len(shard.whole):
+            return None
+        if any(self.dims[i] in needs for i in shard.cut if needs):
+            return None
+        return self._with(_shard=shard, _cut={})
 
     # -- what follows -----------------------------------------------------------------------------------
 
@@ -148,11 +232,11 @@ class Edit(Preset):
         found: list[Tensor] = []
         for what, dim in (("positions", "s"), ("samples", "b")):
             if (indices := getattr(self, what)) is not None:
-                found.append(along(inputs, self.place(dim, what), indices, what))
+                found.append(self.along(inputs, self.place(dim, what), indices, what))
         if self.heads is not None:
             found.append(self.head_mask(inputs, self.heads, module))
         if self.features is not None:
-            found.append(along(inputs, inputs.ndim - 1, self.features, "features"))
+            found.append(self.along(inputs, inputs.ndim - 1, self.features, "features"))
         out: Tensor | None = None
         for mask in found:
             out = mask if out is None else out & mask
@@ -168,14 +252,14 @@ class Edit(Preset):
         """
         at = self.head_dim(inputs.ndim)
         if self.dims[at] not in PACKED if self.dims else inputs.ndim == 4:
-            return along(inputs, at, which, "heads")
+            return self.along(inputs, at, which, "heads")
         count = of or getattr(getattr(module, "config", None), "num_attention_heads", None)
-        size = inputs.shape[at]
+        size = self.length(inputs, at)
         if not isinstance(count, int) or size % count:
             raise HookError(
                 f"{self!r}: {size} features are not {count} heads; take heads(..., of=their number)"
             )
-        return along(inputs, at, which, "heads", size // count)
+        return self.along(inputs, at, which, "heads", size // count)
 
     def _with(self, **changed: Any) -> Self:
         """A copy with other attributes; what was prepared is prepared still."""

@@ -24,6 +24,7 @@ PRESETS: dict[str, type[Edit]] = {
     "neurons": values.neurons,
     "project_out": vectors.project_out,
     "project": vectors.project,
+    "linear_map": vectors.linear_map,
     "clamp": values.clamp,
     "noise": values.noise,
     "patch": sources.patch,

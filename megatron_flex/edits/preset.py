@@ -8,9 +8,12 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from megatron_flex.collectives import Shard
 from megatron_flex.errors import HookError
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.hooks import EditingFunction, for_pass, for_site, name_of
+from megatron_flex.runtime.locally import asks_modules, on_shard
+from megatron_flex.runtime.sharing.functions import uses_context
 from megatron_flex.sites import Site
 
 Local = Literal["all"] | tuple[str, ...]
@@ -24,9 +27,17 @@ class Preset(ABC):
         local: the dims along which it may be applied slice by slice with the same result; `all`, or names,
             which are known once the site is.
         linear: whether it is a linear function of the tensor.
+        draws: whether it draws random numbers.
+        fresh: whether it leaves what it gets as it is, and returns a tensor that nobody else keeps.
+        asks_context: whether it uses `save_ctx`.
+        asks_modules: whether it uses trainable modules.
     """
 
     pure = True
+    draws = True
+    fresh = False
+    asks_context = True
+    asks_modules = True
 
     @property
     def local(self) -> Local:
@@ -41,6 +52,16 @@ class Preset(ABC):
         self, current_module: nn.Module | None, inputs: Tensor, save_ctx: Namespace, modules: Any
     ) -> Tensor:
         """Edit a tensor."""
+
+    def on_shard(self, shard: Shard) -> EditingFunction | None:
+        """What to run on a rank's part, its dims in the whole's order, so that the parts make the same.
+
+        Asked once for each layout and shape, and answered alike on all ranks.
+
+        Returns:
+            None if it must have the whole.
+        """
+        return None
 
     def __or__(self, other: EditingFunction) -> chain:
         return chain(self, other)
@@ -63,6 +84,10 @@ class chain(Preset):
             inner for e in edits for inner in (e.edits if isinstance(e, chain) else (e,))
         )
         self.pure = all(getattr(e, "pure", False) for e in self.edits)
+        self.draws = any(getattr(e, "draws", True) for e in self.edits)
+        self.fresh = all(getattr(e, "fresh", False) for e in self.edits)
+        self.asks_context = any(uses_context(e) for e in self.edits)
+        self.asks_modules = any(asks_modules(e) for e in self.edits)
 
     @property
     def local(self) -> Local:
@@ -80,7 +105,19 @@ class chain(Preset):
 
     def for_pass(self, key: Key) -> chain:
         """The chain in one pass."""
-        return chain(*(for_pass(e, key) for e in self.edits))
+        found = [for_pass(e, key) for e in self.edits]
+        same = all(new is old for new, old in zip(found, self.edits, strict=True))
+        return self if same else chain(*found)
+
+    def on_shard(self, shard: Shard) -> chain | None:
+        """The chain on a rank's part, if all of it can run there."""
+        found: list[EditingFunction] = []
+        for edit in self.edits:
+            bound = on_shard(edit, shard)
+            if bound is None:
+                return None
+            found.append(bound)
+        return chain(*found)
 
     def __call__(
         self, current_module: nn.Module | None, inputs: Tensor, save_ctx: Namespace, modules: Any

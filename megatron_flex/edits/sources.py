@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron_flex.edits.base import Edit
 from megatron_flex.edits.files import by_pass, read
-from megatron_flex.edits.tensors import Held, fits
+from megatron_flex.edits.tensors import Held
 from megatron_flex.errors import HookError, SiteError, nearest
 from megatron_flex.runtime import Readings
 from megatron_flex.runtime.captures import Key
@@ -36,6 +36,9 @@ class resample(Edit):
     def mixes(self) -> set[str]:
         return {"*"}
 
+    def needs(self) -> set[str]:
+        return {self.over}
+
     def check(self, site: Site) -> None:
         self.place(self.over, "over", site.name)
 
@@ -58,12 +61,16 @@ class swap(Edit):
 
     first: int
     second: int
+    draws = False
 
     @property
     def linear(self) -> bool:
         return True
 
     def mixes(self) -> set[str]:
+        return {"b"}
+
+    def needs(self) -> set[str]:
         return {"b"}
 
     def check(self, site: Site) -> None:
@@ -92,6 +99,7 @@ class patch(Edit):
     source: Source
     _found: Any = field(init=False)
     _now: Held | None = field(default=None, init=False)
+    draws = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,6 +115,10 @@ class patch(Edit):
     def mixes(self) -> set[str]:
         return {"*"}
 
+    def needs(self) -> set[str]:
+        # Of a tensor that is trained a rank would have a share of the gradient.
+        return {"*"} if self._now is not None and self._now.tensor.requires_grad else set()
+
     def check(self, site: Site) -> None:
         if isinstance(self._found, dict):
             self._of(site.name)
@@ -116,7 +128,7 @@ class patch(Edit):
         if isinstance(self._found, Tensor):
             return self
         found = self._of(key.site) if isinstance(self._found, Mapping) else self._found
-        return self._with(_now=Held(_one(found, key)))
+        return self._with(_now=Held(_one(found, key)), _cut={})
 
     def _of(self, site: str) -> Any:
         """What the source has for a site."""
@@ -135,7 +147,7 @@ class patch(Edit):
             raise HookError(
                 f"{self!r}: which of its tensors is meant is known in a hook only; pass one tensor"
             )
-        return fits(self._now.like(inputs), inputs, "a patch").expand_as(inputs)
+        return self.constant(self._now, inputs, "a patch").expand_as(inputs).clone()
 
 
 def _one(found: Any, key: Key) -> Tensor:

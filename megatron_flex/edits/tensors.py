@@ -13,8 +13,10 @@ from megatron_flex.errors import HookError
 Indices = int | slice | Sequence[int]
 
 
-def along(inputs: Tensor, dim: int, indices: Indices, what: str, width: int = 1) -> Tensor:
-    """Which entries of a dim are chosen, as booleans that broadcast to `inputs`.
+def along(
+    inputs: Tensor, dim: int, indices: Indices, what: str, width: int = 1, length: int | None = None
+) -> Tensor:
+    """Which entries of a dim are chosen, as booleans that broadcast to the tensor.
 
     Args:
         inputs: the tensor.
@@ -22,11 +24,12 @@ def along(inputs: Tensor, dim: int, indices: Indices, what: str, width: int = 1)
         indices: the entries; negative ones count from the end.
         what: what they are called.
         width: how many entries make one that is counted.
+        length: of the dim, where `inputs` has only a part of it.
 
     Raises:
         HookError: one is beyond the dim.
     """
-    size = inputs.shape[dim] // width
+    size = (inputs.shape[dim] if length is None else length) // width
     if isinstance(indices, slice):
         chosen = tuple(range(*indices.indices(size)))
     else:
@@ -67,19 +70,20 @@ class Held:
         return self._moved[at]
 
 
-def fits(tensor: Tensor, inputs: Tensor, what: str) -> Tensor:
-    """The tensor, which must have the shape of `inputs` or stand for it by broadcasting.
+def fits(tensor: Tensor, whole: Tensor | Sequence[int], what: str) -> Tensor:
+    """The tensor, which must have the shape of a whole, or stand for one of that shape by broadcasting.
 
     Raises:
         HookError: it does not.
     """
+    shape = tuple(whole.shape if isinstance(whole, Tensor) else whole)
     try:
-        good = torch.broadcast_shapes(tensor.shape, inputs.shape) == inputs.shape
+        good = torch.broadcast_shapes(tensor.shape, shape) == shape
     except RuntimeError:
         good = False
     if not good:
         raise HookError(
-            f"{what} of shape {tuple(tensor.shape)} does not fit a tensor of shape {tuple(inputs.shape)}; "
+            f"{what} of shape {tuple(tensor.shape)} does not fit a tensor of shape {shape}; "
             "give one of that shape, or of its last dims"
         )
     return tensor

@@ -40,6 +40,8 @@ class low_rank(Edit):
 
     name: str
     pure = False
+    fresh = False  # a module may do anything
+    asks_modules = True
 
     def mixes(self) -> set[str]:
         return {"*"}
@@ -62,6 +64,8 @@ class splice(Edit):
     name: str
     keep_error: bool = False
     pure = False
+    fresh = False  # a module may do anything
+    asks_modules = True
 
     def mixes(self) -> set[str]:
         return {"*"}

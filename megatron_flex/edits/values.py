@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron_flex.edits.base import HEADS, PACKED, Edit
 from megatron_flex.edits.files import read_one
-from megatron_flex.edits.tensors import Held, Indices, along, fits
+from megatron_flex.edits.tensors import Held, Indices
 from megatron_flex.errors import HookError
 from megatron_flex.sites import Site
 
@@ -20,11 +21,16 @@ from megatron_flex.sites import Site
 class scale(Edit):
     """Multiply by a factor."""
 
+    draws = False
+
     factor: float
 
     @property
     def linear(self) -> bool:
         return True
+
+    def needs(self) -> set[str]:
+        return set()
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         return inputs * self.factor
@@ -34,9 +40,14 @@ class scale(Edit):
 class zero(Edit):
     """Replace by zeros."""
 
+    draws = False
+
     @property
     def linear(self) -> bool:
         return True
+
+    def needs(self) -> set[str]:
+        return set()
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         return torch.zeros_like(inputs)
@@ -46,6 +57,8 @@ class zero(Edit):
 class clamp(Edit):
     """Keep values between two bounds, of which one may be left out."""
 
+    draws = False
+
     low: float | None = None
     high: float | None = None
 
@@ -53,6 +66,9 @@ class clamp(Edit):
         super().__post_init__()
         if self.low is None and self.high is None:
             raise HookError("clamp() has no bound; give it low, high or both")
+
+    def needs(self) -> set[str]:
+        return set()
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         return inputs.clamp(self.low, self.high)
@@ -67,8 +83,14 @@ class noise(Edit):
     def mixes(self) -> set[str]:
         return {"*"}
 
+    def needs(self) -> set[str]:
+        return set()
+
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
-        return inputs + self.std * torch.randn_like(inputs)
+        # Drawn for the whole also on a rank's part, which so gets the numbers that it would have of it.
+        shape, shard = self.shape(inputs), self._shard
+        drawn = torch.randn(shape, dtype=inputs.dtype, device=inputs.device)
+        return inputs + self.std * (drawn if shard is None else shard.part(drawn))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -83,6 +105,8 @@ class heads(Edit):
         keep: silence the others instead.
         of: how many heads a packed dim has, where the module's configuration does not tell.
     """
+
+    draws = False
 
     which: Indices
     keep: bool = False
@@ -101,6 +125,9 @@ class heads(Edit):
     def asks_module(self, site: Site) -> bool:
         return self.of is None and site.dims[self.head_dim(len(site.dims))] in PACKED
 
+    def needs(self) -> set[str]:
+        return set()
+
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         chosen = self.head_mask(inputs, self.which, module, self.of)
         return torch.where(~chosen if self.keep else chosen, torch.zeros_like(inputs), inputs)
@@ -109,6 +136,8 @@ class heads(Edit):
 @dataclass(frozen=True, repr=False, eq=False)
 class neurons(Edit):
     """Silence entries of the last dim; with `keep`, all others."""
+
+    draws = False
 
     which: Indices
     keep: bool = False
@@ -120,8 +149,11 @@ class neurons(Edit):
     def mixes(self) -> set[str]:
         return {self._last}
 
+    def needs(self) -> set[str]:
+        return set()
+
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
-        chosen = along(inputs, inputs.ndim - 1, self.which, "neurons")
+        chosen = self.along(inputs, inputs.ndim - 1, self.which, "neurons")
         return torch.where(~chosen if self.keep else chosen, torch.zeros_like(inputs), inputs)
 
 
@@ -133,6 +165,8 @@ class mean(Edit):
         over: names of dims; of `s b` the mean is one vector for the whole microbatch.
         value: a tensor, or a file of one; of the whole's shape or of its last dims.
     """
+
+    draws = False
 
     over: str | Sequence[str] = ("s", "b")
     value: Tensor | str | Path | None = None
@@ -157,8 +191,16 @@ class mean(Edit):
         for dim in self.over if self._value is None else ():
             self.place(dim, "over", site.name)
 
+    def needs(self) -> set[str]:
+        return set()
+
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         if self._value is not None:
-            return fits(self._value.like(inputs), inputs, "a mean").expand_as(inputs)
+            return self.constant(self._value, inputs, "a mean").expand_as(inputs).clone()
         dims = [self.place(d, "over") for d in self.over]
-        return inputs.mean(dims, keepdim=True).expand_as(inputs)
+        if self._shard is None:
+            return inputs.mean(dims, keepdim=True).expand_as(inputs)
+        half = inputs.dtype in (torch.bfloat16, torch.float16)
+        own = inputs.sum(dims, keepdim=True, dtype=torch.float32 if half else None)
+        count = prod(self.length(inputs, d) for d in dims)
+        return (self.total(own, dims) / count).to(inputs.dtype).expand_as(inputs)

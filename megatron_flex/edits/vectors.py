@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron_flex.edits.base import Edit
 from megatron_flex.edits.files import read_one
-from megatron_flex.edits.tensors import Held, fits
+from megatron_flex.edits.tensors import Held
 from megatron_flex.errors import HookError
 from megatron_flex.sites import Site
 
@@ -34,6 +34,7 @@ class steer(Edit):
     vector: Vector
     coefficient: float = 1.0
     _held: Held = field(init=False)
+    draws = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,12 +50,53 @@ class steer(Edit):
         if isinstance(wanted, int) and width and width[0] not in (1, wanted):
             raise HookError(f"{self!r}: {site.name} has {wanted} features; give a vector of as many")
 
+    def needs(self) -> set[str]:
+        # Of a vector that is trained a rank would have a share of the gradient.
+        return {"*"} if self._held.tensor.requires_grad else set()
+
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
-        return inputs + self.coefficient * fits(self._held.like(inputs), inputs, "a vector")
+        return inputs + self.coefficient * self.constant(self._held, inputs, "a vector")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class project_out(Edit):
+class Linear(Edit):
+    """A preset that multiplies the last dim by matrices."""
+
+    draws = False
+
+    @property
+    def linear(self) -> bool:
+        return True
+
+    def mixes(self) -> set[str]:
+        return {self._last}
+
+    def through(self, inputs: Tensor, down: Tensor, up: Tensor | None) -> Tensor:
+        """`inputs @ down @ up`, matrices of the whole's last dim.
+
+        Where that is cut, each rank multiplies what it has, and `[..., k]` are summed over ranks: collective
+        over the axes that cut it, forward and backward. In fp32 of halves, so that they are rounded once.
+        """
+        shard = self._shard
+        if shard is None:
+            made = inputs @ down
+            return made if up is None else made @ up
+        half = inputs.dtype in (torch.bfloat16, torch.float16)
+        dtype = torch.float32 if half and shard.axes([-1]) else inputs.dtype
+        known = inputs.device, dtype
+        if (*known, "down") not in self._cut:
+            with torch.inference_mode(False):
+                rows, columns = shard.rows(down), shard.rows((down if up is None else up).T).T
+                self._cut[*known, "down"] = (rows if up is not None else shard.rows(columns)).to(dtype)
+                self._cut[*known, "up"] = columns.to(dtype)
+        if up is None:
+            return inputs @ self._cut[*known, "down"]
+        inside = self.total(inputs.to(dtype) @ self._cut[*known, "down"], [-1])
+        return (inside @ self._cut[*known, "up"]).to(inputs.dtype)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class project_out(Linear):
     """Take a direction out of the last dim, or the space of several.
 
     Attributes:
@@ -75,28 +117,22 @@ class project_out(Edit):
             raise HookError(f"{self!r}: the directions depend on each other; give independent ones")
         object.__setattr__(self, "_basis", Held(basis.to(given.dtype if given.is_floating_point() else None)))
 
-    @property
-    def linear(self) -> bool:
-        return True
-
-    def mixes(self) -> set[str]:
-        return {self._last}
-
     def check(self, site: Site) -> None:
         width, wanted = self._basis.tensor.shape[0], site.shape[-1] if site.shape else None
         if isinstance(wanted, int) and width != wanted:
             raise HookError(f"{self!r}: {site.name} has {wanted} features; give a direction of as many")
 
+    def needs(self) -> set[str]:
+        return set()
+
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         return inputs - self._component(inputs)
 
     def _component(self, inputs: Tensor) -> Tensor:
-        basis = self._basis.like(inputs)
-        if basis.shape[0] != inputs.shape[-1]:
-            raise HookError(
-                f"{self!r}: the tensor has {inputs.shape[-1]} features; give a direction of as many"
-            )
-        return (inputs @ basis) @ basis.T
+        features, basis = self.length(inputs, -1), self._basis.like(inputs)
+        if basis.shape[0] != features:
+            raise HookError(f"{self!r}: the tensor has {features} features; give a direction of as many")
+        return self.through(inputs, basis, basis.T)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -105,3 +141,48 @@ class project(project_out):
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         return self._component(inputs)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class linear_map(Linear):
+    """Multiply the last dim by a matrix, `x @ down @ up`; with `add`, `x + x @ down @ up`.
+
+    Attributes:
+        down: `[h, k]`, or a file of it. A parameter is trained.
+        up: `[k, h]` likewise; None where `down` is `[h, h]`.
+        add: add it to what there is.
+    """
+
+    down: Vector
+    up: Vector | None = None
+    add: bool = False
+    _down: Held = field(init=False)
+    _up: Held | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        down, up = held(self.down), None if self.up is None else held(self.up)
+        object.__setattr__(self, "_down", down)
+        object.__setattr__(self, "_up", up)
+        last = (down if up is None else up).tensor
+        chained = up is None or down.tensor.shape[1:] == up.tensor.shape[:1]
+        if down.tensor.ndim != 2 or last.ndim != 2 or not chained or down.tensor.shape[0] != last.shape[1]:
+            raise HookError(f"{self!r}: give a matrix [h, h], or two of [h, k] and [k, h]")
+
+    def needs(self) -> set[str]:
+        if any(h.tensor.requires_grad for h in (self._down, self._up) if h is not None):
+            return {"*"}
+        # Of a matrix [h, h] the sums over ranks would be as large as what is gathered.
+        return {self._last} if self._up is None else set()
+
+    def check(self, site: Site) -> None:
+        width, wanted = self._down.tensor.shape[0], site.shape[-1] if site.shape else None
+        if isinstance(wanted, int) and width != wanted:
+            raise HookError(f"{self!r}: {site.name} has {wanted} features; give matrices of as many")
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        features, down = self.length(inputs, -1), self._down.like(inputs)
+        if down.shape[0] != features:
+            raise HookError(f"{self!r}: the tensor has {features} features; give matrices of as many")
+        made = self.through(inputs, down, None if self._up is None else self._up.like(inputs))
+        return inputs + made if self.add else made

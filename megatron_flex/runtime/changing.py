@@ -1,4 +1,4 @@
-"""What a hook that edits does: gather, edit, scatter."""
+"""What a hook that edits does: edit this rank's part, or gather, edit, scatter."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.editing import Editing
 from megatron_flex.runtime.hooks import HookFunction
+from megatron_flex.runtime.locally import Locally, Way
 from megatron_flex.runtime.reading import Reading
 from megatron_flex.runtime.recorder import Recorder
 from megatron_flex.sites import EDITED
@@ -32,9 +33,11 @@ class Changing(Reading):
         mesh: Mesh,
         gather_data_parallel: bool,
         backward_seen: Callable[[], None],
+        version: Callable[[], int],
     ) -> None:
         super().__init__(clock, recorder, editing, mesh, gather_data_parallel)
         self._backward_seen = backward_seen
+        self.locally = Locally(mesh, lambda: bool(editing.modules), version)
 
     def edited(
         self,
@@ -46,11 +49,26 @@ class Changing(Reading):
         route: Route | None,
         record: bool,
     ) -> Tensor:
-        """Gather, edit, scatter; with `record` what was gathered is kept."""
+        """Edit, on this rank's part or on the whole; with `record` what was there before is kept."""
+        way = self.locally.way(hooks, key, local, layout, route)
+        if way is not None:
+            return self.on_part(hooks, key, module, local, way, record)
         whole = self.gather(local, layout, route)
         if record:
-            self.recorder.whole(key, whole, layout)
+            self.keep(hooks, key, whole, layout)
         return self.scatter(self.edit(hooks, key, module, whole, layout, record), local, layout, route)
+
+    def on_part(
+        self, hooks: list[HookFunction], key: Key, module: Any, local: Tensor, way: Way, record: bool
+    ) -> Tensor:
+        """Edit this rank's part. Nothing is sent but what an edit sums over ranks."""
+        if record:
+            self.recorder.shard(key, local, way.layout)
+        made = self.editing.edit(hooks, key, module, way.into(local), way.layout, way)
+        out = way.outof(made, local)
+        if record and any(h.behind for h in hooks) and not hooks[0].backward:
+            self.recorder.shard(key._replace(site=key.site + EDITED), out, way.layout)
+        return out
 
     def edit(
         self,
@@ -72,7 +90,8 @@ class Changing(Reading):
             # Outside a schedule all ranks must know of this backward pass, also where one rank edits for all.
             edited.register_hook(lambda _: self._backward_seen())
         if record and any(h.behind for h in hooks) and not hooks[0].backward:
-            self.recorder.whole(key._replace(site=key.site + EDITED), edited, layout)
+            kept = [h for h in hooks if h.behind]
+            self.keep(kept, key._replace(site=key.site + EDITED), edited, layout)
         return edited
 
 

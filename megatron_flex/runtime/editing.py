@@ -1,9 +1,10 @@
-"""Running what a person wrote: an editing function on a whole tensor, its errors kept for the step's end."""
+"""Running what a person wrote: an editing function on a tensor, its errors kept for the step's end."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +20,8 @@ from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.debugging.blame import guard_backward, users_line
 from megatron_flex.runtime.debugging.stopping import inside
-from megatron_flex.runtime.hooks import HookFunction
+from megatron_flex.runtime.hooks import EditingFunction, HookFunction
+from megatron_flex.runtime.locally import Way
 from megatron_flex.runtime.sharing.context import Context
 from megatron_flex.runtime.sharing.passing import Passing
 from megatron_flex.runtime.sharing.scopes import Scopes
@@ -61,56 +63,102 @@ class Editing:
         self.reasons: dict[str, str] = {}
         self.skipping = Skipping(mesh, trainable)
 
-    def edit(self, hooks: list[HookFunction], key: Key, module: Any, whole: Tensor, layout: Layout) -> Tensor:
-        """Run editing functions one after the other; one that fails leaves the tensor as it was."""
+    def edit(
+        self,
+        hooks: list[HookFunction],
+        key: Key,
+        module: Any,
+        whole: Tensor,
+        layout: Layout,
+        way: Way | None = None,
+    ) -> Tensor:
+        """Run editing functions one after the other; one that fails leaves the tensor as it was.
+
+        `way`: they run on this rank's part, which `whole` then is.
+        """
         holders, here = replicas(layout, self.mesh), leads(layout, self.mesh)
+        shape = whole.shape if way is None else way.shard.whole
         for index, hook in enumerate(hooks):
             self.fired.add(hook)
-            self.guard(hook, key, partial(hook.check_shape, whole.shape))
-            if hook.editing_function is not None:
+            if hook.expected_shape is not None:
+                self.guard(hook, key, partial(hook.check_shape, shape))
+            if way is not None and hook in way.edits:
+                find = partial(way.at, hook, key)
+                edited = self._run(hook, index, key, module, whole, holders, here, find, way.edits[hook])
+                whole = whole if edited is None else edited
+            elif hook.editing_function is not None:
                 if hook in self.passing.plan.hooks:
                     self.passing.arrive()
                 if hook.run == "leader":
                     whole = self._lead(hook, index, key, module, whole, holders, here)
                 else:
-                    edited = self._run(hook, index, key, module, whole, holders, here)
+                    edited = self._run(hook, index, key, module, whole, holders, here, *_found(hook, key))
                     whole = whole if edited is None else edited
         return self.scopes.anchored(whole, holders, here)
 
     def _run(
-        self, hook: HookFunction, index: int, key: Key, module: Any, whole: Tensor, holders: Mesh, here: bool
+        self,
+        hook: HookFunction,
+        index: int,
+        key: Key,
+        module: Any,
+        whole: Tensor,
+        holders: Mesh,
+        here: bool,
+        find: Callable[[], EditingFunction | None],
+        edit: EditingFunction | None,
     ) -> Tensor | None:
         replay = Clock.replaying() and not hook.backward
         skips = hook.on_error == "skip" and not replay
         if replay and self.skipping.was_left_out(key, index):
             return None
-        if skips:  # what it does in place is no edit if it fails
+        if skips and not getattr(edit, "fresh", False):  # what it does in place is no edit if it fails
             whole = whole.clone()
-        stream = same_stream(key, index, whole)
-        with stream, self.trainable.editing(replay), inside(hook, key, self.mesh):
-            if self.modules or hook.run == "leader":  # what the leader does backward, others do not
-                self.trainable.contain(whole)
-            edit = partial(call_editing, hook, key, module, whole, self.save_ctx, self.modules)
+        with ExitStack() as around:
+            self._prepare(around, hook, index, key, whole, edit, replay)
+            call = partial(call_editing, find, module, whole, self.save_ctx, self.modules)
             attempt = partial(self.skipping.attempt, holders) if skips else _call
             if hook in self.passing.plan.hooks:
-                edit = partial(self.scopes.call, hook, index, key, whole.device, edit, attempt)
-            else:
-                edit = partial(attempt, edit)
+                call = partial(self.scopes.call, hook, index, key, whole.device, call, attempt)
+            elif skips:
+                call = partial(attempt, call)
             try:
-                made = self.guard(hook, key, edit, late=replay)
+                made = self.guard(hook, key, call, late=replay)
             except LeftOut as left:
                 self.skipping.count(hook, index, key, self._told(hook, key, left.error), left, here)
                 return None
-        if made is not None and made.grad_fn is not None:
+        if made is not None and made.grad_fn is not None and not getattr(edit, "fresh", False):
             guard_backward(made, whole, partial(self._failed, hook, key, late=True))
-        return made.detach() if made is not None and not torch.is_grad_enabled() else made
+        loose = made is not None and made.requires_grad and not torch.is_grad_enabled()
+        return made.detach() if made is not None and loose else made
+
+    def _prepare(
+        self,
+        around: ExitStack,
+        hook: HookFunction,
+        index: int,
+        key: Key,
+        whole: Tensor,
+        edit: EditingFunction | None,
+        replay: bool,
+    ) -> None:
+        """Enter what an editing function runs in; presets say what they can do without."""
+        if getattr(edit, "draws", True):
+            around.enter_context(same_stream(key, index, whole))
+        if self.modules or not getattr(edit, "fresh", False):
+            around.enter_context(self.trainable.editing(replay))
+            around.enter_context(inside(hook, key, self.mesh))
+            if self.modules or hook.run == "leader":  # what the leader does backward, others do not
+                self.trainable.contain(whole)
 
     def _lead(
         self, hook: HookFunction, index: int, key: Key, module: Any, whole: Tensor, holders: Mesh, here: bool
     ) -> Tensor:
         """Let the leader edit for all ranks that hold this whole."""
         whole = towards_leader(whole, holders)
-        made = self._run(hook, index, key, module, whole, ALONE, here) if here else whole
+        made: Tensor | None = whole
+        if here:
+            made = self._run(hook, index, key, module, whole, ALONE, here, *_found(hook, key))
         if hook in self.passing.plan.hooks:
             self.scopes.share(hook, partial(self._refused, hook, key), holders, here)
         return from_leader(whole if made is None else made, whole, holders)
@@ -158,14 +206,18 @@ class Editing:
 
 
 def call_editing(
-    hook: HookFunction, key: Key, module: Any, whole: Tensor, context: Namespace, modules: nn.ModuleDict
+    find: Callable[[], EditingFunction | None],
+    module: Any,
+    whole: Tensor,
+    context: Namespace,
+    modules: nn.ModuleDict,
 ) -> Tensor:
-    """Run an editing function and check what it returns.
+    """Run the editing function that `find` gives for this pass, and check what it returns.
 
     Raises:
         HookError: it returns no tensor, or one of another shape, dtype or device.
     """
-    edit = hook.editing_at(key)
+    edit = find()
     assert edit is not None
     shape, dtype, device = whole.shape, whole.dtype, whole.device
     out = edit(module, whole, context, modules)
@@ -183,6 +235,13 @@ def call_editing(
                 f"the editing function returned {what} {got} for {want}; return the {what} it got"
             )
     return out
+
+
+def _found(
+    hook: HookFunction, key: Key
+) -> tuple[Callable[[], EditingFunction | None], EditingFunction | None]:
+    """What finds a hook's editing function for one pass, which may raise, and that of any pass."""
+    return partial(hook.editing_at, key), hook.editing_of(key.site)
 
 
 def _call(function: Callable[[], Tensor]) -> Tensor:

@@ -40,7 +40,9 @@ class Firing(Changing):
         gather_data_parallel: bool,
         backward_seen: Callable[[], None],
     ) -> None:
-        super().__init__(clock, recorder, editing, mesh, gather_data_parallel, backward_seen)
+        super().__init__(
+            clock, recorder, editing, mesh, gather_data_parallel, backward_seen, lambda: registry.version
+        )
         self.registry = registry
         self.declared = Declared(registry, editing, mesh)
 

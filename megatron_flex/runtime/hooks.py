@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from megatron_flex.errors import FlexError, HookError
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.groups import checked_tags
+from megatron_flex.runtime.selecting import INDICES, Reduction, Select, Wanted
 from megatron_flex.runtime.takers import Taker
-from megatron_flex.sites import GRAD, Pattern, Site, in_words
+from megatron_flex.sites import EDITED, GRAD, Pattern, Site, in_words
 
 HookType = Literal["forward", "forward_pre", "full_backward", "full_backward_pre", "tensor"]
 GradientScale = Literal["raw", "loss"]
@@ -67,8 +68,14 @@ class HookFunction:
             modules is taken back, but for objects that it changed in place. Once the edited tensor has been
             used it is too late: an error in its backward pass, or in its recomputation alone, is raised.
         enabled: whether the hook is on before `flex.select()` switches it on.
+        select: which entries of the whole are kept, all if None; it is taken from the shard, and no more is
+            sent. An edit at the place has the whole all the same.
+        reduce: what is kept of these, such as `reduce.mean("s")`.
+        keep_as: kept under the site's name and this, `...:output.NAME`, so that several hooks may keep
+            different things of one place.
 
     Attributes:
+        wanted: `select` and `reduce`; None if all is kept.
         taker: the dump or statistics at work that is handed what passes, if the hook stands for one.
         behind: whether what leaves the edits at its place is kept too, under the site's name with EDITED.
     """
@@ -87,6 +94,9 @@ class HookFunction:
         tags: Iterable[str] = (),
         on_error: OnError = "raise",
         enabled: bool = True,
+        select: Select | None = None,
+        reduce: Reduction | None = None,
+        keep_as: str = "",
     ) -> None:
         if hook_type not in POINTS:
             raise HookError(f"hook_type {hook_type!r} is none of {', '.join(POINTS)}")
@@ -108,6 +118,7 @@ class HookFunction:
             raise HookError(
                 f"hook on {in_words(module_name)!r} neither saves nor edits; give it an editing_function"
             )
+        check_wanted(select, reduce, keep_as, save)
         self.module_name = module_name
         self.expected_shape = None if expected_shape is None else tuple(expected_shape)
         self.editing_function = editing_function
@@ -121,6 +132,10 @@ class HookFunction:
         self.enabled = enabled
         self.behind = False
         self.taker: Taker | None = None
+        self.wanted = None if select is None and reduce is None else Wanted(select or Select(), reduce)
+        self.keep_as = keep_as
+        self._sure = True
+        self._heads: dict[str, int] = {}
         self._at: dict[str, EditingFunction] = {}
 
     def stand(self, sites: Iterable[Site]) -> None:
@@ -129,14 +144,27 @@ class HookFunction:
         Raises:
             HookError: it says that it cannot stand there.
         """
-        edit = self.editing_function
+        edit, sites = self.editing_function, list(sites)
+        if self.wanted is not None:
+            checked = [self.wanted.check(s) for s in sites]
+            self._sure = all(checked)
+            self._heads = {s.name: n for s in sites if (n := heads_of(s)) is not None}
         if edit is not None and hasattr(edit, "for_site"):
             self._at = {s.name: for_site(edit, s) for s in sites}
 
     def editing_at(self, key: Key) -> EditingFunction | None:
         """The editing function for one pass through a place."""
-        edit = self._at.get(key.site.removesuffix(GRAD), self.editing_function)
+        edit = self.editing_of(key.site)
         return edit and for_pass(edit, key)
+
+    def editing_of(self, site: str) -> EditingFunction | None:
+        """The editing function at a place, for whichever pass."""
+        return self._at.get(site.removesuffix(GRAD), self.editing_function)
+
+    def heads_at(self, place: str) -> int | None:
+        """How many attention heads the module there has, if it says so on this rank."""
+        place = place.removesuffix(f".{self.keep_as}" if self.keep_as else "")
+        return self._heads.get(place.removesuffix(EDITED).removesuffix(GRAD))
 
     @property
     def where(self) -> str:
@@ -151,7 +179,8 @@ class HookFunction:
     @property
     def can_fail(self) -> bool:
         """Whether the hook does something that may go wrong on some rank: all ranks then ask each other."""
-        return self.editing_function is not None or self.expected_shape is not None or self.unpack_idx != 0
+        asks = self.editing_function is not None or self.expected_shape is not None or self.unpack_idx != 0
+        return asks or not self._sure
 
     def describe(self) -> str:
         """Return what all ranks must have in common of this hook, in words."""
@@ -162,7 +191,9 @@ class HookFunction:
         told = f" editing by {edit}{place}" if self.editing_function else ""
         leaf = f"[{self.unpack_idx}]" if self.unpack_idx else ""
         shape = f" expecting {self.expected_shape}" if self.expected_shape is not None else ""
-        return f"{self.hook_type} on {self.where}{leaf}{scale}{shape}{told}"
+        kept = f" keeping {self.wanted.describe()}" if self.wanted and self.save else ""
+        kept += f" as {self.keep_as}" if self.keep_as else ""
+        return f"{self.hook_type} on {self.where}{leaf}{scale}{shape}{told}{kept}"
 
     def check_shape(self, shape: Sequence[int]) -> None:
         """Compare a whole tensor's shape with the expected one.
@@ -202,6 +233,33 @@ def name_of(edit: EditingFunction | None) -> str:
     """An editing function in words: what it says of itself, or its name."""
     told = getattr(edit, "in_words", None)
     return str(told()) if told else getattr(edit, "__qualname__", type(edit).__name__)
+
+
+def heads_of(site: Site) -> int | None:
+    """How many attention heads the module at a site has, if it is on this rank and says so."""
+    config = getattr(getattr(site.tap, "module", None), "config", None)
+    found = getattr(config, "num_attention_heads", None)
+    return found if isinstance(found, int) else None
+
+
+def check_wanted(select: object, reduce: object, keep_as: str, save: bool) -> None:
+    """See whether what a hook is to keep can be understood.
+
+    Raises:
+        HookError: it cannot.
+    """
+    if select is not None and not isinstance(select, Select):
+        raise HookError(f"select={select!r} is no Select; give one, as Select(positions=-1)")
+    if reduce is not None and not isinstance(reduce, Reduction):
+        raise HookError(f"reduce={reduce!r} is none of reduce.mean, sum, norm, topk, dot; give such a one")
+    if (select or reduce or keep_as) and not save:
+        raise HookError("select, reduce and keep_as say what is kept, and nothing is; leave out save=False")
+    taken = {n.removeprefix(".") for n in (GRAD, EDITED, INDICES)}
+    if keep_as and (not keep_as.isidentifier() or keep_as in taken):
+        raise HookError(
+            f"keep_as={keep_as!r} is no name; take letters, digits and _, and none of "
+            + ", ".join(sorted(taken))
+        )
 
 
 def check_signature(editing_function: EditingFunction) -> None:

@@ -1,7 +1,12 @@
-"""What a hook that reads does: this rank's part is kept, to be sent when the step is over."""
+"""What a hook that reads does: what is wanted of this rank's part is kept until the step is over."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
 from torch import Tensor
 
 from megatron_flex.collectives import Route, gather_rows, gather_whole, scatter_rows, scatter_whole
@@ -12,6 +17,9 @@ from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.editing import Editing
 from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.runtime.recorder import Recorder
+from megatron_flex.runtime.selecting import Plan, push
+
+PLANS = 4096  # of selections that are at hand; sequences of ever new lengths make new ones
 
 
 class Reading:
@@ -22,6 +30,7 @@ class Reading:
     ) -> None:
         self.clock, self.recorder, self.editing, self.mesh = clock, recorder, editing, mesh
         self._over_data = gather_data_parallel
+        self._plans: dict[tuple[str, HookFunction, torch.Size, torch.dtype], tuple[Layout, Plan]] = {}
 
     def read(
         self, hooks: list[HookFunction], key: Key, local: Tensor, layout: Layout, route: Route | None
@@ -35,12 +44,67 @@ class Reading:
         else:  # no rank knows it, so look at the tensor
             whole = self.gather(local, layout, route)
             self.editing.check_shapes(hooks, key, whole.shape)
-            self.recorder.whole(key, whole, layout)
+            self.keep(hooks, key, whole, layout)
             return
-        if route is None:
-            self.recorder.shard(key, local, layout)
-        else:
-            self.recorder.rows(key, local, route)
+        gathered: Tensor | None = None
+        for hook in hooks if len(hooks) == 1 else _distinct(hooks):
+            name = named(key, hook)
+            if hook.wanted is not None and route is None:
+                self._push(hook, name, local, layout)
+            elif hook.wanted is not None:
+                gathered = self.gather(local, layout, route) if gathered is None else gathered
+                self._select(hook, name, gathered, layout)
+            elif route is None:
+                self.recorder.shard(name, local, layout)
+            else:
+                self.recorder.rows(name, local, route)
+
+    def keep(self, hooks: Sequence[HookFunction], key: Key, whole: Tensor, layout: Layout) -> None:
+        """Keep what is wanted of a tensor, in `layout`, that every rank has whole."""
+        for hook in _distinct(hooks):
+            name = named(key, hook)
+            if hook.wanted is None:
+                self.recorder.whole(name, whole, layout)
+            else:
+                self._select(hook, name, whole, layout)
+
+    def _push(self, hook: HookFunction, key: Key, local: Tensor, layout: Layout) -> None:
+        """Keep of this rank's part what is wanted."""
+        plan = self._plan(hook, key, local, layout, self.mesh)
+        if plan is None:
+            return
+        small = plan.local(local)
+        if not plan.everywhere:
+            self.recorder.shard(key, small, plan.layout, plan.finish if plan.finishes else None)
+            return
+        found = self.editing.guard(hook, key, partial(plan.finish, self.gather(small, plan.layout, None)))
+        for ending, tensor in (found or {}).items():
+            self.recorder.whole(key._replace(site=key.site + ending), tensor, layout)
+
+    def _select(self, hook: HookFunction, key: Key, whole: Tensor, layout: Layout) -> None:
+        """Keep what is wanted of a whole."""
+        order = layout.permute or range(len(layout.dims))
+        dims = tuple(replace(layout.dims[i], cuts=(), segments=(1,), keep=None, uneven=False) for i in order)
+        plan = self._plan(hook, key, whole, Layout(dims), Mesh())
+        if plan is not None:
+            self.recorder.whole(key, whole, layout, lambda t: plan.finish(plan.local(t)))
+
+    def _plan(self, hook: HookFunction, key: Key, tensor: Tensor, layout: Layout, mesh: Mesh) -> Plan | None:
+        """How the wish is fulfilled, looked up if it is known; None if it cannot be: all ranks raise."""
+        at = (key.site, hook, tensor.shape, tensor.dtype)
+        found = self._plans.get(at)
+        if found is not None and (found[0] is layout or found[0] == layout):
+            return found[1]
+        assert hook.wanted is not None
+        parts = tensor.shape, tensor.dtype, tensor.device
+        make = partial(push, hook.wanted, layout, *parts, mesh.sizes, mesh.coords, hook.heads_at(key.site))
+        # Without the guard where nothing should go wrong: then ranks do not ask each other.
+        plan = self.editing.guard(hook, key, make) if hook.can_fail else make()
+        if plan is not None:
+            if len(self._plans) >= PLANS:
+                self._plans.clear()
+            self._plans[at] = layout, plan
+        return plan
 
     def record(self, place: str, whole: Tensor, replays: bool) -> Key:
         """Keep a tensor that an editing function has whole, under a name that is no site's.
@@ -66,3 +130,17 @@ class Reading:
     def scatter(self, whole: Tensor, local: Tensor, layout: Layout, route: Route | None) -> Tensor:
         """This rank's part of the whole."""
         return scatter_rows(whole, local, route) if route else scatter_whole(whole, local, layout, self.mesh)
+
+
+def named(key: Key, hook: HookFunction) -> Key:
+    """The key under which a hook keeps something."""
+    return key._replace(site=f"{key.site}.{hook.keep_as}") if hook.keep_as else key
+
+
+def _distinct(hooks: Sequence[HookFunction]) -> Iterator[HookFunction]:
+    """Of hooks that keep the same the first."""
+    seen = set()
+    for hook in hooks:
+        if hook.save and hook.keep_as not in seen:
+            seen.add(hook.keep_as)
+            yield hook

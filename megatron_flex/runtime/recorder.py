@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -9,10 +10,12 @@ import torch
 from torch import Tensor
 
 from megatron_flex.collectives import (
+    Board,
     Parcel,
     Route,
     Sending,
     is_leader,
+    join,
     leads,
     plan_read,
     send_up_pipeline,
@@ -25,6 +28,8 @@ from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.buffers import Buffers, Piece
 from megatron_flex.runtime.captures import Captures, Key
 
+Finish = Callable[[Tensor], Mapping[str, Tensor]]  # of what arrives: what is kept, by how its name ends
+
 
 @dataclass(slots=True)
 class _Pending:
@@ -32,6 +37,7 @@ class _Pending:
     layout: Layout
     tensor: Tensor | None  # None on a rank whose part nobody needs
     route: Route | None = None
+    finish: Finish | None = None
 
 
 @dataclass(slots=True)
@@ -47,7 +53,8 @@ class _Sent:
 class Recorder:
     """One for a session. All ranks of a stage record the same keys in the same order.
 
-    Recording copies this rank's part and nothing else; nothing is sent before `flush`.
+    Recording copies this rank's part and nothing else: ranks of one node copy it to shared memory, straight
+    to its place, and what cannot go there is kept, to be sent at `flush`.
     """
 
     def __init__(self, mesh: Mesh, captures: Captures) -> None:
@@ -58,11 +65,26 @@ class Recorder:
         self._waiting_bytes = 0
         self._buffers = Buffers()
         self._sent: _Sent | None = None
+        self._board: Board | None = None
+        self._prepared = False
+        self._finishes: dict[Key, Finish] = {}  # of what lies in shared memory
 
-    def shard(self, key: Key, local: Tensor, layout: Layout) -> None:
-        """Record a local tensor. It is copied: frameworks overwrite many of them in place."""
+    def prepare(self) -> None:
+        """Set shared memory up, the first time. Collective within the stage; nothing is recorded yet."""
+        if not self._prepared:
+            self._prepared, self._board = True, join(self.mesh)
+
+    def shard(self, key: Key, local: Tensor, layout: Layout, finish: Finish | None = None) -> None:
+        """Record a local tensor. It is copied: frameworks overwrite many of them in place.
+
+        With `finish` what it gives of the whole is kept; it runs on the leader alone, and must not raise.
+        """
+        if self._board is not None and self._board.put(key, local.detach(), layout):
+            if finish is not None:
+                self._finishes[key] = finish
+            return
         kept = self._copy(local.detach(), layout) if takes_part(layout, self.mesh) else None
-        self._pending.append(_Pending(key, layout, kept))
+        self._pending.append(_Pending(key, layout, kept, None, finish))
         if not any(d.uneven for d in layout.dims):
             self._waiting_bytes += (
                 prod(whole_shape(layout, local.shape, self.mesh.sizes)) * local.element_size()
@@ -70,22 +92,35 @@ class Recorder:
 
     def rows(self, key: Key, local: Tensor, route: Route) -> None:
         """Record rows of experts. Every rank's are needed: they go home to their tokens first."""
+        if self._board is not None:
+            self._board.note(key)
         kept = self._buffers.copy(local.detach(), "rows", knobs.bucket_bytes)
         self._pending.append(_Pending(key, route.home_layout, kept, route))
 
-    def whole(self, key: Key, whole: Tensor, layout: Layout) -> None:
+    def whole(self, key: Key, whole: Tensor, layout: Layout, finish: Finish | None = None) -> None:
         """Record a tensor, in `layout`, that every rank has whole; the leader alone keeps it."""
         if leads(layout, self.mesh):
-            self._arrived.append((key, whole.detach().to("cpu", copy=True)))
+            for named, tensor in _finished(key, whole.detach(), finish):
+                self._arrived.append((named, tensor.to("cpu", copy=True)))
 
-    def drop(self) -> None:
-        """Forget what was not sent."""
+    def drop(self, failed: bool = True) -> None:
+        """Forget what was not sent; `failed`: perhaps other ranks recorded more, or less."""
+        if self._board is not None and (failed or self._board.count):
+            self._board.drop()
         self._pending.clear()
         self._arrived.clear()
+        self._finishes.clear()
         self._sent = None
         self._buffers.clear()
         staging.clear()
         self._waiting_bytes = 0
+
+    def close(self) -> None:
+        """Forget what was not sent, and give shared memory back."""
+        self.drop()
+        if self._board is not None:
+            self._board.close()
+            self._board = None
 
     def gather_if_large(self) -> None:
         """Begin to send shards to the stage's leader if they have become many.
@@ -126,7 +161,9 @@ class Recorder:
         for pending, whole in zip(sent.order, sent.sending.wait(), strict=True):
             order = pending.route.order if pending.route else None
             pending.tensor = whole if whole is None or order is None else whole[order]
-        self._arrived += [(p.key, p.tensor.cpu()) for p in sent.read if p.tensor is not None]
+        for p in sent.read:
+            if p.tensor is not None:
+                self._arrived += [(k, t.cpu()) for k, t in _finished(p.key, p.tensor, p.finish)]
         self._buffers.give_back(sent.pieces)
 
     def _copy(self, tensor: Tensor, layout: Layout) -> Tensor:
@@ -138,9 +175,25 @@ class Recorder:
         return self._buffers.copy(tensor, tape, knobs.bucket_bytes)
 
     def flush(self) -> None:
-        """Bring everything recorded to the leader's captures. Collective within the model replica."""
+        """Bring everything recorded to the leader's captures. Collective within the model replica.
+
+        What lies in shared memory needs no collective within the stage.
+        """
+        if self._board is not None:
+            finishes, self._finishes = self._finishes, {}
+            for key, whole in self._board.settle(gathers=bool(self._pending)):
+                self._arrived += _finished(key, whole, finishes.get(key))
         self.gather()
         arrived, self._arrived = self._arrived, []
         if self._leader:
             for key, tensor in send_up_pipeline(arrived, self.mesh):
                 self.captures.add(key, tensor)
+
+
+def _finished(key: Key, whole: Tensor, finish: Finish | None) -> Iterator[tuple[Key, Tensor]]:
+    """What is kept of what arrived, and under which keys."""
+    if finish is None:
+        yield key, whole
+    else:
+        for ending, tensor in finish(whole).items():
+            yield key._replace(site=key.site + ending), tensor

@@ -81,6 +81,7 @@ class Registry:
                     what = "has no gradient to be had" if hook.backward else "can be read and not edited"
                     raise HookError(f"{site.name} {what}: {site.fixed}")
         self._check_scale(entry)
+        self._check_kept(entry)
         hook.stand([*entry.sites, *(Site(p.name, p.layout, p.shape, p.stage) for p in entry.parameters)])
         self._expected |= self._shapes(entry)
         self._set([*self.entries, entry])
@@ -144,6 +145,21 @@ class Registry:
                 raise HookError(
                     f"another hook has the gradient at {name} on another scale than {scale!r}; give both the "
                     "same gradient_scale"
+                )
+
+    def _check_kept(self, entry: Registered) -> None:
+        """Two hooks that keep different things of one place must keep them under different names."""
+        hook = entry.hook
+        for other in self.entries if hook.save else ():
+            one, two = hook.wanted, other.hook.wanted
+            if one is two or not other.hook.save or (one is not None and one.same(two)):
+                continue
+            same = (hook.backward, hook.keep_as) == (other.hook.backward, other.hook.keep_as)
+            shared = sorted(entry.names & other.names) if same else []
+            if shared:
+                raise HookError(
+                    f"hook ({hook.describe()}) would keep what hook ({other.hook.describe()}) keeps under "
+                    f"the name of {shared[0]}; give one of them a name by keep_as="
                 )
 
     def remove(self, hook: HookFunction) -> None:

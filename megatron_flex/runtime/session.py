@@ -79,15 +79,8 @@ class Session:
         self.trainable = Trainable(adapter, self.clock, meeting, gather_data_parallel, self._await_backward)
         self.editing = Editing(self.mesh, self.clock, self.trainable, name, gather_data_parallel)
         self.passing = self.editing.passing
-        self.firing = Firing(
-            self.registry,
-            self.clock,
-            self._recorder,
-            self.editing,
-            self.mesh,
-            gather_data_parallel,
-            self._await_backward,
-        )
+        common = self.clock, self._recorder, self.editing, self.mesh, gather_data_parallel
+        self.firing = Firing(self.registry, *common, self._await_backward)
         self.standing = Standing(own, parameters, self.registry, self.firing, self.mesh)
         self.tracer: Tracer | None = None
         self.trace(knobs.debug)
@@ -171,7 +164,7 @@ class Session:
         if self._unwatch is not None:
             self._unwatch()
             self._unwatch = None
-        self._recorder.drop()
+        self._recorder.close()
         self.passing.close()
         self.registry.clear()
         self.trainable.close()
@@ -286,6 +279,8 @@ class Session:
             more = plan.describe() + (", verify()" if watched else "")
             self._agreement.compare(self.registry.describe() + more)
             self.passing.adopt(plan)
+            if any(e.hook.save and e.hook.taker is None for e in self.registry.active):
+                self._recorder.prepare()
             self._agreed = self.registry.version
 
     def _replica(self) -> Mesh:
@@ -314,7 +309,7 @@ class Session:
         hooks = [e.hook for e in self.registry.active]
         if failed or not hooks or objection:
             refused = bool(hooks and objection) and not failed
-            self._recorder.drop()
+            self._recorder.drop(failed or refused)
             self.sinks.ends(failed or refused, mesh, called)
             if refused:
                 raise HookError(objection)

@@ -10,10 +10,36 @@ costs = plan(
 for tensor, stages, shape, layout, of_a_rank, in_all in costs.rows(): ...
 for name, value in costs.summary(): ...
 costs.to_json(); costs.bytes; costs.most.rank; costs.seconds
+
+And what hooks would cost: bytes over NVLink, network and PCIe, collectives, memory.
+
+from megatron_flex.launch.planning import Links, costs
+
+told = costs("config.yaml", read="decoder.layers.*@positions=-1", edit=["decoder.layers.9=scale=1.01"],
+             world_size=1024, links=Links(gpus_per_node=8))
+for row in told.rows(): ...
+told.slowest.seconds; told.to_json()
 """
 
 from megatron_flex.dump.plan import Plan, PlannedRank, PlannedSite
 from megatron_flex.dump.words import in_bytes
+from megatron_flex.launch.planning.costs import Cost, Costs, RankCost
+from megatron_flex.launch.planning.hooked import costs
+from megatron_flex.launch.planning.hooking import PlannedHook
+from megatron_flex.launch.planning.links import Links, Traffic
 from megatron_flex.launch.planning.planning import plan
 
-__all__ = ["Plan", "PlannedRank", "PlannedSite", "in_bytes", "plan"]
+__all__ = [
+    "Cost",
+    "Costs",
+    "Links",
+    "Plan",
+    "PlannedHook",
+    "PlannedRank",
+    "PlannedSite",
+    "RankCost",
+    "Traffic",
+    "costs",
+    "in_bytes",
+    "plan",
+]

@@ -70,7 +70,7 @@ def plan(
     how: dict[str, Any] = {"every": every, "tokens": kept, "reduce": reduce, "dtype": dtype}
     dump = Dump("", sites, parameters=parameters, part_bytes=part_bytes, gradients=gradients, **how)
     with cpu.runtime(force=True), quiet():
-        args = arguments(config, _changes(mesh, world_size, sequence_length, micro_batch_size))
+        args = arguments(config, changes(mesh, world_size, sequence_length, micro_batch_size))
         whole = built(args)
     chosen = chosen_sites(whole.sites, dump.sites)
     run = Run(whole, args, microbatches_of(args, microbatches), dump)
@@ -96,9 +96,14 @@ def _fraction(tokens: Any) -> tuple[float | None, Any]:
     return tokens, None
 
 
-def _changes(
+def changes(
     mesh: Mapping[str, int] | None, world: int | None, length: int | None, size: int | None
 ) -> dict[str, Any]:
+    """Megatron's names of what counts instead of the config's.
+
+    Raises:
+        FlexError: an axis that no mesh has.
+    """
     for axis in mesh or {}:
         if axis not in SIZES:
             raise FlexError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -183,7 +184,7 @@ def attempt(
         try:
             with same_stream(key, 0, whole), torch.enable_grad():
                 whole = _like_a_site(whole.normal_(0, 1), hook)
-                call_editing(hook, key, module, whole, context, modules)
+                call_editing(partial(hook.editing_at, key), module, whole, context, modules)
         except Exception as error:
             found = found or _failure(hook, site, shape, dtype, error)
         else:

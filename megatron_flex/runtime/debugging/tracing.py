@@ -117,7 +117,7 @@ class Tracer:
             whole = firing.gather(local, layout, route)
             seen.whole = tuple(whole.shape)
             if record:
-                firing.recorder.whole(key, whole, layout)
+                firing.keep(hooks, key, whole, layout)
             before, start = len(seen.moves), Stamp(whole)
             made = firing.edit(hooks, key, module, whole, layout, record)
             seen.seconds = Stamp(made).since(start) - sum(m.seconds for m in seen.moves[before:])

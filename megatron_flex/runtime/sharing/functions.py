@@ -12,6 +12,15 @@ SEES_ALL = {"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"
 STORES = {"STORE_FAST", "DELETE_FAST"}
 
 
+CONTEXT = 2  # the place of `save_ctx` among an editing function's arguments
+
+
+def uses_context(edit: Any) -> bool:
+    """Whether an editing function may use `save_ctx`; one with an attribute `asks_context` says so itself."""
+    told = getattr(edit, "asks_context", None)
+    return uses_argument(edit, CONTEXT) if told is None else bool(told)
+
+
 def uses_argument(fn: Any, index: int) -> bool:
     """Whether a function may look at an argument that it is given by position.
 

@@ -14,11 +14,9 @@ from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.runtime.registry import Registered
-from megatron_flex.runtime.sharing.functions import uses_argument
+from megatron_flex.runtime.sharing.functions import uses_context
 from megatron_flex.runtime.sharing.scopes import Scopes
 from megatron_flex.runtime.sharing.values import Entry
-
-CONTEXT = 2  # the place of `save_ctx` among an editing function's arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ class Plan:
         replicated: set[int] = set()
         for entry in active:
             hook = entry.hook
-            if hook.editing_function is None or not uses_argument(hook.editing_function, CONTEXT):
+            if hook.editing_function is None or not uses_context(hook.editing_function):
                 continue
             places = {at.chunk * stages + at.stage for at in entry.sites}
             places |= {at.chunk * stages + at.stage for at in entry.parameters}

@@ -1,0 +1,102 @@
+"""Where the ranks that read together are on several nodes: one message from each node for all of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_flex.collectives.shared.placing import placing
+from megatron_flex.layout import Sizes
+
+if TYPE_CHECKING:
+    from megatron_flex.collectives.shared.board import Member, Record
+    from megatron_flex.collectives.shared.segment import Segment
+
+ALIGN = 64  # bytes; where shards begin
+
+
+class Parts(NamedTuple):
+    """Where the shards of one tensor lie in what a node sends: by global rank, and where the next begins."""
+
+    at: dict[int, int]
+    end: int
+
+
+class Across:
+    """Between the first ranks of the nodes. Other nodes than the leader's collect shards as they are.
+
+    Every method is collective over those first ranks, but for `parts`.
+    """
+
+    def __init__(self, group: Any, firsts: Sequence[int], rank: int) -> None:
+        """`firsts`: global ranks, the leader first; `group`: of them, on the CPU."""
+        self.group, self.firsts, self.rank = group, tuple(firsts), rank
+
+    def parts(self, record: Record, node: Sequence[Member], sizes: Sizes, start: int) -> Parts:
+        """Where each rank of a node writes its shard, all of a tensor's together from `start` on."""
+        at: dict[int, int] = {}
+        size = -(-torch.Size(record.local).numel() * record.dtype.itemsize // ALIGN) * ALIGN
+        for member in node:
+            if placing(record.layout, record.local, member.coords, sizes).writes:
+                at[member.rank] = start
+                start += size
+        return Parts(at, start)
+
+    def first_of(self, wrong: str) -> str:
+        """What is wrong on any node."""
+        said: list[Any] = [None] * len(self.firsts)
+        dist.all_gather_object(said, wrong, group=self.group)
+        return "; ".join(dict.fromkeys(s for s in said if s))
+
+    def least(self, size: int) -> int:
+        """The least size of all nodes."""
+        found = torch.tensor([size], dtype=torch.int64)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self.group)
+        return int(found)
+
+    def bring(
+        self, records: Sequence[Record], segment: Segment, sent: int, members: Sequence[Member], sizes: Sizes
+    ) -> None:
+        """Bring the shards of the other nodes to their places on the leader's."""
+        if self.rank != self.firsts[0]:
+            if sent:
+                dist.send(segment.tensor(0, (sent,), torch.uint8), self.firsts[0], group=self.group)
+            return
+        coming = []
+        for first in self.firsts[1:]:
+            name = next(m.node for m in members if m.rank == first)
+            node = [m for m in members if m.node == name]
+            start, places = 0, []
+            for record in records:
+                parts = self.parts(record, node, sizes, start)
+                places.append(parts.at)
+                start = parts.end
+            if start:
+                buffer = torch.empty(start, dtype=torch.uint8)
+                coming.append((dist.irecv(buffer, first, group=self.group), buffer, node, places))
+        for work, buffer, node, places in coming:
+            if work is not None:
+                work.wait()
+            for record, at in zip(records, places, strict=True):
+                self._place(record, buffer, node, at, segment, sizes)
+
+    def _place(
+        self,
+        record: Record,
+        buffer: torch.Tensor,
+        node: Sequence[Member],
+        at: dict[int, int],
+        segment: Segment,
+        sizes: Sizes,
+    ) -> None:
+        shape = (record.place.planes, *record.place.shape)
+        planes = segment.tensor(record.at, shape, record.dtype)
+        count = torch.Size(record.local).numel() * record.dtype.itemsize
+        for member in node:
+            start = at.get(member.rank)
+            if start is not None and count:
+                shard = buffer[start : start + count].view(record.dtype).view(record.local)
+                placing(record.layout, record.local, member.coords, sizes).write(shard, planes)

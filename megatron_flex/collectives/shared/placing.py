@@ -1,0 +1,123 @@
+"""Where a rank's part of a tensor lies in the whole, as slices that are copied; found once for each shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megatron_flex.layout import Coords, Layout, Sizes, first_copy, padded_shape, spans, whole_shape
+
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """How one rank's shard goes into the whole.
+
+    Attributes:
+        shape: of the whole, as one device has it.
+        planes: how many summands the whole has, each in a plane of its own.
+        plane: which of them this rank writes.
+        writes: whether it writes at all; of ranks that hold the same, one does.
+        blocks: places in the plane, dims in the shard's order, and in the shard.
+        order: the plane's dims in the shard's order.
+    """
+
+    shape: tuple[int, ...]
+    planes: int
+    plane: int
+    writes: bool
+    blocks: tuple[tuple[Slices, Slices], ...]
+    order: tuple[int, ...]
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """How much memory all planes take."""
+        return self.planes * prod(self.shape) * dtype.itemsize
+
+    def targets(self, planes: Tensor) -> list[tuple[Tensor, Slices]]:
+        """Views of `planes` `[planes, *shape]` to copy to, each with what of the shard to copy."""
+        whole = planes[self.plane].permute(self.order)
+        return [(whole[target], source) for target, source in self.blocks]
+
+    def write(self, local: Tensor, planes: Tensor) -> None:
+        """Copy a shard to its place in `planes` `[planes, *shape]`."""
+        for target, source in self.targets(planes):
+            target.copy_(local[source])
+
+
+def placing(layout: Layout, shape: tuple[int, ...], coords: Coords, sizes: Sizes) -> Placing:
+    """How the shard of the rank at `coords` goes into the whole.
+
+    Args:
+        layout: how the shards relate; without uneven dims.
+        shape: of each shard.
+        coords: the rank's, on all axes of the ranks that read together.
+        sizes: of those axes.
+
+    Raises:
+        LayoutError: the shape does not fit the layout.
+    """
+    return _placing(layout, shape, tuple(sorted(coords.items())), tuple(sorted(sizes.items())))
+
+
+@lru_cache(maxsize=4096)
+def _placing(
+    layout: Layout,
+    shape: tuple[int, ...],
+    coords_: tuple[tuple[str, int], ...],
+    sizes_: tuple[tuple[str, int], ...],
+) -> Placing:
+    coords, sizes = dict(coords_), dict(sizes_)
+    full = padded_shape(layout, shape, sizes)
+    order = layout.permute or tuple(range(len(full)))
+    planes, plane = _summand(layout, coords, sizes)
+    first = first_copy(layout, coords, sizes)
+    alike = [a for a in sizes if a not in layout.axes]  # on which all hold the same
+    writes = all(coords[a] == first[a] for a in layout.axes if sizes.get(a, 1) > 1)
+    writes = writes and not any(coords[a] for a in alike)
+    rows: list[list[tuple[slice, slice]]] = []
+    for dim, length in zip(layout.dims, full, strict=True):
+        kept, at, row = length if dim.keep is None else min(dim.keep, length), 0, []
+        for start, stop in spans(dim, length, coords, sizes):
+            if start < kept:
+                row.append((slice(start, min(stop, kept)), slice(at, at + min(stop, kept) - start)))
+            at += stop - start
+        rows.append(row)
+    blocks = tuple((tuple(t for t, _ in combo), tuple(s for _, s in combo)) for combo in product(*rows))
+    return Placing(
+        shape=whole_shape(layout, shape, sizes),
+        planes=planes,
+        plane=plane,
+        writes=writes,
+        blocks=blocks if writes else (),
+        order=tuple(order.index(i) for i in range(len(order))),
+    )
+
+
+def _summand(layout: Layout, coords: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, int]:
+    """How many summands there are, and which one is this rank's, in the order of ranks."""
+    count, at = 1, 0
+    for cut in (c for d in layout.dims for c in d.cuts):
+        if cut.partial and cut.copies > 1 and sizes.get(cut.axis, 1) > 1:
+            count, at = count * cut.copies, at * cut.copies + coords[cut.axis] % cut.copies
+    for axis in layout.partial:
+        if sizes.get(axis, 1) > 1:
+            count, at = count * sizes[axis], at * sizes[axis] + coords[axis]
+    return count, at
+
+
+def add_up(planes: Tensor) -> None:
+    """Add all planes up, in order, into the first; halves in fp32, rounded once."""
+    first = planes[0]
+    half = planes.dtype.is_floating_point and planes.dtype.itemsize < 4
+    total = first.float() if half else first
+    for plane in planes[1:]:
+        total += plane
+    if half:
+        first.copy_(total)

@@ -1,0 +1,238 @@
+"""What one hook moves and holds at one tensor, each time that it passes: collectives, bytes by link, memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_flex.collectives import Shard, plan_read, plan_whole
+from megatron_flex.dump.plan import Held
+from megatron_flex.errors import HookError
+from megatron_flex.launch.planning.hooking import PlannedHook
+from megatron_flex.launch.planning.links import RING, Placement, Traffic, between
+from megatron_flex.layout import Layout, whole_shape
+from megatron_flex.mesh import Axis, Mesh
+from megatron_flex.runtime.selecting import Wanted, push
+from megatron_flex.sites import Site
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One collective that a hook adds.
+
+    Attributes:
+        op: its name.
+        axis: along which axis.
+        ranks: how many it has.
+        nbytes: of its result on one rank.
+        backward: whether it goes with the backward pass.
+    """
+
+    op: str
+    axis: str
+    ranks: int
+    nbytes: int
+    backward: bool = False
+
+    def describe(self) -> str:
+        """In words: `all_gather tp`, `all_reduce tp backward`."""
+        return f"{self.op} {self.axis}" + (" backward" if self.backward else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """One hook at one tensor, each time that it passes.
+
+    Attributes:
+        way: what the hook does there: `read`, `edit of the whole`, `edit of the part`, `edit by sums`.
+        collectives: in order, of which every rank of the stage takes part in each.
+        whole: bytes of what one device would read or edit.
+        part: bytes of what one rank has of it.
+        rank: what the busiest rank moves that does not lead.
+        leader: what the rank moves that receives what the stage reads.
+        up: bytes that the stage's leader hands to the first stage's.
+        device: bytes that a rank holds on its device while the tensor passes, at most.
+        host: bytes in its host's memory that a rank other than the leader has to hold for it.
+        leader_host: bytes there for the leader, until they are taken.
+    """
+
+    way: str
+    collectives: tuple[Sent, ...] = ()
+    whole: int = 0
+    part: int = 0
+    rank: Traffic = Traffic()
+    leader: Traffic = Traffic()
+    up: int = 0
+    device: int = 0
+    host: int = 0
+    leader_host: int = 0
+
+
+def charge(
+    hook: PlannedHook, held: Held, site: Site, mesh: Mesh, placement: Placement, heads: int = 0
+) -> Charge:
+    """What a hook costs at one tensor.
+
+    Args:
+        hook: the hook.
+        held: the tensor, or its gradient.
+        site: where it passes.
+        mesh: of the run, as its first rank sees it.
+        placement: of its ranks.
+        heads: how many attention heads a layer has.
+
+    Raises:
+        HookError: the hook cannot stand there, or the site has no such dim as it selects.
+    """
+    if hook.kind == "read":
+        return _read(hook, held, site, mesh, placement, heads)
+    return _edit(hook, held, site, mesh, placement)
+
+
+def _padded(held: Held, mesh: Mesh) -> int:
+    """Bytes of the whole, its padding included, as it is gathered."""
+    parts = prod(c.size for c in _cutting(held.layout, mesh))
+    copies = prod(c.copies for d in held.layout.dims for c in d.cuts if mesh[c.axis].size > 1)
+    return round(prod(held.local) * held.weight * parts / copies)
+
+
+def _cutting(layout: Layout, mesh: Mesh) -> list[Axis]:
+    return [mesh[c.axis] for d in layout.dims for c in d.cuts if mesh[c.axis].size > 1]
+
+
+# -- reading -------------------------------------------------------------------------------------------
+
+
+def _read(hook: PlannedHook, held: Held, site: Site, mesh: Mesh, placement: Placement, heads: int) -> Charge:
+    """Every rank that has a part writes it into shared memory of its node; other nodes send theirs once."""
+    if any(isinstance(n, str) for n in held.shape):
+        raise HookError(f"{held.name}: only the data tell how long it is; leave it out")
+    layout, part = held.layout, round(prod(held.local)) * held.weight
+    size = prod(n for n in held.shape if isinstance(n, int)) * held.weight
+    if hook.wanted is not None:
+        layout, part, size = _picked(hook.wanted, held, site, mesh, heads)
+    axes = layout.live(mesh.sizes)
+    nodes = Counter(placement.nodes(axes)) if axes else Counter([0])
+    first, *others = nodes.values()
+    mine = Traffic(pcie=part, shared=part)
+    rank = mine if plan_read(layout, mesh) else Traffic()
+    if others:
+        rank += Traffic(network=max(others) * part)
+    leader = mine + Traffic(network=sum(others) * part)
+    landed = size if not layout.partial else part * sum(nodes.values())
+    up = size if held.stage else 0
+    return Charge(
+        "read",
+        (),
+        size,
+        part,
+        rank,
+        leader,
+        up,
+        device=part,
+        host=max(others, default=0) * part,
+        leader_host=landed,
+    )
+
+
+def _picked(wanted: Wanted, held: Held, site: Site, mesh: Mesh, heads: int) -> tuple[Layout, int, int]:
+    """What a rank makes of its part: how these relate, their bytes, and those of what the leader keeps."""
+    wanted.check(site)
+    shape = tuple(round(n) for n in held.local)
+    none, sizes, dtype = torch.device("meta"), mesh.sizes, DTYPES[held.weight]
+    plan = push(wanted, held.layout, shape, dtype, torch.device("cpu"), sizes, mesh.coords, heads)
+    one = tuple((d, t.to(none)) for d, t in plan.picks)
+    made = replace(plan, picks=one).local(torch.empty(shape, dtype=dtype, device=none))
+    kept = prod(whole_shape(plan.layout, made.shape, sizes)) * made.element_size()
+    return plan.layout, made.nbytes, kept
+
+
+# -- editing -------------------------------------------------------------------------------------------
+
+
+def _edit(hook: PlannedHook, held: Held, site: Site, mesh: Mesh, placement: Placement) -> Charge:
+    if site.fixed:
+        raise HookError(f"{site.name} can be read and not edited: {site.fixed}")
+    whole = _padded(held, mesh)
+    part = round(prod(held.local) * held.weight)
+    sums = _sums(hook, held, site, mesh)
+    if sums is None:
+        sent = _gathers(hook, held, mesh)
+        way = "edit of the whole" if sent else "edit of what each rank has whole"
+        device = (2 * whole if sent else whole) + part
+    else:
+        both = (False,) if hook.gradient else (False, True)
+        sent = [
+            Sent("all_reduce", a.name, a.size, n, hook.gradient or back)
+            for back in both
+            for axes, n in sums
+            for a in axes
+        ]
+        way, device = "edit by sums" if sent else "edit of the part", part + sum(n for _, n in sums)
+    moved = sum((_ring(s, placement) for s in sent), Traffic())
+    return Charge(way, tuple(sent), whole, part, moved, moved, device=device)
+
+
+def _gathers(hook: PlannedHook, held: Held, mesh: Mesh) -> list[Sent]:
+    """What putting the whole together takes, and its gradient behind it."""
+    passes = [(held.layout, hook.gradient)] + ([] if hook.gradient else [(held.layout.gradient(), True)])
+    return [
+        Sent(p.op, p.axis, mesh[p.axis].size, round(p.nbytes({})), backward)
+        for layout, backward in passes
+        for p in plan_whole(layout, held.shape, held.weight, mesh)
+    ]
+
+
+def _ring(sent: Sent, placement: Placement) -> Traffic:
+    return between(RING[sent.op](sent.ranks) * sent.nbytes, placement.within((sent.axis,)))
+
+
+class _Heard(Shard):
+    """A part that notes which sums are asked of it, and adds up nothing."""
+
+    __slots__ = ("heard",)
+
+    def sum(self, tensor: Tensor, dims: Any) -> Tensor:
+        axes = [self.mesh[c.axis] for c in self._cuts(dims)]
+        if axes:
+            self.heard.append((axes, tensor.nbytes))
+        return tensor
+
+
+def _sums(hook: PlannedHook, held: Held, site: Site, mesh: Mesh) -> list[tuple[list[Axis], int]] | None:
+    """The sums over ranks that an edit asks for on its part, with their bytes; None if it needs the whole."""
+    if hook.edit == "general":
+        return None
+    if hook.edit == "local":
+        return []
+    shape = tuple(round(n) for n in held.local)
+    if hook.edit == "linear":
+        cuts = held.layout.dims[-1].cuts
+        axes = [mesh[c.axis] for c in cuts if mesh[c.axis].size > 1]
+        return [(axes, prod(shape[:-1]) * hook.entries * held.weight)] if axes else []
+    return heard(hook.edit, shape, held, site, mesh)
+
+
+def heard(
+    edit: Any, shape: tuple[int, ...], held: Held, site: Site, mesh: Mesh
+) -> list[tuple[list[Axis], int]] | None:
+    """What a preset asks for, by running it once on a part without memory."""
+    bound = edit.for_site(site)
+    local = torch.empty(shape, dtype=DTYPES[held.weight], device="meta")
+    shard = _Heard(**{n: getattr(s, n) for s in [Shard.of(local, held.layout, mesh)] for n in FIELDS})
+    object.__setattr__(shard, "heard", [])
+    ready = getattr(bound, "on_shard", lambda _: None)(shard)
+    if ready is None:
+        return None
+    order = held.layout.permute or tuple(range(len(shape)))
+    ready(None, local.permute(order), None, None)
+    return list(shard.heard)
+
+
+FIELDS = ("layout", "mesh", "shape", "whole")
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}

@@ -1,0 +1,247 @@
+"""What hooks would cost in a run: every tensor that they are at, every rank's bytes by link, its memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from megatron_flex.dump.plan import Held
+from megatron_flex.dump.words import in_bytes, unnumbered
+from megatron_flex.errors import FlexError
+from megatron_flex.launch.planning.charging import Charge, Sent, charge
+from megatron_flex.launch.planning.hooking import PlannedHook
+from megatron_flex.launch.planning.links import Links, Placement, Traffic, between
+from megatron_flex.mesh import Mesh
+from megatron_flex.sites import Site
+
+FLAGS = 8  # bytes: two flags that ranks compare along every axis after a step with an edit
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One hook at one tensor.
+
+    Attributes:
+        hook: in words.
+        name: of the site.
+        kind: `value` or `gradient`.
+        layout: in words.
+        shape: of the whole.
+        stage: the pipeline stage that has it.
+        times: how often it passes in a step, on each data parallel rank.
+        each: what one pass costs.
+    """
+
+    hook: str
+    name: str
+    kind: str
+    layout: str
+    shape: tuple[int | str, ...]
+    stage: int
+    times: int
+    each: Charge
+
+
+@dataclass(frozen=True, slots=True)
+class RankCost:
+    """What all hooks cost one rank in one step.
+
+    Attributes:
+        role: which rank it is, in words.
+        stage: its pipeline stage.
+        moved: its bytes by link.
+        seconds: that the links need for them, one after the other.
+        collectives: how many it takes part in for tensors; the flags of a step with edits are not counted.
+        device: bytes of memory on its device, at most: each tensor is there for its own pass only, what is
+            read until it is copied to the host.
+        host: bytes of its host's memory, until what was read is taken.
+    """
+
+    role: str
+    stage: int
+    moved: Traffic
+    seconds: float
+    collectives: int
+    device: int
+    host: int
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What hooks would cost.
+
+    Attributes:
+        mesh: axis name to number of ranks.
+        ranks: how many there are.
+        links: between them.
+        hooks: every hook at every tensor, in model order.
+        roles: what the ranks of a stage pay that differ by what they do; of stages that are alike the first.
+        flags: collectives of some bytes that a step has more, on each rank, if there is an edit.
+        uncounted: sites that were meant and cannot be told of, and why.
+    """
+
+    mesh: Mapping[str, int]
+    ranks: int
+    links: Links
+    hooks: tuple[Cost, ...]
+    roles: tuple[RankCost, ...]
+    flags: int = 0
+    uncounted: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def slowest(self) -> RankCost:
+        """The rank whose links need longest."""
+        return max(self.roles, key=lambda r: r.seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        """In plain values, with the slowest rank."""
+        told: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return {**told, "slowest": json.loads(json.dumps(asdict(self.slowest)))}
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Rows for a table, one for alike tensors: site, what the hook does there, layout, whole, a rank's
+        part, and of a microbatch: collectives, NVLink, network and PCIe of the busiest rank, device memory.
+        """
+        groups: dict[tuple[Any, ...], list[Cost]] = {}
+        for cost in self.hooks:
+            each = replace(cost.each, up=0)  # which differs only between the first stage and the others
+            key = (cost.hook, unnumbered(cost.name), cost.kind, cost.shape, cost.layout, each)
+            groups.setdefault(key, []).append(cost)
+        out = []
+        for alike in groups.values():
+            one, each = alike[0], alike[0].each
+            count = f" ({len(alike)})" if len(alike) > 1 else ""
+            busy = max((each.rank, each.leader), key=lambda t: t.seconds(self.links))
+            name = unnumbered(one.name) + (" gradient" if one.kind == "gradient" else "")
+            out.append(
+                (
+                    name + count,
+                    each.way,
+                    one.layout,
+                    in_bytes(each.whole),
+                    in_bytes(each.part),
+                    _in_words(each.collectives),
+                    *(in_bytes(getattr(busy, n)) for n in ("nvlink", "network", "pcie")),
+                    in_bytes(each.device),
+                )
+            )
+        return out
+
+    def summary(self) -> list[tuple[str, ...]]:
+        """Rows for a table of ranks: which, collectives in a step, bytes by link, seconds, memory."""
+        return [
+            (
+                r.role,
+                str(r.collectives),
+                *(in_bytes(getattr(r.moved, n)) for n in ("nvlink", "network", "pcie", "shared")),
+                f"{r.seconds * 1e3:.3f} ms",
+                in_bytes(r.device),
+                in_bytes(r.host),
+            )
+            for r in self.roles
+        ]
+
+
+def _in_words(sent: Sequence[Sent]) -> str:
+    return ", ".join(s.describe() for s in sent) or "none"
+
+
+@dataclass(slots=True)
+class _Sum:
+    moved: Traffic = field(default_factory=Traffic)
+    collectives: int = 0
+    device: int = 0
+    host: int = 0
+
+
+def costs_of(
+    mesh: Mesh,
+    wanted: Iterable[tuple[PlannedHook, Site, Held]],
+    links: Links,
+    uncounted: Mapping[str, str],
+    heads: int = 0,
+) -> Costs:
+    """Add up what hooks cost.
+
+    Args:
+        mesh: of the run; only its sizes count.
+        wanted: each hook at each tensor, in model order.
+        links: between ranks.
+        uncounted: sites that cannot be told of, and why.
+        heads: how many attention heads a layer has.
+
+    Raises:
+        FlexError: no hook at all, or one that cannot stand where it is meant to.
+    """
+    placement = Placement(mesh.sizes, links.gpus_per_node)
+    words: dict[Any, str] = {}
+    known: dict[Any, Charge] = {}
+    found = []
+    for hook, site, held in wanted:
+        key = (id(hook), held.layout, held.shape, held.local, held.weight, held.stage > 0, site.fixed)
+        if key not in known:
+            known[key] = charge(hook, held, site, mesh, placement, heads)
+        if held.layout not in words:
+            words[held.layout] = held.layout.describe(mesh.sizes)
+        found.append(
+            Cost(
+                hook.describe(),
+                held.name,
+                held.kind,
+                words[held.layout],
+                held.shape,
+                held.stage,
+                held.times,
+                known[key],
+            )
+        )
+    if not found:
+        raise FlexError("costs of nothing: say hooks, such as --read 'decoder.layers.*'")
+    ranks = 1
+    for axis in mesh:
+        ranks *= axis.size
+    edits = any(c.each.way != "read" for c in found)
+    flags = sum(1 for a in mesh if a.size > 1) if edits else 0
+    roles = _roles(mesh, found, links, placement)
+    return Costs(dict(mesh.sizes), ranks, links, tuple(found), roles, flags, dict(uncounted))
+
+
+def _roles(mesh: Mesh, found: Sequence[Cost], links: Links, placement: Placement) -> tuple[RankCost, ...]:
+    """What ranks pay, by stage and by what they do there; stages that pay the same are told of once."""
+    stages = mesh["pp"].size
+    led, others, coming = [_Sum() for _ in range(stages)], [_Sum() for _ in range(stages)], _Sum()
+    nodes = placement.nodes(("pp",)) if stages > 1 else (0,)
+    for cost in found:
+        each, n = cost.each, cost.times
+        for one, moved, host in (
+            (led[cost.stage], each.leader, each.leader_host),
+            (others[cost.stage], each.rank, each.host),
+        ):
+            one.moved += moved.times(n)
+            one.collectives += len(each.collectives) * n
+            one.device = max(one.device, each.device)
+            one.host += host * n
+        if each.up:
+            near = nodes[cost.stage] == nodes[0]
+            hop = between(each.up * n, near) + Traffic(pcie=each.up * n)
+            led[cost.stage].moved += hop
+            coming.moved += hop
+            coming.host += each.up * n
+    out: dict[tuple[Any, ...], RankCost] = {}
+    alone = mesh["tp"].size * mesh["cp"].size == 1
+    for stage in range(stages):
+        for role, one in (("leader", led[stage]), ("any other rank", others[stage])):
+            if role != "leader" and alone:
+                continue
+            moved, host = one.moved, one.host
+            if role == "leader" and stage == 0:
+                moved, host = moved + coming.moved, host + coming.host
+            where = f"{role} of stage {stage}" if stages > 1 else role
+            key = (role, moved, one.collectives, one.device, host)
+            out.setdefault(
+                key,
+                RankCost(where, stage, moved, moved.seconds(links), one.collectives, one.device, host),
+            )
+    return tuple(out.values())

@@ -1,0 +1,113 @@
+"""Hooks in words, as a command line says them: what is read or edited, and where.
+
+`PATTERN`, `PATTERN@gradient`, `PATTERN@positions=-1@heads=0,3`, `PATTERN@mean=s` to read;
+`PATTERN=general`, `PATTERN=local`, `PATTERN=linear:4`, `PATTERN=scale=1.01` to edit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_flex.edits.parsing import parse
+from megatron_flex.errors import FlexError, nearest
+from megatron_flex.runtime.selecting import Reduction, Select, Wanted, reduce
+from megatron_flex.sites import Pattern, in_words
+
+WAYS = ("general", "local", "linear")
+PICKED = ("positions", "samples", "heads", "neurons")
+REDUCED: dict[str, Callable[[str], Reduction]] = {
+    "mean": reduce.mean,
+    "norm": reduce.norm,
+    "sum": reduce.sum,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedHook:
+    """A hook that is meant.
+
+    Attributes:
+        pattern: which sites, as for HookFunction.
+        edit: empty to read; `general` for an edit of the whole; `local` for one that runs on a rank's part;
+            `linear` for one that needs sums over what is cut; or a preset, as `edits.parse` gives it.
+        entries: of a linear edit: how many sums it needs for each slice along the last dim.
+        gradient: of the tensor's gradient instead.
+        wanted: what is selected and reduced of what is read; None for all of it.
+        said: as it was said.
+    """
+
+    pattern: Pattern
+    edit: Any = ""
+    entries: int = 1
+    gradient: bool = False
+    wanted: Wanted | None = None
+    said: str = ""
+
+    @property
+    def kind(self) -> Literal["read", "edit"]:
+        return "edit" if self.edit else "read"
+
+    def describe(self) -> str:
+        """In words."""
+        return self.said or f"{self.kind} {in_words(self.pattern)}"
+
+
+def read_said(said: str) -> PlannedHook:
+    """A read in words.
+
+    Raises:
+        FlexError: what is said behind the pattern is none of what can be said there.
+    """
+    pattern, *rest = said.split("@")
+    gradient = False
+    picked: dict[str, Any] = {}
+    reduced: Reduction | None = None
+    for word in rest:
+        name, given, value = word.partition("=")
+        if name == "gradient" and not given:
+            gradient = True
+        elif name in PICKED and value:
+            picked[name] = _indices(said, value)
+        elif name in REDUCED and value and reduced is None:
+            reduced = REDUCED[name](value)
+        else:
+            known = ("gradient", *PICKED, *REDUCED)
+            raise FlexError(
+                f"--read {said}: {word!r}{nearest(name, known)}; behind a pattern say @gradient, "
+                f"@{'=, @'.join((*PICKED, *REDUCED))}="
+            )
+    if not pattern:
+        raise FlexError(f"--read {said!r} names no site; say PATTERN, such as 'decoder.layers.*'")
+    wanted = Wanted(Select(**picked), reduced) if picked or reduced is not None else None
+    return PlannedHook(pattern, gradient=gradient, wanted=wanted, said=f"read {said}")
+
+
+def _indices(said: str, value: str) -> slice | list[int]:
+    try:
+        if ":" in value:
+            return slice(*(int(n) if n else None for n in value.split(":")))
+        return [int(n) for n in value.split(",")]
+    except (ValueError, TypeError):
+        raise FlexError(f"--read {said}: {value!r} are no indices; say 3, or 0,3, or -2, or 0:4") from None
+
+
+def edit_said(said: str) -> PlannedHook:
+    """An edit in words.
+
+    Raises:
+        FlexError: no edit is said, or none that is known.
+    """
+    place, given, what = said.partition("=")
+    pattern, _, gradient = place.partition("@")
+    if not given or not pattern or gradient not in ("", "gradient"):
+        raise FlexError(
+            f"--edit {said}: say PATTERN=general, PATTERN=local, PATTERN=linear:4, or a preset such as "
+            "PATTERN=scale=1.01; @gradient behind the pattern for an edit of the gradient"
+        )
+    name, _, count = what.partition(":")
+    words = f"edit {said}"
+    if name in WAYS and (not count or (name == "linear" and count.isdigit() and int(count))):
+        return PlannedHook(pattern, name, int(count or 1), bool(gradient), said=words)
+    return PlannedHook(pattern, parse(what), gradient=bool(gradient), said=words)

@@ -1,0 +1,300 @@
+"""What is wanted of a whole, as what each rank does with its part and the leader with what comes of it.
+
+`plan.finish(assemble(plan.layout, [plan.local(part) for each part]))` is what the wish gives of
+`assemble(layout, parts)`. No rank sends more than it has of what is wanted, and nothing is added up on the
+way that was not to be added up before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megatron_flex.errors import LayoutError
+from megatron_flex.layout import Coords, Dim, Layout, Sizes, parts, spans
+from megatron_flex.layout.region import compact, is_sum
+from megatron_flex.runtime.selecting.choosing import Choice
+from megatron_flex.runtime.selecting.reduce import Reduction, Results, Where
+from megatron_flex.runtime.selecting.wanted import Wanted
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Held:
+    """Where the wanted entries of a dim are.
+
+    Attributes:
+        local: those that this rank has, as they lie in its part.
+        places: which of the wanted ones these are.
+        most: the most that a rank has.
+        order: where each wanted one is, once all parts of `most` entries lie one behind the other; None if
+            they lie in order.
+    """
+
+    local: Tensor
+    places: Tensor
+    most: int
+    order: Tensor | None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Plan:
+    """How a wish is fulfilled for one shape of tensors at one place.
+
+    Attributes:
+        layout: of what `local` gives.
+        everywhere: whether only all ranks together know what is wanted: they must put it together, and
+            `finish` may raise.
+        order: the whole's dims in terms of the part's.
+        view: what of the part is wanted, as far as it is a view.
+        picks: what else is, by dim.
+        part: what is then made of it.
+        where: what `part` is told.
+        arrange: on the leader: the entries by dim, in the order wanted.
+        late: what is selected there.
+        rest: what is reduced there.
+    """
+
+    layout: Layout
+    everywhere: bool
+    order: tuple[int, ...] | None
+    view: tuple[slice, ...] | None
+    picks: tuple[tuple[int, Tensor], ...]
+    part: Reduction | None
+    where: Where
+    arrange: tuple[tuple[int, Tensor], ...]
+    late: tuple[Choice, ...]
+    rest: Reduction | None
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """What this rank sends; perhaps a view."""
+        tensor = tensor.detach()
+        if self.order is not None:
+            tensor = tensor.permute(self.order)
+        if self.view is not None:
+            tensor = tensor[self.view]
+        for dim, entries in self.picks:
+            tensor = tensor.index_select(dim, entries)
+        return tensor if self.part is None else self.part.part(tensor, self.where)
+
+    @property
+    def finishes(self) -> bool:
+        """Whether something is left to do when all parts lie one behind the other."""
+        return bool(self.arrange or self.late or self.rest or self.part)
+
+    def finish(self, whole: Tensor) -> Results:
+        """What is wanted, by what stands behind the site's name.
+
+        Raises:
+            HookError: it does not have such entries; only if `everywhere`.
+        """
+        for dim, entries in self.arrange:
+            whole = whole.index_select(dim, entries.to(whole.device))
+        for choice in self.late:
+            entries = torch.tensor(choice.of(whole.shape[choice.dim]), device=whole.device)
+            whole = whole.index_select(choice.dim, entries)
+        if self.part is not None:
+            return self.part.combine(whole, self.where)
+        if self.rest is None:
+            return {"": whole}
+        lengths = [whole.shape[d] for d in self.where.dims]
+        self.rest.check(lengths[-1], whole.dtype)
+        return self.rest.whole(whole, replace_where(self.where, prod(lengths), lengths[-1], whole.dtype))
+
+
+def replace_where(where: Where, number: int, most: int, dtype: torch.dtype) -> Where:
+    """The same of a whole."""
+    return where._replace(number=number, entries=None, most=most, dtype=dtype)
+
+
+def push(
+    wanted: Wanted,
+    layout: Layout,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    sizes: Sizes,
+    coords: Coords,
+    heads: int | None = None,
+) -> Plan:
+    """Plan a wish.
+
+    Args:
+        wanted: what of the whole.
+        layout: of the parts.
+        shape: of this rank's.
+        dtype: of the tensor.
+        device: where the parts are.
+        sizes: the mesh.
+        coords: this rank's.
+        heads: how many heads lie side by side, as far as the module tells.
+
+    Raises:
+        HookError: the whole does not have that; the same on all ranks.
+    """
+    if len(shape) != len(layout.dims):
+        raise LayoutError(
+            f"a tensor of shape {tuple(shape)} has {len(shape)} dims; layout {layout.describe()} wants "
+            f"{len(layout.dims)}: the site's rule does not fit this module"
+        )
+    order = layout.permute or tuple(range(len(layout.dims)))
+    dims = [layout.dims[i] for i in order]
+    local = [shape[i] for i in order]
+    lengths = _lengths(dims, local, sizes)
+    names = [d.name for d in dims]
+    choices = {c.dim: c for c in wanted.choices(names, heads)}
+    late = tuple(c for d, c in choices.items() if lengths[d] is None)
+    chosen = {d: c.of(n) for d, c in choices.items() if (n := lengths[d]) is not None}
+    targets = wanted.reduce.places(names) if wanted.reduce is not None else ()
+    counts = [len(chosen[d]) if d in chosen else lengths[d] for d in targets]
+    reduction = wanted.reduce
+    if reduction is not None and counts[-1] is not None:
+        reduction.check(counts[-1], dtype)
+    pushed = reduction
+    if reduction is not None and not _pushes(reduction, targets, counts, late, is_sum(layout, sizes), dtype):
+        pushed = None
+    along = targets if pushed is not None else ()
+    work = _Work(dims, local, lengths, sizes, coords, device)
+    for d in range(len(dims)):
+        work.take(d, chosen.get(d), d in along, pushed)
+    uneven = any(c is None for c in counts)
+    result = work.result
+    if pushed is not None and pushed.adds:
+        result = [*result, Dim()]
+    return Plan(
+        Layout(tuple(result), layout.partial),
+        bool(late) or (pushed is None and reduction is not None and uneven and reduction.sized),
+        None if layout.permute is None else order,
+        tuple(work.view) if any(v != slice(None) for v in work.view) else None,
+        tuple(work.picks),
+        pushed,
+        Where(
+            targets,
+            0 if uneven else prod(c for c in counts if c is not None),
+            work.places.get(targets[-1]) if along else None,
+            work.most.get(targets[-1], 0) if along else 0,
+            dtype,
+        ),
+        tuple(work.arrange),
+        late,
+        None if pushed is not None else reduction,
+    )
+
+
+def _lengths(dims: Sequence[Dim], local: Sequence[int], sizes: Sizes) -> list[int | None]:
+    """The whole's lengths without padding; None where a rank does not know."""
+    out: list[int | None] = []
+    for dim, n in zip(dims, local, strict=True):
+        count = parts(dim, sizes)
+        full = n * count
+        out.append(None if dim.uneven and count > 1 else full if dim.keep is None else min(full, dim.keep))
+    return out
+
+
+def _pushes(
+    reduction: Reduction,
+    targets: Sequence[int],
+    counts: Sequence[int | None],
+    late: Sequence[Choice],
+    summed: bool,
+    dtype: torch.dtype,
+) -> bool:
+    """Whether ranks can do their part of a reduction."""
+    if (summed and not reduction.linear) or not reduction.holds(dtype):
+        return False
+    if any(c.dim in targets for c in late):
+        return False
+    return not (any(c is None for c in counts) and (reduction.counts or reduction.sized))
+
+
+class _Work:
+    """Goes through the dims and notes what is to be done."""
+
+    def __init__(
+        self,
+        dims: Sequence[Dim],
+        local: Sequence[int],
+        lengths: Sequence[int | None],
+        sizes: Sizes,
+        coords: Coords,
+        device: torch.device,
+    ) -> None:
+        self._dims, self._lengths, self._sizes, self._coords = dims, lengths, sizes, coords
+        self._device, self._local = device, local
+        self.result = list(dims)
+        self.view = [slice(None)] * len(dims)
+        self.picks: list[tuple[int, Tensor]] = []
+        self.arrange: list[tuple[int, Tensor]] = []
+        self.places: dict[int, Tensor] = {}
+        self.most: dict[int, int] = {}
+
+    def take(self, d: int, entries: Sequence[int] | None, reduced: bool, reduction: Reduction | None) -> None:
+        """Note what becomes of a dim."""
+        if entries is None and not reduced:
+            return
+        dim, length = self._dims[d], self._lengths[d]
+        live = tuple(c for c in dim.cuts if self._sizes.get(c.axis, 1) > 1)
+        self.result[d] = Dim(dim.name, tuple(replace(c, order="contiguous") for c in live))
+        if length is None:  # all that a rank has, and never the places: they are not known
+            return
+        if entries is None:
+            entries = range(length)
+        held = find(dim, self._local[d] * parts(dim, self._sizes), entries, self._sizes, self._coords)
+        local = held.local.tolist()
+        if reduced:
+            if live:
+                self.places[d] = held.places.to(self._device)
+            self.most[d] = held.most
+        else:
+            local += [0] * (held.most - len(local))  # what stands where there is nothing is never looked at
+            if held.order is not None:
+                self.arrange.append((d, held.order))
+        found = compact(local)
+        if isinstance(found, range):
+            if found != range(length) or live or dim.keep is not None:
+                self.view[d] = slice(found.start, found.stop, found.step)
+        else:
+            self.picks.append((d, torch.tensor(found, device=self._device)))
+
+
+def find(dim: Dim, full: int, entries: Sequence[int], sizes: Sizes, coords: Coords) -> Held:
+    """Look up where some entries of a dim are.
+
+    Args:
+        dim: the dim, of which every rank knows the length.
+        full: its length in the whole, padding included.
+        entries: the wanted ones.
+        sizes: the mesh.
+        coords: this rank's.
+    """
+    wanted = torch.tensor(list(entries), dtype=torch.int64)
+    count = parts(dim, sizes)
+    slots = torch.arange(len(wanted))
+    if count == 1:
+        return Held(wanted, slots, len(wanted), None)
+    cuts = [c for c in dim.cuts if sizes.get(c.axis, 1) > 1]
+    owner, offset = torch.empty(full, dtype=torch.int64), torch.empty(full, dtype=torch.int64)
+    mine = 0
+    for number, at in enumerate(product(*(range(sizes[c.axis] // c.copies) for c in cuts))):
+        if at == tuple(coords.get(c.axis, 0) // c.copies for c in cuts):
+            mine = number
+        first = 0
+        where = {c.axis: a * c.copies for c, a in zip(cuts, at, strict=True)}
+        for start, stop in spans(dim, full, where, sizes):
+            owner[start:stop] = number
+            offset[start:stop] = torch.arange(first, first + stop - start)
+            first += stop - start
+    owners = owner[wanted]
+    each = torch.bincount(owners, minlength=count)
+    most = int(each.max())
+    by_owner = torch.argsort(owners, stable=True)
+    order = torch.empty_like(slots)
+    order[by_owner] = slots - (each.cumsum(0) - each).repeat_interleave(each)
+    order += owners * most
+    own = owners == mine
+    same = count * most == len(wanted) and torch.equal(order, slots)
+    return Held(offset[wanted[own]], slots[own], most, None if same else order)

@@ -1,0 +1,267 @@
+"""What hooks send, counted at torch.distributed on real ranks: no call more than planned, and no byte.
+
+Counted is a step with a hook, less a step without, once both are warm. Calls are told as `(function, axis,
+bytes)`: of its result on this rank, but for `gather`, of which it is what the rank hands in.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import gpt, planned, ranks
+from tests.support.counting import Call, added, counting
+from tests.support.gpt import Case
+from tests.support.pool import run
+
+pytest.importorskip("megatron.core")
+VERSION = tuple(int(p) for p in importlib.metadata.version("megatron-core").split(".")[:2])
+needs_arguments = pytest.mark.skipif(
+    VERSION < (0, 19), reason="megatron.training with its arguments came with 0.19"
+)
+
+Told = tuple[str, str, int]
+FC1, FC2, LAYER = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0.mlp.linear_fc2", "decoder.layers.0"
+WIDE = 2 * gpt.FFN  # of fc1's output, gate and up
+NAMES = {"all_gather_into_tensor": "all_gather"}
+FLAGS = 8  # bytes: after a step with an edit ranks compare two flags along each axis
+
+
+def _told(calls: Counter[Call], axes: dict[tuple[int, ...], str]) -> Counter[Told]:
+    out: Counter[Told] = Counter()
+    for call, count in calls.items():
+        op = NAMES.get(call.op, call.op)
+        nbytes = call.sent if op == "gather" else max(call.sent, call.got)
+        flags = op == "all_reduce" and call.dtype == "int32" and nbytes == FLAGS
+        out["flags" if flags else op, axes[call.ranks], nbytes] += count
+    return out
+
+
+def count(case: Case, hooks: dict[str, Callable[[Any], None]] | Callable[[], Any]) -> dict[str, Any]:
+    """On each rank: by name of a hook what a step has more with it."""
+    from megatron_flex import FlexModel
+
+    chunks = ranks.start(case)
+    mine = ranks.mine(chunks)
+    gpt.step(case, chunks, mine)
+    with counting() as without:
+        gpt.step(case, chunks, mine)
+    out = {}
+    for name, register in (hooks if isinstance(hooks, dict) else hooks()).items():
+        with FlexModel(chunks) as flex:
+            mesh = flex.session.mesh
+            axes = {a.ranks: a.name for a in mesh if a.size > 1} | {tuple(range(case.world)): "all"}
+            axes |= {a.ranks: a.name for a in mesh if a.size > 1}
+            register(flex)
+            gpt.step(case, chunks, mine)  # whatever is set up, is set up in this one
+            with counting() as calls:
+                gpt.step(case, chunks, mine)
+            out[name] = dict(_told(added(calls, without), axes))
+    return out
+
+
+# -- what the plan says, and what is counted -----------------------------------------------------------
+
+
+READS = (
+    FC1,
+    LAYER,
+    f"{FC1}@gradient",
+    f"{LAYER}@gradient",
+    f"{FC2}:input",
+    "output_layer",
+    f"{LAYER}@positions=-1",
+    f"{FC1}@neurons=0:9@mean=s",
+)
+EDITS = (
+    f"{FC1}=general",
+    f"{FC1}=local",
+    f"{FC1}=linear:1",
+    f"{FC1}=linear:3",
+    f"{FC1}=scale=1.01",
+    f"{FC1}@gradient=general",
+    f"{LAYER}=general",
+    f"{LAYER}=local",
+    f"{LAYER}=scale=1.01 | clamp=-3@3",
+    "decoder.layers.0.self_attention:k=general",
+    "output_layer=general",
+)
+CASES = [
+    Case("tp2", tp=2, layers=1),
+    Case("tp2 sp", tp=2, sp=True, layers=1),
+    Case("tp2 cp2 sp", tp=2, cp=2, sp=True, layers=1),
+    Case("tp4, two groups", tp=4, layers=1),
+    Case("tp8 sp", tp=8, sp=True, layers=1, groups=8, extra={"num_attention_heads": 8, "kv_channels": 4}),
+]
+
+
+def _whole(module: Any, inputs: torch.Tensor, save_ctx: Any, modules: Any) -> torch.Tensor:
+    """An edit of which nobody knows that it would do with a part."""
+    return inputs * 1.01
+
+
+def _directions(k: int, width: int) -> torch.Tensor:
+    return torch.linalg.qr(torch.randn(width, k, generator=torch.Generator().manual_seed(5)))[0].T
+
+
+def _said(words: str) -> Callable[[Any], None]:
+    """What a person registers who means what is said to the plan."""
+    from megatron_flex import HookFunction, edits
+    from megatron_flex.launch.planning.hooking import read_said
+
+    given = words in EDITS
+    place, _, how = words.replace("@gradient", "").partition("=")
+    edit: Any = None
+    if given:
+        name, _, entries = how.partition(":")
+        made: dict[str, Callable[[], Any]] = {
+            "general": lambda: _whole,
+            "local": lambda: edits.scale(1.5),
+            "linear": lambda: edits.project_out(_directions(int(entries or 1), WIDE)),
+        }
+        edit = made[name]() if name in made else edits.parse(how)
+    kind = "full_backward_pre" if "@gradient" in words else "forward"
+    more: dict[str, Any] = {"editing_function": edit, "save": not given, "hook_type": kind}
+    if not given:
+        meant = read_said(words)
+        place = str(meant.pattern)
+        if meant.wanted is not None:
+            more.update(select=meant.wanted.select, reduce=meant.wanted.reduce)
+
+    def register(flex: Any) -> None:
+        hook = HookFunction(place, **more)
+        if kind == "forward":
+            flex.register_forward_hook(hook)
+        else:
+            flex.register_full_backward_pre_hook(hook)
+
+    return register
+
+
+def _counted(case: Case, words: list[str]) -> dict[str, Any]:
+    return count(case, {w: _said(w) for w in words})
+
+
+@needs_arguments
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_counted_is_what_the_plan_says(case: Case) -> None:
+    from megatron_flex.launch.planning import costs
+
+    answers = run(case.world, _counted, case, [*READS, *EDITS], timeout=300)
+    found = costs(planned.told(case), read=READS, edit=EDITS)
+    want: dict[str, Counter[Told]] = {w: Counter() for w in (*READS, *EDITS)}
+    for cost in found.hooks:
+        for sent in cost.each.collectives:
+            want[cost.hook.partition(" ")[2]][sent.op, sent.axis, sent.nbytes] += cost.times
+    for hook in EDITS:
+        want[hook].update({("flags", a, FLAGS): 1 for a in ("tp", "cp") if found.mesh[a] > 1})
+    for rank, answer in enumerate(answers):
+        wrong = {w: (c, dict(want[w])) for w, c in answer.items() if c != want[w]}
+        assert not wrong, f"counted, and planned, on rank {rank}"
+
+
+# -- what each kind of hook costs, held exactly --------------------------------------------------------
+
+
+def _kinds(folder: str, width: int) -> dict[str, Callable[[Any], None]]:
+    """One of each kind."""
+    import megatron_flex as mf
+    from megatron_flex import HookFunction, edits
+    from tests.support import measuring
+
+    def forward(*args: Any, **kwargs: Any) -> Callable[[Any], None]:
+        return lambda flex: flex.register_forward_hook(HookFunction(*args, **kwargs))
+
+    def edit(place: str, function: Any) -> Callable[[Any], None]:
+        return forward(place, editing_function=function, save=False)
+
+    def idle(flex: Any) -> None:
+        flex.register_forward_hook(HookFunction(FC1, enabled=False))
+        flex.register_forward_hook(HookFunction(LAYER, editing_function=_whole, enabled=False))
+
+    return {
+        "read, cut": forward(FC1),
+        "read, replicated or cut by sequence parallelism": forward(LAYER),
+        "read, two sites": lambda flex: [forward(FC1)(flex), forward(f"{FC2}:input")(flex)],
+        "read, selected": forward(LAYER, select=mf.Select(positions=-1)),
+        "read, reduced": forward(FC1, reduce=mf.reduce.mean("s")),
+        "read of a gradient": lambda flex: flex.register_full_backward_pre_hook(
+            HookFunction(FC1, hook_type="full_backward_pre")
+        ),
+        "local edit": edit(FC1, edits.scale(1.01)),
+        "local edit of some neurons": edit(FC1, edits.zero(features=[0, 50])),
+        "linear edit": edit(FC1, edits.project_out(_directions(1, width))),
+        "general edit": edit(FC1, _whole),
+        "general edit of the layer's output": edit(LAYER, _whole),
+        "dump": lambda flex: flex.register_dump(mf.Dump(folder, [FC1, LAYER])),
+        "statistics": lambda flex: flex.register_statistics(
+            mf.Statistics("nowhere", [FC1, LAYER]), measuring.Kept()
+        ),
+        "idle": idle,
+    }
+
+
+def _every(folder: str, width: int, case: Case) -> dict[str, Any]:
+    return count(case, lambda: _kinds(folder, width))
+
+
+NOTHING: dict[Told, int] = {}
+TWO = {("flags", "tp", FLAGS): 1}
+FOUR = {**TWO, ("flags", "cp", FLAGS): 1}
+# By case and kind: what each rank calls in a step of two microbatches, where all call the same.
+HELD: dict[str, dict[str, dict[Told, int]]] = {
+    "tp2": {
+        "local edit": TWO,
+        "local edit of some neurons": TWO,
+        "linear edit": {**TWO, ("all_reduce", "tp", 128): 4},
+        "general edit": {**TWO, ("all_gather", "tp", 12288): 4},
+        "general edit of the layer's output": TWO,
+        "statistics": {("all_reduce", "tp", 0): 1},
+    },
+    "tp2 sp": {
+        "local edit": TWO,
+        "local edit of some neurons": TWO,
+        "linear edit": {**TWO, ("all_reduce", "tp", 128): 4},
+        "general edit": {**TWO, ("all_gather", "tp", 12288): 4},
+        "general edit of the layer's output": {**TWO, ("all_gather", "tp", 4096): 4},
+        "statistics": {("all_reduce", "tp", 0): 1},
+    },
+    "tp2 cp2 sp": {
+        "local edit": FOUR,
+        "local edit of some neurons": FOUR,
+        "linear edit": {**FOUR, ("all_reduce", "tp", 64): 4},
+        "general edit": {**FOUR, ("all_gather", "tp", 6144): 4, ("all_gather", "cp", 12288): 4},
+        "general edit of the layer's output": {
+            **FOUR,
+            ("all_gather", "tp", 2048): 4,
+            ("all_gather", "cp", 4096): 4,
+        },
+        "statistics": {("all_reduce", "all", 0): 1},
+    },
+    "tp4, two groups": {
+        "local edit": TWO,
+        "local edit of some neurons": TWO,
+        "linear edit": {**TWO, ("all_reduce", "tp", 128): 4},
+        "general edit": {**TWO, ("all_gather", "tp", 12288): 4},
+        "general edit of the layer's output": TWO,
+        "statistics": {("all_reduce", "tp", 0): 1},
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES[:4], ids=lambda c: c.name)
+def test_no_hook_sends_more_than_it_did(case: Case, tmp_path: Path) -> None:
+    answers = run(case.world, _every, str(tmp_path / "dump"), WIDE, case, timeout=300)
+    for rank, answer in enumerate(answers):
+        wrong = {
+            k: (c, HELD[case.name].get(k, NOTHING))
+            for k, c in answer.items()
+            if c != HELD[case.name].get(k, NOTHING)
+        }
+        assert not wrong, f"counted, and held, on rank {rank}"
