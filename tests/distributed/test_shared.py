@@ -167,10 +167,21 @@ def keeping(most: int, steps: int, clear: bool) -> Any:
                 captures.clear()
     ring = made._board._ring if made._board else None
     made.close()
-    good = all(right(t, k.step) for k, t in zip(captures["x"].keys, captures["x"], strict=True)) if captures else True
+    good = (
+        all(right(t, k.step) for k, t in zip(captures["x"].keys, captures["x"], strict=True))
+        if captures
+        else True
+    )
     used = len(ring.slots) if ring else None
     made_ = ring._made if ring else None
-    return dict(seen), good, len(captures["x"]) if captures else 0, made_, used, [str(w.message) for w in said]
+    return (
+        dict(seen),
+        good,
+        len(captures["x"]) if captures else 0,
+        made_,
+        used,
+        [str(w.message) for w in said],
+    )
 
 
 def test_a_reader_who_keeps_everything_has_it_right() -> None:
@@ -218,8 +229,16 @@ def lacking(folder: str, most: int) -> Any:
             one(made, step, 1 << 18)
             made.flush()
     made.close()
-    good = all(right(t, k.step) for k, t in zip(captures["x"].keys, captures["x"], strict=True)) if captures else True
-    return good, len(captures["x"]) if captures else 0, [str(w.message) for w in said if w.category is FlexWarning]
+    good = (
+        all(right(t, k.step) for k, t in zip(captures["x"].keys, captures["x"], strict=True))
+        if captures
+        else True
+    )
+    return (
+        good,
+        len(captures["x"]) if captures else 0,
+        [str(w.message) for w in said if w.category is FlexWarning],
+    )
 
 
 @pytest.mark.parametrize(
@@ -280,7 +299,11 @@ def failing() -> Any:
                 made.flush()
         out.append(dict(seen))
     made.close()
-    good = [right(t, k.step) for name in captures for k, t in zip(captures[name].keys, captures[name], strict=True)]
+    good = [
+        right(t, k.step)
+        for name in captures
+        for k, t in zip(captures[name].keys, captures[name], strict=True)
+    ]
     return out, good
 
 
@@ -305,7 +328,12 @@ def sessions() -> Any:
     b.close()
     dist.destroy_process_group()
     gc.collect()
-    return [(k.site, k.step, right(t, k.step)) for c in (in_a, in_b) for n in c for k, t in zip(c[n].keys, c[n], strict=True)]
+    return [
+        (k.site, k.step, right(t, k.step))
+        for c in (in_a, in_b)
+        for n in c
+        for k, t in zip(c[n].keys, c[n], strict=True)
+    ]
 
 
 def test_two_sessions_and_tensors_that_outlive_them() -> None:

@@ -25,25 +25,26 @@ class Parts(NamedTuple):
     end: int
 
 
+def parts_of(record: Record, node: Sequence[Member], sizes: Sizes, start: int) -> Parts:
+    """Where each rank of a node writes its shard, all of a tensor's together from `start` on."""
+    at: dict[int, int] = {}
+    size = -(-torch.Size(record.local).numel() * record.dtype.itemsize // ALIGN) * ALIGN
+    for member in node:
+        if placing(record.layout, record.local, member.coords, sizes).writes:
+            at[member.rank] = start
+            start += size
+    return Parts(at, start)
+
+
 class Across:
     """Between the first ranks of the nodes. Other nodes than the leader's collect shards as they are.
 
-    Every method is collective over those first ranks, but for `parts`.
+    Every method is collective over those first ranks.
     """
 
     def __init__(self, group: Any, firsts: Sequence[int], rank: int) -> None:
         """`firsts`: global ranks, the leader first; `group`: of them, on the CPU."""
         self.group, self.firsts, self.rank = group, tuple(firsts), rank
-
-    def parts(self, record: Record, node: Sequence[Member], sizes: Sizes, start: int) -> Parts:
-        """Where each rank of a node writes its shard, all of a tensor's together from `start` on."""
-        at: dict[int, int] = {}
-        size = -(-torch.Size(record.local).numel() * record.dtype.itemsize // ALIGN) * ALIGN
-        for member in node:
-            if placing(record.layout, record.local, member.coords, sizes).writes:
-                at[member.rank] = start
-                start += size
-        return Parts(at, start)
 
     def first_of(self, wrong: str) -> str:
         """What is wrong on any node."""
@@ -71,7 +72,7 @@ class Across:
             node = [m for m in members if m.node == name]
             start, places = 0, []
             for record in records:
-                parts = self.parts(record, node, sizes, start)
+                parts = parts_of(record, node, sizes, start)
                 places.append(parts.at)
                 start = parts.end
             if start:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -22,7 +23,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives.shared.across import Across
+from megatron_flex.collectives.shared.across import Across, parts_of
 from megatron_flex.collectives.shared.notes import Line
 from megatron_flex.collectives.shared.pinned import Copies
 from megatron_flex.collectives.shared.placing import Placing, add_up, placing
@@ -74,6 +75,7 @@ class Board:
         self._elsewhere = {a for a, n in mesh.sizes.items() if n > 1 and a not in self.sizes}
         self._lines, self._ring, self._across = lines, ring, across
         self._near = [m for m in members if m.node == members[me].node]
+        self._one_node = len(self._near) == len(members)
         self._segments: dict[int, Segment] = {}
         self._slot: Slot | None = None  # on the node's first rank
         self._segment: Segment | None = None
@@ -114,7 +116,7 @@ class Board:
             return False
         record = Record(tag, layout, shape, local.dtype, self._at, place)
         self._at += size
-        if self._leads or self._across is not None:
+        if self._leads:
             self._records.append(record)
         self._write(record, local)
         return True
@@ -126,15 +128,15 @@ class Board:
 
     def _room(self, place: Placing, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         whole = _aligned(place.bytes(dtype))
-        if self._across is None:
+        if self._one_node:
             return whole
         return max(whole, len(self.members) * _aligned(dtype.itemsize * torch.Size(shape).numel()))
 
     def _write(self, record: Record, local: Tensor) -> None:
         if self._segment is None or not local.numel():
             return
-        if self._across is not None and not self._here:
-            parts = self._across.parts(record, self._near, self.sizes, self._sent)
+        if not self._here:
+            parts = parts_of(record, self._near, self.sizes, self._sent)
             self._sent = parts.end
             at = parts.at.get(self.members[self.me].rank)
             if at is None:
@@ -295,7 +297,8 @@ class Board:
         note = {"slot": number, "size": size, "capacity": capacity, "kept": ring.numbers, "wrong": wrong}
         new = slot is not None and slot.number not in self._told
         for line in self._lines.values():
-            line.send(note, slot.fd if new and slot is not None else None)
+            with suppress(FlexError):  # who has ended since does not need it; who should not have is missed
+                line.send(note, slot.fd if new and slot is not None else None)  # at the next step's end
         if slot is not None:
             self._told.add(slot.number)
 
