@@ -63,6 +63,8 @@ class Explaining:
         size = session.rehearsal.stage.dtypes[0].itemsize
         if hook.editing_function is None:
             steps = [f"{s.op} along {s.axis}" for s in plan_read(layout, mesh)]
+            if hook.wanted is not None:
+                yield f"selected on the shard: {hook.wanted.describe()}; no more than that is kept and sent"
             yield f"read: kept, and sent to the leader when the step is over: {_listed(steps)}"
         else:
             leads = hook.run == "leader"

@@ -208,6 +208,7 @@ class Place:
 
     def __init__(self, firing: Firing, site: Site) -> None:
         self._firing, self._site = firing, site
+        firing.stands(site)
 
     def __call__(self, local: Tensor, layout: Layout | None = None, route: Route | None = None) -> Tensor:
         """Pass a tensor through the hooks."""

@@ -135,7 +135,6 @@ class HookFunction:
         self.wanted = None if select is None and reduce is None else Wanted(select or Select(), reduce)
         self.keep_as = keep_as
         self._sure = True
-        self._heads: dict[str, int] = {}
         self._at: dict[str, EditingFunction] = {}
 
     def stand(self, sites: Iterable[Site]) -> None:
@@ -148,7 +147,6 @@ class HookFunction:
         if self.wanted is not None:
             checked = [self.wanted.check(s) for s in sites]
             self._sure = all(checked)
-            self._heads = {s.name: n for s in sites if (n := heads_of(s)) is not None}
         if edit is not None and hasattr(edit, "for_site"):
             self._at = {s.name: for_site(edit, s) for s in sites}
 
@@ -160,11 +158,6 @@ class HookFunction:
     def editing_of(self, site: str) -> EditingFunction | None:
         """The editing function at a place, for whichever pass."""
         return self._at.get(site.removesuffix(GRAD), self.editing_function)
-
-    def heads_at(self, place: str) -> int | None:
-        """How many attention heads the module there has, if it says so on this rank."""
-        place = place.removesuffix(f".{self.keep_as}" if self.keep_as else "")
-        return self._heads.get(place.removesuffix(EDITED).removesuffix(GRAD))
 
     @property
     def where(self) -> str:
@@ -233,13 +226,6 @@ def name_of(edit: EditingFunction | None) -> str:
     """An editing function in words: what it says of itself, or its name."""
     told = getattr(edit, "in_words", None)
     return str(told()) if told else getattr(edit, "__qualname__", type(edit).__name__)
-
-
-def heads_of(site: Site) -> int | None:
-    """How many attention heads the module at a site has, if it is on this rank and says so."""
-    config = getattr(getattr(site.tap, "module", None), "config", None)
-    found = getattr(config, "num_attention_heads", None)
-    return found if isinstance(found, int) else None
 
 
 def check_wanted(select: object, reduce: object, keep_as: str, save: bool) -> None:

@@ -18,6 +18,7 @@ from megatron_flex.runtime.editing import Editing
 from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.runtime.recorder import Recorder
 from megatron_flex.runtime.selecting import Plan, push
+from megatron_flex.sites import EDITED, GRAD, Site
 
 PLANS = 4096  # of selections that are at hand; sequences of ever new lengths make new ones
 
@@ -30,7 +31,15 @@ class Reading:
     ) -> None:
         self.clock, self.recorder, self.editing, self.mesh = clock, recorder, editing, mesh
         self._over_data = gather_data_parallel
+        self._heads: dict[str, int] = {}
         self._plans: dict[tuple[str, HookFunction, torch.Size, torch.dtype], tuple[Layout, Plan]] = {}
+
+    def stands(self, site: Site) -> None:
+        """Note how many attention heads the module at a site of this rank has."""
+        config = getattr(getattr(site.tap, "module", None), "config", None)
+        heads = getattr(config, "num_attention_heads", None)
+        if isinstance(heads, int):
+            self._heads[site.name] = heads
 
     def read(
         self, hooks: list[HookFunction], key: Key, local: Tensor, layout: Layout, route: Route | None
@@ -96,8 +105,9 @@ class Reading:
         if found is not None and (found[0] is layout or found[0] == layout):
             return found[1]
         assert hook.wanted is not None
+        place = key.site.removesuffix(f".{hook.keep_as}").removesuffix(EDITED).removesuffix(GRAD)
         parts = tensor.shape, tensor.dtype, tensor.device
-        make = partial(push, hook.wanted, layout, *parts, mesh.sizes, mesh.coords, hook.heads_at(key.site))
+        make = partial(push, hook.wanted, layout, *parts, mesh.sizes, mesh.coords, self._heads.get(place, 0))
         # Without the guard where nothing should go wrong: then ranks do not ask each other.
         plan = self.editing.guard(hook, key, make) if hook.can_fail else make()
         if plan is not None:

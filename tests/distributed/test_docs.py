@@ -130,6 +130,24 @@ def test_the_page_on_the_compatible_interface_runs() -> None:
 
 
 @pytest.mark.versions
+def test_the_page_on_selecting_runs() -> None:
+    pytest.importorskip("megatron.core")
+    (code,) = blocks(ROOT / "docs" / "selecting.md")
+    first, *others = run(4, execute, code)
+    s, b, h = gpt.SEQUENCE, gpt.BATCH, gpt.HIDDEN
+    assert sorted(first) == [
+        f"decoder.layers.0.self_attention.core_attention:q {(s, b, 2, h // gpt.HEADS)}",
+        f"decoder.layers.1:output {(1, b, h)}",
+        f"decoder.layers.1:output.norm {(s, b)}",
+        f"decoder.layers.3.mlp.linear_fc1:output {(1, 64)}",
+        f"decoder.layers.3.mlp.linear_fc1:output.probe {(s, b, 3)}",
+        f"output_layer:output {(2, b, 5)}",
+        f"output_layer:output.indices {(2, b, 5)}",
+    ]
+    assert others == [[], [], []]
+
+
+@pytest.mark.versions
 def test_the_page_on_edits_runs() -> None:
     pytest.importorskip("megatron.core")
     ready, patching = blocks(ROOT / "docs" / "edits.md")

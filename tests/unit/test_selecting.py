@@ -261,7 +261,7 @@ def test_uneven_dims() -> None:
 def test_heads_side_by_side_and_apart() -> None:
     x = torch.randn(4, 2, 12)
     packed = Layout((Dim("s"), Dim("b"), Dim("nd", (Cut("a"),))))
-    for said, heads in ((mf.Select(heads=[3, 0]), 4), (mf.Select(heads=[3, 0], of=4), None)):
+    for said, heads in ((mf.Select(heads=[3, 0]), 4), (mf.Select(heads=[3, 0], of=4), 0)):
         plans = [
             push(Wanted(said), packed, (4, 2, 6), x.dtype, CPU, SIZES, {"a": n}, heads) for n in range(2)
         ]
@@ -271,6 +271,8 @@ def test_heads_side_by_side_and_apart() -> None:
     copied = Layout((Dim("s"), Dim("g", (Cut("c", copies=2),))))
     shards = [x[:, 0, n // 2 * 6 : n // 2 * 6 + 6] for n in range(4)]
     assert torch.equal(fulfilled(Wanted(mf.Select(heads=-1)), copied, shards)[""], x[:, 0, -1:])
+    with pytest.raises(HookError, match=r"nothing tells how many"):
+        push(Wanted(mf.Select(heads=0)), packed, (4, 2, 6), x.dtype, CPU, SIZES, {})
     with pytest.raises(HookError, match=r"12 features are not 5 heads; say of=their number"):
         push(Wanted(mf.Select(heads=0, of=5)), packed, (4, 2, 6), x.dtype, CPU, SIZES, {})
 

@@ -105,8 +105,8 @@ class Select:
 
         Args:
             names: the dims of the whole.
-            heads: how many heads the module has; None if that is not known yet, so that heads that lie side
-                by side are left out.
+            heads: how many heads the module has, 0 if it does not tell; None if it was not asked yet, so that
+                heads that lie side by side are left out.
             site: where it is.
 
         Raises:
@@ -120,6 +120,8 @@ class Select:
             at = _head_dim(names, site)
             packed = names[at] in PACKED
             count = self.of or heads
+            if packed and count == 0:
+                raise HookError(f"heads: nothing tells how many there are at {site}; say of=their number")
             if not packed or count:
                 out.append(Choice(at, "heads", _plain(self.heads), (count or 0) if packed else 0))
         if self.neurons is not None:

@@ -119,7 +119,7 @@ def push(
     device: torch.device,
     sizes: Sizes,
     coords: Coords,
-    heads: int | None = None,
+    heads: int = 0,
 ) -> Plan:
     """Plan a wish.
 
@@ -131,7 +131,7 @@ def push(
         device: where the parts are.
         sizes: the mesh.
         coords: this rank's.
-        heads: how many heads lie side by side, as far as the module tells.
+        heads: how many heads the module has; 0 if it does not tell.
 
     Raises:
         HookError: the whole does not have that; the same on all ranks.
@@ -146,7 +146,7 @@ def push(
     local = [shape[i] for i in order]
     lengths = _lengths(dims, local, sizes)
     names = [d.name for d in dims]
-    choices = {c.dim: c for c in wanted.choices(names, heads)}
+    choices = {c.dim: c for c in wanted.select.choices(names, heads)}
     late = tuple(c for d, c in choices.items() if lengths[d] is None)
     chosen = {d: c.of(n) for d, c in choices.items() if (n := lengths[d]) is not None}
     targets = wanted.reduce.places(names) if wanted.reduce is not None else ()

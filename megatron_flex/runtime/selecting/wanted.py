@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_flex.runtime.selecting.choosing import Choice, Select
+from megatron_flex.runtime.selecting.choosing import Select
 from megatron_flex.runtime.selecting.reduce import Reduction
 from megatron_flex.sites import HEADS, PACKED, Site
 
@@ -62,11 +61,3 @@ class Wanted:
             else:
                 sure = sure and not self.reduce.sized
         return sure
-
-    def choices(self, names: Sequence[str], heads: int | None) -> list[Choice]:
-        """What is selected of each dim, and whether the reduction's dims are there.
-
-        Raises:
-            HookError: a dim is not there.
-        """
-        return self.select.choices(names, heads)
