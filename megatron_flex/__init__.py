@@ -27,6 +27,7 @@ from megatron_flex.version import __version__
 if TYPE_CHECKING:
     from megatron_flex import edits
     from megatron_flex.dump.reading import DumpArray, OpenDump, open_dump
+    from megatron_flex.edits import local
     from megatron_flex.launch.parsing import add_flex_args
     from megatron_flex.statistics.reading import OpenStatistics, open_statistics
 
@@ -61,6 +62,7 @@ __all__ = [
     "breakpoint",
     "detect",
     "edits",
+    "local",
     "open_dump",
     "open_statistics",
     "register_adapter",
@@ -72,6 +74,8 @@ def __getattr__(name: str) -> Any:
     """Import edits, flags, and what reads dumps and statistics, when asked for: others do not wait."""
     if name == "edits":
         return import_module("megatron_flex.edits")
+    if name == "local":
+        return import_module("megatron_flex.edits").local
     if name in ("DumpArray", "OpenDump", "open_dump"):
         return getattr(import_module("megatron_flex.dump.reading"), name)
     if name == "add_flex_args":

@@ -1,11 +1,13 @@
 """Ready-made editing functions, each one line: `HookFunction(place, editing_function=edits.scale(2.0))`.
 
-They work on the whole tensor, and so know nothing of ranks. `a | b` runs one after the other, `parse` makes
-them from words. Each can be restricted to `positions`, `samples`, `heads` and `features`.
+They are written for the whole tensor, and so know nothing of ranks; many run on each rank's part. `a | b`
+runs one after the other, `parse` makes them from words. Each can be restricted to `positions`, `samples`,
+`heads` and `features`.
 """
 
 from megatron_flex.edits.base import Edit
 from megatron_flex.edits.files import write
+from megatron_flex.edits.marking import OnParts, local
 from megatron_flex.edits.parsing import PRESETS, parse
 from megatron_flex.edits.preset import Local, Preset, chain
 from megatron_flex.edits.sources import patch, resample, swap
@@ -23,6 +25,7 @@ __all__ = [
     "Indices",
     "Local",
     "LowRank",
+    "OnParts",
     "Preset",
     "ablate",
     "add",
@@ -30,6 +33,7 @@ __all__ = [
     "clamp",
     "heads",
     "linear_map",
+    "local",
     "low_rank",
     "mean",
     "neurons",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.collectives import Shard, checksum
-from megatron_flex.edits.preset import Local, Preset
+from megatron_flex.edits.preset import Local, Preset, parted
 from megatron_flex.edits.tensors import Held, Indices, along, fits
 from megatron_flex.errors import HookError
 from megatron_flex.sites import Site
@@ -144,9 +144,8 @@ class Edit(Preset):
         needs = self.needs()
         if "*" in needs or (shard.summed and not self.linear):
             return None
-        if needs and shard.cut and len(self.dims) != len(shard.whole):
-            return None
-        if any(self.dims[i] in needs for i in shard.cut if needs):
+        cut = parted(shard) if needs else set()
+        if cut and (len(self.dims) != len(shard.whole) or any(self.dims[i] in needs for i in cut)):
             return None
         return self._with(_shard=shard, _cut={})
 

@@ -19,11 +19,17 @@ from megatron_flex.sites import Site
 Local = Literal["all"] | tuple[str, ...]
 
 
+def parted(shard: Shard) -> set[int]:
+    """The dims of which a rank has not just what the whole has: they are cut, or padded."""
+    padded = {i for i, (n, w) in enumerate(zip(shard.shape, shard.whole, strict=True)) if n != w}
+    return padded | set(shard.cut)
+
+
 class Preset(ABC):
     """An editing function that says what it is.
 
     Attributes:
-        pure: whether it depends on nothing but the tensor, and changes nothing.
+        pure: whether it depends on nothing but the tensor, and changes nothing; None if its source tells.
         local: the dims along which it may be applied slice by slice with the same result; `all`, or names,
             which are known once the site is.
         linear: whether it is a linear function of the tensor.
@@ -33,7 +39,7 @@ class Preset(ABC):
         asks_modules: whether it uses trainable modules.
     """
 
-    pure = True
+    pure: bool | None = True
     draws = True
     fresh = False
     asks_context = True

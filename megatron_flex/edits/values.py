@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megatron_flex.edits.base import HEADS, PACKED, Edit
 from megatron_flex.edits.files import read_one
+from megatron_flex.edits.preset import parted
 from megatron_flex.edits.tensors import Held, Indices
 from megatron_flex.errors import HookError
 from megatron_flex.sites import Site
@@ -198,7 +199,7 @@ class mean(Edit):
         if self._value is not None:
             return self.constant(self._value, inputs, "a mean").expand_as(inputs).clone()
         dims = [self.place(d, "over") for d in self.over]
-        if self._shard is None:
+        if self._shard is None or not set(dims) & parted(self._shard):
             return inputs.mean(dims, keepdim=True).expand_as(inputs)
         half = inputs.dtype in (torch.bfloat16, torch.float16)
         own = inputs.sum(dims, keepdim=True, dtype=torch.float32 if half else None)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron_flex.collectives import Planned, plan_lead, plan_read, plan_whole
 from megatron_flex.errors import HookError
+from megatron_flex.layout import Layout
 from megatron_flex.runtime import HookFunction, Session
 from megatron_flex.runtime.debugging.tracing import moves_in_words
 from megatron_flex.runtime.hooks import name_of
+from megatron_flex.runtime.locally import whole_needed
 from megatron_flex.sites import GRAD, Site
 
 
@@ -64,7 +66,12 @@ class Explaining:
         if hook.editing_function is None:
             steps = [f"{s.op} along {s.axis}" for s in plan_read(layout, mesh)]
             yield f"read: kept, and sent to the leader when the step is over: {_listed(steps)}"
+        elif not (why := self._why_whole(hook, site, layout, shape)):
+            yield f"edit: {name_of(hook.editing_function)}, on the shard of each rank, nothing sent"
+            if not hook.backward:
+                yield "backward: nothing sent"
         else:
+            yield f"the whole is needed: {why}"
             leads = hook.run == "leader"
             yield f"gather: {_planned(plan_whole(layout, shape, size, mesh))}"
             told = plan_lead(layout, shape, size, mesh)
@@ -76,6 +83,18 @@ class Explaining:
                 yield f"backward: {_planned(back)}"
         yield from self._measured(site, hook)
 
+    def _why_whole(self, hook: HookFunction, site: Site, layout: Layout, shape: Sequence[int | str]) -> str:
+        """Why an edit cannot run on each rank's part; empty if it can."""
+        session = self.session
+        if "experts" in site.module.split("."):
+            return "rows of experts go home to their tokens first"
+        edits = {
+            h: e
+            for h in session.registry.at(site.name) or [hook]
+            if h.backward == hook.backward and (e := h.editing_of(site.name)) is not None
+        }
+        return whole_needed(edits, layout, shape, session.mesh, bool(session.editing.modules))
+
     def _measured(self, site: Site, hook: HookFunction) -> Iterator[str]:
         tracer = self.session.tracer
         seen = None if tracer is None else tracer.last.get(site.name + (GRAD if hook.backward else ""))
@@ -85,7 +104,7 @@ class Explaining:
             yield "measured: nothing on this rank yet"
         else:
             yield f"measured: {seen.describe()}"
-            if seen.whole is not None and not hook.backward:
+            if (seen.whole is not None or seen.here) and not hook.backward:
                 yield f"measured backward: {'; '.join(moves_in_words(seen.back))}"
 
 

@@ -38,6 +38,7 @@ class Changing(Reading):
         super().__init__(clock, recorder, editing, mesh, gather_data_parallel)
         self._backward_seen = backward_seen
         self.locally = Locally(mesh, lambda: bool(editing.modules), version)
+        self.compared: Callable[[list[HookFunction], Key, Any, Tensor, Way, Tensor], None] | None = None
 
     def edited(
         self,
@@ -66,6 +67,8 @@ class Changing(Reading):
             self.recorder.shard(key, local, way.layout)
         made = self.editing.edit(hooks, key, module, way.into(local), way.layout, way)
         out = way.outof(made, local)
+        if self.compared is not None:
+            self.compared(hooks, key, module, local, way, out)
         if record and any(h.behind for h in hooks) and not hooks[0].backward:
             self.recorder.shard(key._replace(site=key.site + EDITED), out, way.layout)
         return out

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_flex.collectives import Route, Shard
 from megatron_flex.errors import HookError
-from megatron_flex.layout import Layout, padded_shape
+from megatron_flex.layout import Layout, padded_shape, parts
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.hooks import EditingFunction, HookFunction, for_pass, name_of
@@ -192,6 +192,35 @@ def decide(
         found[hook] = bound
     fresh = all(getattr(e, "fresh", False) for e in found.values())
     return Way(shard, found, edits, fresh, layout, padded, alone), ""
+
+
+def whole_needed(
+    edits: dict[HookFunction, EditingFunction],
+    layout: Layout,
+    shape: Sequence[int | str],
+    mesh: Mesh,
+    trains: bool,
+) -> str:
+    """Why edits at a place need the whole; empty if they run on ranks' parts.
+
+    Args:
+        edits: by hook.
+        layout: of the tensor there.
+        shape: of the whole, with names for lengths that only the data tell.
+        mesh: the run's axes.
+        trains: whether there are trainable modules.
+    """
+    order = layout.permute or tuple(range(len(layout.dims)))
+    if len(shape) != len(order):
+        return "its layout is found when a tensor passes"
+    local = [0] * len(order)
+    for length, at in zip(shape, order, strict=True):
+        dim = layout.dims[at]
+        pieces = parts(dim, mesh.sizes)
+        smallest = 2 * sum(dim.segments)  # zigzag has two pieces of each
+        known = -(-length // pieces) if isinstance(length, int) else smallest
+        local[at] = known
+    return decide(edits, layout, tuple(local), mesh, trains)[1]
 
 
 def asks_modules(edit: Any) -> bool:

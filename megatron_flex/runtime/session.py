@@ -153,7 +153,7 @@ class Session:
         """Watch all sites for the next steps, on every rank alike."""
         if self._verifier is not None:
             self._verifier.stop()
-        self._verifier = Verifier(self._plain, self.survey, self.clock, steps)
+        self._verifier = Verifier(self._plain, self.survey, self.firing, steps)
         self._agreed = -1
 
     @property

@@ -18,7 +18,8 @@ from megatron_flex.collectives import Route, checksum, differing, everyone
 from megatron_flex.errors import LayoutError, VerifyError
 from megatron_flex.layout import Coords, Layout, Sizes, whole_shape
 from megatron_flex.mesh import Mesh
-from megatron_flex.runtime.clock import Clock
+from megatron_flex.runtime.debugging.comparing import Comparing
+from megatron_flex.runtime.firing import Firing
 from megatron_flex.runtime.survey import EXPERT, Survey, copies_over
 from megatron_flex.sites import Site
 
@@ -53,9 +54,11 @@ class Seen(NamedTuple):
 
 
 class Verifier:
-    """Watches all sites of this rank for some steps."""
+    """Watches all sites of this rank for some steps, and edits that run on ranks' parts."""
 
-    def __init__(self, sites: Iterable[Site], survey: Survey, clock: Clock, steps: int) -> None:
+    def __init__(self, sites: Iterable[Site], survey: Survey, firing: Firing, steps: int) -> None:
+        clock = firing.clock
+        self._comparing = Comparing(firing)
         self.survey, self.clock, self.left = survey, clock, steps
         self.checked = 0
         self._sites = {s.name: s for s in sites if s.tap is not None and not s.hidden and not s.inferred}
@@ -70,6 +73,7 @@ class Verifier:
         for undo in self._taps:
             undo()
         self._taps.clear()
+        self._comparing.stop()
         self._forget()
 
     def step_ends(self, failed: bool, mesh: Mesh) -> list[str]:
@@ -77,7 +81,7 @@ class Verifier:
 
         Collective over `mesh`.
         """
-        seen = self._seen
+        seen, edits = self._seen, self._comparing.found
         self._forget()
         self.left -= 1
         if self.left <= 0:
@@ -85,13 +89,15 @@ class Verifier:
         if failed:
             return []
         self.checked += 1
-        told = everyone((dict(mesh.coords), seen), mesh, ["dp", "cp", "tp"])
+        answers = everyone((dict(mesh.coords), seen, edits), mesh, ["dp", "cp", "tp"])
+        told = [(coords, passes) for coords, passes, _ in answers]
         here = findings(told, {n: s.shape for n, s in self._sites.items()}, mesh)
+        here += dict.fromkeys(text for _, _, found in answers for text in found)
         stages = everyone(here, mesh, ["pp"])
         return [*self._parameters(mesh), *(text for stage in stages for text in stage)]
 
     def _forget(self) -> None:
-        self._seen = []
+        self._seen, self._comparing.found = [], []
         self._calls.clear()
         self._last.clear()
 

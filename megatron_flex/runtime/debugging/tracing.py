@@ -14,6 +14,7 @@ from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.debugging.telling import to_stderr
 from megatron_flex.runtime.firing import Firing
 from megatron_flex.runtime.hooks import HookFunction, name_of
+from megatron_flex.runtime.locally import Way
 
 
 @dataclass
@@ -24,12 +25,13 @@ class Pass:
         key: when it was.
         layout: the layout, in words.
         local: the shape of this rank's tensor.
-        whole: that of the whole; None where it was only read.
+        whole: that of the whole; None where it was only read, or edited as it is here.
         out: that of what went on.
         edits: the editing functions, in words.
         moves: the collectives of the forward way, in order.
         seconds: of the editing functions, without those of collectives between them.
         back: the collectives of the backward way.
+        here: whether it was edited on this rank's part.
     """
 
     key: Key
@@ -41,12 +43,14 @@ class Pass:
     moves: list[Moved] = field(default_factory=list)
     seconds: float = 0.0
     back: list[Moved] = field(default_factory=list)
+    here: bool = False
 
     def describe(self) -> str:
         """In one line."""
-        if self.whole is None:
+        if self.whole is None and not self.here:
             return f"{_when(self.key)}: {self.local} in {self.layout}, kept to be sent later"
-        parts = [f"{_when(self.key)}: {self.local} -> {self.whole} in {self.layout}"]
+        made = "on the shard" if self.here else f"-> {self.whole}"
+        parts = [f"{_when(self.key)}: {self.local} {made} in {self.layout}"]
         parts += moves_in_words(self.moves)
         parts += [f"edit {self.seconds * 1e3:.2f} ms ({self.edits})", f"-> {self.out}"]
         return " | ".join(parts)
@@ -112,6 +116,9 @@ class Tracer:
         words = (route.home_layout if route else layout).describe(firing.mesh.sizes)
         edits = " | ".join(name_of(h.editing_function) for h in hooks if h.editing_function is not None)
         seen = Pass(key, words, tuple(local.shape), edits=edits)
+        way = firing.locally.way(hooks, key, local, layout, route)
+        if way is not None:
+            return self._on_part(seen, hooks, key, module, local, way, record)
         meter.sink = seen.moves.append
         try:
             whole = firing.gather(local, layout, route)
@@ -127,12 +134,40 @@ class Tracer:
         seen.out = tuple(out.shape)
         self.last[key.site] = seen
         self.say(seen.describe())
-        self._follow(seen, whole, out)
+        self._follow(seen, out)
+        if whole.grad_fn is not None:
+            _deepest(whole.grad_fn).register_hook(lambda *_: self._close())
         return out
 
-    def _follow(self, seen: Pass, whole: Tensor, out: Tensor) -> None:
-        """Count what the backward way sends: from the node that scattered to the one that gathered."""
-        first, last = out.grad_fn, whole.grad_fn
+    def _on_part(
+        self,
+        seen: Pass,
+        hooks: list[HookFunction],
+        key: Key,
+        module: Any,
+        local: Tensor,
+        way: Way,
+        record: bool,
+    ) -> Tensor:
+        seen.here, start = True, Stamp(local)
+        meter.sink = seen.moves.append
+        try:
+            out = self.firing.on_part(hooks, key, module, local, way, record)
+            seen.seconds = Stamp(out).since(start) - sum(m.seconds for m in seen.moves)
+        finally:
+            meter.sink = None
+        seen.out = tuple(out.shape)
+        self.last[key.site] = seen
+        self.say(seen.describe())
+        if out is not local:
+            self._follow(seen, out)
+            if local.grad_fn is not None:
+                local.grad_fn.register_prehook(lambda _: self._close())
+        return out
+
+    def _follow(self, seen: Pass, out: Tensor) -> None:
+        """Count what the backward way sends, from the node that made what went on."""
+        first = out.grad_fn
         if first is None:
             return
 
@@ -142,8 +177,6 @@ class Tracer:
             meter.sink = seen.back.append
 
         first.register_prehook(begins)
-        if last is not None:
-            _deepest(last).register_hook(lambda *_: self._close())
 
     def _close(self) -> None:
         if self._open is not None:

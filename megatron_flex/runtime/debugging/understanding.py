@@ -79,8 +79,8 @@ def source_of(edit: Callable[..., Any]) -> Source | None:
 
 def function_of(edit: Callable[..., Any]) -> types.FunctionType | None:
     """The Python function behind a partial, a bound method, a module or another callable object."""
-    while isinstance(edit, partial):
-        edit = edit.func
+    while isinstance(edit, partial) or "function" in getattr(edit, "__dict__", ()):
+        edit = edit.func if isinstance(edit, partial) else vars(edit)["function"]
     if isinstance(edit, nn.Module):
         edit = edit.forward
     elif not isinstance(edit, (types.FunctionType, types.MethodType, types.BuiltinFunctionType)):
