@@ -78,7 +78,7 @@ class Linear(Edit):
         over the axes that cut it, forward and backward. In fp32 of halves, so that they are rounded once.
         """
         shard = self._shard
-        if shard is None:
+        if shard is None or up is None:
             made = inputs @ down
             return made if up is None else made @ up
         half = inputs.dtype in (torch.bfloat16, torch.float16)
@@ -86,11 +86,8 @@ class Linear(Edit):
         known = inputs.device, dtype
         if (*known, "down") not in self._cut:
             with torch.inference_mode(False):
-                rows, columns = shard.rows(down), shard.rows((down if up is None else up).T).T
-                self._cut[*known, "down"] = (rows if up is not None else shard.rows(columns)).to(dtype)
-                self._cut[*known, "up"] = columns.to(dtype)
-        if up is None:
-            return inputs @ self._cut[*known, "down"]
+                self._cut[*known, "down"] = shard.rows(down).to(dtype)
+                self._cut[*known, "up"] = shard.rows(up.T).T.to(dtype)
         inside = self.total(inputs.to(dtype) @ self._cut[*known, "down"], [-1])
         return (inside @ self._cut[*known, "up"]).to(inputs.dtype)
 

@@ -175,25 +175,24 @@ def sharded(case: Case, state: dict[str, Tensor]) -> dict[str, Any]:
     chunks = ranks.start(case)
     gpt.load(chunks, state)
     answer: dict[str, Any] = {"edited": {}, "seen": {}, "sent": {}, "dp": ranks.mine(chunks)}
-    for name, row in rows().items():
-        kind = "tensor" if row.backward else "forward"
-
-        def hook(edit: Any, row: Row = row, kind: Any = kind) -> mf.HookFunction:
-            return mf.HookFunction(row.site, editing_function=edit, save=False, hook_type=kind)
-
-        with mf.attach(chunks, [hook(row.make()), mf.HookFunction("decoder:output")]) as flex:
+    plain = {b: Row(FC1, lambda: e.scale(0.5), lambda x: x, backward=b) for b in (False, True)}
+    nothing = {}
+    for name, row in {False: plain[False], True: plain[True], **rows()}.items():
+        kind: Any = "tensor" if row.backward else "forward"
+        hook = mf.HookFunction(row.site, editing_function=row.make(), save=False, hook_type=kind)
+        with mf.attach(chunks, [hook, mf.HookFunction("decoder:output")]) as flex:
+            with ranks.counting() as calls, summed() as numbers:
+                losses = gpt.step(case, chunks, 0)
+            if isinstance(name, bool):
+                nothing[name] = calls, numbers  # as it sends nothing itself
+                continue
             mesh = flex.session.mesh
             answer |= {"coords": dict(mesh.coords), "sizes": dict(mesh.sizes)}
-            answer["edited"][name] = gpt.step(case, chunks, 0), matrix._gradients(flex, chunks)
+            answer["plain"] = answer["edited"][name] = losses, matrix._gradients(flex, chunks)
             answer["seen"][name] = list(flex.output_dict.get("decoder:output", []))
-        answer["plain"] = answer["edited"][name]
-        sent = []
-        for edit in (e.scale(0.5), row.make()):  # the one sends nothing
-            with mf.attach(chunks, [hook(edit)]), ranks.counting() as calls, summed() as numbers:
-                gpt.step(case, chunks, 0)
-            sent.append((calls, numbers))
-        assert sent[0][0] - sent[1][0] == Counter()
-        answer["sent"][name] = sent[1][0] - sent[0][0], sent[1][1] - sent[0][1]
+        before = nothing[row.backward]
+        assert before[0] - calls == Counter()
+        answer["sent"][name] = calls - before[0], numbers - before[1]
     return answer
 
 

@@ -103,7 +103,8 @@ def cuts(layout: Layout, dims: tuple[str, ...], sizes: Any) -> list[Cut]:
 def refuses(way: Way, layout: Layout, sizes: Any) -> bool:
     summands = [c.axis for d in layout.dims for c in d.cuts if c.partial]
     summed = any(sizes[axis] > 1 for axis in [*summands, *layout.partial])
-    return (summed and not way.linear) or bool(cuts(layout, (way.whole,), sizes))
+    padded = any(d.keep and d.name == way.whole for d in layout.dims)
+    return (summed and not way.linear) or padded or bool(cuts(layout, (way.whole,), sizes))
 
 
 @pytest.mark.parametrize(("cp", "world"), MESHES)
