@@ -199,20 +199,26 @@ def _compare(letter: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> No
         raise AssertionError(f"({letter}) does not read what (f) reads: {', '.join(wrong) or 'more tensors'}")
 
 
-def build(settings: Settings) -> tuple[Subject, Step]:
-    """Megatron's model of this rank, and one run of its schedule: one microbatch forward and backward."""
+def build(settings: Any, gated: bool = True, head: int = HEAD) -> tuple[Subject, Step]:
+    """Megatron's model of this rank, and one run of its schedule: one microbatch forward and backward.
+
+    Args:
+        settings: Settings, or others with the model's sizes.
+        gated: whether fc1 returns `[gate|up]`.
+        head: size of an attention head.
+    """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    heads = settings.hidden // HEAD
+    heads = settings.hidden // head
     extra = {
         "hidden_size": settings.hidden,
         "ffn_hidden_size": settings.ffn,
-        "kv_channels": HEAD,
+        "kv_channels": head,
         "num_attention_heads": heads,
         "num_query_groups": heads,
     }
-    case = gpt.Case("bench", tp=settings.tp, layers=settings.layers, extra=extra)
+    case = gpt.Case("bench", tp=settings.tp, layers=settings.layers, gated=gated, groups=heads, extra=extra)
     gpt.initialize(case)
     (model,) = gpt.build(case)
     group = parallel_state.get_tensor_model_parallel_group()
@@ -232,7 +238,7 @@ def build(settings: Settings) -> tuple[Subject, Step]:
     return Subject(model, settings.layers, settings.ffn, group), step
 
 
-def _data(settings: Settings) -> dict[str, Tensor]:
+def _data(settings: Any) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
     shape = (settings.batch, settings.seq + 1)
     tokens = torch.randint(0, gpt.VOCABULARY, shape, generator=generator)
