@@ -85,7 +85,8 @@ def head(result: dict[str, Any]) -> str:
     some, many = (shares[(len(shares) - 1) * rank // 100] for rank in (50, 90))
     return (
         f"`{result['command']}`, {result['date']}: {result['cores']} cores ({result['chip']}), "
-        f"{_versions(result)}; load {load[0]:.1f} before and {load[1]:.1f} after, this run's ranks included; other processes took "
+        f"{_versions(result)}; load {load[0]:.1f} before and {load[1]:.1f} after, this run's ranks "
+        "included; other processes took "
         f"{some:.0%} of the machine in the median step, {many:.0%} or more in one of ten."
     )
 
