@@ -49,6 +49,8 @@ setup(
         "patches": ["libcst"],
         # Statistics in Parquet; JSON lines need nothing.
         "parquet": ["pyarrow"],
+        # What scripts/bench --hooks draws with.
+        "plot": ["matplotlib>=3.10"],
         "zarr": ["numpy", "zarr>=3"],
         "datasets": ["datasets>=4", "numpy"],
         "dev": [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import shlex
@@ -22,6 +23,7 @@ import {}
 print(middle - start, now() - start)
 """
 IMPORT_RUNS = 5
+MODES = ("hooks", "idle")  # that have flags of their own
 
 
 def flags(words: list[str] | None = None) -> argparse.Namespace:
@@ -30,6 +32,8 @@ def flags(words: list[str] | None = None) -> argparse.Namespace:
         prog="scripts/bench",
         description="Measure forward and backward of a Megatron GPT on this machine's CPU, tensor parallel "
         "over gloo, one thread for each rank: with nothing attached, idle, and read in four ways; or edited.",
+        epilog="`scripts/bench --hooks` measures what a hook adds in all ways over sizes and draws it, "
+        "`scripts/bench --idle` counts instructions; both have flags of their own: see their --help.",
     )
     add = parser.add_argument
     add("--tp", type=int, default=2, help="ranks (default %(default)s)")
@@ -145,6 +149,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print, and write the file that was asked for."""
+    for mode in MODES:
+        if f"--{mode}" in sys.argv[1:]:
+            words = [word for word in sys.argv[1:] if word != f"--{mode}"]
+            importlib.import_module(f"bench_{mode}").main(words)
+            return
     args = flags()
     if args.launch:
         import bench_launch

@@ -199,24 +199,31 @@ def _compare(letter: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> No
         raise AssertionError(f"({letter}) does not read what (f) reads: {', '.join(wrong) or 'more tensors'}")
 
 
-def build(settings: Settings) -> tuple[Subject, Step]:
-    """Megatron's model of this rank, and one run of its schedule: one microbatch forward and backward."""
+def build(settings: Any, gated: bool = True, head: int = HEAD, device: str = "cpu") -> tuple[Subject, Step]:
+    """Megatron's model of this rank, and one run of its schedule: one microbatch forward and backward.
+
+    Args:
+        settings: Settings, or others with the model's sizes.
+        gated: whether fc1 returns `[gate|up]`.
+        head: size of an attention head.
+        device: where it runs.
+    """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    heads = settings.hidden // HEAD
+    heads = settings.hidden // head
     extra = {
         "hidden_size": settings.hidden,
         "ffn_hidden_size": settings.ffn,
-        "kv_channels": HEAD,
+        "kv_channels": head,
         "num_attention_heads": heads,
         "num_query_groups": heads,
     }
-    case = gpt.Case("bench", tp=settings.tp, layers=settings.layers, extra=extra)
+    case = gpt.Case("bench", tp=settings.tp, layers=settings.layers, gated=gated, groups=heads, extra=extra)
     gpt.initialize(case)
-    (model,) = gpt.build(case)
+    model = gpt.build(case)[0].to(device)
     group = parallel_state.get_tensor_model_parallel_group()
-    batch = _data(settings)
+    batch = {name: tensor.to(device) for name, tensor in _data(settings).items()}
 
     def step(call: Callable[..., Tensor]) -> None:
         get_forward_backward_func()(
@@ -232,7 +239,7 @@ def build(settings: Settings) -> tuple[Subject, Step]:
     return Subject(model, settings.layers, settings.ffn, group), step
 
 
-def _data(settings: Settings) -> dict[str, Tensor]:
+def _data(settings: Any) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
     shape = (settings.batch, settings.seq + 1)
     tokens = torch.randint(0, gpt.VOCABULARY, shape, generator=generator)
