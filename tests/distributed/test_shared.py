@@ -129,7 +129,8 @@ def test_every_layout_with_no_collective(tp: int, cp: int) -> None:
         wanted = [f"{len(LAYOUTS) * len(DTYPES) if rank == 0 else 0} read"]
         assert first == second == wanted
         assert seen == {}
-        assert kept == [] and buffers == 0, "ranks that do not receive hold nothing"
+        assert kept == [], "ranks that do not receive hold nothing"
+        assert buffers == 0
 
 
 def test_two_nodes_send_once() -> None:
@@ -251,10 +252,13 @@ def lacking(folder: str, most: int) -> Any:
 )
 def test_no_room_is_one_warning_and_right(folder: str, most: int, why: str) -> None:
     (good, count, said), other = run(2, lacking, folder, most)
-    assert good and count == 3
+    assert good
+    assert count == 3
     (message,) = said
-    assert why in message and "needs 2097152 bytes" in message
-    assert "docker run --shm-size=" in message and "FLEX_SHARED_FOLDER" in message
+    assert why in message
+    assert "needs 2097152 bytes" in message
+    assert "docker run --shm-size=" in message
+    assert "FLEX_SHARED_FOLDER" in message
     assert other == (True, 0, [])
 
 
@@ -268,7 +272,9 @@ def no_room() -> Any:
 
 def test_a_folder_that_fills_up_is_one_warning_and_right() -> None:
     (good, count, said), _ = run(2, no_room)
-    assert good and count == 3 and len(said) == 1
+    assert good
+    assert count == 3
+    assert len(said) == 1
     assert "/dev/shm: No space left on device" in said[0]
 
 
@@ -310,7 +316,8 @@ def failing() -> Any:
 def test_a_failed_step_and_then_a_good_one() -> None:
     leader, other = run(2, failing)
     assert leader[0] == other[0] == [{}, {}, {}, {"gather": 1}, {}, {}]
-    assert leader[1] == [True] * 8 and other[1] == []
+    assert leader[1] == [True] * 8
+    assert other[1] == []
 
 
 def sessions() -> Any:
@@ -343,7 +350,8 @@ def test_two_sessions_and_tensors_that_outlive_them() -> None:
         *(("y", s) for s in range(4)),
         *(("x", s) for s in (50, 51, 52, 53, 60)),
     ]
-    assert all(good for _, _, good in leader) and other == []
+    assert all(good for _, _, good in leader)
+    assert other == []
 
 
 def differing() -> Any:
@@ -361,7 +369,8 @@ def differing() -> Any:
 
 def test_ranks_that_recorded_different_things_raise() -> None:
     leader, other = run(2, differing)
-    assert len(leader) == 2 and len(other) == 1, "the other learns of it when it next needs to know"
+    assert len(leader) == 2
+    assert len(other) == 1, "the other learns of it when it next needs to know"
     for message in (*leader, *other):
         assert "rank 1 recorded 1 tensors in a step in which rank 0 recorded 1" in message
 
@@ -397,7 +406,8 @@ def test_a_killed_rank_leaves_nothing_and_nobody_hangs(victim: int, tmp_path: Pa
     with pytest.raises(AssertionError, match="died with exit code -9"):
         run(2, killed, victim, str(tmp_path), timeout=60)
     said = (tmp_path / "said").read_text().splitlines()
-    assert len(said) >= 1 and all(f"rank {victim} is gone" in s for s in said)
+    assert len(said) >= 1
+    assert all(f"rank {victim} is gone" in s for s in said)
     (tmp_path / "said").unlink()
     assert list(tmp_path.iterdir()) == []
 

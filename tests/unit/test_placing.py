@@ -86,7 +86,8 @@ def test_a_slot_is_written_again_only_when_nobody_has_a_tensor_of_it(
     x, y = first.segment.give([(0, (4,), torch.float32), (64, (2, 3), torch.bfloat16)])
     flat = y.flatten()[2:]
     second = ring.take(ROUND)
-    assert second is not None and second is not first
+    assert second is not None
+    assert second is not first
     del x, y
     gc.collect()
     held = second.segment.give([(0, (4,), torch.float32)])
@@ -123,7 +124,8 @@ def test_a_forked_process_keeps_what_it_saw(tmp_path: Path) -> None:
         os._exit(0 if kept.tolist() == [7] * 4 else 1)
     del kept
     again = ring.take(ROUND)
-    assert again is not None and again is not slot
+    assert again is not None
+    assert again is not slot
     again.segment.tensor(0, (4,), torch.int32).fill_(9)
     os.write(theirs, b".")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
