@@ -136,11 +136,7 @@ def push(
     Raises:
         HookError: the whole does not have that; the same on all ranks.
     """
-    if len(shape) != len(layout.dims):
-        raise LayoutError(
-            f"a tensor of shape {tuple(shape)} has {len(shape)} dims; layout {layout.describe()} wants "
-            f"{len(layout.dims)}: the site's rule does not fit this module"
-        )
+    _fits(layout, shape)
     order = layout.permute or tuple(range(len(layout.dims)))
     dims = [layout.dims[i] for i in order]
     local = [shape[i] for i in order]
@@ -162,27 +158,30 @@ def push(
     for d in range(len(dims)):
         work.take(d, chosen.get(d), d in along, pushed)
     uneven = any(c is None for c in counts)
-    result = work.result
-    if pushed is not None and pushed.adds:
-        result = [*result, Dim()]
+    number = 0 if uneven else prod(c for c in counts if c is not None)
+    where = Where(targets, number, None, 0, dtype)
+    if along:
+        where = where._replace(entries=work.places.get(along[-1]), most=work.most.get(along[-1], 0))
     return Plan(
-        Layout(tuple(result), layout.partial),
+        Layout((*work.result, *([Dim()] if pushed is not None and pushed.adds else [])), layout.partial),
         bool(late) or (pushed is None and reduction is not None and uneven and reduction.sized),
         None if layout.permute is None else order,
         tuple(work.view) if any(v != slice(None) for v in work.view) else None,
         tuple(work.picks),
         pushed,
-        Where(
-            targets,
-            0 if uneven else prod(c for c in counts if c is not None),
-            work.places.get(targets[-1]) if along else None,
-            work.most.get(targets[-1], 0) if along else 0,
-            dtype,
-        ),
+        where,
         tuple(work.arrange),
         late,
         None if pushed is not None else reduction,
     )
+
+
+def _fits(layout: Layout, shape: Sequence[int]) -> None:
+    if len(shape) != len(layout.dims):
+        raise LayoutError(
+            f"a tensor of shape {tuple(shape)} has {len(shape)} dims; layout {layout.describe()} wants "
+            f"{len(layout.dims)}: the site's rule does not fit this module"
+        )
 
 
 def _lengths(dims: Sequence[Dim], local: Sequence[int], sizes: Sizes) -> list[int | None]:
