@@ -73,8 +73,9 @@ class Explaining:
             if not hook.backward:
                 yield "backward: nothing sent"
         else:
-            yield f"the whole is needed: {why}"
             leads = hook.run == "leader"
+            if not leads:
+                yield f"the whole is needed: {why}"
             yield f"gather: {_planned(plan_whole(layout, shape, size, mesh))}"
             told = plan_lead(layout, shape, size, mesh)
             who = f"the leader: {_planned(told)}" if leads else "every rank that holds a part of it"

@@ -76,8 +76,10 @@ class Editing:
 
         `way`: they run on this rank's part, which `whole` then is.
         """
-        holders, here = replicas(layout, self.mesh), leads(layout, self.mesh)
-        shape = whole.shape if way is None else way.shard.whole
+        if way is None:
+            holders, here, shape = replicas(layout, self.mesh), leads(layout, self.mesh), tuple(whole.shape)
+        else:
+            holders, here, shape = way.holders, way.leads, way.shard.whole
         for index, hook in enumerate(hooks):
             self.fired.add(hook)
             if hook.expected_shape is not None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives import Route, Shard
+from megatron_flex.collectives import Route, Shard, leads, replicas
 from megatron_flex.errors import HookError
 from megatron_flex.layout import Layout, padded_shape, parts
 from megatron_flex.mesh import Mesh
@@ -43,6 +43,8 @@ class Way:
         layout: of the local tensor.
         padded: whether some of the ranks' entries are padding that the whole has not.
         alone: whether each rank has the whole, and of its gradient too.
+        holders: the axes of the ranks that have parts of the same whole.
+        leads: whether this rank counts for all of them.
     """
 
     shard: Shard
@@ -52,6 +54,8 @@ class Way:
     layout: Layout
     padded: bool
     alone: bool
+    holders: Mesh
+    leads: bool
     _real: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def at(self, hook: HookFunction, key: Key) -> EditingFunction:
@@ -191,7 +195,8 @@ def decide(
             return None, _whole_of(name, edit, shard, layout, mesh)
         found[hook] = bound
     fresh = all(getattr(e, "fresh", False) for e in found.values())
-    return Way(shard, found, edits, fresh, layout, padded, alone), ""
+    holders, first = replicas(layout, mesh), leads(layout, mesh)
+    return Way(shard, found, edits, fresh, layout, padded, alone, holders, first), ""
 
 
 def whole_needed(

@@ -150,8 +150,9 @@ def test_the_page_on_selecting_runs() -> None:
 @pytest.mark.versions
 def test_the_page_on_edits_runs() -> None:
     pytest.importorskip("megatron.core")
-    ready, patching = blocks(ROOT / "docs" / "edits.md")
+    ready, patching, marked = blocks(ROOT / "docs" / "edits.md")
     assert run(4, execute, ready) == [["swap(0, 1) | clamp(-2.0, 2.0)"]] * 4
+    assert run(4, execute, marked) == [["True"]] * 4
     assert run(4, execute, patching) == [["forward on decoder.layers.2"]] * 4
 
 
