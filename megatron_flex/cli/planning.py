@@ -174,7 +174,7 @@ def tell_plan(out: Console, found: Plan) -> None:
 
 def tell_costs(out: Console, found: Costs) -> None:
     """Hooks, and what ranks pay for all of them in a step."""
-    out.print("[b]each time that a tensor passes[/b]")
+    out.print("each time that a tensor passes:")
     rows = table(
         "tensor",
         "hook",
@@ -190,7 +190,7 @@ def tell_costs(out: Console, found: Costs) -> None:
     for row in found.rows():
         rows.add_row(*row)
     out.print(rows)
-    out.print("\n[b]of a rank in a step[/b]")
+    out.print("\nof a rank in a step:")
     ranks = table(
         "rank", ">collectives", ">NVLink", ">network", ">PCIe", ">shared", ">of links", ">device", ">host"
     )

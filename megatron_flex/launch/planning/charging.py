@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -118,7 +119,7 @@ def _read(hook: PlannedHook, held: Held, site: Site, mesh: Mesh, placement: Plac
         layout, part, size = _picked(hook.wanted, held, site, mesh, heads)
     axes = layout.live(mesh.sizes)
     nodes = Counter(placement.nodes(axes)) if axes else Counter([0])
-    first, *others = nodes.values()
+    _, *others = nodes.values()
     mine = Traffic(pcie=part, shared=part)
     rank = mine if plan_read(layout, mesh) else Traffic()
     if others:
@@ -196,8 +197,9 @@ class _Heard(Shard):
     """A part that notes which sums are asked of it, and adds up nothing."""
 
     __slots__ = ("heard",)
+    heard: list[tuple[list[Axis], int]]
 
-    def sum(self, tensor: Tensor, dims: Any) -> Tensor:
+    def sum(self, tensor: Tensor, dims: Iterable[int]) -> Tensor:
         axes = [self.mesh[c.axis] for c in self._cuts(dims)]
         if axes:
             self.heard.append((axes, tensor.nbytes))
