@@ -340,7 +340,7 @@ def costs(config: Any, **kwargs: Any) -> Any:
 
 
 def test_memory_of_a_rank_depends_on_no_number_of_replicas_or_stages() -> None:
-    config = {**BASE, "num_layers": 16, "hidden_size": 64, "num_attention_heads": 8, "sequence_parallel": True}
+    config = {**BASE, "num_layers": 16, "num_attention_heads": 8, "sequence_parallel": True}
     hooks = {"read": ["decoder.layers.*"], "edit": [f"{FC1}=general", f"{FC1}=linear:2"]}
     few = costs(config, mesh={"tp": 4, "pp": 2, "dp": 8}, microbatches=1, **hooks)
     many = costs(config, mesh={"tp": 4, "pp": 16, "dp": 256}, microbatches=1, **hooks)
