@@ -106,16 +106,12 @@ def plan(
         raise FlexError("say the run's configuration once: --config FILE, or its flags behind --")
     run = str(config) if config is not None else cast(list[str], flags)
     how: dict[str, Any] = {"mesh": mesh_said(mesh), "world_size": world_size, "microbatches": microbatches}
-    told: dict[str, Any] = {}
+    priced: Costs | None = None
     if read or edit:
         links = Links(gpus_per_node, nvlink * 1e9, network * 1e9, pcie * 1e9)
         priced = price(run, read=read or (), edit=edit or (), links=links, **how)
-        told["costs"] = priced.to_json()
-        if not as_json:
-            tell_costs(console(), priced)
         if not (sites or parameters):
-            if as_json:
-                say_json(told)
+            _say(None, priced, as_json)
             return
     found = make(
         run,
@@ -130,9 +126,17 @@ def plan(
         disk_bytes_per_second=None if disk is None else disk * 1e9,
         **how,
     )
+    _say(found, priced, as_json)
+
+
+def _say(found: Plan | None, priced: Costs | None, as_json: bool) -> None:
+    """What was asked for: a dump, hooks, or both."""
     if as_json:
-        say_json({**found.to_json(), **told})
-    else:
+        say_json({**(found.to_json() if found else {}), **({"costs": priced.to_json()} if priced else {})})
+        return
+    if priced is not None:
+        tell_costs(console(), priced)
+    if found is not None:
         tell_plan(console(), found)
 
 
@@ -179,7 +183,7 @@ def tell_plan(out: Console, found: Plan) -> None:
 
 def tell_costs(out: Console, found: Costs) -> None:
     """Hooks, and what ranks pay for all of them in a step."""
-    out.print("[b]each time that a tensor passes[/b]")
+    out.print("each time that a tensor passes:")
     rows = table(
         "tensor",
         "hook",
@@ -195,7 +199,7 @@ def tell_costs(out: Console, found: Costs) -> None:
     for row in found.rows():
         rows.add_row(*row)
     out.print(rows)
-    out.print("\n[b]of a rank in a step[/b]")
+    out.print("\nof a rank in a step:")
     ranks = table(
         "rank", ">collectives", ">NVLink", ">network", ">PCIe", ">shared", ">of links", ">device", ">host"
     )

@@ -222,7 +222,7 @@ HELD: dict[str, dict[str, dict[Told, int]]] = {
         "linear edit": {**TWO, ("all_reduce", "tp", 128): 4},
         "general edit": {**TWO, ("all_gather", "tp", 12288): 4},
         "general edit of the layer's output": TWO,
-        "statistics": {("all_reduce", "tp", 0): 1},
+        "statistics": {("all_reduce", "tp", 2248): 1},
     },
     "tp2 sp": {
         "local edit": TWO,
@@ -230,7 +230,7 @@ HELD: dict[str, dict[str, dict[Told, int]]] = {
         "linear edit": {**TWO, ("all_reduce", "tp", 128): 4},
         "general edit": {**TWO, ("all_gather", "tp", 12288): 4},
         "general edit of the layer's output": {**TWO, ("all_gather", "tp", 4096): 4},
-        "statistics": {("all_reduce", "tp", 0): 1},
+        "statistics": {("all_reduce", "tp", 2248): 1},
     },
     "tp2 cp2 sp": {
         "local edit": FOUR,
@@ -242,7 +242,7 @@ HELD: dict[str, dict[str, dict[Told, int]]] = {
             ("all_gather", "tp", 2048): 4,
             ("all_gather", "cp", 4096): 4,
         },
-        "statistics": {("all_reduce", "all", 0): 1},
+        "statistics": {("all_reduce", "all", 2248): 1},
     },
     "tp4, two groups": {
         "local edit": TWO,
@@ -250,7 +250,7 @@ HELD: dict[str, dict[str, dict[Told, int]]] = {
         "linear edit": {**TWO, ("all_reduce", "tp", 128): 4},
         "general edit": {**TWO, ("all_gather", "tp", 12288): 4},
         "general edit of the layer's output": TWO,
-        "statistics": {("all_reduce", "tp", 0): 1},
+        "statistics": {("all_reduce", "tp", 2248): 1},
     },
 }
 

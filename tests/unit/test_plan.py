@@ -325,3 +325,71 @@ def test_local_shapes() -> None:
     assert prod(local_shape(COPIES, (4, 4, 2), {"tp": 4})) == 16
     with pytest.raises(FlexError, match="do not divide"):
         local_shape(CUT, (25, 2, 4), sizes)
+
+
+# -- what hooks cost -----------------------------------------------------------------------------------
+
+FC1, WHOLE = "decoder.layers.*.mlp.linear_fc1", 32 * 2 * 256 * 2  # bytes
+
+
+def costs(config: Any, **kwargs: Any) -> Any:
+    plan(config, "decoder.layers.0")  # skips where there is no megatron.training
+    from megatron_flex.launch.planning import costs
+
+    return costs(config, **kwargs)
+
+
+def test_memory_of_a_rank_depends_on_no_number_of_replicas_or_stages() -> None:
+    config = {**BASE, "num_layers": 16, "num_attention_heads": 8, "sequence_parallel": True}
+    hooks = {"read": ["decoder.layers.*"], "edit": [f"{FC1}=general", f"{FC1}=linear:2"]}
+    few = costs(config, mesh={"tp": 4, "pp": 2, "dp": 8}, microbatches=1, **hooks)
+    many = costs(config, mesh={"tp": 4, "pp": 16, "dp": 256}, microbatches=1, **hooks)
+    assert (few.ranks, many.ranks) == (64, 16384)
+    assert {c.name: (c.each.device, c.each.host, c.each.leader_host) for c in few.hooks} == {
+        c.name: (c.each.device, c.each.host, c.each.leader_host) for c in many.hooks
+    }
+    assert {r.device for r in few.roles} == {r.device for r in many.roles}
+    wide = costs(config, mesh={"tp": 8, "pp": 2, "dp": 8}, microbatches=1, read=["decoder.layers.*"])
+    read = [c for c in few.hooks if c.each.way == "read"]
+    assert read[0].each.device == 2 * wide.hooks[0].each.device == 32 * 2 * 64 * 2 / 4
+
+
+def test_links_by_kind_of_hook_and_by_node() -> None:
+    config = {**BASE, "num_layers": 1}
+    for node, near, far in ((8, WHOLE / 2 * 2, 0), (1, 0, WHOLE / 2 * 2)):
+        from megatron_flex.launch.planning import Links
+
+        links = Links(gpus_per_node=node)
+        hooks = {"read": [FC1], "edit": [f"{FC1}=general", f"{FC1}=local", f"{FC1}=scale=1.01"]}
+        found = costs(config, mesh={"tp": 2}, links=links, **hooks)
+        read, general, local, scale = (c.each for c in found.hooks)
+        assert (general.rank.nvlink, general.rank.network) == (near, far)
+        assert local.rank == scale.rank == type(local.rank)()
+        assert (read.rank.nvlink, read.rank.pcie, read.rank.shared) == (0, WHOLE / 2, WHOLE / 2)
+        assert read.rank.network == read.leader.network == (0 if node == 8 else WHOLE / 2)
+        assert found.to_json()["slowest"]["seconds"] == found.slowest.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("hooks", "said"),
+    [
+        ({"read": "decoder.layers.0@position=3"}, "'position=3'; nearest: positions"),
+        ({"read": "decoder.layers.0@positions=a"}, "'a' are no indices"),
+        ({"read": "@positions=3"}, "names no site"),
+        ({"edit": "decoder.layers.0"}, "say PATTERN=general"),
+        ({"edit": "decoder.layers.0=scal=2"}, "no preset 'scal'; nearest: scale"),
+        ({"read": "decoder.layers.0@heads=1"}, "heads"),
+        ({"read": "encoder.*"}, "matches no site"),
+        ({}, "costs of nothing"),
+    ],
+)
+def test_wrong_words_of_hooks(hooks: dict[str, str], said: str) -> None:
+    with pytest.raises(FlexError, match=said):
+        costs(BASE, **hooks)
+
+
+def test_links_are_numbers_above_zero() -> None:
+    from megatron_flex.launch.planning import Links
+
+    with pytest.raises(FlexError, match="nvlink=0"):
+        Links(nvlink=0)

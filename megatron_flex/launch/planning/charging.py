@@ -1,8 +1,9 @@
-"""What one hook moves and holds at one tensor, each time that it passes: collectives, bytes by link, memory."""
+"""What a hook moves and holds at one tensor, each time that it passes: collectives, bytes by link, memory."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -19,6 +20,8 @@ from megatron_flex.layout import Layout, whole_shape
 from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.runtime.selecting import Wanted, push
 from megatron_flex.sites import Site
+
+NONE = Traffic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +68,8 @@ class Charge:
     collectives: tuple[Sent, ...] = ()
     whole: int = 0
     part: int = 0
-    rank: Traffic = Traffic()
-    leader: Traffic = Traffic()
+    rank: Traffic = NONE
+    leader: Traffic = NONE
     up: int = 0
     device: int = 0
     host: int = 0
@@ -118,9 +121,9 @@ def _read(hook: PlannedHook, held: Held, site: Site, mesh: Mesh, placement: Plac
         layout, part, size = _picked(hook.wanted, held, site, mesh, heads)
     axes = layout.live(mesh.sizes)
     nodes = Counter(placement.nodes(axes)) if axes else Counter([0])
-    first, *others = nodes.values()
+    _, *others = nodes.values()
     mine = Traffic(pcie=part, shared=part)
-    rank = mine if plan_read(layout, mesh) else Traffic()
+    rank = mine if plan_read(layout, mesh) else NONE
     if others:
         rank += Traffic(network=max(others) * part)
     leader = mine + Traffic(network=sum(others) * part)
@@ -174,7 +177,7 @@ def _edit(hook: PlannedHook, held: Held, site: Site, mesh: Mesh, placement: Plac
             for a in axes
         ]
         way, device = "edit by sums" if sent else "edit of the part", part + sum(n for _, n in sums)
-    moved = sum((_ring(s, placement) for s in sent), Traffic())
+    moved = sum((_ring(s, placement) for s in sent), NONE)
     return Charge(way, tuple(sent), whole, part, moved, moved, device=device)
 
 
@@ -196,8 +199,9 @@ class _Heard(Shard):
     """A part that notes which sums are asked of it, and adds up nothing."""
 
     __slots__ = ("heard",)
+    heard: list[tuple[list[Axis], int]]
 
-    def sum(self, tensor: Tensor, dims: Any) -> Tensor:
+    def sum(self, tensor: Tensor, dims: Iterable[int]) -> Tensor:
         axes = [self.mesh[c.axis] for c in self._cuts(dims)]
         if axes:
             self.heard.append((axes, tensor.nbytes))

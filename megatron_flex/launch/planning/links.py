@@ -1,4 +1,4 @@
-"""Where ranks stand, and what lies between them: NVLink in a node, a network between nodes, PCIe to the host."""
+"""Where ranks stand, and what lies between: NVLink in a node, a network between nodes, PCIe to the host."""
 
 from __future__ import annotations
 
