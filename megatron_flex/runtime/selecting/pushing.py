@@ -158,10 +158,7 @@ def push(
     for d in range(len(dims)):
         work.take(d, chosen.get(d), d in along, pushed)
     uneven = any(c is None for c in counts)
-    number = 0 if uneven else prod(c for c in counts if c is not None)
-    where = Where(targets, number, None, 0, dtype)
-    if along:
-        where = where._replace(entries=work.places.get(along[-1]), most=work.most.get(along[-1], 0))
+    where = work.where(targets, 0 if uneven else prod(c for c in counts if c is not None), dtype)
     return Plan(
         Layout((*work.result, *([Dim()] if pushed is not None and pushed.adds else [])), layout.partial),
         bool(late) or (pushed is None and reduction is not None and uneven and reduction.sized),
@@ -230,6 +227,11 @@ class _Work:
         self.arrange: list[tuple[int, Tensor]] = []
         self.places: dict[int, Tensor] = {}
         self.most: dict[int, int] = {}
+
+    def where(self, targets: tuple[int, ...], number: int, dtype: torch.dtype) -> Where:
+        """What a reduction along these dims is told."""
+        last = targets[-1] if targets else -1
+        return Where(targets, number, self.places.get(last), self.most.get(last, 0), dtype)
 
     def take(self, d: int, entries: Sequence[int] | None, reduced: bool, reduction: Reduction | None) -> None:
         """Note what becomes of a dim."""
