@@ -150,10 +150,19 @@ def test_the_page_on_selecting_runs() -> None:
 @pytest.mark.versions
 def test_the_page_on_edits_runs() -> None:
     pytest.importorskip("megatron.core")
-    ready, patching, marked = blocks(ROOT / "docs" / "edits.md")
+    ready, patching, marked, _ = blocks(ROOT / "docs" / "edits.md")
     assert run(4, execute, ready) == [["swap(0, 1) | clamp(-2.0, 2.0)"]] * 4
     assert run(4, execute, marked) == [["True"]] * 4
     assert run(4, execute, patching) == [["forward on decoder.layers.2"]] * 4
+
+
+@pytest.mark.versions
+def test_the_page_on_edits_that_sum_runs() -> None:
+    pytest.importorskip("megatron.core")
+    (code,) = [b for b in blocks(ROOT / "docs" / "edits.md") if "shard.sum" in b]
+    for printed in run(4, execute, code):
+        on_parts, on_wholes = ([float(x) for x in line.split()] for line in printed)
+        assert on_parts == pytest.approx(on_wholes, rel=1e-5)
 
 
 @pytest.mark.versions
