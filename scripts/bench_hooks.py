@@ -17,6 +17,12 @@ from typing import Any
 
 STEP_MODEL = {"layers": 4, "hidden": 512, "ffn": 2048, "seq": 256, "batch": 2}
 SECTION = "hooks"
+ALWAYS = ("none", "gather", "all-gather")  # by which the others are checked
+WAYS = (
+    *ALWAYS,
+    *("idle", "detached", "clone", "read", "clone of one", "selected", "local by hand", "local", "linear"),
+    *("general", "statistics", "dump", "trainable", "flex-model read", "flex-model edit"),
+)
 
 
 def flags(words: list[str]) -> argparse.Namespace:
@@ -38,7 +44,7 @@ def flags(words: list[str]) -> argparse.Namespace:
     add("--ffn", type=int, default=4096, help="fc1's features (default %(default)s)")
     add("--seq", type=int, default=64, help="tokens of a sequence; samples follow (default %(default)s)")
     add(
-        "--only", nargs="+", metavar="WAY", default=[], help="by name, as in the JSON; 'none' is always there"
+        "--only", nargs="+", metavar="WAY", default=[], help=f"by name; {', '.join(ALWAYS)} are always there"
     )
     add("--folder", help="where dumps and statistics are written (default: a temporary folder)")
     add("--timeout", type=float, default=3600, help="seconds for one size (default %(default)s)")
@@ -51,6 +57,8 @@ def flags(words: list[str]) -> argparse.Namespace:
     for name in ("rounds", "repeats", "hidden", "ffn", "seq"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)}: must be at least 1")
+    if unknown := [name for name in args.only if name not in WAYS]:
+        parser.error(f"--only {unknown[0]}: name some of {', '.join(map(repr, WAYS))}")
     for tp in args.tp:
         if tp < 1 or args.hidden % (16 * tp) or args.ffn % tp:
             parser.error(
@@ -80,7 +88,7 @@ def settings_of(args: argparse.Namespace, tp: int, mib: float) -> dict[str, Any]
         "warmup": args.warmup,
         "repeats": max(1, min(args.repeats, math.ceil(128 / mib))),
         "folder": args.folder,
-        "only": tuple(dict.fromkeys(["none", *args.only])) if args.only else (),
+        "only": tuple(dict.fromkeys([*ALWAYS, *args.only])) if args.only else (),
     }
 
 
