@@ -43,9 +43,7 @@ def flags(words: list[str]) -> argparse.Namespace:
     add("--hidden", type=int, default=64, help="of the model that is hooked (default %(default)s)")
     add("--ffn", type=int, default=4096, help="fc1's features (default %(default)s)")
     add("--seq", type=int, default=64, help="tokens of a sequence; samples follow (default %(default)s)")
-    add(
-        "--only", nargs="+", metavar="WAY", default=[], help=f"by name; {', '.join(ALWAYS)} are always there"
-    )
+    add("--only", nargs="+", metavar="WAY", default=[], help=f"by name; {', '.join(ALWAYS)} are always there")
     add("--folder", help="where dumps and statistics are written (default: a temporary folder)")
     add("--timeout", type=float, default=3600, help="seconds for one size (default %(default)s)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the same ways on a GPU, one process")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron_flex.collectives import Shard, checksum
 from megatron_flex.edits.preset import Local, Preset, parted
-from megatron_flex.edits.tensors import Held, Indices, along, fits
+from megatron_flex.edits.tensors import Held, Indices, along, fits, inside
 from megatron_flex.errors import HookError
 from megatron_flex.sites import HEADS as HEADS
 from megatron_flex.sites import PACKED as PACKED
@@ -52,8 +52,9 @@ class Edit(Preset):
         ours = cls.__module__.startswith("megatron_flex.edits.")
         cls.fresh = vars(cls).get("fresh", ours)
         cls.asks_context = cls.__call__ is not Edit.__call__
-        if not ours and "edit" in vars(cls) and "needs" not in vars(cls):
-            cls.needs = Edit.needs  # type: ignore[method-assign]  # what it is derived from says nothing of it
+        if not ours and "edit" in vars(cls):  # what it is derived from says nothing of it
+            for name in {"needs", "cannot_fail"} - vars(cls).keys():
+                setattr(cls, name, vars(Edit)[name])
 
     def __post_init__(self) -> None:
         object.__setattr__(
@@ -86,6 +87,10 @@ class Edit(Preset):
         """
         return {"*"}
 
+    def cannot_fail(self, site: Site) -> bool:
+        """Whether no tensor could make it fail at this site; `dims` are the site's."""
+        return False
+
     # -- helpers of what presets say, for a whole and for a rank's part of it alike ------------------------
 
     def shape(self, inputs: Tensor) -> tuple[int, ...]:
@@ -95,6 +100,11 @@ class Edit(Preset):
     def length(self, inputs: Tensor, dim: int) -> int:
         """The length of a dim of the whole."""
         return self.shape(inputs)[dim]
+
+    def within(self, site: Site) -> bool:
+        """Whether the part that it is meant for is there in whatever tensor passes at the site."""
+        free = self.positions is None and self.samples is None and self.heads is None
+        return free and (self.features is None or inside(self.features, site.shape[-1]))
 
     def along(self, inputs: Tensor, dim: int, indices: Indices, what: str, width: int = 1) -> Tensor:
         """Which entries of a dim are chosen, counted in the whole, as booleans that broadcast to `inputs`.
@@ -174,6 +184,7 @@ class Edit(Preset):
         if self.heads is not None:
             bound.head_dim(len(site.dims), site.name)
         bound.check(site)
+        bound = bound._with(sure=bool(site.shape) and bound.cannot_fail(site))
         return bound._with(pure=False) if bound.asks_module(site) else bound
 
     def asks_module(self, site: Site) -> bool:

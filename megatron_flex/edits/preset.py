@@ -37,6 +37,7 @@ class Preset(ABC):
         fresh: whether it leaves what it gets as it is, and returns a tensor that nobody else keeps.
         asks_context: whether it uses `save_ctx`.
         asks_modules: whether it uses trainable modules.
+        sure: whether no tensor can make it fail, so that ranks need not ask; known once the site is.
     """
 
     pure: bool | None = True
@@ -44,6 +45,7 @@ class Preset(ABC):
     fresh = False
     asks_context = True
     asks_modules = True
+    sure = False
 
     @property
     def local(self) -> Local:
@@ -94,6 +96,7 @@ class chain(Preset):
         self.fresh = all(getattr(e, "fresh", False) for e in self.edits)
         self.asks_context = any(uses_context(e) for e in self.edits)
         self.asks_modules = any(asks_modules(e) for e in self.edits)
+        self.sure = all(getattr(e, "sure", False) for e in self.edits)
 
     @property
     def local(self) -> Local:

@@ -52,6 +52,14 @@ def _along(size: int, chosen: tuple[int, ...], width: int, device: torch.device)
         return mask.repeat_interleave(width).to(device)
 
 
+def inside(indices: Indices, size: int | str) -> bool:
+    """Whether indices are surely within a dim, whose length may be known by its name only."""
+    if isinstance(indices, slice):
+        return True
+    many = (indices,) if isinstance(indices, int) else indices
+    return isinstance(size, int) and all(-size <= i < size for i in many)
+
+
 class Held:
     """A constant tensor that is wanted on the device and in the dtype of another; moved there once."""
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron_flex.edits.base import HEADS, PACKED, Edit
 from megatron_flex.edits.files import read_one
 from megatron_flex.edits.preset import parted
-from megatron_flex.edits.tensors import Held, Indices
+from megatron_flex.edits.tensors import Held, Indices, inside
 from megatron_flex.errors import HookError
 from megatron_flex.sites import Site
 
@@ -33,6 +33,9 @@ class scale(Edit):
     def needs(self) -> set[str]:
         return set()
 
+    def cannot_fail(self, site: Site) -> bool:
+        return self.within(site)
+
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         return inputs * self.factor
 
@@ -49,6 +52,9 @@ class zero(Edit):
 
     def needs(self) -> set[str]:
         return set()
+
+    def cannot_fail(self, site: Site) -> bool:
+        return self.within(site)
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         return torch.zeros_like(inputs)
@@ -70,6 +76,9 @@ class clamp(Edit):
 
     def needs(self) -> set[str]:
         return set()
+
+    def cannot_fail(self, site: Site) -> bool:
+        return self.within(site)
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         return inputs.clamp(self.low, self.high)
@@ -129,6 +138,10 @@ class heads(Edit):
     def needs(self) -> set[str]:
         return set()
 
+    def cannot_fail(self, site: Site) -> bool:
+        at = self.head_dim(len(site.dims))
+        return self.within(site) and site.dims[at] in HEADS and inside(self.which, site.shape[at])
+
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         chosen = self.head_mask(inputs, self.which, module, self.of)
         return torch.where(~chosen if self.keep else chosen, torch.zeros_like(inputs), inputs)
@@ -152,6 +165,9 @@ class neurons(Edit):
 
     def needs(self) -> set[str]:
         return set()
+
+    def cannot_fail(self, site: Site) -> bool:
+        return self.within(site) and inside(self.which, site.shape[-1])
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         chosen = self.along(inputs, inputs.ndim - 1, self.which, "neurons")

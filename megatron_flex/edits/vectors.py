@@ -54,6 +54,9 @@ class steer(Edit):
         # Of a vector that is trained a rank would have a share of the gradient.
         return {"*"} if self._held.tensor.requires_grad else set()
 
+    def cannot_fail(self, site: Site) -> bool:
+        return self.within(site) and self._held.tensor.ndim == 1 and isinstance(site.shape[-1], int)
+
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         return inputs + self.coefficient * self.constant(self._held, inputs, "a vector")
 

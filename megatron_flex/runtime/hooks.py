@@ -172,8 +172,13 @@ class HookFunction:
     @property
     def can_fail(self) -> bool:
         """Whether the hook does something that may go wrong on some rank: all ranks then ask each other."""
-        asks = self.editing_function is not None or self.expected_shape is not None or self.unpack_idx != 0
-        return asks or not self._sure
+        asks = self.expected_shape is not None or self.unpack_idx != 0 or self.on_error == "skip"
+        return asks or not self._sure or (self.editing_function is not None and not self._sure_edit)
+
+    @property
+    def _sure_edit(self) -> bool:
+        known = bool(self._at) and all(getattr(e, "sure", False) for e in self._at.values())
+        return known and self.run == "replicated"
 
     def describe(self) -> str:
         """Return what all ranks must have in common of this hook, in words."""

@@ -320,6 +320,8 @@ class Session:
         if differ:
             failure = failure or (differ, HookError(differ))
         can_fail = self.registry.follows or any(h.can_fail for h in hooks)
+        if failure is not None and not can_fail:  # such as no memory left, which ends a rank anyhow
+            raise HookError(failure[0]) from failure[1]
         wrong = can_fail and self.editing.skipping.settle(failure is not None, mesh)
         self.passing.settle()
         self.sinks.ends(wrong, mesh, called)

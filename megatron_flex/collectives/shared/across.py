@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_flex.collectives.shared.placing import placing
+from megatron_flex.collectives.shared.placing import aligned, placing
 from megatron_flex.layout import Sizes
 
 if TYPE_CHECKING:
     from megatron_flex.collectives.shared.board import Member, Record
     from megatron_flex.collectives.shared.segment import Segment
-
-ALIGN = 64  # bytes; where shards begin
 
 
 class Parts(NamedTuple):
@@ -28,7 +26,7 @@ class Parts(NamedTuple):
 def parts_of(record: Record, node: Sequence[Member], sizes: Sizes, start: int) -> Parts:
     """Where each rank of a node writes its shard, all of a tensor's together from `start` on."""
     at: dict[int, int] = {}
-    size = -(-torch.Size(record.local).numel() * record.dtype.itemsize // ALIGN) * ALIGN
+    size = aligned(torch.Size(record.local).numel() * record.dtype.itemsize)
     for member in node:
         if placing(record.layout, record.local, member.coords, sizes).writes:
             at[member.rank] = start

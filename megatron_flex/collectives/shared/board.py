@@ -26,14 +26,12 @@ from torch import Tensor
 from megatron_flex.collectives.shared.across import Across, parts_of
 from megatron_flex.collectives.shared.notes import Line
 from megatron_flex.collectives.shared.pinned import Copies
-from megatron_flex.collectives.shared.placing import Placing, add_up, placing
+from megatron_flex.collectives.shared.placing import Placing, add_up, aligned, placing
 from megatron_flex.collectives.shared.segment import Segment
 from megatron_flex.collectives.shared.slots import Ring, Slot
 from megatron_flex.errors import FlexError, FlexWarning
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
-
-ALIGN = 64  # bytes; where tensors begin
 
 
 @dataclass(frozen=True)
@@ -127,10 +125,10 @@ class Board:
         self.count += 1
 
     def _room(self, place: Placing, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        whole = _aligned(place.bytes(dtype))
+        whole = aligned(place.bytes(dtype))
         if self._one_node:
             return whole
-        return max(whole, len(self.members) * _aligned(dtype.itemsize * torch.Size(shape).numel()))
+        return max(whole, len(self.members) * aligned(dtype.itemsize * torch.Size(shape).numel()))
 
     def _write(self, record: Record, local: Tensor) -> None:
         if self._segment is None or not local.numel():
@@ -346,7 +344,3 @@ class Board:
             FlexWarning,
             stacklevel=2,
         )
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGN) * ALIGN

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_flex.layout import Coords, Layout, Sizes, first_copy, padded_shape, spans, whole_shape
 
 Slices = tuple[slice, ...]
+ALIGN = 64  # bytes; where tensors begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +122,8 @@ def add_up(planes: Tensor) -> None:
         total += plane
     if half:
         first.copy_(total)
+
+
+def aligned(size: int) -> int:
+    """So many bytes, or a few more, for the next tensor to begin where it should."""
+    return -(-size // ALIGN) * ALIGN
