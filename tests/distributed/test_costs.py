@@ -30,7 +30,7 @@ Told = tuple[str, str, int]
 FC1, FC2, LAYER = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0.mlp.linear_fc2", "decoder.layers.0"
 WIDE = 2 * gpt.FFN  # of fc1's output, gate and up
 NAMES = {"all_gather_into_tensor": "all_gather"}
-FLAGS = 8  # bytes: after a step with an edit ranks compare two flags along each axis
+FLAGS = 8  # bytes: after a step with an edit that can fail ranks compare two flags along each axis
 
 
 def _told(calls: Counter[Call], axes: dict[tuple[int, ...], str]) -> Counter[Told]:
@@ -92,6 +92,8 @@ EDITS = (
     "decoder.layers.0.self_attention:k=general",
     "output_layer=general",
 )
+SURE = (f"{FC1}=local", f"{FC1}=scale=1.01", f"{LAYER}=local", f"{LAYER}=scale=1.01 | clamp=-3@3")
+CAN_FAIL = tuple(e for e in EDITS if e not in SURE)
 CASES = [
     Case("tp2", tp=2, layers=1),
     Case("tp2 sp", tp=2, sp=True, layers=1),
@@ -159,7 +161,7 @@ def test_counted_is_what_the_plan_says(case: Case) -> None:
     for cost in found.hooks:
         for sent in cost.each.collectives:
             want[cost.hook.partition(" ")[2]][sent.op, sent.axis, sent.nbytes] += cost.times
-    for hook in EDITS:
+    for hook in CAN_FAIL:
         want[hook].update({("flags", a, FLAGS): 1 for a in ("tp", "cp") if found.mesh[a] > 1})
     for rank, answer in enumerate(answers):
         wrong = {w: (c, dict(want[w])) for w, c in answer.items() if c != want[w]}
@@ -217,24 +219,18 @@ FOUR = {**TWO, ("flags", "cp", FLAGS): 1}
 # By case and kind: what each rank calls in a step of two microbatches, where all call the same.
 HELD: dict[str, dict[str, dict[Told, int]]] = {
     "tp2": {
-        "local edit": TWO,
-        "local edit of some neurons": TWO,
         "linear edit": {**TWO, ("all_reduce", "tp", 128): 4},
         "general edit": {**TWO, ("all_gather", "tp", 12288): 4},
         "general edit of the layer's output": TWO,
         "statistics": {("all_reduce", "tp", 2248): 1},
     },
     "tp2 sp": {
-        "local edit": TWO,
-        "local edit of some neurons": TWO,
         "linear edit": {**TWO, ("all_reduce", "tp", 128): 4},
         "general edit": {**TWO, ("all_gather", "tp", 12288): 4},
         "general edit of the layer's output": {**TWO, ("all_gather", "tp", 4096): 4},
         "statistics": {("all_reduce", "tp", 2248): 1},
     },
     "tp2 cp2 sp": {
-        "local edit": FOUR,
-        "local edit of some neurons": FOUR,
         "linear edit": {**FOUR, ("all_reduce", "tp", 64): 4},
         "general edit": {**FOUR, ("all_gather", "tp", 6144): 4, ("all_gather", "cp", 12288): 4},
         "general edit of the layer's output": {
@@ -242,15 +238,13 @@ HELD: dict[str, dict[str, dict[Told, int]]] = {
             ("all_gather", "tp", 2048): 4,
             ("all_gather", "cp", 4096): 4,
         },
-        "statistics": {("all_reduce", "all", 2248): 1},
+        "statistics": {("all_reduce", "all", 2280): 1},
     },
     "tp4, two groups": {
-        "local edit": TWO,
-        "local edit of some neurons": TWO,
         "linear edit": {**TWO, ("all_reduce", "tp", 128): 4},
         "general edit": {**TWO, ("all_gather", "tp", 12288): 4},
         "general edit of the layer's output": TWO,
-        "statistics": {("all_reduce", "tp", 2248): 1},
+        "statistics": {("all_reduce", "tp", 2280): 1},
     },
 }
 

@@ -386,10 +386,10 @@ def test_sizes_check_can_fail():
 DIAGRAM = """
 ```
 cli/                           the command line
-launch/ · view/                the doors
+launch/                        the doors
 compat/                        another interface
 model · compare                FlexModel and HookFunction
-edits · lens                   ready-made
+edits · lens · view            ready-made
 runtime/                       taps · hooks
 adapters/ · dump/ · statistics/  one file per framework │ manifest
 collectives                    gather and scatter

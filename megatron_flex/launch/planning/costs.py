@@ -14,9 +14,10 @@ from megatron_flex.launch.planning.charging import Charge, Sent, charge
 from megatron_flex.launch.planning.hooking import PlannedHook
 from megatron_flex.launch.planning.links import Links, Placement, Traffic, between
 from megatron_flex.mesh import Mesh
+from megatron_flex.runtime.hooks import for_site
 from megatron_flex.sites import Site
 
-FLAGS = 8  # bytes: two flags that ranks compare along every axis after a step with an edit
+FLAGS = 8  # bytes: two flags that ranks compare along every axis after a step with an edit that can fail
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class RankCost:
         stage: its pipeline stage.
         moved: its bytes by link.
         seconds: that the links need for them, one after the other.
-        collectives: how many it takes part in for tensors; the flags of a step with edits are not counted.
+        collectives: how many it takes part in for tensors; `flags` come on top.
         device: bytes of memory on its device, at most: each tensor is there for its own pass only, what is
             read until it is copied to the host.
         host: bytes of its host's memory, until what was read is taken.
@@ -78,7 +79,7 @@ class Costs:
         links: between them.
         hooks: every hook at every tensor, in model order.
         roles: what the ranks of a stage pay that differ by what they do; of stages that are alike the first.
-        flags: collectives of some bytes that a step has more, on each rank, if there is an edit.
+        flags: collectives of some bytes that a step has more, on each rank, if some edit can fail.
         uncounted: sites that were meant and cannot be told of, and why.
     """
 
@@ -175,6 +176,7 @@ def costs_of(
     Raises:
         FlexError: no hook at all, or one that cannot stand where it is meant to.
     """
+    wanted = list(wanted)
     placement = Placement(mesh.sizes, links.gpus_per_node)
     words: dict[Any, str] = {}
     known: dict[Any, Charge] = {}
@@ -202,10 +204,17 @@ def costs_of(
     ranks = 1
     for axis in mesh:
         ranks *= axis.size
-    edits = any(c.each.way != "read" for c in found)
-    flags = sum(1 for a in mesh if a.size > 1) if edits else 0
+    asks = any(_can_fail(hook, site) for hook, site, _ in wanted)
+    flags = sum(1 for a in mesh if a.size > 1) if asks else 0
     roles = _roles(mesh, found, links, placement)
     return Costs(dict(mesh.sizes), ranks, links, tuple(found), roles, flags, dict(uncounted))
+
+
+def _can_fail(hook: PlannedHook, site: Site) -> bool:
+    """Whether a hook has an edit after which ranks ask each other."""
+    if not hook.edit or hook.edit == "local":
+        return False
+    return not getattr(for_site(hook.edit, site), "sure", False)
 
 
 def _roles(mesh: Mesh, found: Sequence[Cost], links: Links, placement: Placement) -> tuple[RankCost, ...]:
