@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_flex.collectives.meter import counted
@@ -74,6 +75,47 @@ def posted(op: str, axis: Axis, result: Tensor, call: Callable[..., Any], *args:
 
     counted(op, axis, result, begin, *args, **kwargs)
     return found[0]
+
+
+class Posted:
+    """Messages on their way, all of which are waited for."""
+
+    def __init__(self) -> None:
+        self.works: list[Any] = []
+
+    def wait(self) -> None:
+        """Until they are through."""
+        for work in self.works:
+            if work is not None:
+                work.wait()
+
+
+def to_first(mine: Tensor, rows: Sequence[Tensor], axis: Axis) -> Posted:
+    """Begin to bring everyone's message to the first rank of an axis; what it gives can be waited for.
+
+    By messages from rank to rank, which gloo writes straight to `rows`: a gather of its own goes by way of
+    fresh memory. NCCL's is made of such messages anyhow.
+
+    Args:
+        mine: this rank's, flat.
+        rows: on the first rank, where to put those of the others.
+        axis: the ranks.
+    """
+    out = Posted()
+
+    def begin(group: Any) -> None:
+        if dist.get_backend(group) == "nccl":
+            slots = None if axis.coord else [mine, *rows]
+            out.works.append(dist.gather(mine, slots, axis.ranks[0], group=group, async_op=True))
+        elif axis.coord:
+            out.works.append(dist.isend(mine, axis.ranks[0], group=group))
+        else:
+            out.works += [
+                dist.irecv(row, r, group=group) for row, r in zip(rows, axis.ranks[1:], strict=True)
+            ]
+
+    counted("gather", axis, mine, begin)
+    return out
 
 
 def _lying(tensors: Sequence[Tensor], at: Sequence[int], length: int) -> Tensor | None:

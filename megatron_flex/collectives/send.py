@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_flex.collectives.edit import stack_along
-from megatron_flex.collectives.messages import as_bytes, groups, pack, posted, starts, stride
+from megatron_flex.collectives.messages import as_bytes, groups, pack, posted, starts, stride, to_first
 from megatron_flex.collectives.staging import staging
 from megatron_flex.layout import Layout, assemble, coordinates
 from megatron_flex.mesh import Axis, Mesh
@@ -85,8 +85,8 @@ class Sending:
     """Parcels on their way to the leader of each stage. Making one begins it.
 
     Collective over the axes in the parcels' plans, when it is made and again when it is waited for: every
-    rank of a group does both with the same parcels in the same order. One gather for each axis, one
-    reduction for each axis and dtype summed over it, and one small all-gather for each axis that uneven
+    rank of a group does both with the same parcels in the same order. One message of each rank along each
+    axis, one reduction for each axis and dtype summed over it, and one small all-gather for each axis that uneven
     parts are cut over.
 
     Args:
@@ -171,15 +171,14 @@ class Sending:
             now = [items[n] for n in group]
             widths = [i.width for i in now for _ in i.parcel.shards]
             mine = pack([s for i in now for s in i.parcel.shards], widths)
-            slots = None
+            slots, rows = None, torch.empty(0)
             if axis.coord == 0:
                 step = stride(mine.nbytes)
                 taken = staging.take(step * (axis.size - 1), mine.device)
                 self._taken.append(taken)
                 rows = taken.view(axis.size - 1, step)[:, : mine.nbytes]
                 slots = [mine, *rows]  # nothing of its own to copy
-            args = (mine, slots, axis.ranks[0])
-            work = posted("gather", axis, mine, dist.gather, *args) if mine.nbytes else None
+            work = to_first(mine, list(rows), axis) if mine.nbytes else None
             out.append((work, partial(_came, now, widths, slots)))
         return out
 
