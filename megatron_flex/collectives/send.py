@@ -86,8 +86,8 @@ class Sending:
 
     Collective over the axes in the parcels' plans, when it is made and again when it is waited for: every
     rank of a group does both with the same parcels in the same order. One message of each rank along each
-    axis, one reduction for each axis and dtype summed over it, and one small all-gather for each axis that uneven
-    parts are cut over.
+    axis, one reduction for each axis and dtype summed over it, and one small all-gather for each axis that
+    uneven parts are cut over.
 
     Args:
         parcels: one for each read, with the local shard; on ranks that take no part their shards are unused.
