@@ -64,13 +64,14 @@ class Changing(Reading):
     ) -> Tensor:
         """Edit this rank's part. Nothing is sent but what an edit sums over ranks."""
         if record:
-            self.recorder.shard(key, local, way.layout)
+            self.keep_part(hooks, key, local, way.layout)
         made = self.editing.edit(hooks, key, module, way.into(local), way.layout, way)
         out = way.outof(made, local)
         if self.compared is not None:
             self.compared(hooks, key, module, local, way, out)
-        if record and any(h.behind for h in hooks) and not hooks[0].backward:
-            self.recorder.shard(key._replace(site=key.site + EDITED), out, way.layout)
+        behind = [h for h in hooks if h.behind]
+        if record and behind and not hooks[0].backward:
+            self.keep_part(behind, key._replace(site=key.site + EDITED), out, way.layout)
         return out
 
     def edit(

@@ -55,6 +55,17 @@ class Reading:
             self.editing.check_shapes(hooks, key, whole.shape)
             self.keep(hooks, key, whole, layout)
             return
+        self.keep_part(hooks, key, local, layout, route)
+
+    def keep_part(
+        self,
+        hooks: Sequence[HookFunction],
+        key: Key,
+        local: Tensor,
+        layout: Layout,
+        route: Route | None = None,
+    ) -> None:
+        """Keep what is wanted of this rank's part, to be sent later."""
         gathered: Tensor | None = None
         for hook in hooks if len(hooks) == 1 else _distinct(hooks):
             name = named(key, hook)

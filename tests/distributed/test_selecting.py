@@ -195,6 +195,12 @@ def several(case: Case) -> dict[str, Any]:
     out = {"whole": step_with(case, chunks, [mf.HookFunction(site)])}
     out["edit"] = step_with(case, chunks, [edit])
     out["behind"] = step_with(case, chunks, [behind])
+    # The same by an edit that runs on the shard.
+    edit = mf.HookFunction(site, None, mf.edits.scale(2.0), select=last)
+    behind = mf.HookFunction(site, None, mf.edits.scale(2.0), select=last, reduce=norm, keep_as="norm")
+    behind.behind = True
+    out["edit on shards"] = step_with(case, chunks, [edit])
+    out["behind on shards"] = step_with(case, chunks, [behind])
     out["beside"] = step_with(
         case,
         chunks,
@@ -264,9 +270,10 @@ def test_beside_edits_and_wholes_and_how_much_is_kept() -> None:
     found = run(2, several, case)
     site, whole = f"{FC1}:output", found[0]["whole"][f"{FC1}:output"]
     close = torch.testing.assert_close
-    close(found[0]["edit"], {site: whole[-1:]})
     norm = whole.norm(dim=-1)
-    close(found[0]["behind"], {f"{site}.norm": norm[-1:], f"{site}.edited.norm": 2 * norm[-1:]})
+    for way in ("", " on shards"):
+        close(found[0]["edit" + way], {site: whole[-1:]})
+        close(found[0]["behind" + way], {f"{site}.norm": norm[-1:], f"{site}.edited.norm": 2 * norm[-1:]})
     close(found[0]["beside"], {site: whole, f"{site}.seen": norm, f"{site}.last": whole[-1:]})
     s, b, h = gpt.SEQUENCE, gpt.BATCH, gpt.HIDDEN
     shard = 2 * gpt.FFN // 2
