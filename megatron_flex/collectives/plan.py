@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import prod
 
 from megatron_flex.collectives.edit import replicas
-from megatron_flex.collectives.send import plan_read
 from megatron_flex.layout import Layout, parts
 from megatron_flex.mesh import Mesh
 
@@ -50,13 +49,11 @@ def plan_whole(layout: Layout, shape: Sequence[int | str], itemsize: int, mesh: 
     cut = prod(parts(d, mesh.sizes) for d in layout.dims)
     number = itemsize * prod(_padded(layout, shape, mesh)) / cut
     names = tuple(n for n in shape if isinstance(n, str))
-    out = []
-    for step in plan_read(layout, mesh):
-        if step.op == "sum":
-            out.append(Planned("all_reduce", step.axis, number, names))
-        else:
-            number *= mesh[step.axis].size
-            out.append(Planned("all_gather", step.axis, number, names))
+    live = layout.live(mesh.sizes)
+    out = [Planned("all_reduce", a, number, names) for a in live if a in layout.partial]
+    for axis in (a for a in reversed(live) if a not in layout.partial):
+        number *= mesh[axis].size
+        out.append(Planned("all_gather", axis, number, names))
     return out
 
 
@@ -82,7 +79,6 @@ def plan_lead(layout: Layout, shape: Sequence[int | str], itemsize: int, mesh: M
 def _padded(layout: Layout, shape: Sequence[int | str], mesh: Mesh) -> list[int]:
     """The lengths that are known, with the least padding that a cut needs."""
     order = layout.permute or tuple(range(len(layout.dims)))
-    out = []
     for place, length in zip(order, shape, strict=True):
         dim = layout.dims[place]
         if isinstance(length, int):
