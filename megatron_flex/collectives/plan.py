@@ -79,6 +79,7 @@ def plan_lead(layout: Layout, shape: Sequence[int | str], itemsize: int, mesh: M
 def _padded(layout: Layout, shape: Sequence[int | str], mesh: Mesh) -> list[int]:
     """The lengths that are known, with the least padding that a cut needs."""
     order = layout.permute or tuple(range(len(layout.dims)))
+    out = []
     for place, length in zip(order, shape, strict=True):
         dim = layout.dims[place]
         if isinstance(length, int):
