@@ -25,6 +25,42 @@ PACKAGES = (
     "deepspeed",
 )  # what tests run on, as far as it is installed
 
+# Compositions of what other cells hold by themselves, and cells that larger ones hold too: scripts/test runs them,
+# continuous integration leaves them out (`-m "not wide"`), which has no time for all.
+WIDE = {
+    "test_matrix.py": (
+        *(
+            "test_gpt[tp2]",
+            "test_gpt[tp4]",
+            "test_gpt[pp2]",
+            "test_gpt[tp2 dp2]",
+            "test_hybrid[hybrid tp2 sp]",
+        ),
+        *("test_context_parallel[cp2]", "test_context_parallel[cp2 pp2]"),
+    ),
+    "test_moe.py": (
+        "test_experts[moe tp2 sp ep2, allgather]",
+        "test_experts[moe pp2 dp2 ep2]",
+        "test_experts[moe tp2 sp ep2, experts recomputed]",
+        "test_experts_on_four_ranks[moe tp2 sp dp2 ep2 etp2, allgather]",
+        "test_experts_on_four_ranks[moe tp2 sp dp2 ep4]",
+    ),
+    "test_models.py": (
+        "test_prediction_of_several_tokens[mtp pp2 vpp2]",
+        "test_layers_without_attention[M tp2 dp2]",
+        "test_layers_without_attention[G|*M tp2 pp2]",
+        "test_every_site_is_compared[M tp2 dp2]",
+        "test_every_site_is_compared[G|*M tp2 pp2]",
+    ),
+    "test_compare_bugs.py": tuple(
+        f"test_right_run_raises_no_alarm[{c}]" for c in ("tp2", "dp2", "cp2", "pp2")
+    ),
+    "test_patched.py": ("test_gpt[tp2, tied]", "test_fairscale[mp2, vocabulary]"),
+    "test_latent.py": ("test_latent_attention[mla tp2]", "test_upstream_as_it_is[mla tp2, upstream]"),
+    "test_selecting.py": ("test_every_kind_is_what_one_process_has[tp2]",),
+    "test_linear_edits.py": ("test_as_on_one_process[tp2]",),
+}
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[CELLS] = []
@@ -36,6 +72,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "cells" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.matrix)
+        if item.name in WIDE.get(item.path.name, ()):
+            item.add_marker(pytest.mark.wide)
 
 
 @pytest.fixture
