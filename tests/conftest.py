@@ -25,8 +25,8 @@ PACKAGES = (
     "deepspeed",
 )  # what tests run on, as far as it is installed
 
-# Compositions of what other cells hold by themselves, and cells that larger ones hold too: scripts/test runs them,
-# continuous integration leaves them out (`-m "not wide"`), which has no time for all.
+# Compositions of what other cells hold by themselves, and cells that larger ones hold too: scripts/test runs
+# them, continuous integration leaves them out (`-m "not wide"`), which has no time for all.
 WIDE = {
     "test_matrix.py": (
         *(
