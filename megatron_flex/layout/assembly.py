@@ -6,6 +6,7 @@ Each entry is copied once, from where it lies to where it belongs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from megatron_flex.errors import LayoutError
 from megatron_flex.layout.spans import coordinates, padded_shape, part_lengths, parts, spans, whole_shape
-from megatron_flex.layout.types import Coords, Layout, Lengths, Sizes, Span
+from megatron_flex.layout.types import Coords, Dim, Layout, Lengths, Sizes, Span
 
 Slices = tuple[slice, ...]
 KEPT = 1024  # plans of layouts that are remembered
@@ -94,7 +95,7 @@ def extract(
     Of a sum, the first coordinate of each summed axis gets the value and the others zeros.
 
     Args:
-        layout: how the shards relate.
+        layout: how the shards relate; dims that it does not tell, at the end, are not cut.
         whole: the tensor that one device would hold.
         coords: this rank's coordinates.
         sizes: the mesh.
@@ -107,6 +108,8 @@ def extract(
         A contiguous tensor, which shares no memory with `whole` unless it may.
     """
     inner = whole if layout.permute is None else whole.permute(_inverse(layout.permute))
+    if inner.ndim > len(layout.dims):  # what is behind the dims that are told is not cut
+        layout = replace(layout, dims=layout.dims + (Dim(),) * (inner.ndim - len(layout.dims)))
     old = local if isinstance(local, Tensor) else None
     given = None if local is None else tuple(local.shape if isinstance(local, Tensor) else local)
     full = tuple(

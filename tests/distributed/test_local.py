@@ -51,7 +51,8 @@ def counted(case: Case) -> list[tuple[Counter[str], bool]]:
     def on(site: str, edit: Any, kind: Any = "forward") -> Any:
         return mf.HookFunction(site, editing_function=edit, save=False, hook_type=kind)
 
-    one = [on(MID, mf.edits.scale(1.5))]
+    sure = [on(MID, mf.edits.scale(1.5)), on(FC1, mf.edits.neurons([0, -1]), "tensor")]
+    one = [on(MID, mf.local()(squared))]
     more = [
         *one,
         on(FC1, mf.edits.neurons([0, -1])),
@@ -62,7 +63,7 @@ def counted(case: Case) -> list[tuple[Counter[str], bool]]:
         on("decoder.layers.*:mid", mf.local(dims="s b")(squared), "tensor"),
     ]
     out = []
-    for hooks in ([], one, more, [on(MID, squared)]):
+    for hooks in ([], sure, one, more, [on(MID, squared)]):
         with mf.attach(chunks, hooks) as flex:
             gpt.step(case, chunks, 0)
             flex.debug()
@@ -75,13 +76,14 @@ def counted(case: Case) -> list[tuple[Counter[str], bool]]:
 
 def test_nothing_is_sent_forward_or_backward() -> None:
     answers = run(4, counted, PIPED)
-    for none, one, more, _ in answers:
+    for none, sure, one, more, _ in answers:
+        assert sure[0] - none[0] == Counter(), "where nothing can go wrong ranks do not ask each other"
         assert one[0] == more[0], "what is sent at a step's end does not grow with edits"
         moving = ("all_gather_into_tensor", "all_gather", "broadcast", "all_to_all", "reduce_scatter_tensor")
         assert all(more[0][name] == none[0][name] for name in moving)
         assert more[1]
-    assert answers[0][3][0]["all_gather_into_tensor"] > answers[0][0][0]["all_gather_into_tensor"]
-    assert not answers[0][3][1], "a function that nobody says is local has the whole"
+    assert answers[0][4][0]["all_gather_into_tensor"] > answers[0][0][0]["all_gather_into_tensor"]
+    assert not answers[0][4][1], "a function that nobody says is local has the whole"
 
 
 def both(case: Case) -> dict[str, float]:

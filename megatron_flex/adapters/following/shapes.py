@@ -69,11 +69,17 @@ def landing(
     at = len(new) - len(shape) + dim
     ones = sum(new[j] == 1 for j in places)
     if shape[dim] > 1 or len(new) <= len(shape) or ones == 1:
+        stays = None
         if dim in places and new[: dim + 1] == shape[: dim + 1]:  # it stays, and what is in front of it
-            return dim
-        if at in places and len(new) <= len(shape) and new[at:] == shape[dim:]:  # or what is behind it
-            return at
-        if free in places:
+            stays = dim
+        elif at in places and len(new) <= len(shape) and new[at:] == shape[dim:]:  # or what is behind it
+            stays = at
+        # A cut dim of one entry may also have been joined with what is in front of it, and another one stay.
+        others = shape[dim + 1 :] if stays == dim else shape[:dim]
+        open_ = shape[dim] == 1 and len(new) < len(shape) and 1 in others
+        if stays is not None and not (open_ and free is not None and free < stays):
+            return stays
+        if stays is None and free in places:
             return free
     if shape[dim] > 1 and len(places) < 2:
         return places[0] if places else None
