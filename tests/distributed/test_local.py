@@ -77,7 +77,10 @@ def counted(case: Case) -> list[tuple[Counter[str], bool]]:
 def test_nothing_is_sent_forward_or_backward() -> None:
     answers = run(4, counted, PIPED)
     for none, sure, one, more, _ in answers:
-        assert sure[0] - none[0] == Counter(), "where nothing can go wrong ranks do not ask each other"
+        asked = {
+            n for n in sure[0] - none[0] if n != "gather_object"
+        }  # by which stages' leaders tell what they read
+        assert not asked, "where nothing can go wrong ranks do not ask each other"
         assert one[0] == more[0], "what is sent at a step's end does not grow with edits"
         moving = ("all_gather_into_tensor", "all_gather", "broadcast", "all_to_all", "reduce_scatter_tensor")
         assert all(more[0][name] == none[0][name] for name in moving)

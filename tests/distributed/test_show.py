@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -21,6 +22,7 @@ def shows(case: Case) -> tuple[str, str, list[str], list[str]]:
     """The whole tree, what a group shows, the sites, and the errors of what cannot be shown."""
     import megatron_flex as mf
 
+    os.environ.pop("COLUMNS", None)  # lines as long as they like
     chunks = ranks.start(case)
     hooks = [
         mf.HookFunction("decoder.layers.*.mlp.linear_fc1", tags=("probe",)),
