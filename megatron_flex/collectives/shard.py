@@ -98,6 +98,7 @@ class Shard:
         for c in cuts:
             first[c.partial] &= self.mesh[c.axis].coord % c.copies == 0
         axes = [self.mesh[c.axis] for c in cuts]
+        # torch does not type `apply`
         return cast(Tensor, _Sum.apply(tensor, axes, first[False], first[True]))  # type: ignore[no-untyped-call]
 
     def _cuts(self, dims: Iterable[int]) -> list[Cut]:

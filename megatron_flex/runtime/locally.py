@@ -105,6 +105,7 @@ class Way:
         if not out.is_contiguous() or (not ours and (not self.fresh or out._is_view())):
             out = out.clone(memory_format=torch.contiguous_format)
         if local.requires_grad and torch.is_grad_enabled() and not out.requires_grad:
+            # torch does not type `apply`
             out = cast(Tensor, _Joined.apply(out, local))  # type: ignore[no-untyped-call]
         return out
 

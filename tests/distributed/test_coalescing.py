@@ -89,6 +89,7 @@ def flushes(cp: int, uneven: bool, equal: bool, most: int, steps: int = 3) -> An
     """Counts of each flush, whether messages were sent from where they were recorded, and the leader's."""
     knobs.bucket_bytes = most
     sites = SITES + (UNEVEN if uneven else [])
+    # Of Captures a recorder uses `add` alone.
     recorder = Recorder(mesh := make_mesh(cp), kept := Kept())  # type: ignore[arg-type]
     views: list[bool] = []
     pack = send.pack
@@ -156,6 +157,7 @@ def posting() -> bool:
     """Send between microbatches, while the framework communicates too; flush at the end."""
     knobs.pending_bytes = 0
     mesh = make_mesh(1)
+    # Likewise.
     recorder = Recorder(mesh, kept := Kept())  # type: ignore[arg-type]
     other = torch.ones(1000)
     for step in range(5):
