@@ -115,7 +115,7 @@ def _directions(k: int, width: int) -> torch.Tensor:
 def _said(words: str) -> Callable[[Any], None]:
     """What a person registers who means what is said to the plan."""
     from megatron_flex import HookFunction, edits
-    from megatron_flex.launch.planning.hooking import read_said
+    from megatron_flex.costs import read_said
 
     given = words in EDITS
     place, _, how = words.replace("@gradient", "").partition("=")

@@ -25,13 +25,15 @@ ROWS = (
     ("launch",),
     ("compat",),
     ("model", "compare"),
+    ("page", "plot"),
+    ("costs", "figures"),
     ("edits", "lens", "view"),
     ("runtime",),
     ("adapters", "dump", "statistics"),
     ("collectives",),
     ("sites",),
     ("layout", "mesh", "cpu"),
-    ("errors", "knobs", "points", "version"),
+    ("errors", "knobs", "points", "progress", "version"),
 )
 ROW_OF = {room: number for number, row in enumerate(ROWS) for room in row}
 NOT_DRAWN = {"compat", "cpu", "version"}  # the diagram of the README may leave these out
@@ -389,13 +391,15 @@ cli/                           the command line
 launch/                        the doors
 compat/                        another interface
 model · compare                FlexModel and HookFunction
+page · plot                    pictures
+costs · figures                their numbers
 edits · lens · view            ready-made
 runtime/                       taps · hooks
 adapters/ · dump/ · statistics/  one file per framework │ manifest
 collectives                    gather and scatter
 sites                          names
 layout · mesh                  pure
-errors · knobs · points
+errors · knobs · points · progress
 ```
 """
 

@@ -21,12 +21,10 @@ for row in told.rows(): ...
 told.slowest.seconds; told.to_json()
 """
 
+from megatron_flex.costs import Cost, Costs, Links, PlannedHook, RankCost, Traffic
 from megatron_flex.dump.plan import Plan, PlannedRank, PlannedSite
 from megatron_flex.dump.words import in_bytes
-from megatron_flex.launch.planning.costs import Cost, Costs, RankCost
 from megatron_flex.launch.planning.hooked import costs
-from megatron_flex.launch.planning.hooking import PlannedHook
-from megatron_flex.launch.planning.links import Links, Traffic
 from megatron_flex.launch.planning.planning import plan
 
 __all__ = [

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megatron_flex import cpu
 from megatron_flex.adapters.megatron_core.dispatch import Rows
+from megatron_flex.costs import Costs, Links, PlannedHook, costs_of, edit_said, read_said
 from megatron_flex.dump import Dump
 from megatron_flex.dump.plan import Held
 from megatron_flex.errors import SiteError
 from megatron_flex.launch.planning.arguments import Config, arguments
-from megatron_flex.launch.planning.costs import Costs, costs_of
-from megatron_flex.launch.planning.hooking import PlannedHook, edit_said, read_said
-from megatron_flex.launch.planning.links import Links
 from megatron_flex.launch.planning.model import Whole, built, quiet
 from megatron_flex.launch.planning.planning import Run, changes, microbatches_of
 from megatron_flex.sites import Site, SiteTable

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron_flex.collectives import Shard, plan_read, plan_whole
+from megatron_flex.costs.hooking import PlannedHook
+from megatron_flex.costs.links import RING, Placement, Traffic, between
 from megatron_flex.dump.plan import Held
 from megatron_flex.errors import HookError
-from megatron_flex.launch.planning.hooking import PlannedHook
-from megatron_flex.launch.planning.links import RING, Placement, Traffic, between
 from megatron_flex.layout import Layout, whole_shape
 from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.runtime.selecting import Wanted, push

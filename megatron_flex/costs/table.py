@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from megatron_flex.costs.charging import Charge, Sent, charge
+from megatron_flex.costs.hooking import PlannedHook
+from megatron_flex.costs.links import Links, Placement, Traffic, between
 from megatron_flex.dump.plan import Held
 from megatron_flex.dump.words import in_bytes, unnumbered
 from megatron_flex.errors import FlexError
-from megatron_flex.launch.planning.charging import Charge, Sent, charge
-from megatron_flex.launch.planning.hooking import PlannedHook
-from megatron_flex.launch.planning.links import Links, Placement, Traffic, between
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.hooks import for_site
 from megatron_flex.sites import Site

@@ -1,0 +1,1 @@
+"""Figures: the numbers behind pictures, from dumps, statistics, caches and comparisons; drawn elsewhere."""

@@ -1,0 +1,1 @@
+"""Plots: what figures tell, drawn by matplotlib."""

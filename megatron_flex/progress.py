@@ -1,0 +1,1 @@
+"""How far something long has come, for people at a terminal; quiet everywhere else."""
