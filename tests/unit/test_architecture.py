@@ -33,7 +33,7 @@ ROWS = (
     ("collectives",),
     ("sites",),
     ("layout", "mesh", "cpu"),
-    ("errors", "knobs", "points", "progress", "version"),
+    ("errors", "knobs", "progress", "points", "version"),
 )
 ROW_OF = {room: number for number, row in enumerate(ROWS) for room in row}
 NOT_DRAWN = {"compat", "cpu", "version"}  # the diagram of the README may leave these out
@@ -399,7 +399,7 @@ adapters/ · dump/ · statistics/  one file per framework │ manifest
 collectives                    gather and scatter
 sites                          names
 layout · mesh                  pure
-errors · knobs · points · progress
+errors · knobs · progress · points
 ```
 """
 
@@ -413,7 +413,7 @@ errors · knobs · points · progress
         ("collectives  ", "collectives · cpu  ", False),
         ("layout · mesh", "mesh · layout", False),
         ("runtime/", "running/", False),
-        ("errors · knobs · points\n", "", False),
+        ("errors · knobs · progress · points\n", "", False),
         ("· points\n", "· points\nattic\n", False),
         ("cli/ ", "launch/ ", False),
     ],
