@@ -164,7 +164,7 @@ class FlexModel(  # type: ignore[misc]
             HookError: a hook fired on no rank in any step that it stood in, or no step ran that `verify()`
                 was to check; the model is restored even so.
         """
-        silent, unverified = self.session.standing.silent(), self.session.unverified
+        silent, unverified = self.session.standing.silent(), self.session.watch.missed
         self.session.editing.skipping.sum_up()
         self.session.close()
         if silent:

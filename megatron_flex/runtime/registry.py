@@ -126,6 +126,11 @@ class Registry:
         asking = (e for e in self.active if e.hook.taker is None or e.hook.taker.first)
         return any(s.followed for e in asking for s in e.sites)
 
+    @property
+    def brings(self) -> bool:
+        """Whether an active hook keeps something that is brought to the leader; the same on all ranks."""
+        return any(e.hook.brings for e in self.active)
+
     def expected(self, name: str) -> tuple[int | None, ...] | None:
         """The whole's shape that hooks, active or not, expect at a plain module's place; None for nothing."""
         return self._expected.get(name)

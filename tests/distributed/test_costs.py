@@ -259,3 +259,27 @@ def test_no_hook_sends_more_than_it_did(case: Case, tmp_path: Path) -> None:
             if c != HELD[case.name].get(k, NOTHING)
         }
         assert not wrong, f"counted, and held, on rank {rank}"
+
+
+# -- along the pipeline --------------------------------------------------------------------------------
+
+
+def test_an_edit_that_saves_nothing_sends_nothing_along_the_pipeline() -> None:
+    case = Case("tp2 pp2", tp=2, pp=2)
+    answers = run(case.world, _along, case, timeout=300)
+    assert any(axis == "pp" for _, axis, _ in answers[0]["read"]), "what is read goes there"
+    for answer in answers:
+        found = {n: {t: c for t, c in told.items() if t[1] == "pp"} for n, told in answer.items()}
+        assert found["sure"] == {}
+        for name in ("general", "of a gradient"):  # did any rank's edit fail?
+            assert found[name] == {("flags", "pp", FLAGS): 1}, name
+
+
+def _along(case: Case) -> dict[str, Any]:
+    words = {
+        "read": FC1,
+        "sure": f"{FC1}=local",
+        "general": f"{FC1}=general",
+        "of a gradient": f"{FC1}@gradient=general",
+    }
+    return count(case, {name: _said(said) for name, said in words.items()})
