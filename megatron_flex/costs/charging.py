@@ -207,6 +207,9 @@ class _Heard(Shard):
             self.heard.append((axes, tensor.nbytes))
         return tensor
 
+    def onto(self, tensor: Tensor, down: Tensor, up: Tensor, factor: float) -> Tensor:
+        return tensor + factor * (self.sum(tensor @ down, [-1]) @ up)
+
 
 def _sums(hook: PlannedHook, held: Held, site: Site, mesh: Mesh) -> list[tuple[list[Axis], int]] | None:
     """The sums over ranks that an edit asks for on its part, with their bytes; None if it needs the whole."""

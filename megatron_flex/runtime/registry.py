@@ -11,6 +11,9 @@ from megatron_flex.runtime.groups import Selection, Switches
 from megatron_flex.runtime.hooks import POINTS, HookFunction
 from megatron_flex.sites import Site, SiteTable
 
+Standing = tuple[list[HookFunction], list[HookFunction]]
+NONE: Standing = ([], [])
+
 
 @dataclass(slots=True)
 class Registered:
@@ -48,6 +51,7 @@ class Registry:
         self._wanted: list[Registered] = []  # of those selected, some of which may rest
         self._resting: set[HookFunction] = set()
         self._at: dict[str, list[HookFunction]] = {}
+        self._standing: dict[str, Standing] = {}
         self._expected: dict[str, tuple[int | None, ...]] = {}
 
     def add(self, hook: HookFunction, always: bool = False) -> Registered:
@@ -201,6 +205,10 @@ class Registry:
         for entry in self.active:
             for name in entry.names:
                 self._at.setdefault(name, []).append(entry.hook)
+        self._standing = {
+            n: ([h for h in hooks if not h.backward], [h for h in hooks if h.backward])
+            for n, hooks in self._at.items()
+        }
 
     def groups(self) -> dict[str, list[HookFunction]]:
         """The hooks of each group, in the order of registration; a group without any does not exist."""
@@ -244,6 +252,10 @@ class Registry:
     def at(self, name: str) -> list[HookFunction]:
         """The active hooks at a site or parameter, in the order of registration."""
         return self._at.get(name, [])
+
+    def standing(self, name: str) -> Standing:
+        """Those of them that see the tensor, and those that see its gradient."""
+        return self._standing.get(name, NONE)
 
     def describe(self) -> str:
         """Return all hooks in words, for comparing ranks."""
