@@ -194,6 +194,7 @@ def tell_costs(out: Console, found: Costs) -> None:
         ">NVLink",
         ">network",
         ">PCIe",
+        ">disk",
         ">device",
     )
     for row in found.rows():
@@ -201,7 +202,16 @@ def tell_costs(out: Console, found: Costs) -> None:
     out.print(rows)
     out.print("\nof a rank in a step:")
     ranks = table(
-        "rank", ">collectives", ">NVLink", ">network", ">PCIe", ">shared", ">of links", ">device", ">host"
+        "rank",
+        ">collectives",
+        ">NVLink",
+        ">network",
+        ">PCIe",
+        ">shared",
+        ">disk",
+        ">of links",
+        ">device",
+        ">host",
     )
     for row in found.summary():
         ranks.add_row(*row)

@@ -12,6 +12,7 @@ from torch import nn
 from megatron_flex.adapters import detect, opened
 from megatron_flex.dump import Dump
 from megatron_flex.errors import HookError
+from megatron_flex.model.costing import Costing
 from megatron_flex.model.dumping import Dumps
 from megatron_flex.model.explaining import Explaining
 from megatron_flex.model.lens import Lens
@@ -29,7 +30,17 @@ Model = Any  # nn.Module | Sequence[nn.Module] | a schedule of torch.distributed
 
 
 class FlexModel(  # type: ignore[misc]
-    Registering, Dumps, Measures, Training, Rehearsing, Explaining, Showing, WholeParameters, Lens, nn.Module
+    Registering,
+    Dumps,
+    Measures,
+    Training,
+    Rehearsing,
+    Explaining,
+    Costing,
+    Showing,
+    WholeParameters,
+    Lens,
+    nn.Module,
 ):
     """A distributed model whose tensors are read and edited as one device would hold them.
 

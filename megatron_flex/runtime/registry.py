@@ -131,6 +131,11 @@ class Registry:
         return any(s.followed for e in asking for s in e.sites)
 
     @property
+    def selected(self) -> list[Registered]:
+        """The hooks that groups and switches let stand, those too that rest in this step."""
+        return self._wanted
+
+    @property
     def brings(self) -> bool:
         """Whether an active hook keeps something that is brought to the leader; the same on all ranks."""
         return any(e.hook.brings for e in self.active)

@@ -87,6 +87,12 @@ class Measurer:
         self._passed = torch.zeros(len(entries), dtype=torch.bool)
         self._said: set[str] = set()
 
+    @property
+    def sends(self) -> list[int]:
+        """The bytes that each of its all-reduces has in a step that is measured."""
+        numbers = [HEAD + len(self._table.entries) * self._table.width]
+        return [8 * n for n in numbers + ([] if self._table.apart else [len(self._table.entries)])]
+
     # -- steps -----------------------------------------------------------------------------------------
 
     def begins(self, mesh: Mesh, called: bool) -> bool:
