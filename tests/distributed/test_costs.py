@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed.test_docs import ROOT, blocks, execute
 from tests.support import gpt, planned, ranks
 from tests.support.counting import Call, added, counting
 from tests.support.gpt import Case
@@ -394,3 +395,11 @@ def _lived_dump(case: Case, folder: str) -> Any:
         return flex.costs(
             sequence_length=gpt.SEQUENCE, micro_batch_size=gpt.BATCH, microbatches=case.microbatches
         )
+
+
+def test_the_page_on_costs_runs() -> None:
+    (code,) = blocks(ROOT / "docs" / "costs.md")
+    answers = run(4, execute, code)
+    assert answers[1:] == answers[:1] * 3, "every rank says the same"
+    assert gpt.SEQUENCE * gpt.BATCH * gpt.HIDDEN * 4 == 4 << 10
+    assert answers[0][0] == "decoder.layers.*:output (4) read 4.00 KiB none"
