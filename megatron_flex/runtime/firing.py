@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_flex.adapters import ParameterSite
-from megatron_flex.collectives import (
-    Route,
-)
+from megatron_flex.collectives import Route, gradient_of
 from megatron_flex.errors import AbsentError, HookError
 from megatron_flex.layout import Layout, batch_first, over_data, own_data
 from megatron_flex.mesh import Mesh
@@ -25,8 +23,6 @@ from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.runtime.recorder import Recorder
 from megatron_flex.runtime.registry import Registry
 from megatron_flex.sites import GRAD, Site
-
-MOST = 4096  # layouts whose gradients' layouts are at hand
 
 
 class Firing(Changing):
@@ -47,7 +43,6 @@ class Firing(Changing):
         )
         self.registry = registry
         self.declared = Declared(registry, editing, mesh)
-        self._gradients: dict[int, tuple[Layout, Layout]] = {}
 
     def fire(
         self, site: Site, local: Tensor, layout: Layout | None = None, route: Route | None = None
@@ -105,19 +100,10 @@ class Firing(Changing):
         """What tells the gradient's layout, or why it is not known, once the whole forward pass is."""
         follow = getattr(site.tap, "gradient", None)
         return (
-            partial(self._gradient_of, layout)
+            partial(gradient_of, layout)
             if follow is None
             else cast(Callable[[], Layout | str], follow(layout))
         )
-
-    def _gradient_of(self, layout: Layout) -> Layout:
-        """The same object at each pass, by which what is known of it is found again."""
-        found = self._gradients.get(id(layout))
-        if found is None:
-            if len(self._gradients) >= MOST:
-                self._gradients.clear()
-            found = self._gradients[id(layout)] = layout, layout.gradient()
-        return found[1]
 
     def _trains_whole(
         self, name: str, turned: Callable[[], Layout | str], layout: Layout, key: Key, grad: Tensor
