@@ -89,9 +89,8 @@ class Measurer:
 
     @property
     def sends(self) -> list[int]:
-        """The bytes that each of its all-reduces has in a step that is measured."""
-        numbers = [HEAD + len(self._table.entries) * self._table.width]
-        return [8 * n for n in numbers + ([] if self._table.apart else [len(self._table.entries)])]
+        """The bytes of each of its all-reduces in a step that is measured."""
+        return self._table.sends
 
     # -- steps -----------------------------------------------------------------------------------------
 
