@@ -184,7 +184,9 @@ def _onto(
 ) -> Tensor:
     flat = tensor.detach().reshape(-1, tensor.shape[-1])
     inside = _added(flat @ down, axes, counts, keeps)
-    return torch.addmm(flat, inside, up, alpha=factor).view(tensor.shape)
+    out = flat.new_empty(tensor.shape)  # and not a view of what `addmm` would make, which had to be copied
+    torch.addmm(flat, inside, up, alpha=factor, out=out.view(flat.shape))
+    return out
 
 
 def _added(tensor: Tensor, axes: list[Axis], counts: bool, keeps: bool) -> Tensor:

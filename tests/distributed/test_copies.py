@@ -21,7 +21,7 @@ pytest.importorskip("megatron.core")
 FC1, STREAM = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0"
 TOKENS = gpt.SEQUENCE * gpt.BATCH
 PASSES = 2  # microbatches
-LEAST = 256  # bytes: samples of tensors, flags and seeds have less, or are no copies
+LEAST = 128  # bytes: samples of tensors, by which passes are known again, have less
 
 
 def whole(module: Any, inputs: torch.Tensor, save_ctx: Any, modules: Any) -> torch.Tensor:
@@ -75,9 +75,10 @@ def test_what_each_hook_copies() -> None:
         assert each["read"] == fc1 / 2, "each rank its part, once"
         assert each["read of a gradient"] == fc1 / 2
         assert each["read of one position"] == fc1 / 2 / gpt.SEQUENCE
-        assert each["local edit"] == each["local edit of some"] == each["linear edit"] == 0
+        assert each["local edit"] == each["local edit of some"] == 0
+        assert each["linear edit"] == 2 * TOKENS * 4, "the sums alone, forward and backward"
         # Put together once and taken apart once, forward and backward.
         assert each["general edit"] == 2 * (fc1 + fc1 / 2)
         assert each["general edit, saved"] == 2 * (fc1 + fc1 / 2) + (0 if rank else fc1)
-        # Shards that lie behind each other are gathered straight to their place.
-        assert each["general edit, cut by the sequence"] == 2 * stream / 2
+        # Shards that lie behind each other are gathered straight to their place, and gradients are views.
+        assert each["general edit, cut by the sequence"] == stream / 2
