@@ -42,11 +42,13 @@ class Mesh:
         axes: a rank's coordinates on these tell it from every other; iterating goes over them.
         experts: the same ranks of a stage once more, as layers of experts divide them (`edp`, `ep`, `etp`).
         ranks: the global ranks of all; empty if these are all ranks of the job.
+        memo: what was found out for tensors on it, and goes when it goes.
     """
 
     axes: tuple[Axis, ...] = ()
     experts: tuple[Axis, ...] = ()
     ranks: tuple[int, ...] = ()
+    memo: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __getitem__(self, name: str) -> Axis:
         """The axis of that name; one of a single rank if the framework has none."""

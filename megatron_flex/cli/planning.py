@@ -10,6 +10,7 @@ from rich.console import Console
 
 from megatron_flex.cli.options import Json
 from megatron_flex.cli.terminal import console, in_bytes, say_json, table
+from megatron_flex.dump import Dump
 from megatron_flex.dump.said import tokens_said
 from megatron_flex.dump.words import unnumbered
 from megatron_flex.errors import FlexError
@@ -109,7 +110,11 @@ def plan(
     priced: Costs | None = None
     if read or edit:
         links = Links(gpus_per_node, nvlink * 1e9, network * 1e9, pcie * 1e9)
-        priced = price(run, read=read or (), edit=edit or (), links=links, **how)
+        kept: dict[str, Any] = {"tokens": tokens_said(tokens), "reduce": "mean" if mean else None}
+        if isinstance(kept["tokens"], float):  # spread evenly, as the plan of the dump has them
+            kept["tokens"] = slice(None, None, max(1, round(1 / kept["tokens"])))
+        dump = Dump("the folder", sites, dtype=dtype, gradients=gradients, **kept) if sites else None
+        priced = price(run, read=read or (), edit=edit or (), links=links, dump=dump, **how)
         if not (sites or parameters):
             _say(None, priced, as_json)
             return
@@ -194,6 +199,7 @@ def tell_costs(out: Console, found: Costs) -> None:
         ">NVLink",
         ">network",
         ">PCIe",
+        ">disk",
         ">device",
     )
     for row in found.rows():
@@ -201,7 +207,16 @@ def tell_costs(out: Console, found: Costs) -> None:
     out.print(rows)
     out.print("\nof a rank in a step:")
     ranks = table(
-        "rank", ">collectives", ">NVLink", ">network", ">PCIe", ">shared", ">of links", ">device", ">host"
+        "rank",
+        ">collectives",
+        ">NVLink",
+        ">network",
+        ">PCIe",
+        ">shared",
+        ">disk",
+        ">of links",
+        ">device",
+        ">host",
     )
     for row in found.summary():
         ranks.add_row(*row)

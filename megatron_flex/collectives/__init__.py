@@ -24,6 +24,7 @@ from megatron_flex.collectives.everywhere import to_all
 from megatron_flex.collectives.messages import stride
 from megatron_flex.collectives.meter import Moved, Stamp, meter
 from megatron_flex.collectives.plan import Planned, plan_lead, plan_whole
+from megatron_flex.collectives.recipes import gradient_of
 from megatron_flex.collectives.relay import Message, Relay, pack, share, unpack
 from megatron_flex.collectives.routes import Dispatch, Route, gather_rows, scatter_rows
 from megatron_flex.collectives.send import (
@@ -80,6 +81,7 @@ __all__ = [
     "gather_rows",
     "gather_whole",
     "given_to_all",
+    "gradient_of",
     "is_leader",
     "join",
     "joined",

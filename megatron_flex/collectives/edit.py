@@ -16,14 +16,16 @@ from torch import Tensor
 
 from megatron_flex.collectives.messages import as_bytes
 from megatron_flex.collectives.meter import counted
+from megatron_flex.collectives.recipes import axes_of, gradient_of, is_stack, place_of, recipe_of, uneven
 from megatron_flex.collectives.staging import staging
 from megatron_flex.layout import (
     Layout,
     Lengths,
     assemble,
+    carve,
     extract,
     part_lengths,
-    parts,
+    put_together,
     whole_shape,
 )
 from megatron_flex.mesh import Axis, Mesh
@@ -140,17 +142,15 @@ class _FromLeader(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
-        ctx.layout, ctx.mesh, ctx.shape = layout, mesh, tuple(local.shape)
+        ctx.layout, ctx.mesh, ctx.shape = layout, mesh, local.shape
         whole, ctx.lengths = all_assemble(local, layout, mesh)
         return whole
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        mesh: Mesh = ctx.mesh
         # Like every gradient it may share memory with others: nobody may write to one that he is given.
-        layout = ctx.layout.gradient()
-        own = extract(layout, grad, mesh.coords, mesh.sizes, ctx.shape, ctx.lengths, alias=True)
-        return own, None, None
+        layout = gradient_of(ctx.layout)
+        return _part(grad, layout, ctx.mesh, ctx.shape, ctx.lengths, alias=True), None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -159,19 +159,36 @@ class _Scatter(torch.autograd.Function):
         ctx.layout, ctx.mesh = layout, mesh
         shapes = _shapes(local, layout, mesh)
         lengths = part_lengths(Layout(layout.dims), shapes, mesh.sizes) if shapes else {}
-        return extract(layout, whole, mesh.coords, mesh.sizes, local, lengths)
+        return _part(whole, layout, mesh, local.shape, lengths, local)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         mesh: Mesh = ctx.mesh
         # The whole's gradient is assembled even where the edit's result needs none: were that left to each
         # rank, one whose edit failed would wait for the others for ever.
-        whole, lengths = all_assemble(grad, ctx.layout.gradient(), mesh, alias=True)
+        whole, lengths = all_assemble(grad, gradient_of(ctx.layout), mesh, alias=True)
         passed = None
         if any(d.keep is not None for d in ctx.layout.dims):  # the padding went by beside the whole
             nothing = whole.new_zeros(1).expand(whole.shape)
             passed = extract(ctx.layout, nothing, mesh.coords, mesh.sizes, grad, lengths)
         return whole, passed, None, None
+
+
+def _part(
+    whole: Tensor,
+    layout: Layout,
+    mesh: Mesh,
+    shape: torch.Size,
+    lengths: Lengths,
+    old: Tensor | None = None,
+    alias: bool = False,
+) -> Tensor:
+    """This rank's part of a whole; `old` has its padding."""
+    if lengths:
+        return extract(
+            layout, whole, mesh.coords, mesh.sizes, old if old is not None else shape, lengths, alias
+        )
+    return carve(place_of(layout, mesh, whole.shape, shape), whole, old, alias)
 
 
 def all_assemble(local: Tensor, layout: Layout, mesh: Mesh, alias: bool = False) -> tuple[Tensor, Lengths]:
@@ -186,24 +203,49 @@ def all_assemble(local: Tensor, layout: Layout, mesh: Mesh, alias: bool = False)
         mesh: the run's axes.
         alias: whether the whole may share memory with `local`, where that is the whole.
     """
+    if uneven(layout, mesh):
+        return _of_uneven(local, layout, mesh, alias)
+    recipe, tensor = recipe_of(layout, mesh, local.shape), local.detach()
+    if recipe.sums:
+        tensor = _summed(tensor, recipe.sums)
+    if not recipe.axes:
+        return _given(assemble(recipe.rest, [tensor], mesh.sizes), tensor, alias, bool(recipe.sums)), {}
+    whole = tensor.new_empty(recipe.whole)
+    if recipe.stack:
+        _gather_into(whole, tensor, recipe.axes)
+        return whole, {}
+    stacked = staging.take(recipe.count * tensor.nbytes, tensor.device)
+    _gather_into(stacked, as_bytes(tensor), recipe.axes)
+    shards = stacked.view(tensor.dtype).view(recipe.count, *tensor.shape).unbind()
+    put_together(recipe.blocks, recipe.rest, shards, whole)
+    staging.give_back(stacked)
+    return whole, {}
+
+
+def _summed(tensor: Tensor, axes: Sequence[Axis]) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    for axis in axes:
+        counted("all_reduce", axis, total, dist.all_reduce, total)
+    return total
+
+
+def _given(whole: Tensor, tensor: Tensor, alias: bool, ours: bool) -> Tensor:
+    """A whole that was `tensor`, or a view of it: in memory of its own, unless it may be another's."""
+    given = whole.is_contiguous() and (alias or (ours and whole is tensor))
+    return whole if given else whole.clone(memory_format=torch.contiguous_format)
+
+
+def _of_uneven(local: Tensor, layout: Layout, mesh: Mesh, alias: bool) -> tuple[Tensor, Lengths]:
+    """The same of parts that may differ in length."""
     sizes = mesh.sizes
     shapes = _shapes(local, layout, mesh)
-    lengths = part_lengths(Layout(layout.dims), shapes, sizes) if shapes else {}
-    tensor = local.detach()
-    sums = [mesh[a] for a in layout.partial if mesh[a].size > 1]
+    lengths = part_lengths(Layout(layout.dims), shapes, sizes)
+    (sums, axes), tensor = axes_of(layout, mesh), local.detach()
     if sums:
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    for axis in sums:
-        counted("all_reduce", axis, tensor, dist.all_reduce, tensor)
-    axes = [mesh[a] for a in layout.axes if mesh[a].size > 1 and a not in layout.partial]
+        tensor = _summed(tensor, sums)
     rest = Layout(layout.dims, (), layout.shared, layout.permute)
-    if not axes:
-        whole = assemble(rest, [tensor], sizes)
-        given = whole.is_contiguous() and (alias or (bool(sums) and whole is tensor))
-        return whole if given else whole.clone(memory_format=torch.contiguous_format), lengths
-    shapes = shapes or [tuple(local.shape)]
     whole = tensor.new_empty(whole_shape(rest, local.shape, sizes, lengths))
-    if len(set(shapes)) == 1 and _is_stack(rest, local.shape, mesh):
+    if len(set(shapes)) == 1 and is_stack(rest, local.shape, mesh):
         _gather_into(whole, tensor, axes)
         return whole, lengths
     count, width = prod(a.size for a in axes), max(prod(s) for s in shapes) * tensor.itemsize
@@ -213,27 +255,13 @@ def all_assemble(local: Tensor, layout: Layout, mesh: Mesh, alias: bool = False)
         flat[: tensor.nbytes].copy_(as_bytes(tensor))
     stacked = staging.take(count * width, tensor.device)
     _gather_into(stacked, flat, axes)
-    each = shapes * count if len(shapes) == 1 else shapes
     shards = [
         slot[: prod(shape) * tensor.itemsize].view(tensor.dtype).reshape(shape)
-        for slot, shape in zip(stacked.split(width) if width else [stacked] * count, each, strict=True)
+        for slot, shape in zip(stacked.split(width) if width else [stacked] * count, shapes, strict=True)
     ]
     assemble(rest, shards, sizes, out=whole)
     staging.give_back(stacked)
     return whole, lengths
-
-
-def _is_stack(layout: Layout, local: Sequence[int], mesh: Mesh) -> bool:
-    """Whether the shards, one after the other in memory, are the whole."""
-    cut = [i for i, d in enumerate(layout.dims) if any(mesh[c.axis].size > 1 for c in d.cuts)]
-    if layout.permute is not None or len(cut) != 1 or prod(local[: cut[0]]) != 1:
-        return False
-    dim = layout.dims[cut[0]]
-    plain = all(c.order == "contiguous" and c.copies == 1 for c in dim.cuts if mesh[c.axis].size > 1)
-    full = local[cut[0]] * parts(dim, mesh.sizes)
-    lengths = [full if i == cut[0] else n for i, n in enumerate(local)]
-    kept = all(d.keep is None or d.keep >= n for d, n in zip(layout.dims, lengths, strict=True))
-    return plain and len(dim.segments) == 1 and kept
 
 
 def _gather_into(out: Tensor, tensor: Tensor, axes: Sequence[Axis]) -> None:
@@ -257,7 +285,7 @@ def stack_along(tensor: Tensor, axis: Axis) -> Tensor:
 
 def _shapes(local: Tensor, layout: Layout, mesh: Mesh) -> list[tuple[int, ...]]:
     """The shapes of all parts where some may be uneven; a collective only then."""
-    if not any(d.uneven and any(mesh[c.axis].size > 1 for c in d.cuts) for d in layout.dims):
+    if not uneven(layout, mesh):
         return []
     tensor = torch.tensor(local.shape, dtype=torch.int64, device=local.device)
     for name in reversed(layout.axes):

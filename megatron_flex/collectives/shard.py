@@ -94,12 +94,34 @@ class Shard:
         cuts = self._cuts(dims)
         if not cuts:
             return tensor
+        axes = [self.mesh[c.axis] for c in cuts]
+        # torch does not type `apply`
+        return cast(Tensor, _Sum.apply(tensor, axes, *self._first(cuts)))  # type: ignore[no-untyped-call]
+
+    def onto(self, tensor: Tensor, down: Tensor, up: Tensor, factor: float) -> Tensor:
+        """`tensor + factor * (tensor @ down @ up)`, of the whole's last dim. Differentiable in `tensor`.
+
+        Collective over the axes that cut that dim, forward and backward, as `sum` of `[..., k]` is. Forward
+        and backward each make one tensor of the part's size and none beside it.
+
+        Args:
+            tensor: the part, of fp32 or fp64.
+            down: this rank's rows, `[h here, k]`.
+            up: this rank's columns, `[k, h here]`.
+            factor: a number.
+        """
+        cuts = self._cuts([-1])
+        counts, keeps = self._first(cuts)
+        axes = [self.mesh[c.axis] for c in cuts]
+        # torch does not type `apply`
+        return cast(Tensor, _Onto.apply(tensor, down, up, factor, axes, counts, keeps))  # type: ignore[no-untyped-call]
+
+    def _first(self, cuts: Iterable[Cut]) -> tuple[bool, bool]:
+        """Whether this rank's summand is in a sum over these cuts, and whether it goes on with it."""
         first = dict.fromkeys((False, True), True)
         for c in cuts:
             first[c.partial] &= self.mesh[c.axis].coord % c.copies == 0
-        axes = [self.mesh[c.axis] for c in cuts]
-        # torch does not type `apply`
-        return cast(Tensor, _Sum.apply(tensor, axes, first[False], first[True]))  # type: ignore[no-untyped-call]
+        return first[False], first[True]
 
     def _cuts(self, dims: Iterable[int]) -> list[Cut]:
         """What cuts these dims into more than one part on this mesh."""
@@ -130,6 +152,41 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _added(grad, ctx.axes, ctx.keeps, ctx.counts), None, None, None
+
+
+class _Onto(torch.autograd.Function):
+    """What is linear of low rank, on top of what there is; backward is the same with its matrices turned."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        down: Tensor,
+        up: Tensor,
+        factor: float,
+        axes: list[Axis],
+        counts: bool,
+        keeps: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(down, up)
+        ctx.factor, ctx.axes, ctx.counts, ctx.keeps = factor, axes, counts, keeps
+        return _onto(tensor, down, up, factor, axes, counts, keeps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        down, up = ctx.saved_tensors
+        made = _onto(grad, up.T, down.T, ctx.factor, ctx.axes, ctx.keeps, ctx.counts)
+        return made, *[None] * 6
+
+
+def _onto(
+    tensor: Tensor, down: Tensor, up: Tensor, factor: float, axes: list[Axis], counts: bool, keeps: bool
+) -> Tensor:
+    flat = tensor.detach().reshape(-1, tensor.shape[-1])
+    inside = _added(flat @ down, axes, counts, keeps)
+    out = flat.new_empty(tensor.shape)  # and not a view of what `addmm` would make, which had to be copied
+    torch.addmm(flat, inside, up, alpha=factor, out=out.view(flat.shape))
+    return out
 
 
 def _added(tensor: Tensor, axes: list[Axis], counts: bool, keeps: bool) -> Tensor:

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives import Shard, plan_read, plan_whole
+from megatron_flex.collectives import Shard, plan_lead, plan_read, plan_whole
 from megatron_flex.costs.hooking import PlannedHook
 from megatron_flex.costs.links import RING, Placement, Traffic, between
 from megatron_flex.dump.plan import Held
 from megatron_flex.errors import HookError
 from megatron_flex.layout import Layout, whole_shape
 from megatron_flex.mesh import Axis, Mesh
+from megatron_flex.runtime.hooks import for_site
 from megatron_flex.runtime.selecting import Wanted, push
 from megatron_flex.sites import Site
 
@@ -52,7 +53,8 @@ class Charge:
     """One hook at one tensor, each time that it passes.
 
     Attributes:
-        way: what the hook does there: `read`, `edit of the whole`, `edit of the part`, `edit by sums`.
+        way: what the hook does there: `read`, `edit of the whole`, `edit of the part`, `edit by sums`,
+            `dump`, `statistics`; `... of what is gathered` behind another edit's gathering.
         collectives: in order, of which every rank of the stage takes part in each.
         whole: bytes of what one device would read or edit.
         part: bytes of what one rank has of it.
@@ -119,6 +121,12 @@ def _read(hook: PlannedHook, held: Held, site: Site, mesh: Mesh, placement: Plac
     size = prod(n for n in held.shape if isinstance(n, int)) * held.weight
     if hook.wanted is not None:
         layout, part, size = _picked(hook.wanted, held, site, mesh, heads)
+    up = size if held.stage else 0
+    if hook.gathered:  # every rank has it, and the leader keeps it
+        kept = Traffic(pcie=size)
+        return Charge(
+            "read of what is gathered", (), size, part, NONE, kept, up, device=size, leader_host=size
+        )
     axes = layout.live(mesh.sizes)
     nodes = Counter(placement.nodes(axes)) if axes else Counter([0])
     _, *others = nodes.values()
@@ -128,7 +136,6 @@ def _read(hook: PlannedHook, held: Held, site: Site, mesh: Mesh, placement: Plac
         rank += Traffic(network=max(others) * part)
     leader = mine + Traffic(network=sum(others) * part)
     landed = size if not layout.partial else part * sum(nodes.values())
-    up = size if held.stage else 0
     return Charge(
         "read",
         (),
@@ -165,9 +172,11 @@ def _edit(hook: PlannedHook, held: Held, site: Site, mesh: Mesh, placement: Plac
     part = round(prod(held.local) * held.weight)
     sums = _sums(hook, held, site, mesh)
     if sums is None:
-        sent = _gathers(hook, held, mesh)
+        sent = [] if hook.gathered else _gathers(hook, held, mesh)
         way = "edit of the whole" if sent else "edit of what each rank has whole"
-        device = (2 * whole if sent else whole) + part
+        way = "edit of what is gathered" if hook.gathered else way
+        sent += _hands_on(hook, held, mesh) if hook.leads else []
+        device = (2 * whole if sent or hook.gathered else whole) + part
     else:
         both = (False,) if hook.gradient else (False, True)
         sent = [
@@ -191,6 +200,15 @@ def _gathers(hook: PlannedHook, held: Held, mesh: Mesh) -> list[Sent]:
     ]
 
 
+def _hands_on(hook: PlannedHook, held: Held, mesh: Mesh) -> list[Sent]:
+    """What giving all ranks the leader's result takes, and the leader its gradient back."""
+    return [
+        Sent(p.op, p.axis, mesh[p.axis].size, round(p.nbytes({})), backward)
+        for backward in ((True,) if hook.gradient else (False, True))
+        for p in plan_lead(held.layout, held.shape, held.weight, mesh)
+    ]
+
+
 def _ring(sent: Sent, placement: Placement) -> Traffic:
     return between(RING[sent.op](sent.ranks) * sent.nbytes, placement.within((sent.axis,)))
 
@@ -206,6 +224,9 @@ class _Heard(Shard):
         if axes:
             self.heard.append((axes, tensor.nbytes))
         return tensor
+
+    def onto(self, tensor: Tensor, down: Tensor, up: Tensor, factor: float) -> Tensor:
+        return tensor + factor * (self.sum(tensor @ down, [-1]) @ up)
 
 
 def _sums(hook: PlannedHook, held: Held, site: Site, mesh: Mesh) -> list[tuple[list[Axis], int]] | None:
@@ -226,7 +247,7 @@ def heard(
     edit: Any, shape: tuple[int, ...], held: Held, site: Site, mesh: Mesh
 ) -> list[tuple[list[Axis], int]] | None:
     """What a preset asks for, by running it once on a part without memory."""
-    bound = edit.for_site(site)
+    bound = for_site(edit, site)
     local = torch.empty(shape, dtype=DTYPES[held.weight], device="meta")
     shard = _Heard(**{n: getattr(s, n) for s in [Shard.of(local, held.layout, mesh)] for n in FIELDS})
     object.__setattr__(shard, "heard", [])

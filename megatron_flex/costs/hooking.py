@@ -36,6 +36,9 @@ class PlannedHook:
         gradient: of the tensor's gradient instead.
         wanted: what is selected and reduced of what is read; None for all of it.
         said: as it was said.
+        gathered: whether an edit before it at the place has gathered the whole.
+        leads: whether one rank runs the edit, and hands on what it makes.
+        asks: whether ranks ask each other behind it if it failed; None: as its edit says.
     """
 
     pattern: Pattern
@@ -44,6 +47,9 @@ class PlannedHook:
     gradient: bool = False
     wanted: Wanted | None = None
     said: str = ""
+    gathered: bool = False
+    leads: bool = False
+    asks: bool | None = None
 
     @property
     def kind(self) -> Literal["read", "edit"]:

@@ -18,6 +18,7 @@ RING = {
     "all_gather": lambda n: (n - 1) / n,
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "reduce": lambda n: (n - 1) / n,
+    "broadcast": lambda n: (n - 1) / n,
 }
 
 
@@ -52,12 +53,14 @@ class Traffic:
         network: to and from other nodes.
         pcie: between device and host.
         shared: written into shared memory of the host, which is where PCIe's bytes go.
+        disk: written to disk, in the background.
     """
 
     nvlink: float = 0
     network: float = 0
     pcie: float = 0
     shared: float = 0
+    disk: float = 0
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))

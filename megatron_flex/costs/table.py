@@ -30,7 +30,7 @@ class Cost:
         kind: `value` or `gradient`.
         layout: in words.
         shape: of the whole.
-        stage: the pipeline stage that has it.
+        stage: the pipeline stage that has it; -1 where all stages take part.
         times: how often it passes in a step, on each data parallel rank.
         each: what one pass costs.
     """
@@ -103,7 +103,8 @@ class Costs:
 
     def rows(self) -> list[tuple[str, ...]]:
         """Rows for a table, one for alike tensors: site, what the hook does there, layout, whole, a rank's
-        part, and of a microbatch: collectives, NVLink, network and PCIe of the busiest rank, device memory.
+        part, and of a microbatch: collectives, NVLink, network, PCIe and disk of the busiest rank, device
+        memory.
         """
         groups: dict[tuple[Any, ...], list[Cost]] = {}
         for cost in self.hooks:
@@ -124,7 +125,7 @@ class Costs:
                     in_bytes(each.whole),
                     in_bytes(each.part),
                     _in_words(each.collectives),
-                    *(in_bytes(getattr(busy, n)) for n in ("nvlink", "network", "pcie")),
+                    *(in_bytes(getattr(busy, n)) for n in ("nvlink", "network", "pcie", "disk")),
                     in_bytes(each.device),
                 )
             )
@@ -136,7 +137,7 @@ class Costs:
             (
                 r.role,
                 str(r.collectives),
-                *(in_bytes(getattr(r.moved, n)) for n in ("nvlink", "network", "pcie", "shared")),
+                *(in_bytes(getattr(r.moved, n)) for n in ("nvlink", "network", "pcie", "shared", "disk")),
                 f"{r.seconds * 1e3:.3f} ms",
                 in_bytes(r.device),
                 in_bytes(r.host),
@@ -163,6 +164,7 @@ def costs_of(
     links: Links,
     uncounted: Mapping[str, str],
     heads: int = 0,
+    more: Sequence[Cost] = (),
 ) -> Costs:
     """Add up what hooks cost.
 
@@ -172,6 +174,7 @@ def costs_of(
         links: between ranks.
         uncounted: sites that cannot be told of, and why.
         heads: how many attention heads a layer has.
+        more: what dumps and statistics cost beside hooks.
 
     Raises:
         FlexError: no hook at all, or one that cannot stand where it is meant to.
@@ -199,6 +202,7 @@ def costs_of(
                 known[key],
             )
         )
+    found += more
     if not found:
         raise FlexError("costs of nothing: say hooks, such as --read 'decoder.layers.*'")
     ranks = 1
@@ -212,8 +216,8 @@ def costs_of(
 
 def _can_fail(hook: PlannedHook, site: Site) -> bool:
     """Whether a hook has an edit after which ranks ask each other."""
-    if not hook.edit or hook.edit == "local":
-        return False
+    if hook.asks is not None or not hook.edit or hook.edit == "local":
+        return bool(hook.asks)
     return not getattr(for_site(hook.edit, site), "sure", False)
 
 
@@ -224,9 +228,10 @@ def _roles(mesh: Mesh, found: Sequence[Cost], links: Links, placement: Placement
     nodes = placement.nodes(("pp",)) if stages > 1 else (0,)
     for cost in found:
         each, n = cost.each, cost.times
+        here = range(stages) if cost.stage < 0 else (cost.stage,)
         for one, moved, host in (
-            (led[cost.stage], each.leader, each.leader_host),
-            (others[cost.stage], each.rank, each.host),
+            *((led[stage], each.leader, each.leader_host) for stage in here),
+            *((others[stage], each.rank, each.host) for stage in here),
         ):
             one.moved += moved.times(n)
             one.collectives += len(each.collectives) * n

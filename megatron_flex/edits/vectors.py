@@ -74,8 +74,8 @@ class Linear(Edit):
     def mixes(self) -> set[str]:
         return {self._last}
 
-    def through(self, inputs: Tensor, down: Tensor, up: Tensor | None) -> Tensor:
-        """`inputs @ down @ up`, matrices of the whole's last dim.
+    def through(self, inputs: Tensor, down: Tensor, up: Tensor | None, onto: float | None = None) -> Tensor:
+        """`inputs @ down @ up`, matrices of the whole's last dim; with `onto` so many times it on top.
 
         Where that is cut, each rank multiplies what it has, and `[..., k]` are summed over ranks: collective
         over the axes that cut it, forward and backward. In fp32 of halves, so that they are rounded once.
@@ -83,7 +83,8 @@ class Linear(Edit):
         shard = self._shard
         if shard is None or up is None:
             made = inputs @ down
-            return made if up is None else made @ up
+            made = made if up is None else made @ up
+            return made if onto is None else inputs.add(made, alpha=onto)
         half = inputs.dtype in (torch.bfloat16, torch.float16)
         dtype = torch.float32 if half and shard.axes([-1]) else inputs.dtype
         known = inputs.device, dtype
@@ -91,8 +92,11 @@ class Linear(Edit):
             with torch.inference_mode(False):
                 self._cut[*known, "down"] = shard.rows(down).to(dtype)
                 self._cut[*known, "up"] = shard.rows(up.T).T.to(dtype)
-        inside = self.total(inputs.to(dtype) @ self._cut[*known, "down"], [-1])
-        return (inside @ self._cut[*known, "up"]).to(inputs.dtype)
+        mine, back = self._cut[*known, "down"], self._cut[*known, "up"]
+        if onto is not None and inputs.dtype in (torch.float32, torch.float64):
+            return shard.onto(inputs, mine, back, onto)
+        made = (self.total(inputs.to(dtype) @ mine, [-1]) @ back).to(inputs.dtype)
+        return made if onto is None else inputs.add(made, alpha=onto)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -126,13 +130,13 @@ class project_out(Linear):
         return set()
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
-        return inputs - self._component(inputs)
+        return self._component(inputs, -1.0)
 
-    def _component(self, inputs: Tensor) -> Tensor:
+    def _component(self, inputs: Tensor, onto: float | None = None) -> Tensor:
         features, basis = self.length(inputs, -1), self._basis.like(inputs)
         if basis.shape[0] != features:
             raise HookError(f"{self!r}: the tensor has {features} features; give a direction of as many")
-        return self.through(inputs, basis, basis.T)
+        return self.through(inputs, basis, basis.T, onto)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -184,5 +188,5 @@ class linear_map(Linear):
         features, down = self.length(inputs, -1), self._down.like(inputs)
         if down.shape[0] != features:
             raise HookError(f"{self!r}: the tensor has {features} features; give matrices of as many")
-        made = self.through(inputs, down, None if self._up is None else self._up.like(inputs))
-        return inputs + made if self.add else made
+        up = None if self._up is None else self._up.like(inputs)
+        return self.through(inputs, down, up, 1.0 if self.add else None)

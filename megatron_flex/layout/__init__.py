@@ -4,7 +4,16 @@ Everything that has to know where an element lives (live gathering, edits, param
 folder, which communicates nothing and knows no framework.
 """
 
-from megatron_flex.layout.assembly import assemble, extract
+from megatron_flex.layout.assembly import (
+    Block,
+    Part,
+    assemble,
+    blocks_of,
+    carve,
+    extract,
+    part_of,
+    put_together,
+)
 from megatron_flex.layout.inferring import AXIS, batch_first, declared
 from megatron_flex.layout.region import Index, Where, compact, first_copy, is_sum, region, take
 from megatron_flex.layout.routing import Choice, held, rows_from
@@ -31,6 +40,7 @@ from megatron_flex.layout.types import (
 
 __all__ = [
     "AXIS",
+    "Block",
     "Choice",
     "Coords",
     "Cut",
@@ -38,11 +48,14 @@ __all__ = [
     "Index",
     "Layout",
     "Lengths",
+    "Part",
     "Sizes",
     "Span",
     "Where",
     "assemble",
     "batch_first",
+    "blocks_of",
+    "carve",
     "compact",
     "coordinates",
     "declared",
@@ -54,7 +67,9 @@ __all__ = [
     "own_data",
     "padded_shape",
     "part_lengths",
+    "part_of",
     "parts",
+    "put_together",
     "region",
     "replicated",
     "rows_from",

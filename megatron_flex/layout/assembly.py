@@ -74,8 +74,22 @@ def assemble(layout: Layout, shards: Sequence[Tensor], sizes: Sizes, out: Tensor
         out = torch.empty(shape, dtype=first.dtype, device=first.device)
     elif out.shape != shape:
         raise LayoutError(f"a whole of shape {shape} does not fit into a tensor of {tuple(out.shape)}")
+    return put_together(_plan(layout, full, _only(layout, sizes), _frozen(lengths)), layout, shards, out)
+
+
+def blocks_of(layout: Layout, shape: Sequence[int], sizes: Sizes) -> tuple[Block, ...]:
+    """What of which shard goes where, of shards that all have this shape.
+
+    Raises:
+        LayoutError: it does not fit the layout.
+    """
+    return _plan(layout, padded_shape(layout, shape, sizes), _only(layout, sizes), ())
+
+
+def put_together(blocks: Sequence[Block], layout: Layout, shards: Sequence[Tensor], out: Tensor) -> Tensor:
+    """Copy the blocks of shards to their places in `out`, a whole."""
     inner = out if layout.permute is None else out.permute(_inverse(layout.permute))
-    for number, source, target, add in _plan(layout, full, _only(layout, sizes), _frozen(lengths)):
+    for number, source, target, add in blocks:
         block = shards[number][source]
         _ = inner[target].add_(block) if add else inner[target].copy_(block)
     return out
@@ -107,33 +121,76 @@ def extract(
     Returns:
         A contiguous tensor, which shares no memory with `whole` unless it may.
     """
-    inner = whole if layout.permute is None else whole.permute(_inverse(layout.permute))
-    if inner.ndim > len(layout.dims):  # what is behind the dims that are told is not cut
-        layout = replace(layout, dims=layout.dims + (Dim(),) * (inner.ndim - len(layout.dims)))
-    old = local if isinstance(local, Tensor) else None
-    given = None if local is None else tuple(local.shape if isinstance(local, Tensor) else local)
+    given = local.shape if isinstance(local, Tensor) else local
+    part = part_of(layout, whole.shape, coords, sizes, given, lengths)
+    return carve(part, whole, local if isinstance(local, Tensor) else None, alias)
+
+
+class Part(NamedTuple):
+    """Where a rank's shard lies in a whole of one shape.
+
+    Attributes:
+        order: the shard's dims in terms of the whole's; None for the same order.
+        shape: of the shard.
+        pieces: entries of the shard, and the same in the whole; none where it has zeros of a sum.
+        gaps: what is padding: the dim, and from where to where.
+    """
+
+    order: tuple[int, ...] | None
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[Slices, Slices], ...]
+    gaps: tuple[tuple[int, int, int], ...]
+
+
+def part_of(
+    layout: Layout,
+    whole: Sequence[int],
+    coords: Coords,
+    sizes: Sizes,
+    local: Sequence[int] | None = None,
+    lengths: Lengths | None = None,
+) -> Part:
+    """Where the shard of the rank at `coords` lies; arguments as for `extract`, of shapes."""
+    order = None if layout.permute is None else _inverse(layout.permute)
+    inner = tuple(whole) if order is None else tuple(whole[i] for i in order)
+    if len(inner) > len(layout.dims):  # what is behind the dims that are told is not cut
+        layout = replace(layout, dims=layout.dims + (Dim(),) * (len(inner) - len(layout.dims)))
     full = tuple(
-        n if d.keep is None or given is None else max(n, given[i] * parts(d, sizes))
-        for i, (n, d) in enumerate(zip(inner.shape, layout.dims, strict=True))
+        n if d.keep is None or local is None else max(n, local[i] * parts(d, sizes))
+        for i, (n, d) in enumerate(zip(inner, layout.dims, strict=True))
     )
     rows = [_row(layout, i, n, coords, sizes, lengths) for i, n in enumerate(full)]
-    shape = [sum(stop - start for (start, stop), _ in row) for row in rows]
+    shape = tuple(sum(stop - start for (start, stop), _ in row) for row in rows)
     if _holds_nothing(layout, coords, sizes):
-        return inner.new_zeros(shape)
-    rows = [_kept(row, n) for row, n in zip(rows, inner.shape, strict=True)]
-    padded = [i for i, row in enumerate(rows) if sum(b - a for (a, b), _ in row) < shape[i]]
-    if not padded and all(len(row) == 1 for row in rows):
-        shard = inner[tuple(slice(*row[0][0]) for row in rows)]
+        return Part(order, shape, (), ())
+    rows = [_kept(row, n) for row, n in zip(rows, inner, strict=True)]
+    pieces = tuple(
+        (tuple(at for _, at in combo), tuple(slice(*span) for span, _ in combo)) for combo in product(*rows)
+    )
+    gaps = [
+        (index, start, stop)
+        for index, row in enumerate(rows)
+        for start, stop in _gaps([at for _, at in row], shape[index])
+    ]
+    return Part(order, shape, pieces, tuple(gaps))
+
+
+def carve(part: Part, whole: Tensor, old: Tensor | None = None, alias: bool = False) -> Tensor:
+    """Take a shard out of a whole; arguments as for `extract`."""
+    inner = whole if part.order is None else whole.permute(part.order)
+    if not part.pieces and not part.gaps:
+        return inner.new_zeros(part.shape)
+    if not part.gaps and len(part.pieces) == 1:
+        shard = inner[part.pieces[0][1]]
         return (
             shard if alias and shard.is_contiguous() else shard.clone(memory_format=torch.contiguous_format)
         )
-    shard = inner.new_empty(shape)
-    for combo in product(*rows):
-        shard[tuple(at for _, at in combo)].copy_(inner[tuple(slice(*span) for span, _ in combo)])
-    for index in padded:
-        for start, stop in _gaps([at for _, at in rows[index]], shape[index]):
-            hole = shard.narrow(index, start, stop - start)
-            _ = hole.zero_() if old is None else hole.copy_(old.narrow(index, start, stop - start))
+    shard = inner.new_empty(part.shape)
+    for at, span in part.pieces:
+        shard[at].copy_(inner[span])
+    for index, start, stop in part.gaps:
+        hole = shard.narrow(index, start, stop - start)
+        _ = hole.zero_() if old is None else hole.copy_(old.narrow(index, start, stop - start))
     return shard
 
 

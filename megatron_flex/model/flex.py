@@ -12,6 +12,7 @@ from torch import nn
 from megatron_flex.adapters import detect, opened
 from megatron_flex.dump import Dump
 from megatron_flex.errors import HookError
+from megatron_flex.model.costing import Costing
 from megatron_flex.model.dumping import Dumps
 from megatron_flex.model.explaining import Explaining
 from megatron_flex.model.lens import Lens
@@ -29,7 +30,17 @@ Model = Any  # nn.Module | Sequence[nn.Module] | a schedule of torch.distributed
 
 
 class FlexModel(  # type: ignore[misc]
-    Registering, Dumps, Measures, Training, Rehearsing, Explaining, Showing, WholeParameters, Lens, nn.Module
+    Registering,
+    Dumps,
+    Measures,
+    Training,
+    Rehearsing,
+    Explaining,
+    Costing,
+    Showing,
+    WholeParameters,
+    Lens,
+    nn.Module,
 ):
     """A distributed model whose tensors are read and edited as one device would hold them.
 
@@ -164,7 +175,7 @@ class FlexModel(  # type: ignore[misc]
             HookError: a hook fired on no rank in any step that it stood in, or no step ran that `verify()`
                 was to check; the model is restored even so.
         """
-        silent, unverified = self.session.standing.silent(), self.session.unverified
+        silent, unverified = self.session.standing.silent(), self.session.watch.missed
         self.session.editing.skipping.sum_up()
         self.session.close()
         if silent:

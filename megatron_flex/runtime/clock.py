@@ -120,8 +120,12 @@ SAMPLED = 16  # entries of a tensor by which its pass is known again
 
 def _sample(tensor: Tensor) -> Tensor:
     """Some entries, of which nothing has to wait."""
-    flat = tensor.detach().flatten()
-    return flat[:: max(1, flat.numel() // SAMPLED)].clone()
+    tensor = tensor.detach()
+    step = max(1, tensor.numel() // SAMPLED)
+    if tensor.is_contiguous():
+        return tensor.view(-1)[::step].clone()
+    places = torch.arange(0, tensor.numel(), step, device=tensor.device)
+    return tensor[torch.unravel_index(places, tensor.shape)]  # to flatten it would copy all
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_flex.adapters import ParameterSite
-from megatron_flex.collectives import (
-    Route,
-)
+from megatron_flex.collectives import Route, gradient_of
 from megatron_flex.errors import AbsentError, HookError
 from megatron_flex.layout import Layout, batch_first, over_data, own_data
 from megatron_flex.mesh import Mesh
@@ -50,8 +48,8 @@ class Firing(Changing):
         self, site: Site, local: Tensor, layout: Layout | None = None, route: Route | None = None
     ) -> Tensor:
         """Pass a local tensor through the hooks at its site."""
-        hooks = self.registry.at(site.name)
-        acting = any(h.backward or h.editing_function for h in hooks)
+        hooks, later = self.registry.standing(site.name)
+        acting = bool(later) or any(h.editing_function for h in hooks)
         key = self.clock.key(site.name, local if acting else None)
         if layout is None:
             layout = self.declared.layout(site, key, local) if site.inferred else site.layout
@@ -61,28 +59,29 @@ class Firing(Changing):
         if self._over_data and not route:
             own = own_data(own)  # which dumps have of each rank
         if not self.clock.replaying():
-            self._hand([h for h in hooks if not h.backward], key, local, own, route)
+            self._hand(hooks, key, local, own, route)
         if self._over_data and not route:
             layout = over_data(own)
         module = getattr(site.tap, "module", None)
-        out = self._forward(module, [h for h in hooks if not h.backward], key, local, layout, route)
+        out = self._forward(module, hooks, key, local, layout, route)
         if site.followed and self.editing.modules and out.requires_grad:
             turned = self._turned(site, layout)
             out.register_hook(partial(self._trains_whole, site.name, turned, layout, key))
         # In the first pass of a checkpointed region nothing is differentiated; its replay gets the hook.
-        if not any(h.backward for h in hooks) or not torch.is_grad_enabled():
+        if not later or not torch.is_grad_enabled():
             return out
         if not out.requires_grad:
             self.editing.reasons[site.name] = "the tensor there needs no gradient"
         else:
             seen = key._replace(site=site.name + GRAD)
             # On a tensor of its own: one that is used elsewhere too (the residual beside a norm's input) has
-            # a gradient from there as well, and a view that is masked in place loses its hooks.
-            out = out.clone()
+            # a gradient from there as well, and a view that is masked in place loses its hooks. (torch does
+            # not type `apply`.)
+            out = cast(Tensor, _Aside.apply(out))  # type: ignore[no-untyped-call]
             back = route and route.gradient()
             turned = self._turned(site, layout)
             dumped = turned
-            if any(h.taker for h in hooks if h.backward) and own != layout:
+            if any(h.taker for h in later) and own != layout:
                 dumped = self._turned(site, own)
             out.register_hook(partial(self._came_back, site.name, turned, dumped, module, seen, back))
         return out
@@ -100,7 +99,11 @@ class Firing(Changing):
     def _turned(self, site: Site, layout: Layout) -> Callable[[], Layout | str]:
         """What tells the gradient's layout, or why it is not known, once the whole forward pass is."""
         follow = getattr(site.tap, "gradient", None)
-        return layout.gradient if follow is None else cast(Callable[[], Layout | str], follow(layout))
+        return (
+            partial(gradient_of, layout)
+            if follow is None
+            else cast(Callable[[], Layout | str], follow(layout))
+        )
 
     def _trains_whole(
         self, name: str, turned: Callable[[], Layout | str], layout: Layout, key: Key, grad: Tensor
@@ -221,6 +224,18 @@ class Place:
     def absent(self, count: int) -> None:
         """Note that it was not there."""
         self._firing.absent(self._site, count)
+
+
+class _Aside(torch.autograd.Function):
+    """The same tensor once more, with a gradient of its own; it is not copied."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()  # no view, which could not be edited in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def _no_layout(site: Site, why: str) -> None:

@@ -78,6 +78,7 @@ class HookFunction:
         wanted: `select` and `reduce`; None if all is kept.
         taker: the dump or statistics at work that is handed what passes, if the hook stands for one.
         behind: whether what leaves the edits at its place is kept too, under the site's name with EDITED.
+        records: whether its editing function has tensors kept by itself.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class HookFunction:
         self.on_error: OnError = on_error
         self.tags = checked_tags(tags)
         self.enabled = enabled
-        self.behind = False
+        self.behind = self.records = False
         self.taker: Taker | None = None
         self.wanted = None if select is None and reduce is None else Wanted(select or Select(), reduce)
         self.keep_as = keep_as
@@ -168,6 +169,11 @@ class HookFunction:
     def backward(self) -> bool:
         """Whether the hook sees gradients."""
         return self.hook_type in ("full_backward", "full_backward_pre", "tensor")
+
+    @property
+    def brings(self) -> bool:
+        """Whether something that passes is kept for the leader; what a taker has stays on its rank."""
+        return self.taker is None and (self.save or self.behind or self.records)
 
     @property
     def can_fail(self) -> bool:

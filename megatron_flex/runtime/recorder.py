@@ -14,6 +14,7 @@ from megatron_flex.collectives import (
     Parcel,
     Route,
     Sending,
+    Step,
     is_leader,
     join,
     leads,
@@ -28,6 +29,7 @@ from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.buffers import Buffers, Piece
 from megatron_flex.runtime.captures import Captures, Key
 
+MOST = 4096  # layouts and shapes that are remembered
 Finish = Callable[[Tensor], Mapping[str, Tensor]]  # of what arrives: what is kept, by how its name ends
 
 
@@ -38,6 +40,23 @@ class _Pending:
     tensor: Tensor | None  # None on a rank whose part nobody needs
     route: Route | None = None
     finish: Finish | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What there is to know of all local tensors of one layout and shape.
+
+    Attributes:
+        layout: itself: while it is here no other one is found by its identity.
+        needed: whether this rank's part is.
+        steps: in which it is sent.
+        entries: of the whole, as far as ranks count alike.
+    """
+
+    layout: Layout
+    needed: bool
+    steps: list[Step]
+    entries: int
 
 
 @dataclass(slots=True)
@@ -68,6 +87,7 @@ class Recorder:
         self._board: Board | None = None
         self._prepared = False
         self._finishes: dict[Key, Finish] = {}  # of what lies in shared memory
+        self._known: dict[tuple[int, torch.Size], _Known] = {}
 
     def prepare(self) -> None:
         """Set shared memory up, the first time. Collective within the stage; nothing is recorded yet."""
@@ -83,12 +103,10 @@ class Recorder:
             if finish is not None:
                 self._finishes[key] = finish
             return
-        kept = self._copy(local.detach(), layout) if takes_part(layout, self.mesh) else None
+        known = self._of(layout, local.shape)
+        kept = self._copy(local.detach(), known) if known.needed else None
         self._pending.append(_Pending(key, layout, kept, None, finish))
-        if not any(d.uneven for d in layout.dims):
-            self._waiting_bytes += (
-                prod(whole_shape(layout, local.shape, self.mesh.sizes)) * local.element_size()
-            )
+        self._waiting_bytes += known.entries * local.element_size()
 
     def rows(self, key: Key, local: Tensor, route: Route) -> None:
         """Record rows of experts. Every rank's are needed: they go home to their tokens first."""
@@ -114,6 +132,11 @@ class Recorder:
         self._buffers.clear()
         staging.clear()
         self._waiting_bytes = 0
+
+    def forget(self) -> None:
+        """Forget what hooks that were taken out in this step have left, on every rank alike."""
+        if self._pending or self._arrived or self._sent or (self._board is not None and self._board.count):
+            self.drop(failed=False)
 
     def close(self) -> None:
         """Forget what was not sent, and give shared memory back."""
@@ -145,8 +168,9 @@ class Recorder:
         sent = sorted(todo, key=lambda p: p.route is not None)  # as their copies lie in memory
         for pending in sent:
             if pending.route is not None and pending.tensor is not None:
-                home, needed = pending.route.home(pending.tensor), takes_part(pending.layout, self.mesh)
-                pending.tensor = self._copy(home, pending.layout) if needed else None
+                home = pending.route.home(pending.tensor)
+                known = self._of(pending.layout, home.shape)
+                pending.tensor = self._copy(home, known) if known.needed else None
         parcels = [
             Parcel(p.layout, [] if p.tensor is None else [p.tensor], bool(plan_read(p.layout, self.mesh)))
             for p in sent
@@ -166,12 +190,25 @@ class Recorder:
                 self._arrived += [(k, t.cpu()) for k, t in _finished(p.key, p.tensor, p.finish)]
         self._buffers.give_back(sent.pieces)
 
-    def _copy(self, tensor: Tensor, layout: Layout) -> Tensor:
+    def _of(self, layout: Layout, shape: torch.Size) -> _Known:
+        """What is known of a local tensor."""
+        found = self._known.get((id(layout), shape))
+        if found is None:
+            if len(self._known) >= MOST:
+                self._known.clear()
+            even = not any(d.uneven for d in layout.dims)
+            entries = prod(whole_shape(layout, shape, self.mesh.sizes)) if even else 0
+            needed = takes_part(layout, self.mesh)
+            found = _Known(layout, needed, plan_read(layout, self.mesh), entries)
+            self._known[id(layout), shape] = found
+        return found
+
+    def _copy(self, tensor: Tensor, known: _Known) -> Tensor:
         """A copy: where it will be sent, behind what goes the same way first; else the whole itself."""
-        steps = plan_read(layout, self.mesh)
-        if not steps:
+        if not known.steps:
             return tensor.clone(memory_format=torch.contiguous_format)
-        tape = (steps[0], tensor.dtype if steps[0].op == "sum" else None)
+        first = known.steps[0]
+        tape = (first, tensor.dtype if first.op == "sum" else None)
         return self._buffers.copy(tensor, tape, knobs.bucket_bytes)
 
     def flush(self) -> None:

@@ -11,6 +11,9 @@ from megatron_flex.runtime.groups import Selection, Switches
 from megatron_flex.runtime.hooks import POINTS, HookFunction
 from megatron_flex.sites import Site, SiteTable
 
+Standing = tuple[list[HookFunction], list[HookFunction]]
+NONE: Standing = ([], [])
+
 
 @dataclass(slots=True)
 class Registered:
@@ -48,6 +51,7 @@ class Registry:
         self._wanted: list[Registered] = []  # of those selected, some of which may rest
         self._resting: set[HookFunction] = set()
         self._at: dict[str, list[HookFunction]] = {}
+        self._standing: dict[str, Standing] = {}
         self._expected: dict[str, tuple[int | None, ...]] = {}
 
     def add(self, hook: HookFunction, always: bool = False) -> Registered:
@@ -126,6 +130,16 @@ class Registry:
         asking = (e for e in self.active if e.hook.taker is None or e.hook.taker.first)
         return any(s.followed for e in asking for s in e.sites)
 
+    @property
+    def selected(self) -> list[Registered]:
+        """The hooks that groups and switches let stand, those too that rest in this step."""
+        return self._wanted
+
+    @property
+    def brings(self) -> bool:
+        """Whether an active hook keeps something that is brought to the leader; the same on all ranks."""
+        return any(e.hook.brings for e in self.active)
+
     def expected(self, name: str) -> tuple[int | None, ...] | None:
         """The whole's shape that hooks, active or not, expect at a plain module's place; None for nothing."""
         return self._expected.get(name)
@@ -196,6 +210,10 @@ class Registry:
         for entry in self.active:
             for name in entry.names:
                 self._at.setdefault(name, []).append(entry.hook)
+        self._standing = {
+            n: ([h for h in hooks if not h.backward], [h for h in hooks if h.backward])
+            for n, hooks in self._at.items()
+        }
 
     def groups(self) -> dict[str, list[HookFunction]]:
         """The hooks of each group, in the order of registration; a group without any does not exist."""
@@ -239,6 +257,10 @@ class Registry:
     def at(self, name: str) -> list[HookFunction]:
         """The active hooks at a site or parameter, in the order of registration."""
         return self._at.get(name, [])
+
+    def standing(self, name: str) -> Standing:
+        """Those of them that see the tensor, and those that see its gradient."""
+        return self._standing.get(name, NONE)
 
     def describe(self) -> str:
         """Return all hooks in words, for comparing ranks."""

@@ -31,7 +31,7 @@ from megatron_flex.runtime.sinks import Sinks
 from megatron_flex.runtime.standing import Standing
 from megatron_flex.runtime.survey import Survey
 from megatron_flex.runtime.trainable import NO_GRADIENT, Trainable
-from megatron_flex.runtime.verify import Verifier, error_of
+from megatron_flex.runtime.verify import Watch, error_of
 from megatron_flex.sites import SiteTable, model_order
 
 
@@ -91,7 +91,7 @@ class Session:
         self._in_schedule, self._in_call, self._calls = False, False, 0
         self.probing: int | None = None
         self._awaits_backward = False
-        self._verifier: Verifier | None = None
+        self.watch = Watch()
         self.delivered: Callable[[], None] | None = None
         self._unwatch: Undo | None = adapter.watch(self)
 
@@ -144,21 +144,12 @@ class Session:
 
     def verify(self, steps: int) -> None:
         """Watch all sites for the next steps, on every rank alike."""
-        if self._verifier is not None:
-            self._verifier.stop()
-        self._verifier = Verifier(self._plain, self.survey, self.firing, steps)
+        self.watch.begin(self._plain, self.survey, self.firing, steps)
         self._agreed = -1
-
-    @property
-    def unverified(self) -> bool:
-        """Whether checking was asked for and no step has been checked."""
-        return self._verifier is not None and not self._verifier.checked
 
     def close(self, failed: bool = False) -> None:
         """Take everything out of the model and its schedule; `failed`: perhaps not on all ranks."""
-        if self._verifier is not None:
-            self._verifier.stop()
-            self._verifier = None
+        self.watch.stop()
         self.trace(False)
         self.standing.take_out()
         if self._unwatch is not None:
@@ -274,9 +265,8 @@ class Session:
         if self.registry.adopt():
             self.standing.retap()
         if self.registry.version != self._agreed or self._agreement.wanted():
-            watched = self._verifier is not None and self._verifier.left > 0
             plan = Plan.of(self.registry.active, self.mesh["pp"].size)
-            more = plan.describe() + (", verify()" if watched else "")
+            more = plan.describe() + (", verify()" if self.watch.on else "")
             self._agreement.compare(self.registry.describe() + more)
             self.passing.adopt(plan)
             if any(e.hook.save and e.hook.taker is None for e in self.registry.active):
@@ -294,8 +284,8 @@ class Session:
         return self.mesh.replica()
 
     def _end(self, failed: bool, mesh: Mesh, called: bool = False) -> None:
-        watched = self._verifier is not None and self._verifier.left > 0
-        found = self._verifier.step_ends(failed, mesh) if self._verifier is not None and watched else []
+        watched = self.watch.on
+        found = self.watch.step_ends(failed, mesh) if watched else []
         self._finish(failed, mesh, called)
         if not failed:
             self.trainable.synchronize()
@@ -328,8 +318,10 @@ class Session:
         if wrong:
             self._recorder.drop()
             raise_everywhere(failure, mesh)
-        if any(h.taker is None for h in hooks):  # dumps and statistics have nothing to bring to the leader
-            self._recorder.flush()
+        if not self.registry.brings:  # as every rank knows: nothing to bring to the leader
+            self._recorder.forget()
+            return
+        self._recorder.flush()
         if self.delivered is not None:
             self.delivered()
 

@@ -53,6 +53,38 @@ class Seen(NamedTuple):
     rows: bool = False
 
 
+class Watch:
+    """What `verify()` asks of a session: the steps that are checked, if any."""
+
+    def __init__(self) -> None:
+        self._verifier: Verifier | None = None
+
+    def begin(self, sites: Iterable[Site], survey: Survey, firing: Firing, steps: int) -> None:
+        """Watch all sites for the next steps, on every rank alike."""
+        self.stop()
+        self._verifier = Verifier(sites, survey, firing, steps)
+
+    @property
+    def on(self) -> bool:
+        """Whether the next step is checked."""
+        return self._verifier is not None and self._verifier.left > 0
+
+    @property
+    def missed(self) -> bool:
+        """Whether checking was asked for and no step has been checked."""
+        return self._verifier is not None and not self._verifier.checked
+
+    def step_ends(self, failed: bool, mesh: Mesh) -> list[str]:
+        """What is wrong, the same list on all ranks; while it is on. Collective over the mesh."""
+        return [] if self._verifier is None else self._verifier.step_ends(failed, mesh)
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        if self._verifier is not None:
+            self._verifier.stop()
+            self._verifier = None
+
+
 class Verifier:
     """Watches all sites of this rank for some steps, and edits that run on ranks' parts."""
 

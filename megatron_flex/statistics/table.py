@@ -65,6 +65,12 @@ class Table:
         """How many numbers a tensor has."""
         return (WIDTH if self.histogram else HISTOGRAM) + 1 + (self.ranks if self.apart else 0)
 
+    @property
+    def sends(self) -> list[int]:
+        """The bytes of each all-reduce of a step."""
+        sizes = [HEAD + len(self.entries) * self.width] + ([] if self.apart else [len(self.entries)])
+        return [torch.float64.itemsize * n for n in sizes]
+
     def pack(self, sums: dict[int, Sums], unknown: set[int], head: Sequence[float], rank: int) -> Tensor:
         """What this rank adds: `[HEAD + entries * width]`, on the device of the sums.
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed.test_docs import ROOT, blocks, execute
 from tests.support import gpt, planned, ranks
 from tests.support.counting import Call, added, counting
 from tests.support.gpt import Case
@@ -259,3 +260,146 @@ def test_no_hook_sends_more_than_it_did(case: Case, tmp_path: Path) -> None:
             if c != HELD[case.name].get(k, NOTHING)
         }
         assert not wrong, f"counted, and held, on rank {rank}"
+
+
+# -- along the pipeline --------------------------------------------------------------------------------
+
+
+def test_an_edit_that_saves_nothing_sends_nothing_along_the_pipeline() -> None:
+    case = Case("tp2 pp2", tp=2, pp=2)
+    answers = run(case.world, _along, case, timeout=300)
+    assert any(axis == "pp" for _, axis, _ in answers[0]["read"]), "what is read goes there"
+    for answer in answers:
+        found = {n: {t: c for t, c in told.items() if t[1] == "pp"} for n, told in answer.items()}
+        assert found["sure"] == {}
+        for name in ("general", "of a gradient"):  # did any rank's edit fail?
+            assert found[name] == {("flags", "pp", FLAGS): 1}, name
+
+
+def _along(case: Case) -> dict[str, Any]:
+    words = {
+        "read": FC1,
+        "sure": f"{FC1}=local",
+        "general": f"{FC1}=general",
+        "of a gradient": f"{FC1}@gradient=general",
+    }
+    return count(case, {name: _said(said) for name, said in words.items()})
+
+
+# -- what a live model says, and what is counted -------------------------------------------------------
+
+
+def _mixed(folder: str, width: int) -> dict[str, Callable[[Any], None]]:
+    """What stands together at one place, beside one of each kind."""
+    import megatron_flex as mf
+    from megatron_flex import HookFunction, edits
+
+    def several(*hooks: dict[str, Any]) -> Callable[[Any], None]:
+        def register(flex: Any) -> None:
+            for given in hooks:
+                hook = HookFunction(given.pop("at", FC1), **given)
+                backward = hook.hook_type != "forward"
+                (flex.register_full_backward_pre_hook if backward else flex.register_forward_hook)(hook)
+
+        return register
+
+    back: Any = "full_backward_pre"
+    return _kinds(folder, width) | {
+        "edit that saves": several({"editing_function": _whole}),
+        "two edits of one whole": several(
+            {"editing_function": _whole, "save": False}, {"editing_function": _other, "save": False}
+        ),
+        "a preset beside one that needs the whole": several(
+            {"editing_function": edits.project_out(_directions(1, width)), "save": False},
+            {"editing_function": _whole, "save": False},
+        ),
+        "presets": several(
+            {"editing_function": edits.project_out(_directions(2, width)), "save": False},
+            {"editing_function": edits.scale(0.5, positions=0), "save": False},
+            {"keep_as": "last", "select": mf.Select(positions=-1)},
+        ),
+        "on the leader": several({"editing_function": _whole, "save": False, "run": "leader"}),
+        "of a gradient, on the leader": several(
+            {"editing_function": _whole, "save": False, "run": "leader", "hook_type": back}
+        ),
+        "of a gradient": several({"at": LAYER, "editing_function": _whole, "hook_type": back}),
+    }
+
+
+def _other(module: Any, inputs: torch.Tensor, save_ctx: Any, modules: Any) -> torch.Tensor:
+    return inputs + 1
+
+
+def _lived(case: Case, folder: str) -> dict[str, Any]:
+    """By name of a hook what is counted, what the live model said before, and of a dump what it writes."""
+    said: dict[str, Any] = {}
+
+    def asked(name: str, register: Callable[[Any], None]) -> Callable[[Any], None]:
+        def both(flex: Any) -> None:
+            register(flex)
+            if name == "idle":
+                with pytest.raises(Exception, match="no hook is active"):
+                    flex.costs(sequence_length=gpt.SEQUENCE, micro_batch_size=gpt.BATCH)
+                return
+            with pytest.raises(Exception, match="give costs"):
+                flex.costs()
+            said[name] = flex.costs(
+                sequence_length=gpt.SEQUENCE, micro_batch_size=gpt.BATCH, microbatches=case.microbatches
+            )
+
+        return both
+
+    every = _mixed(folder, WIDE)
+    counted = count(case, lambda: {n: asked(n, r) for n, r in every.items()})
+    return {"counted": counted, "said": said}
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[2]], ids=lambda c: c.name)
+def test_counted_is_what_a_live_model_says(case: Case, tmp_path: Path) -> None:
+    answers = run(case.world, _lived, case, str(tmp_path / "dump"), timeout=300)
+    everyones = "tp" if case.cp == 1 else "all"  # what all ranks are called when they are counted
+    for rank, answer in enumerate(answers):
+        for name, found in answer["said"].items():
+            assert found == answers[0]["said"][name], "every rank says the same"
+            want: Counter[Told] = Counter()
+            for cost in found.hooks:
+                for sent in cost.each.collectives:
+                    axis = everyones if sent.axis == "all" else sent.axis
+                    want[sent.op, axis, sent.nbytes] += cost.times
+            if found.flags:
+                want.update({("flags", a, FLAGS): 1 for a in ("tp", "cp") if found.mesh[a] > 1})
+            assert answer["counted"][name] == want, f"counted, and said of {name!r}, on rank {rank}"
+
+
+def test_a_live_model_says_what_its_dump_writes(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    case, folder = CASES[1], tmp_path / "dump"
+    found = run(case.world, _lived_dump, case, str(folder))[0]
+    written = 0
+    for file in folder.rglob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            written += sum(opened.get_tensor(n).nbytes for n in opened.keys())  # noqa: SIM118
+    assert written == sum(case.world * c.times * c.each.rank.disk for c in found.hooks)
+    assert all(r.moved.disk for r in found.roles)
+    assert {row[1] for row in found.rows()} == {"dump"}
+
+
+def _lived_dump(case: Case, folder: str) -> Any:
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    dump = mf.Dump(folder, [FC1, LAYER], dtype="bf16", gradients=True)
+    with mf.attach(chunks, dumps=dump) as flex:
+        gpt.step(case, chunks, 0)
+        return flex.costs(
+            sequence_length=gpt.SEQUENCE, micro_batch_size=gpt.BATCH, microbatches=case.microbatches
+        )
+
+
+def test_the_page_on_costs_runs() -> None:
+    (code,) = blocks(ROOT / "docs" / "costs.md")
+    answers = run(4, execute, code)
+    assert answers[1:] == answers[:1] * 3, "every rank says the same"
+    assert gpt.SEQUENCE * gpt.BATCH * gpt.HIDDEN * 4 == 4 << 10
+    assert answers[0][0] == "decoder.layers.*:output (4) read 4.00 KiB none"

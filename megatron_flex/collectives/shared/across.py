@@ -12,7 +12,8 @@ from megatron_flex.collectives.shared.placing import aligned, placing
 from megatron_flex.layout import Sizes
 
 if TYPE_CHECKING:
-    from megatron_flex.collectives.shared.board import Member, Record
+    from megatron_flex.collectives.shared.board import Record
+    from megatron_flex.collectives.shared.rooms import Member
     from megatron_flex.collectives.shared.segment import Segment
 
 

@@ -26,21 +26,13 @@ from torch import Tensor
 from megatron_flex.collectives.shared.across import Across, parts_of
 from megatron_flex.collectives.shared.notes import Line
 from megatron_flex.collectives.shared.pinned import Copies
-from megatron_flex.collectives.shared.placing import Placing, add_up, aligned, placing
+from megatron_flex.collectives.shared.placing import Placing, add_up
+from megatron_flex.collectives.shared.rooms import Member, Rooms
 from megatron_flex.collectives.shared.segment import Segment
 from megatron_flex.collectives.shared.slots import Ring, Slot
 from megatron_flex.errors import FlexError, FlexWarning
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
-
-
-@dataclass(frozen=True)
-class Member:
-    """One of the ranks whose reads go to one leader: its global rank, its place, and its node."""
-
-    rank: int
-    coords: dict[str, int]
-    node: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +62,10 @@ class Board:
         """`lines`: to the others of the node if this is its first rank, which has the `ring`, else to it."""
         self.members, self.me = members, me
         self.sizes = {a: mesh[a].size for a in members[me].coords}
-        self._elsewhere = {a for a, n in mesh.sizes.items() if n > 1 and a not in self.sizes}
+        elsewhere = {a for a, n in mesh.sizes.items() if n > 1 and a not in self.sizes}
         self._lines, self._ring, self._across = lines, ring, across
         self._near = [m for m in members if m.node == members[me].node]
-        self._one_node = len(self._near) == len(members)
+        self._rooms = Rooms(members, me, self.sizes, elsewhere)
         self._segments: dict[int, Segment] = {}
         self._slot: Slot | None = None  # on the node's first rank
         self._segment: Segment | None = None
@@ -100,19 +92,17 @@ class Board:
             LayoutError: its shape does not fit the layout.
             FlexError: the others are gone, or recorded something else in the step before.
         """
-        uneven = any(d.uneven for d in layout.dims)
-        shape, member = tuple(local.shape), self.members[self.me]
-        self.note(tag if uneven else f"{tag}{shape}{local.dtype}")
-        if uneven or local.layout != torch.strided or not self._elsewhere.isdisjoint(layout.axes):
+        known = self._rooms.of(layout, local)
+        self.note(f"{tag}{known.words}")
+        place, size = known.place, known.size
+        if place is None or local.layout != torch.strided:
             return False
-        place = placing(layout, shape, member.coords, self.sizes)
-        size = self._room(place, shape, local.dtype)
         self._need += size
         if self._owed:
             self._listen()
         if self._skip or self._at + size > self._capacity:
             return False
-        record = Record(tag, layout, shape, local.dtype, self._at, place)
+        record = Record(tag, layout, tuple(local.shape), local.dtype, self._at, place)
         self._at += size
         if self._leads:
             self._records.append(record)
@@ -123,12 +113,6 @@ class Board:
         """Count a tensor that goes another way: all ranks must have come by the same."""
         self._crc = crc32(str(tag).encode(), self._crc)
         self.count += 1
-
-    def _room(self, place: Placing, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        whole = aligned(place.bytes(dtype))
-        if self._one_node:
-            return whole
-        return max(whole, len(self.members) * aligned(dtype.itemsize * torch.Size(shape).numel()))
 
     def _write(self, record: Record, local: Tensor) -> None:
         if self._segment is None or not local.numel():

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from megatron_flex.collectives.send import REPLICAS
 from megatron_flex.collectives.shared.across import Across
-from megatron_flex.collectives.shared.board import Board, Member
+from megatron_flex.collectives.shared.board import Board
 from megatron_flex.collectives.shared.notes import Door, Line, knock
+from megatron_flex.collectives.shared.rooms import Member
 from megatron_flex.collectives.shared.segment import sweep
 from megatron_flex.collectives.shared.slots import Ring
 from megatron_flex.collectives.talk import everyone

@@ -43,7 +43,9 @@ class Placing:
 
     def targets(self, planes: Tensor) -> list[tuple[Tensor, Slices]]:
         """Views of `planes` `[planes, *shape]` to copy to, each with what of the shard to copy."""
-        whole = planes[self.plane].permute(self.order)
+        whole = planes[self.plane]
+        if self.order != tuple(range(len(self.order))):
+            whole = whole.permute(self.order)
         return [(whole[target], source) for target, source in self.blocks]
 
     def write(self, local: Tensor, planes: Tensor) -> None:

@@ -74,7 +74,7 @@ class Registering:
         label = f"hook {number}: {hook.module_name}"
         alone = not hook.edits and not any(self._edited(n, kind) for n in places)
         if not alone:
-            native.save = False
+            native.save, native.records = False, True
             native.editing_function = as_native(
                 hook, kind, self._shared_state, session, self._rewind, label, divisor
             )

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 
 from megatron_flex import cpu
 from megatron_flex.adapters.megatron_core.dispatch import Rows
-from megatron_flex.costs import Costs, Links, PlannedHook, costs_of, edit_said, read_said
+from megatron_flex.costs import Cost, Costs, Links, PlannedHook, costs_of, edit_said, read_said
+from megatron_flex.costs.standing import dumped, measured
 from megatron_flex.dump import Dump
 from megatron_flex.dump.plan import Held
 from megatron_flex.errors import SiteError
 from megatron_flex.launch.planning.arguments import Config, arguments
 from megatron_flex.launch.planning.model import Whole, built, quiet
-from megatron_flex.launch.planning.planning import Run, changes, microbatches_of
+from megatron_flex.launch.planning.planning import Run, changes, chosen_sites, microbatches_of
 from megatron_flex.sites import Site, SiteTable
+from megatron_flex.statistics import Statistics
+from megatron_flex.statistics.measured import Kind
+from megatron_flex.statistics.table import Entry, Table
 
 ROWS = "its rows go where the router sends them, which only the data tell"
 
@@ -30,6 +35,8 @@ def costs(
     micro_batch_size: int | None = None,
     microbatches: int | None = None,
     links: Links | None = None,
+    dump: Dump | None = None,
+    statistics: Statistics | None = None,
 ) -> Costs:
     """Say what hooks would cost in a Megatron run: bytes by link, collectives, memory, seconds.
 
@@ -42,6 +49,8 @@ def costs(
             in `PATTERN=scale=1.01`, which itself says what it needs.
         microbatches: of a step; else all of `global_batch_size`.
         links: how fast they are, and how many ranks share a node.
+        dump: what is written in a step that is dumped; of activations, parameters apart.
+        statistics: what is measured in a step that is measured; parameters apart.
 
     Raises:
         FlexError: the configuration cannot be; a pattern matches nothing, or only what cannot be had; a hook
@@ -52,8 +61,25 @@ def costs(
         args = arguments(config, changes(mesh, world_size, sequence_length, micro_batch_size))
         whole = built(args)
     uncounted: dict[str, str] = {}
-    found = list(_standing(hooks, whole, args, microbatches_of(args, microbatches), uncounted))
-    return costs_of(whole.mesh, found, links or Links(), uncounted, whole.config.num_attention_heads)
+    number, links = microbatches_of(args, microbatches), links or Links()
+    found = list(_standing(hooks, whole, args, number, uncounted))
+    more: list[Cost] = []
+    if dump is not None:
+        taken = Run(whole, args, number, dump).activations(chosen_sites(whole.sites, dump.sites))
+        more += dumped(dump, list(taken), whole.mesh)
+    if statistics is not None:
+        more.append(_measured(statistics, whole, links))
+    return costs_of(whole.mesh, found, links, uncounted, whole.config.num_attention_heads, more)
+
+
+def _measured(statistics: Statistics, whole: Whole, links: Links) -> Cost:
+    """What statistics of sites cost."""
+    sites = [s for s in chosen_sites(whole.sites, statistics.sites) if not s.hidden]
+    kinds: list[Kind] = ["value", "gradient"] if statistics.gradients else ["value"]
+    entries = tuple(Entry(s.name, kind, s.stage) for s in sites for kind in kinds)
+    ranks = prod(a.size for a in whole.mesh if a.name != "pp")
+    table = Table(entries, ranks, statistics.histogram)
+    return measured(f"statistics in {statistics.path}", table.sends, whole.mesh, links)
 
 
 def _meant(said: Sequence[str | PlannedHook] | str, understood: object) -> list[PlannedHook]:

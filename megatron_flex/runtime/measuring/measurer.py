@@ -87,6 +87,11 @@ class Measurer:
         self._passed = torch.zeros(len(entries), dtype=torch.bool)
         self._said: set[str] = set()
 
+    @property
+    def sends(self) -> list[int]:
+        """The bytes of each of its all-reduces in a step that is measured."""
+        return self._table.sends
+
     # -- steps -----------------------------------------------------------------------------------------
 
     def begins(self, mesh: Mesh, called: bool) -> bool:
