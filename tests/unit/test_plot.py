@@ -25,8 +25,11 @@ LONG = (
 AWKWARD = "blocks.$x^{2}$.<b>_a_</b>:output"
 
 
+GENERATOR = np.random.default_rng(0)
+
+
 def random(*shape: int) -> np.ndarray:
-    return np.random.default_rng(0).random(shape)
+    return GENERATOR.random(shape)
 
 
 def stream(layers: int = 4, iterations: int = 3, template: str = "decoder.layers.{}:output") -> Norms:
