@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +11,6 @@ from megatron_flex.dump.files import MANIFEST, iteration_of, part_of
 from megatron_flex.dump.manifest import Manifest
 from megatron_flex.errors import DumpError
 
-Tell = Callable[[int, int], None]  # is told how many bytes are done, and of how many
 RUN = re.compile(r"run-(\d{4,})", re.ASCII)
 
 
