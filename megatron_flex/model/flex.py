@@ -16,6 +16,7 @@ from megatron_flex.model.dumping import Dumps
 from megatron_flex.model.explaining import Explaining
 from megatron_flex.model.lens import Lens
 from megatron_flex.model.measuring import Measures
+from megatron_flex.model.notebook import Notebook
 from megatron_flex.model.registering import Registering
 from megatron_flex.model.rehearsing import Rehearsing
 from megatron_flex.model.showing import Showing
@@ -29,7 +30,17 @@ Model = Any  # nn.Module | Sequence[nn.Module] | a schedule of torch.distributed
 
 
 class FlexModel(  # type: ignore[misc]
-    Registering, Dumps, Measures, Training, Rehearsing, Explaining, Showing, WholeParameters, Lens, nn.Module
+    Registering,
+    Dumps,
+    Measures,
+    Training,
+    Rehearsing,
+    Explaining,
+    Showing,
+    Notebook,
+    WholeParameters,
+    Lens,
+    nn.Module,
 ):
     """A distributed model whose tensors are read and edited as one device would hold them.
 

@@ -156,6 +156,16 @@ class OpenStatistics:
             )
         raise FlexError(f"{self.path} has no {name!r}{nearest(name, there)}")
 
+    @property
+    def by_iteration(self) -> Rows:
+        """The rows by iteration and name; histograms are as in the file, from the first bin that is not empty."""
+        return self._rows
+
+    def _repr_html_(self) -> str:
+        from megatron_flex.statistics.notebook import in_html  # which needs this file
+
+        return in_html(self)
+
     def __repr__(self) -> str:
         return f"OpenStatistics({self.path}: {len(self.sites)} tensors, {len(self._rows)} iterations)"
 
