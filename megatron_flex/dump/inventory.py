@@ -111,14 +111,15 @@ def _run(number: int, path: Path) -> RunFolder:
     for item, nbytes in _inside(path):
         named = iteration_of(item.name)
         if named is not None and item.is_dir():
-            run.iterations.append(_iteration(item, *named))
+            run.iterations.append(iteration_in(item, *named))
         elif item.name != MANIFEST:
             run.strays.append((item, nbytes))
     run.iterations.sort(key=lambda f: (f.number, f.run_of))
     return run
 
 
-def _iteration(path: Path, number: int, run_of: int) -> IterationFolder:
+def iteration_in(path: Path, number: int, run_of: int) -> IterationFolder:
+    """What lies in the folder of an iteration."""
     folder = IterationFolder(path, number, run_of)
     for item, nbytes in _inside(path):
         if (named := part_of(item.name)) is not None and item.is_file():

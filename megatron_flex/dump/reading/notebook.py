@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
 from typing import TYPE_CHECKING
 
-from megatron_flex.dump.inventory import RunFolder, run_folders
+from megatron_flex.dump.files import iteration_folder
+from megatron_flex.dump.inventory import RUN, iteration_in
 from megatron_flex.dump.layouts import from_json
 from megatron_flex.dump.manifest import Manifest, Place
 from megatron_flex.dump.words import in_bytes, shape_in_words, unnumbered
@@ -13,54 +15,50 @@ from megatron_flex.errors import FlexError
 from megatron_flex.layout import Layout, Sizes
 from megatron_flex.layout.drawing import drawing
 from megatron_flex.markup import BAD, WARN, Markup, counted, details, fragment, line, lines, table
-from megatron_flex.sites import GRAD
 
 if TYPE_CHECKING:
     from megatron_flex.dump.reading.array import DumpArray
+    from megatron_flex.dump.reading.folders import Run
     from megatron_flex.dump.reading.opened import OpenDump
 
 RANKS = 64  # of more ranks that hold other parts a drawing shows two of each axis
+TOLD = 8  # things that are missing, in one picture
 VERIFY = "`megatron-flex dump verify` tells all"
 TENSORS = "dump.sites and dump.parameters list the names; `megatron-flex dump ls` is a table"
 
 
 def dump_in_html(dump: OpenDump) -> Markup:
     """Runs, iterations, tensors, what is missing; from names of files and manifests, none of the data."""
-    try:
-        folders = run_folders(dump.path)
-    except FlexError as error:  # the folder is gone since it was opened
-        return fragment(f"OpenDump · {dump.path}", line(error, BAD))
-    whole = sorted({f.number for r in folders for f in r.iterations if r.ranks and not f.missing(r.ranks)})
-    rows = [row for manifest in dump.manifests for row in _tensors(manifest)]
-    rows = list(dict.fromkeys(rows))
-    sites = sum("site" in row[1] for row in rows)
-    nbytes = sum(f.nbytes for r in folders for f in r.iterations)
     head = f"OpenDump · {dump.path}"
-    told = (
-        f"{counted(len(folders), 'run')}, {counted(len(whole), 'whole iteration')}"
-        f"{_range(whole)}, {counted(len(dump.places), 'site')}, {in_bytes(nbytes)}"
-    )
+    try:
+        whole = dump.iterations
+        kept = Counter(id(dump.written(which).run) for which in dump.passes)
+        missing = _missing(dump)
+    except FlexError as error:  # files are gone since it was opened
+        return fragment(head, line(error, BAD))
+    rows = list(dict.fromkeys(row for manifest in dump.manifests for row in _tensors(manifest)))
     runs = table(
-        (">run", "made", "framework", "mesh", ">ranks", "whole iterations"),
-        (_run(folder) for folder in folders),
-        len(folders),
+        (">run", "made", "framework", "mesh", ">ranks", ">iterations", ">whole, read from it"),
+        ((*_run(run), kept[id(run)]) for run in dump.runs),
+        len(dump.runs),
         "dump.runs has them all",
     )
     groups = _grouped(rows)
     tensors = table(("", "kind", "whole", "layout", ">stage"), groups, len(groups), TENSORS)
-    missing = _missing(folders)
-    lost = lines(missing, VERIFY, WARN, 8) if missing else Markup("")
-    shown = details(f"{counted(len(rows), 'tensor')}, {sites} of them at sites", tensors, opened=True)
-    return fragment(head, line(told), lost, details("runs", runs, opened=len(folders) > 1), shown)
+    told = f"{counted(len(dump.runs), 'run')}, {counted(len(whole), 'whole iteration')}{_range(whole)}"
+    return fragment(
+        head,
+        line(f"{told}, {counted(len(dump.places), 'site')}, {counted(len(dump.parameters), 'parameter')}"),
+        lines(missing, VERIFY, WARN, TOLD),
+        details("runs", runs, opened=len(dump.runs) > 1),
+        details("tensors", tensors, opened=True),
+    )
 
 
-def _run(folder: RunFolder) -> tuple[object, ...]:
-    manifest, ranks = folder.manifest, folder.ranks
-    whole = [f.number for f in folder.iterations if ranks and not f.missing(ranks)]
-    if manifest is None:
-        return folder.number, "", "", f"no manifest: {folder.damage}", len(ranks), len(whole)
-    mesh = " x ".join(f"{a}={n}" for a, n in manifest.sizes.items() if n > 1) or "one rank"
-    return folder.number, manifest.created, manifest.framework, mesh, len(ranks), f"{len(whole)}{_range(whole)}"
+def _run(run: Run) -> tuple[object, ...]:
+    told = run.manifest
+    mesh = " x ".join(f"{a}={n}" for a, n in told.sizes.items() if n > 1) or "one rank"
+    return told.run, told.created, told.framework, mesh, len(told.ranks), len(run.folders)
 
 
 def _range(numbers: list[int]) -> str:
@@ -69,25 +67,27 @@ def _range(numbers: list[int]) -> str:
     return f" ({numbers[0]})" if len(numbers) == 1 else f" ({numbers[0]} to {numbers[-1]})"
 
 
-def _missing(folders: list[RunFolder]) -> list[str]:
-    """What is not there, in words: manifests, parts, iterations that no run has."""
-    out = [f"run {r.number} has no manifest that can be read: {r.damage}" for r in folders if r.manifest is None]
-    whole = {
-        (f.number, f.run_of) for r in folders for f in r.iterations if r.ranks and not f.missing(r.ranks)
-    }
-    for run in folders:
-        for folder in run.iterations:
-            gone = folder.missing(run.ranks)
-            if not gone or (folder.number, folder.run_of) in whole:
+def _missing(dump: OpenDump) -> list[str]:
+    """What is not there, in words: manifests, parts, iterations that no run has whole."""
+    known = {run.folder.name for run in dump.runs}
+    others = sorted(f.name for f in dump.path.iterdir() if RUN.fullmatch(f.name) and f.name not in known)
+    out = [f"{name} has no manifest: nothing of it can be read" for name in others]
+    whole = set(dump.passes)
+    for run in dump.runs:
+        for number, run_of in run.folders:
+            if (number, run_of) in whole:
                 continue
-            ranks = list(gone)
-            who = ", ".join(map(str, ranks[:6])) + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")
-            out.append(
-                f"iteration {folder.number} of run {run.number} is not whole: parts of rank {who} are missing"
-            )
-    if not whole:
-        out.append("no iteration is whole: nothing can be read yet")
-    return out
+            told = f"iteration {number}" + (f", pass {run_of}" if run_of else "") + f" of {run.folder.name} is not whole"
+            if len(out) < TOLD:
+                folder = iteration_in(run.folder / iteration_folder(number, run_of), number, run_of)
+                told += f": parts of rank {_some(list(folder.missing(list(run.coords))))} are missing"
+            out.append(told)
+    return out if whole else [*out, "no iteration is whole: nothing can be read yet"]
+
+
+def _some(ranks: list[int], most: int = 6) -> str:
+    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    return ", ".join(map(str, ranks[:most])) + more
 
 
 Row = tuple[str, str, str, str, int]
@@ -136,13 +136,11 @@ def array_in_html(array: DumpArray) -> Markup:
         layout, sizes = array.held
     except FlexError as error:
         return fragment(f"DumpArray · {array.name}", line(error, BAD))
-    what = "gradient" if array.name.endswith(GRAD) else "values"
-    told = f"{shape_in_words(dims, shape)} · {dtype} · {in_bytes(nbytes)} · {what}"
-    shown = f"iterations {iterations[0]} to {iterations[-1]}" if len(iterations) > 1 else f"iteration {iterations[0]}" if iterations else "no iteration"
+    told = f"{shape_in_words(dims, shape)} · {dtype} · {in_bytes(nbytes)}"
     return fragment(
         f"DumpArray · {array.name}",
         line(told),
-        line(f"{shown}; nothing is read until .torch() or .numpy()"),
+        line(f"{counted(len(iterations), 'iteration')}{_range(iterations)}; read by .torch() or .numpy()"),
         line(f"as ranks held it: {layout.describe(sizes)}"),
         Markup(drawn(layout, sizes)),
     )
