@@ -71,8 +71,9 @@ def table(
         marked: colours, by the number of a row.
     """
     ends = ["right" if h.startswith(">") else "left" for h in heads]
+    under = f";border-bottom:1px solid {GREY}"
     cells = [
-        f'<th style="{CELL.replace("left", end, 1)};border-bottom:1px solid {GREY}">{text(h.removeprefix(">"))}</th>'
+        f'<th style="{CELL.replace("left", end, 1)}{under}">{text(h.removeprefix(">"))}</th>'
         for h, end in zip(heads, ends, strict=True)
     ]
     body = []

@@ -1,7 +1,7 @@
 """How far something long has come: a bar on stderr where a person looks, and nothing anywhere else.
 
-It is drawn on the first rank only, once the work has gone on for AFTER seconds, and is gone when the work ends,
-however it ends. Stdout is never written to. What cannot be drawn never stops the work.
+It is drawn on the first rank only, once the work has gone on for AFTER seconds, and is gone when the work
+ends, however it ends. Stdout is never written to. What cannot be drawn never stops the work.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Drawing(Protocol):
 def progress(what: str, total: float | None = None, unit: str = "") -> Iterator[Bar]:
     """Show how far a piece of work is. Communicates nothing; any rank may call it alone.
 
-    Nothing is shown where stderr is no terminal, on other ranks than the first, with FLEX_PROGRESS=0, or while
-    another bar of this process is open. With FLEX_PROGRESS=1 what is no terminal gets a few plain lines.
+    Nothing is shown where stderr is no terminal, on other ranks than the first, with FLEX_PROGRESS=0, or
+    while another bar of this process is open. With FLEX_PROGRESS=1 what is no terminal gets a few plain lines.
 
     Args:
         what: is done, such as `verifying`.

@@ -22,8 +22,8 @@ class Notebook:
             here = ", ".join(f"{a} {n}" for a, n in session.mesh.coords.items()) or "this one"
             first = "of all" if session.over_data else "of its model replica"
             told = (
-                f"This rank ({here}) is no leader: what hooks read arrives on the first rank {first}, so show "
-                "the model there; flex.show(file=sys.stdout) prints the tree on any rank"
+                f"This rank ({here}) is no leader: what hooks read arrives on the first rank {first}, so "
+                "look at the model there; flex.show(file=sys.stdout) prints the tree on any rank"
             )
             return fragment(head, line(told, WARN))
         root = tree(session.sites, session.mesh.sizes, standing(session))

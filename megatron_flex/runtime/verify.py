@@ -18,10 +18,10 @@ from megatron_flex.collectives import Route, checksum, differing, everyone
 from megatron_flex.errors import LayoutError, VerifyError
 from megatron_flex.layout import Coords, Layout, Sizes, whole_shape
 from megatron_flex.mesh import Mesh
+from megatron_flex.progress import tracked
 from megatron_flex.runtime.debugging.comparing import Comparing
 from megatron_flex.runtime.firing import Firing
 from megatron_flex.runtime.survey import EXPERT, Survey, copies_over
-from megatron_flex.progress import tracked
 from megatron_flex.sites import Site
 
 SHOWN = 8  # findings in one error

@@ -26,9 +26,10 @@ def in_html(found: OpenStatistics) -> Markup:
     )
     notes = [line(told)]
     if found.torn:
-        notes.append(
-            line(f"{counted(found.torn, 'line or file')} not whole, and left out: of a killed run or a full disk", WARN)
+        told = (
+            f"lines and files that are not whole, and left out: {found.torn}, of killed runs or a full disk"
         )
+        notes.append(line(told, WARN))
     marked = {n: BAD for n, row in enumerate(rows) if _broken(row)}
     shown = table(HEADS, (_cells(row) for row in rows), len(rows), REST, marked)
     return fragment(f"OpenStatistics · {found.path}", *notes, shown)

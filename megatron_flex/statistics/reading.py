@@ -158,7 +158,7 @@ class OpenStatistics:
 
     @property
     def by_iteration(self) -> Rows:
-        """The rows by iteration and name; histograms are as in the file, from the first bin that is not empty."""
+        """The rows by iteration and name; histograms are as in the file, without empty bins at their ends."""
         return self._rows
 
     def _repr_html_(self) -> str:

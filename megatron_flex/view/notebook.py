@@ -39,7 +39,9 @@ def in_html(root: Node, head: str, *notes: Markup) -> Markup:
     body = [_node(child, root.stages, room, 0) for child in root.children]
     if room.out:
         body.append(
-            line(f"and {room.out:,} more rows; flex.show() prints all, flex.show('PATTERN') some of them", WARN)
+            line(
+                f"and {room.out:,} more rows; flex.show() prints all, flex.show('PATTERN') some of them", WARN
+            )
         )
     return fragment(head, *notes, *body)
 

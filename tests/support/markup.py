@@ -54,7 +54,8 @@ class Shown(HTMLParser):
             self.summaries.append("")
 
     def handle_endtag(self, tag: str) -> None:
-        assert self._open and self._open.pop() == tag, f"</{tag}> closes nothing"
+        assert self._open, f"</{tag}> closes nothing"
+        assert self._open.pop() == tag, f"</{tag}> closes another"
 
     def handle_data(self, data: str) -> None:
         self.pieces.append(data)

@@ -23,7 +23,7 @@ class Terminal:
 
     def __init__(self) -> None:
         self._mine, its = pty.openpty()
-        self.file: IO[str] = open(its, "w", encoding="utf-8", buffering=1)
+        self.file: IO[str] = open(its, "w", encoding="utf-8", buffering=1)  # noqa: SIM115, closed by `close`
         self.written = ""
         self._data: list[bytes] = []
         self._thread = threading.Thread(target=self._read)

@@ -80,7 +80,7 @@ def test_a_list_of_sites_is_a_list_and_a_table() -> None:
     found = every.match("**")
     assert isinstance(found, list)
     assert found == list(every)
-    assert found + [] == list(every)
+    assert [*found] == list(every)
     for one, head in ((found, "3 sites, 1 of them hidden"), (every, "SiteTable · 3 sites, 1 of them hidden")):
         told = shown(one)
         assert told.pieces[0] == head
@@ -149,7 +149,9 @@ def test_a_dump_says_what_it_has(path: Path) -> None:
     run = next(r for r in told.rows if r[0] == "0")
     assert run[3:] == ["tp=2", "2", "3", "3"]
     assert ["decoder.layers.*:output (3)", "site", "[s, b, 4h 8]", "[s, b, 4h/tp]", "0"] in [
-        [r[0], r[1], r[2].replace("s 4", "s").replace("b 2", "b"), r[3], r[4]] for r in told.rows if len(r) == 5
+        [r[0], r[1], r[2].replace("s 4", "s").replace("b 2", "b"), r[3], r[4]]
+        for r in told.rows
+        if len(r) == 5
     ]
     assert any(r[:2] == ["decoder.layers.0.weight", "parameter"] for r in told.rows)
     assert "not whole" not in told.text
@@ -240,7 +242,7 @@ def test_statistics_show_each_tensor_as_it_was_last(tmp_path: Path) -> None:
     told = shown(mf.open_statistics(tmp_path))
     assert "script" not in told.tags
     assert "1 start of the run, 2 tensors, 2 iterations (0 to 7)" in told.text
-    assert "1 line or file not whole" in told.text
+    assert "not whole, and left out: 1," in told.text
     broken, good = told.rows[1:]
     assert broken[:2] == [EVIL, "7"]
     assert broken[3] == "–"

@@ -286,7 +286,7 @@ COMMANDS = {
     "exporting": ["dump", "export", "a", "out", "--force"],
     "comparing": ["compare", "a", "b"],
     "comparing the replicas of B": ["compare", "a", "b"],
-    "reading statistics": ["statistics", "ls", "statistics"],
+    "reading statistics": ["stats", "ls", "statistics"],
 }
 
 

@@ -19,9 +19,7 @@ SHARD = 1 << 30  # bytes; a file is closed and another begun at about this size
 INTEGERS = ("iteration", "sample", "token")
 
 
-def write(
-    path: Path, columns: list[Column], rows: Rows, metadata: dict[str, str], bar: Bar
-) -> None:
+def write(path: Path, columns: list[Column], rows: Rows, metadata: dict[str, str], bar: Bar) -> None:
     """Write a column for each site, behind `iteration`, `sample` and, for rows of tokens, `token`.
 
     Raises:
@@ -87,9 +85,7 @@ def _feature(datasets: Any, column: Column, depth: int) -> Any:
     return out
 
 
-def _batches(
-    columns: list[Column], rows: Rows, several: bool, schema: Any, bar: Bar
-) -> Iterator[Any]:
+def _batches(columns: list[Column], rows: Rows, several: bool, schema: Any, bar: Bar) -> Iterator[Any]:
     """Record batches, each of about as many bytes as are read at a time."""
     import pyarrow as pa
 

@@ -77,7 +77,11 @@ def _missing(dump: OpenDump) -> list[str]:
         for number, run_of in run.folders:
             if (number, run_of) in whole:
                 continue
-            told = f"iteration {number}" + (f", pass {run_of}" if run_of else "") + f" of {run.folder.name} is not whole"
+            told = (
+                f"iteration {number}"
+                + (f", pass {run_of}" if run_of else "")
+                + f" of {run.folder.name} is not whole"
+            )
             if len(out) < TOLD:
                 folder = iteration_in(run.folder / iteration_folder(number, run_of), number, run_of)
                 told += f": parts of rank {_some(list(folder.missing(list(run.coords))))} are missing"
