@@ -105,6 +105,6 @@ def details(summary: object, *parts: Markup, opened: bool = False) -> Markup:
     )
 
 
-def counted(count: int, one: str) -> str:
+def counted(count: int, one: str, many: str = "") -> str:
     """`1 rank`, `2 ranks`."""
-    return f"{count:,} {one}{'' if count == 1 else 's'}"
+    return f"{count:,} {one if count == 1 else many or one + 's'}"

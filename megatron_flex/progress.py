@@ -88,7 +88,8 @@ def progress(what: str, total: float | None = None, unit: str = "") -> Iterator[
     """Show how far a piece of work is. Communicates nothing; any rank may call it alone.
 
     Nothing is shown where stderr is no terminal, on other ranks than the first, with FLEX_PROGRESS=0, or
-    while another bar of this process is open. With FLEX_PROGRESS=1 what is no terminal gets a few plain lines.
+    while another bar of this process is open. With FLEX_PROGRESS=1 what is no terminal gets a few
+    plain lines.
 
     Args:
         what: is done, such as `verifying`.

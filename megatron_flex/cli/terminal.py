@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_flex.markup import counted
 from megatron_flex.progress import in_bytes
 
 WIDE = 4000  # columns of what is no terminal: nothing is cut for a program that reads on
@@ -55,11 +56,6 @@ def number(value: float | int | None, digits: int = 4) -> str:
     if not math.isfinite(value):
         return str(value)
     return f"{value:.{digits}g}"
-
-
-def counted(count: int, one: str, many: str = "") -> str:
-    """`1 rank`, `2 ranks`."""
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def series(numbers: Sequence[int]) -> str:

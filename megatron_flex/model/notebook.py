@@ -19,7 +19,7 @@ class Notebook:
         session = self.session
         head = f"FlexModel · {headline(session)}"
         if not session.is_leader:
-            here = ", ".join(f"{a} {n}" for a, n in session.mesh.coords.items()) or "this one"
+            here = ", ".join(f"{a.name} {a.coord}" for a in session.mesh.axes if a.size > 1)
             first = "of all" if session.over_data else "of its model replica"
             told = (
                 f"This rank ({here}) is no leader: what hooks read arrives on the first rank {first}, so "

@@ -26,9 +26,7 @@ def in_html(found: OpenStatistics) -> Markup:
     )
     notes = [line(told)]
     if found.torn:
-        told = (
-            f"lines and files that are not whole, and left out: {found.torn}, of killed runs or a full disk"
-        )
+        told = f"lines and files that are torn, and left out: {found.torn}, of killed runs or full disks"
         notes.append(line(told, WARN))
     marked = {n: BAD for n, row in enumerate(rows) if _broken(row)}
     shown = table(HEADS, (_cells(row) for row in rows), len(rows), REST, marked)

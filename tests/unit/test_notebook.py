@@ -242,7 +242,7 @@ def test_statistics_show_each_tensor_as_it_was_last(tmp_path: Path) -> None:
     told = shown(mf.open_statistics(tmp_path))
     assert "script" not in told.tags
     assert "1 start of the run, 2 tensors, 2 iterations (0 to 7)" in told.text
-    assert "not whole, and left out: 1," in told.text
+    assert "torn, and left out: 1," in told.text
     broken, good = told.rows[1:]
     assert broken[:2] == [EVIL, "7"]
     assert broken[3] == "–"
@@ -314,7 +314,8 @@ def test_a_long_comparison_says_what_it_leaves_out() -> None:
 
 
 def test_a_layout_is_drawn_with_all_that_is_said_of_it() -> None:
-    many = Layout(tuple(Dim(f"a long name {n}", (Cut("tp"), Cut("cp", "zigzag"))) for n in range(6)))
+    cuts = ((), (), (), (), (Cut("cp", "zigzag"),), (Cut("tp"),))
+    many = Layout(tuple(Dim(f"a long name {n}", cut) for n, cut in enumerate(cuts)))
     html = many._repr_html_()
     told = Shown(html)
     assert many.describe({"tp": 2, "cp": 2}).replace(" ", "") in "".join(told.pieces).replace(" ", "")
