@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TextIO, TypeVar
 
 from megatron_flex.knobs import knobs
@@ -136,44 +136,44 @@ class Shown:
             return
         try:
             self._next = now + EVERY
-            self._try(lambda drawing: drawing.draw(bar))
+            self._try(bar, lambda drawing: drawing.draw(bar))
         finally:
             self._lock.release()
 
     def end(self, bar: Bar) -> None:
         """Nothing more comes."""
         with self._lock:
-            self._try(lambda drawing: drawing.end(bar))
+            self._try(bar, lambda drawing: drawing.end(bar))
             self._drawing = None
 
-    def _try(self, do: Callable[[Drawing], None]) -> None:
-        if self._drawing is None:
+    def _try(self, bar: Bar, do: Callable[[Drawing], None]) -> None:
+        drawing = self._drawing
+        if drawing is None:
             return
         try:
-            do(self._drawing)
-        except Exception:  # a terminal that is gone, or threads that cannot be begun any more: work goes on
+            do(drawing)
+        except Exception:  # a terminal that is gone: the work goes on
             self._drawing = None
+            with suppress(Exception):  # stderr as it was, if no more
+                drawing.end(bar)
 
 
 def _drawing() -> Drawing | None:
     """How this process shows bars; None if it does not."""
-    file = sys.stderr
-    forced = knobs.progress > 0
-    if knobs.progress == 0 or not _is_first() or not (forced or _is_terminal(file)):
-        return None
-    if file is None:
+    file: TextIO | None = sys.stderr  # None in a process without one
+    if file is None or knobs.progress == 0 or not _is_first():
         return None
     if not _is_terminal(file):
-        return Lines(file)
+        return Lines(file) if knobs.progress > 0 else None
     try:
         return Rich(file)
     except ImportError:
         return Line(file)
 
 
-def _is_terminal(file: TextIO | None) -> bool:
+def _is_terminal(file: TextIO) -> bool:
     try:
-        return file is not None and file.isatty()
+        return file.isatty()
     except (OSError, ValueError):  # closed
         return False
 
@@ -262,10 +262,14 @@ class Lines:
         """Write a line if enough more is done."""
         if bar.done >= self._next:
             self._next = bar.done + bar.total / PARTS if bar.total else max(1.0, 2 * bar.done)
-            self.end(bar)
+            self._write(bar)
 
     def end(self, bar: Bar) -> None:
-        """Write the last one."""
+        """Write the last one, where there are others."""
+        if self._last:
+            self._write(bar)
+
+    def _write(self, bar: Bar) -> None:
         text = f"{bar.what}: {bar.describe()}\n"
         if text != self._last:
             self._last = text

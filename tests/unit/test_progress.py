@@ -129,6 +129,8 @@ def test_on_without_a_terminal_gives_a_few_plain_lines(
                 bar.advance(1 << 10)
         for _ in tracked(iter(range(100)), "reading", unit="lines"):
             pass
+        monkeypatch.setattr(progress, "AFTER", 3600.0)
+        work()
     told = (tmp_path / "err").read_text().splitlines()
     assert told[0] == "verifying: 1.00 KiB of 1.00 MiB"
     assert "verifying: 1.00 MiB of 1.00 MiB" in told
@@ -215,8 +217,10 @@ def test_a_terminal_that_is_gone_does_not_stop_the_work(monkeypatch: pytest.Monk
 
     for way in WAYS:
         with watched(monkeypatch, way):
-            monkeypatch.setattr(sys, "stderr", Gone())
+            gone = Gone()
+            monkeypatch.setattr(sys, "stderr", gone)
             assert work().done == 4
+            assert sys.stderr is gone
     monkeypatch.setattr(sys, "stderr", None)
     assert work().done == 4
 
