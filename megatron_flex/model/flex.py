@@ -122,7 +122,7 @@ class FlexModel(  # type: ignore[misc]
         self.session.step_ends(False)
 
     def sites(self, pattern: Pattern = "**") -> list[Site]:
-        """The places of the whole model, all pipeline stages, where hooks can stand.
+        """The places of the whole model, all pipeline stages, where hooks can stand; in a notebook a table.
 
         Args:
             pattern: a name or glob of modules, or with `:` of points in them; `*` stays within one step of
