@@ -236,7 +236,7 @@ class Line:
 
     def draw(self, bar: Bar) -> None:
         """Show how far it is."""
-        wide = max(20, _columns() - 1)
+        wide = max(20, _columns(self._file) - 1)
         self._write(f"{bar.what}: {bar.describe()}"[:wide])
 
     def end(self, bar: Bar) -> None:
@@ -277,9 +277,9 @@ class Lines:
             self._file.flush()
 
 
-def _columns() -> int:
+def _columns(file: TextIO) -> int:
     try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns
+        return os.get_terminal_size(file.fileno()).columns or 80
     except (OSError, ValueError):
         return 80
 
