@@ -35,6 +35,8 @@ class Knobs:
         node: what ranks that share memory have in common, if not what the system says of it (FLEX_NODE).
         pending_bytes: read shards are sent to the leader at a microbatch's end once their wholes are
             together larger than this, and at the step's end otherwise (FLEX_PENDING_BYTES).
+        progress: whether stderr shows how far long work is: -1 where it is a terminal, 0 never, 1 always, as
+            plain lines where it is none (FLEX_PROGRESS).
         seed: where the random streams of editing functions start (FLEX_SEED).
         shared_bytes: how much shared memory the reads of one leader may take on a node; 0 for none, so that
             all reads are gathered (FLEX_SHARED_BYTES).
@@ -52,6 +54,7 @@ class Knobs:
     dump_seconds: float = _number("FLEX_DUMP_SECONDS", 120.0)
     node: str = os.environ.get("FLEX_NODE", "")
     pending_bytes: int = int(_number("FLEX_PENDING_BYTES", 1 << 30))
+    progress: int = int(_number("FLEX_PROGRESS", -1))
     seed: int = int(_number("FLEX_SEED", 0))
     shared_bytes: int = int(_number("FLEX_SHARED_BYTES", 4 << 30))
     shared_folder: str = os.environ.get("FLEX_SHARED_FOLDER", "/dev/shm")

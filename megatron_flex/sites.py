@@ -6,7 +6,7 @@ A name is `module.path:point`. It is global: layer 17 is layer 17 on whatever st
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Protocol, cast
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_flex.errors import SiteError, nearest
 from megatron_flex.layout import Layout
+from megatron_flex.markup import counted, fragment, table
 
 GRAD = ".grad"  # what a gradient's name has behind the name of its site
 EDITED = ".edited"  # likewise what left the edits there
@@ -190,6 +191,13 @@ def _token(token: str) -> str:
     return token.replace("[!", "[^") if len(token) > 1 else re.escape(token)
 
 
+class Sites(list[Site]):
+    """A list of sites; in a notebook a table."""
+
+    def _repr_html_(self) -> str:
+        return _in_html(counted(len(self), "site"), self)
+
+
 class SiteTable:
     """All sites of a model, over all stages, by name and in model order."""
 
@@ -214,7 +222,10 @@ class SiteTable:
             raise SiteError(f"no site {name!r}{nearest(name, self._sites)}")
         return self._sites[name]
 
-    def match(self, pattern: Pattern, point: str | None = None) -> list[Site]:
+    def _repr_html_(self) -> str:
+        return _in_html(f"SiteTable · {counted(len(self), 'site')}", list(self))
+
+    def match(self, pattern: Pattern, point: str | None = None) -> Sites:
         """Find sites.
 
         Args:
@@ -242,9 +253,9 @@ class SiteTable:
         ]
         if not found:
             raise SiteError(self._nothing(pattern, path, wanted))
-        return found
+        return Sites(found)
 
-    def _chosen(self, pattern: re.Pattern[str] | Callable[[Site], bool], point: str | None) -> list[Site]:
+    def _chosen(self, pattern: re.Pattern[str] | Callable[[Site], bool], point: str | None) -> Sites:
         if not isinstance(pattern, re.Pattern):
             found = [s for s in self if pattern(s)]
         elif ":" in pattern.pattern.replace("(?:", ""):
@@ -255,7 +266,7 @@ class SiteTable:
             raise SiteError(
                 f"{in_words(pattern)!r} matches none of {len(self)} sites; flex.sites() lists them"
             )
-        return found
+        return Sites(found)
 
     def _nothing(self, pattern: str, path: str, point: str | None) -> str:
         points = sorted({s.point for s in self if _glob(path).fullmatch(s.module)})
@@ -263,3 +274,21 @@ class SiteTable:
             return f"{pattern!r} has no point {point!r}; it has {', '.join(points)}"
         names = [s.name for s in self] if ":" in pattern else list(dict.fromkeys(s.module for s in self))
         return f"pattern {pattern!r} matches no site{nearest(pattern, names)}"
+
+
+def _in_html(head: str, sites: Sequence[Site]) -> str:
+    """A table of sites, for notebooks."""
+    hidden = sum(bool(s.hidden) for s in sites)
+    rows = (
+        (
+            s.name,
+            "told when a tensor passes" if s.inferred else s.layout.describe(),
+            " x ".join(map(str, s.shape)),
+            s.stage,
+            f"no hook: {s.hidden}" if s.hidden else f"can be read only: {s.fixed}" if s.fixed else "",
+        )
+        for s in sites
+    )
+    rest = "name fewer (flex.sites('decoder.layers.0.**')), or fold layers by flex.show()"
+    told = table(("site", "layout", "whole", ">stage", ""), rows, len(sites), rest)
+    return fragment(f"{head}, {hidden} of them hidden", told)

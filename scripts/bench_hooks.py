@@ -103,7 +103,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for tp in args.tp:
         for mib in args.mib:
             settings = settings_of(args, tp, mib)
-            print(f"TP={tp}, {mib:g} MiB …", file=sys.stderr, flush=True)
             ranks = run_ranks(tp, measure, Settings(**settings), timeout=args.timeout)
             ms = steps_of([rank["ms"] for rank in ranks])
             sent = sent_by([rank["sent"] for rank in ranks])

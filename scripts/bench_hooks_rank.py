@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -90,13 +89,12 @@ def _rounds(chosen: Standings, step: Step, subject: Subject, settings: Settings)
     gc.collect()
     gc.freeze()
     total = settings.warmup + settings.rounds
-    for number, order in enumerate(orders(list(chosen), total), 1 - settings.warmup):
+    what = f"TP={settings.tp}, {settings.mib:g} MiB"
+    for number, order in enumerate(orders(list(chosen), total, what), 1 - settings.warmup):
         for name in order:
             visited = _visit(chosen[name], step, subject, settings.repeats)
             if number > 0:
                 times[name].append(visited)
-        if dist.get_rank() == 0 and sys.__stderr__ is not None and sys.__stderr__.isatty():
-            print(f"round {max(0, number)} of {settings.rounds}", file=sys.__stderr__, flush=True)
     return {
         "ms": {name: [[t.wall for t in visit] for visit in visits] for name, visits in times.items()},
         "others": [t.others for visits in times.values() for visit in visits for t in visit],

@@ -140,7 +140,7 @@ def measure_steps(args: argparse.Namespace, layout: str) -> dict[str, list[float
     world, cut = LAYOUTS[layout]
     base = words_of(args, cut)
     out: dict[str, list[float]] = {letter: [] for letter in args.variants}
-    for order in orders(list(args.variants), args.rounds):
+    for order in orders(list(args.variants), args.rounds, layout):
         for letter in order:
             ours = VARIANTS[letter][1]
             with tempfile.TemporaryDirectory(dir=args.folder, prefix="bench-launch-") as name:
@@ -150,8 +150,6 @@ def measure_steps(args: argparse.Namespace, layout: str) -> dict[str, list[float
                     command = ["-m", "megatron_flex.launch", *command, "--flex-cpu", *flags]
                 times = train(world, command, Path(name), args.timeout)
             out[letter].append(statistics.median(times))
-            if sys.stderr.isatty():
-                print(f"{layout} ({letter}) {out[letter][-1]:.0f} ms", file=sys.stderr, flush=True)
     return out
 
 
@@ -172,7 +170,7 @@ def measure_start() -> dict[str, dict[str, list[float]]]:
         runner = [sys.executable, "-m", "megatron_flex.launch", str(script)]
         flags = ["--flex-sites", "decoder.layers.*", "--flex-stats", f"{name}/stats"]
         commands = dict(zip(ways, ([sys.executable, str(script)], runner, [*runner, *flags]), strict=True))
-        for number, order in enumerate(orders(list(commands), START_RUNS + 1)):
+        for number, order in enumerate(orders(list(commands), START_RUNS + 1, "starting")):
             for way in order:
                 began, spent = perf_counter(), children()
                 subprocess.run(commands[way], check=True, capture_output=True, timeout=600)

@@ -6,7 +6,6 @@ import gc
 import itertools
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter, process_time, sleep
@@ -20,6 +19,7 @@ from bench_variants import Standing, Subject, Variant, in_order
 from torch import Tensor, nn
 
 from megatron_flex import cpu
+from megatron_flex.progress import tracked
 from tests.support import gpt
 
 HEAD = 64  # size of an attention head
@@ -84,7 +84,6 @@ def measure(settings: Settings) -> dict[str, Any]:
             patience -= sum(PAUSE + t.mean / 1e3 for t in tries[1:])
             if number >= 0:
                 times[letter].append(min(tries, key=lambda t: t.others))
-        tell(number, settings.steps, times)
     kinds = ("wall", "cpu", "others")
     out: dict[str, Any] = {k: {x: [getattr(t, k) for t in times[x]] for x in ways} for k in kinds}
     feature = settings.seq * settings.batch * 4 / 2**20  # MiB, fp32
@@ -92,9 +91,12 @@ def measure(settings: Settings) -> dict[str, Any]:
     return out | {"notes": notes, "mib": mib}
 
 
-def orders(letters: list[str], rounds: int) -> Iterator[list[str]]:
-    """The order of the variants in each round: rotated by one each time, every other one backwards."""
-    for number in range(rounds):
+def orders(letters: list[str], rounds: int, what: str = "measuring") -> Iterator[list[str]]:
+    """The order of the variants in each round: rotated by one each time, every other one backwards.
+
+    Who watches the first rank's terminal sees how far it is, under the name of `what`.
+    """
+    for number in tracked(range(rounds), what, unit="rounds"):
         at = number % len(letters)
         order = letters[at:] + letters[:at]
         yield order[::-1] if number % 2 else order
@@ -147,14 +149,6 @@ def _forget(standing: Standing, model: nn.Module) -> None:
     standing.forget()
     for parameter in model.parameters():
         parameter.grad = None
-
-
-def tell(number: int, steps: int, times: dict[str, list[Timed]]) -> None:
-    """A line for whoever watches."""
-    if dist.get_rank() == 0 and sys.stderr.isatty():
-        last = "  ".join(f"{letter} {t[-1].wall:.0f}" for letter, t in times.items() if t)
-        which = f"round {number + 1} of {steps}" if number >= 0 else "warm-up round"
-        print(f"{which}{': ms ' if last else ''}{last}", file=sys.stderr, flush=True)
 
 
 def check(ways: dict[str, Variant], step: Step, tp: int) -> list[str]:

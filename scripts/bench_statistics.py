@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_rank import Settings, Timed, build, orders, tell, visit
+from bench_rank import Settings, Timed, build, orders, visit
 from bench_variants import Standing, Subject, Variant, nothing
 from torch import Tensor, nn
 
@@ -122,7 +122,6 @@ def measure(settings: Settings) -> dict[str, Any]:
             patience -= sum(2.0 + t.mean / 1e3 for t in tries[1:])
             if number >= 0:
                 times[letter].append(min(tries, key=lambda t: t.others))
-        tell(number, settings.steps, times)
     kinds = ("wall", "cpu", "others")
     out: dict[str, Any] = {k: {x: [getattr(t, k) for t in times[x]] for x in ways} for k in kinds}
     return out | {"counts": counts}

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from megatron_flex.cli.options import Json
-from megatron_flex.cli.terminal import console, counting, say_json, table
+from megatron_flex.cli.terminal import console, say_json, table
 from megatron_flex.compare import Comparison
 from megatron_flex.compare import compare as run
 from megatron_flex.errors import FlexError
@@ -50,8 +50,7 @@ def compare(
 
     Exit status 1 if they diverge; 0 if they are equal, or differ by round-off.
     """
-    with counting("comparing") as tell:
-        found = run(a, b, _tolerance(tolerance), tolerance_from, progress=tell)
+    found = run(a, b, _tolerance(tolerance), tolerance_from)
     if as_json:
         say_json(found.to_json())
     else:

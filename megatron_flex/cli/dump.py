@@ -24,12 +24,11 @@ from megatron_flex.cli.options import (
     chosen_iterations,
     chosen_names,
 )
-from megatron_flex.cli.terminal import console, counted, in_bytes, progress, say_json, series
+from megatron_flex.cli.terminal import console, counted, in_bytes, say_json, series
 from megatron_flex.dump.contents import array_of, contents, parameter_names, site_names
 from megatron_flex.dump.exporting import FORMATS, Format, Rows, check_target
 from megatron_flex.dump.exporting import export as write
-from megatron_flex.dump.exporting.blocks import Column, Progress, blocks
-from megatron_flex.dump.inventory import Tell
+from megatron_flex.dump.exporting.blocks import Column, blocks
 from megatron_flex.dump.reading import DumpArray, open_dump
 from megatron_flex.dump.statistics import Statistics, statistics
 from megatron_flex.dump.upkeep import prune as remove
@@ -37,6 +36,7 @@ from megatron_flex.dump.upkeep import to_prune
 from megatron_flex.dump.verifying import verify as check
 from megatron_flex.dump.words import shape_in_words
 from megatron_flex.errors import DumpError, nearest
+from megatron_flex.progress import BYTES, Bar, progress
 from megatron_flex.sites import GRAD
 
 app = typer.Typer(
@@ -56,8 +56,7 @@ def ls(
 
     With shapes of the whole, types, iterations, and bytes on disk.
     """
-    with progress("reading headers") as tell:
-        found = contents(path, tell)
+    found = contents(path)
     if as_json:
         say_json(found.to_json())
     else:
@@ -88,8 +87,7 @@ def show(
             if name not in names:
                 raise DumpError(f"{path} has no {name!r}{nearest(name, names)}; `dump ls` lists what it has")
         arrays = {name: _at(array_of(dump, name), iterations) for name in wanted}
-        with progress("reading") as tell:
-            found = _statistics(arrays, tell)
+        found = _statistics(arrays)
         said = {name: _about(array) for name, array in arrays.items()}
         if as_json:
             say_json({name: {**said[name], **found[name].to_json()} for name in wanted})
@@ -108,16 +106,17 @@ def _about(array: DumpArray) -> dict[str, object]:
     return {"dims": array.dims, "shape": array.shape, "dtype": dtype, "iterations": array.iterations}
 
 
-def _statistics(arrays: dict[str, DumpArray], tell: Tell | None) -> dict[str, Statistics]:
-    moved = Progress(tell, 2 * sum(a.nbytes for a in arrays.values()))
+def _statistics(arrays: dict[str, DumpArray]) -> dict[str, Statistics]:
+    twice = 2 * sum(a.nbytes for a in arrays.values())
 
-    def read(array: DumpArray) -> Iterator[Tensor]:
+    def read(bar: Bar, array: DumpArray) -> Iterator[Tensor]:
         for one in Column(array.name, array).by_iteration():
             for _, block in blocks(one.array):
                 yield block
-                moved.advance(block.nbytes)
+                bar.advance(block.nbytes)
 
-    return {name: statistics(partial(read, array)) for name, array in arrays.items()}
+    with progress("reading", twice, BYTES) as bar:
+        return {name: statistics(partial(read, bar, array)) for name, array in arrays.items()}
 
 
 def _at(array: DumpArray, said: str | None) -> DumpArray:
@@ -164,16 +163,14 @@ def export(
         names = site_names(dump) + ([] if to == "datasets" and not sites else parameter_names(dump))
         chosen = chosen_names(sites, names)
         columns = [Column(name, _at(array_of(dump, name), iterations)) for name in chosen]
-        with progress("exporting") as tell:
-            done = write(
-                [c for c in columns if c.array.passes],
-                out,
-                cast(Format, to),
-                rows=cast(Rows, rows),
-                per_iteration=per_iteration,
-                force=force,
-                tell=tell,
-            )
+        done = write(
+            [c for c in columns if c.array.passes],
+            out,
+            cast(Format, to),
+            rows=cast(Rows, rows),
+            per_iteration=per_iteration,
+            force=force,
+        )
     if as_json:
         say_json({"path": str(done.path), "bytes": done.nbytes, "names": done.names, "notes": done.notes})
         return
@@ -197,8 +194,7 @@ def verify(
     All is read and compared with its checksum; what is lost or wrong is told by rank and site. Exit status
     1 if anything is.
     """
-    with progress("verifying") as tell:
-        found = check(path, tell, live)
+    found = check(path, live)
     if as_json:
         say_json(found.to_json())
     else:
@@ -241,8 +237,7 @@ def prune(
     found = to_prune(path, keep_every, before, force)
     freed = sum(r.nbytes for r in found)
     if not dry_run:
-        with progress("pruning") as tell:
-            freed = remove(path, found, tell)
+        freed = remove(path, found)
     if as_json:
         items = [
             {"path": str(r.path), "bytes": r.nbytes, "why": r.why, "run": r.run, "iteration": r.iteration}

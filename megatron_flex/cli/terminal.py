@@ -1,4 +1,4 @@
-"""How the command line speaks: tables, numbers with units, progress; plain where no person is looking."""
+"""How the command line speaks: tables, numbers with units; plain where no person is looking."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from megatron_flex.dump.words import in_bytes
+from megatron_flex.markup import counted
+from megatron_flex.progress import in_bytes
 
 WIDE = 4000  # columns of what is no terminal: nothing is cut for a program that reads on
 
@@ -59,11 +58,6 @@ def number(value: float | int | None, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
-def counted(count: int, one: str, many: str = "") -> str:
-    """`1 rank`, `2 ranks`."""
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
-
-
 def series(numbers: Sequence[int]) -> str:
     """`0, 10 … 90 (10)`: numbers that may be many."""
     if len(numbers) <= 4:
@@ -71,45 +65,6 @@ def series(numbers: Sequence[int]) -> str:
     steps = {b - a for a, b in pairwise(numbers)}
     every = f", every {steps.pop()}" if len(steps) == 1 and steps != {1} else ""
     return f"{numbers[0]} … {numbers[-1]} ({len(numbers)}{every})"
-
-
-@contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int, str], None] | None]:
-    """Gives what is told how much is done, of how much, and more; None where nobody looks. The bar goes."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[more]}"),
-        TimeRemainingColumn(compact=True),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None, more="")
-
-        def tell(done: int, total: int, more: str) -> None:
-            bar.update(task, completed=done, total=total, more=more)
-
-        yield tell
-
-
-@contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar of bytes."""
-    with _bar(what) as bar:
-        if bar is None:
-            yield None
-        else:
-            yield lambda done, total: bar(done, total, f"{in_bytes(done)} of {in_bytes(total)}")
-
-
-@contextmanager
-def counting(what: str) -> Iterator[Callable[[int, int, str], None] | None]:
-    """A bar of things that have names."""
-    with _bar(what) as bar:
-        yield bar
 
 
 def unicode_works() -> bool:
@@ -124,10 +79,8 @@ def unicode_works() -> bool:
 __all__ = [
     "console",
     "counted",
-    "counting",
     "in_bytes",
     "number",
-    "progress",
     "say_json",
     "series",
     "table",

@@ -214,17 +214,23 @@ class Comparison:
         table = Table(*HEADS)
         for row in self.shown(most):
             style = "bold red" if row is self.first else ("red" if row.diverges else None)
-            table.add_row(*_cells(row), style=style)
+            table.add_row(*cells(row), style=style)
         return table
 
+    def _repr_html_(self) -> str:
+        from megatron_flex.compare.notebook import in_html  # which needs this file
+
+        return in_html(self)
+
     def __str__(self) -> str:
-        rows = [HEADS, *(_cells(r) for r in self.shown())]
+        rows = [HEADS, *(cells(r) for r in self.shown())]
         widths = [max(len(r[i]) for r in rows) for i in range(len(HEADS))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
         return "\n".join([*self.summary(), "", *lines])
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def cells(row: Row) -> tuple[str, ...]:
+    """What a table says of a row, below HEADS."""
     worst = row.worst
     return (
         row.name,

@@ -10,6 +10,7 @@ from megatron_flex.compare.source import Source
 from megatron_flex.dump import GRADIENT, PARAMETER_GRADIENT
 from megatron_flex.dump.replicas import Replicas
 from megatron_flex.errors import DumpError
+from megatron_flex.progress import tracked
 from megatron_flex.sites import GRAD
 
 
@@ -24,7 +25,7 @@ def out_of_step(source: Source, iterations: Sequence[int]) -> list[OutOfStep]:
     """
     order = {i.name: n for n, i in enumerate(source.items())}
     out: list[OutOfStep] = []
-    for iteration in iterations:
+    for iteration in tracked(iterations, f"comparing the replicas of {source.label}", unit="iterations"):
         ill: dict[tuple[str, int], set[int]] = defaultdict(set)
         for rank, _, entry in _replicas(source, iteration).differing():
             grad = entry.kind in (GRADIENT, PARAMETER_GRADIENT) and not entry.site.endswith(GRAD)

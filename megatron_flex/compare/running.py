@@ -16,6 +16,7 @@ from megatron_flex.compare.source import PARAMETER, SAMPLE, TOKEN, VALUE, Item, 
 from megatron_flex.compare.statistics import BLOCK, Statistics
 from megatron_flex.compare.tolerance import Depths, Tolerances, precision_of
 from megatron_flex.errors import DumpError, FlexError, nearest
+from megatron_flex.progress import progress as shown
 
 Progress = Callable[[int, int, str], None]  # done, of how many, and what is next
 Path = str | PathLike[str]
@@ -43,7 +44,7 @@ def compare(
         tolerance_from: a third dump, or its path, of a run that is right but for round-off (another layout,
             inputs disturbed in the last digit): what differs between it and the nearer of the two, times a
             margin, is the tolerance of each site that it has.
-        progress: called before each tensor.
+        progress: called before each tensor, instead of a bar in the terminal.
         block_bytes: of one tensor in memory, in fp64.
 
     Raises:
@@ -84,21 +85,8 @@ class _Walk:
         items, iterations = self.items(), self.iterations()
         self.depths = Depths(self.order(), max(precision_of(s).layers for s in (self.a, self.b)))
         tolerances = Tolerances(self.said, self.a, self.b, self.depths)
-        rows: list[Row] = []
-        skipped: dict[str, list[str]] = {}
-        for step, iteration in enumerate(iterations):
-            self.steps = iteration  # so many may have moved the parameters apart
-            for number, item in enumerate(items):
-                if progress is not None:
-                    progress(step * len(items) + number, len(iterations) * len(items), item.name)
-                pairs = self.pairs(item, iteration)
-                if isinstance(pairs, str):
-                    skipped.setdefault(pairs, []).append(item.name)
-                else:
-                    if item.kind == VALUE and same_weights(rows, iteration):
-                        self.steps = 0
-                    rows.append(self.row(pairs, tolerances))
-        self.notes += [f"not compared: {_some(names)}: {why}" for why, names in skipped.items()]
+        with shown("comparing", unit="tensors") as bar:
+            rows = self.rows(items, iterations, tolerances, progress or bar.to)
         if not rows:
             raise DumpError(
                 f"{self.a.path} and {self.b.path} have nothing in common: {'; '.join(self.notes)}"
@@ -113,6 +101,26 @@ class _Walk:
             tuple(hints),
             tuple(self.notes),
         )
+
+    def rows(
+        self, items: list[Item], iterations: list[int], tolerances: Tolerances, tell: Progress
+    ) -> list[Row]:
+        """Compare all tensors that both have; what cannot be compared is noted."""
+        rows: list[Row] = []
+        skipped: dict[str, list[str]] = {}
+        for step, iteration in enumerate(iterations):
+            self.steps = iteration  # so many may have moved the parameters apart
+            for number, item in enumerate(items):
+                tell(step * len(items) + number, len(iterations) * len(items), item.name)
+                pairs = self.pairs(item, iteration)
+                if isinstance(pairs, str):
+                    skipped.setdefault(pairs, []).append(item.name)
+                else:
+                    if item.kind == VALUE and same_weights(rows, iteration):
+                        self.steps = 0
+                    rows.append(self.row(pairs, tolerances))
+        self.notes += [f"not compared: {_some(names)}: {why}" for why, names in skipped.items()]
+        return rows
 
     # -- what is compared ------------------------------------------------------------------------------
 

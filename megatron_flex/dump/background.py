@@ -19,6 +19,7 @@ from megatron_flex.dump.parts import Part, Running, write_part
 from megatron_flex.dump.staging import Buffers
 from megatron_flex.errors import DumpError
 from megatron_flex.knobs import knobs
+from megatron_flex.progress import BYTES, progress
 
 LOG = logging.getLogger("megatron_flex.dump")
 EVERY = 10.0  # seconds between two words on progress
@@ -162,7 +163,11 @@ class Background:
                 self._start()
             self._open = None
             self.change.notify_all()
-        done = self._until(lambda: not self._queue and not self._busy)
+        left = self.buffers.held
+        with progress("writing the dump", left, BYTES) as bar:
+            done = self._until(
+                lambda: not self._queue and not self._busy, lambda: bar.to(left - self.buffers.held)
+            )
         if self._at_exit is not None:
             self._at_exit.cancel()
             self._at_exit = None
@@ -184,15 +189,18 @@ class Background:
             # Unlike atexit it is run by multiprocessing's children too, and not in forked ones.
             self._at_exit = Finalize(None, self.close, exitpriority=100)
 
-    def _until(self, ready: Callable[[], bool]) -> bool:
-        with self.change:
-            while not ready():
+    def _until(self, ready: Callable[[], bool], tell: Callable[[], None] = lambda: None) -> bool:
+        """Wait, as long as the disk takes anything; `tell` is called now and then, without the lock."""
+        while True:
+            with self.change:
+                if ready():
+                    return True
                 if self.stalled:
                     return False
                 if self._queue:
                     self._start()
                 self.change.wait(1.0)
-            return True
+            tell()
 
     def _work(self) -> None:
         while True:

@@ -17,9 +17,10 @@ from megatron_flex.dump.files import (
     Entry,
     read_part,
 )
-from megatron_flex.dump.inventory import RunFolder, Tell, run_folders, total
+from megatron_flex.dump.inventory import RunFolder, run_folders
 from megatron_flex.dump.reading import DumpArray, OpenDump
 from megatron_flex.errors import DumpError
+from megatron_flex.progress import tracked
 from megatron_flex.sites import GRAD
 
 
@@ -98,7 +99,7 @@ class Contents:
         return asdict(self)
 
 
-def contents(path: Path, tell: Tell | None = None) -> Contents:
+def contents(path: Path) -> Contents:
     """What a dump has, by its manifests and the headers of its files; damaged ones are told, not raised.
 
     Raises:
@@ -106,7 +107,7 @@ def contents(path: Path, tell: Tell | None = None) -> Contents:
     """
     folders = run_folders(path)
     runs = [_run(folder) for folder in folders]
-    sizes = _sizes(folders, tell)
+    sizes = _sizes(folders)
     tensors: list[TensorRow] = []
     iterations: list[int] = sorted({n for run in runs for n in run.whole})
     if any(not run.damage for run in runs):
@@ -130,26 +131,21 @@ def _run(folder: RunFolder) -> RunRow:
     return row
 
 
-def _sizes(folders: list[RunFolder], tell: Tell | None) -> Counter[str]:
+def _sizes(folders: list[RunFolder]) -> Counter[str]:
     """Bytes on disk by name, of what can be read."""
     out: Counter[str] = Counter()
-    done, of = 0, total(folders)
-    for folder in folders:
-        for iteration in folder.iterations:
-            for path, nbytes in iteration.files.values():
-                done += nbytes
-                if tell is not None:
-                    tell(done, of)
-                try:
-                    part = read_part(path)
-                except DumpError:
-                    continue  # `verify` is who tells
-                for entry in part.index.entries:
-                    if entry.kind not in (REPLICA, ROUTING):
-                        end = GRAD if entry.kind in (GRADIENT, PARAMETER_GRADIENT) else ""
-                        size = part.where[entry.tensor][3]
-                        out[entry.site + end] += size
-                        out[f"{entry.site}{end}#{entry.call}"] += size
+    files = [f for folder in folders for iteration in folder.iterations for f, _ in iteration.files.values()]
+    for path in tracked(files, "reading headers", unit="files"):
+        try:
+            part = read_part(path)
+        except DumpError:
+            continue  # `verify` is who tells
+        for entry in part.index.entries:
+            if entry.kind not in (REPLICA, ROUTING):
+                end = GRAD if entry.kind in (GRADIENT, PARAMETER_GRADIENT) else ""
+                size = part.where[entry.tensor][3]
+                out[entry.site + end] += size
+                out[f"{entry.site}{end}#{entry.call}"] += size
     return out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +11,6 @@ from megatron_flex.dump.files import MANIFEST, iteration_of, part_of
 from megatron_flex.dump.manifest import Manifest
 from megatron_flex.errors import DumpError
 
-Tell = Callable[[int, int], None]  # is told how many bytes are done, and of how many
 RUN = re.compile(r"run-(\d{4,})", re.ASCII)
 
 
@@ -112,14 +111,15 @@ def _run(number: int, path: Path) -> RunFolder:
     for item, nbytes in _inside(path):
         named = iteration_of(item.name)
         if named is not None and item.is_dir():
-            run.iterations.append(_iteration(item, *named))
+            run.iterations.append(iteration_in(item, *named))
         elif item.name != MANIFEST:
             run.strays.append((item, nbytes))
     run.iterations.sort(key=lambda f: (f.number, f.run_of))
     return run
 
 
-def _iteration(path: Path, number: int, run_of: int) -> IterationFolder:
+def iteration_in(path: Path, number: int, run_of: int) -> IterationFolder:
+    """What lies in the folder of an iteration."""
     folder = IterationFolder(path, number, run_of)
     for item, nbytes in _inside(path):
         if (named := part_of(item.name)) is not None and item.is_file():

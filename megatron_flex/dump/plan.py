@@ -16,6 +16,7 @@ from megatron_flex.dump.words import in_bytes, rank_in_words, row_of, unnumbered
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Dim, Layout, parts, spans
 from megatron_flex.mesh import Mesh
+from megatron_flex.progress import tracked
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +210,7 @@ def plan_of(
         FlexError: no tensor at all, or one whose size is not known.
     """
     stages, out = _laid(mesh, tensors, tokens, reduce)
-    for stage in stages:
+    for stage in tracked(stages, "dealing out", unit="stages"):
         stage.deal()
     loads = np.concatenate([s.bytes for s in stages])
     total = sum(site.bytes for site in out)
@@ -237,7 +238,7 @@ def _laid(
     stages = [Stage(mesh) for _ in range(mesh["pp"].size)]
     words: dict[Layout, str] = {}
     out = []
-    for held in tensors:
+    for held in tracked(tensors, "laying tensors over ranks", unit="tensors"):
         stage = stages[held.stage]
         size = _sizes(held, stage, tokens, reduce)
         load = round(prod(held.local) * held.weight)

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_flex.dump.inventory import IterationFolder, RunFolder, Tell, is_temporary, run_folders
+from megatron_flex.dump.inventory import IterationFolder, RunFolder, is_temporary, run_folders
 from megatron_flex.dump.opening import ROUGH
 from megatron_flex.errors import DumpError, FlexError
+from megatron_flex.progress import tracked
 
 GONE = ".pruned-"  # a folder beside the runs that readers do not look into: what is in it is being removed
 LEFT = "left over"  # of a prune that was stopped
@@ -89,7 +90,7 @@ def _unwanted(folder: IterationFolder, keep_every: int | None, before: int | Non
     return old and (keep_every is None or folder.number % keep_every != 0)
 
 
-def prune(path: Path, removals: Sequence[Removal], tell: Tell | None = None) -> int:
+def prune(path: Path, removals: Sequence[Removal]) -> int:
     """Remove what `to_prune` told; returns how many bytes that frees.
 
     An iteration leaves the dump in one step, before anything of it is removed, so that no reader ever sees a
@@ -99,9 +100,9 @@ def prune(path: Path, removals: Sequence[Removal], tell: Tell | None = None) -> 
         DumpError: something cannot be removed; what was removed before is.
     """
     aside = path / f"{GONE}{os.getpid()}"
-    total, freed = sum(r.nbytes for r in removals), 0
+    freed = 0
     try:
-        for number, removal in enumerate(removals):
+        for number, removal in enumerate(tracked(removals, "pruning", unit="items")):
             if removal.why == LEFT:
                 shutil.rmtree(removal.path)
             elif removal.path.is_dir():
@@ -112,8 +113,6 @@ def prune(path: Path, removals: Sequence[Removal], tell: Tell | None = None) -> 
             else:
                 removal.path.unlink(missing_ok=True)
             freed += removal.nbytes
-            if tell is not None:
-                tell(freed, total)
         if aside.is_dir():
             aside.rmdir()
     except OSError as error:

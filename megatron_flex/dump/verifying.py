@@ -12,7 +12,6 @@ from megatron_flex.dump.files import GRADIENT, PARAMETER_GRADIENT, REPLICA, Entr
 from megatron_flex.dump.inventory import (
     IterationFolder,
     RunFolder,
-    Tell,
     is_temporary,
     places,
     run_folders,
@@ -21,6 +20,7 @@ from megatron_flex.dump.inventory import (
 from megatron_flex.dump.opening import check_same
 from megatron_flex.dump.replicas import Replicas
 from megatron_flex.errors import DumpError
+from megatron_flex.progress import BYTES, Bar, progress
 from megatron_flex.sites import GRAD
 
 CHUNK = 4 << 20  # bytes that are read at a time
@@ -92,19 +92,19 @@ class Verification:
         }
 
 
-def verify(path: Path, tell: Tell | None = None, live: bool = False) -> Verification:
+def verify(path: Path, live: bool = False) -> Verification:
     """Read every byte of a dump and compare it with its checksum; find what is not there.
 
     Args:
         path: the dump's folder.
-        tell: is told how far it is.
         live: the newest run still writes: what it has not closed yet is not counted as torn.
 
     Raises:
         DumpError: there is no dump.
     """
     runs = run_folders(path)
-    return _Verifier(path, runs, tell, live).run()
+    with progress("verifying", total(runs), BYTES) as bar:
+        return _Verifier(path, runs, bar, live).run()
 
 
 @dataclass(slots=True)
@@ -121,9 +121,8 @@ class _Seen:
 
 
 class _Verifier:
-    def __init__(self, path: Path, runs: list[RunFolder], tell: Tell | None, live: bool) -> None:
-        self.path, self.runs, self.live = path, runs, live
-        self.tell, self.total, self.done = tell, total(runs), 0
+    def __init__(self, path: Path, runs: list[RunFolder], bar: Bar, live: bool) -> None:
+        self.path, self.runs, self.bar, self.live = path, runs, bar, live
         self.out = Verification()
         self.whole = {
             (f.number, f.run_of) for r in runs for f in r.iterations if not f.missing(r.ranks) and r.ranks
@@ -162,7 +161,7 @@ class _Verifier:
                     seen.names.setdefault((rank, number), tuple(_name(e) for e in part.index.entries))
                     seen.sites.update(e.site for e in part.index.entries)
                     replicas.add(rank, part)
-                self._advance(nbytes)
+                self.bar.advance(nbytes)
             self._replicas(folder, replicas)
             self._strays(folder.strays)
         self._strays(run.strays)
@@ -174,11 +173,6 @@ class _Verifier:
                 for f in self.out.findings
             ]  # fmt: skip
         self._absent(run, seen)
-
-    def _advance(self, nbytes: int) -> None:
-        self.done += nbytes
-        if self.tell is not None:
-            self.tell(self.done, self.total)
 
     def _part(
         self, run: RunFolder, folder: IterationFolder, rank: int, number: int, file: Path

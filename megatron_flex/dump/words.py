@@ -6,17 +6,12 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron_flex.progress import in_bytes
+
 if TYPE_CHECKING:
     from megatron_flex.dump.plan import PlannedRank, PlannedSite
 
-
-def in_bytes(count: float) -> str:
-    """A number of bytes, such as `1.50 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} PiB"
+__all__ = ["in_bytes", "rank_in_words", "row_of", "shape_in_words", "unnumbered"]
 
 
 def shape_in_words(dims: Sequence[str], shape: Sequence[int | str]) -> str:

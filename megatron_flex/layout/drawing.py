@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from html import escape
 from math import prod
+from textwrap import wrap
 
 from megatron_flex.layout.region import is_sum
 from megatron_flex.layout.spans import coordinates, spans
 from megatron_flex.layout.types import Dim, Layout, Sizes, Span
 
 WIDTH, HEIGHT, LEFT, TOP = 440, 150, 40, 22  # pixels: of the tensor, and of what is beside and above it
-LETTER = 7  # pixels that a letter takes
+LETTER, LINE = 7, 14  # pixels that a letter takes, and a line below
+LETTERS = 70  # of such a line
 Rank = tuple[tuple[str, int], ...]
 ASSUMED = 2  # ranks of each axis where nothing says how many
 
@@ -99,18 +101,25 @@ def drawing(layout: Layout, sizes: Sizes | None = None) -> str:
     if assumed and layout.axes:
         words.append(f"drawn for {ASSUMED} ranks of each axis")
     title = escape("; ".join(words))
+    caption = [piece for told in words for piece in wrap(told, LETTERS)]
     keys = list(dict.fromkeys(b.ranks for b in shown.blocks))
     body = [_block(b, shown, keys.index(b.ranks), len(keys)) for b in shown.blocks]
     rows, columns = map(escape, shown.names)
-    height = TOP + HEIGHT + 24
+    height = TOP + HEIGHT + 10 + LINE * len(caption)
+    beside = max(0, (len(shown.names[0]) + 3) * LETTER - LEFT)  # so much more a long name needs
+    width = beside + LEFT + WIDTH + 8
+    below = "".join(
+        f'<text x="{LEFT}" y="{TOP + HEIGHT + LINE * n + 4}" font-size="11">{escape(told)}</text>'
+        for n, told in enumerate(caption, 1)
+    )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{title}" width="{LEFT + WIDTH + 8}" '
-        f'height="{height}" viewBox="0 0 {LEFT + WIDTH + 8} {height}" font-family="sans-serif" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{title}" width="{width}" '
+        f'height="{height}" viewBox="{-beside} 0 {width} {height}" font-family="sans-serif" '
         f'font-size="12" fill="currentColor">'
         f'<text x="{LEFT + WIDTH / 2:g}" y="{TOP - 7}" text-anchor="middle">{columns} →</text>'
         f'<text x="{LEFT - 8}" y="{TOP + HEIGHT / 2:g}" text-anchor="end">{rows}{" ↓" if rows else ""}</text>'
         f"{''.join(body)}"
-        f'<text x="{LEFT}" y="{height - 6}" font-size="11">{title}</text></svg>'
+        f"{below}</svg>"
     )
 
 

@@ -17,6 +17,7 @@ from megatron_flex.model.dumping import Dumps
 from megatron_flex.model.explaining import Explaining
 from megatron_flex.model.lens import Lens
 from megatron_flex.model.measuring import Measures
+from megatron_flex.model.notebook import Notebook
 from megatron_flex.model.registering import Registering
 from megatron_flex.model.rehearsing import Rehearsing
 from megatron_flex.model.showing import Showing
@@ -38,6 +39,7 @@ class FlexModel(  # type: ignore[misc]
     Explaining,
     Costing,
     Showing,
+    Notebook,
     WholeParameters,
     Lens,
     nn.Module,
@@ -122,7 +124,7 @@ class FlexModel(  # type: ignore[misc]
         self.session.step_ends(False)
 
     def sites(self, pattern: Pattern = "**") -> list[Site]:
-        """The places of the whole model, all pipeline stages, where hooks can stand.
+        """The places of the whole model, all pipeline stages, where hooks can stand; in a notebook a table.
 
         Args:
             pattern: a name or glob of modules, or with `:` of points in them; `*` stays within one step of

@@ -51,11 +51,7 @@ class Showing:
             from megatron_flex.view.terminal import show
         except ImportError as error:
             raise FlexError(NO_RICH) from error
-        mesh = self.session.mesh.describe()
-        sites = self.session.sites
-        hidden = sum(bool(s.hidden) for s in sites)
-        stands = len([e for e in self.session.registry.entries if e.hook.taker is None])
-        head = f"{mesh}: {len(sites)} sites, {hidden} of them hidden; {stands} hook(s)"
+        head = headline(self.session)
         show(root if every else folded(root), head, sys.stdout if file is None else file)
 
     def tree(self, pattern: Pattern = "**", *, group: str | None = None, stage: int | None = None) -> Node:
@@ -72,6 +68,13 @@ class Showing:
             if not sites:
                 raise SiteError(f"no hook of group {group!r} stands at a site that is meant; say less")
         return tree(sites, session.mesh.sizes, hooks)
+
+
+def headline(session: Session) -> str:
+    """The mesh, and how many sites and hooks there are."""
+    hidden = sum(bool(s.hidden) for s in session.sites)
+    stands = len([e for e in session.registry.entries if e.hook.taker is None])
+    return f"{session.mesh.describe()}: {len(session.sites)} sites, {hidden} of them hidden; {stands} hook(s)"
 
 
 def standing(session: Session) -> Mapping[str, Sequence[Hooked]]:

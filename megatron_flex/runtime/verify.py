@@ -18,6 +18,7 @@ from megatron_flex.collectives import Route, checksum, differing, everyone
 from megatron_flex.errors import LayoutError, VerifyError
 from megatron_flex.layout import Coords, Layout, Sizes, whole_shape
 from megatron_flex.mesh import Mesh
+from megatron_flex.progress import tracked
 from megatron_flex.runtime.debugging.comparing import Comparing
 from megatron_flex.runtime.firing import Firing
 from megatron_flex.runtime.survey import EXPERT, Survey, copies_over
@@ -155,7 +156,7 @@ class Verifier:
     def _parameters(self, mesh: Mesh) -> list[str]:
         survey = self.survey
         values: list[dict[str, int]] = []
-        for name in survey.sites:
+        for name in tracked(survey.sites, "verifying parameters", unit="parameters"):
             mine: dict[str, int] = {}
             for site, parameter in survey.held(name)[:1]:
                 axes = copies_over(site, len(survey.stages(name)) > 1)
@@ -205,7 +206,8 @@ def findings(told: Told, shapes: Mapping[str, Sequence[int | str]], mesh: Mesh) 
             passes.setdefault((one.site, one.microbatch, one.call), []).append((coords, one))
     lengths = _lengths(passes.values(), shapes, mesh.sizes)
     out: dict[str, str] = {}
-    for (site, microbatch, _), at in passes.items():
+    several = tracked(passes.items(), "verifying sites", unit="passes")
+    for (site, microbatch, _), at in several:
         problem = next(_problems(at, len(told), shapes[site], lengths, mesh), "")
         if problem:
             out.setdefault(site, f"{site}, microbatch {microbatch}: {problem}")

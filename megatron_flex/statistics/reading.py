@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megatron_flex.errors import FlexError, nearest
+from megatron_flex.progress import BYTES, Bar, progress
 from megatron_flex.sites import GRAD
 from megatron_flex.statistics.files import COLUMNS, HEADER, NAME, WHOLE, starts
 from megatron_flex.statistics.header import Header
@@ -155,6 +156,16 @@ class OpenStatistics:
             )
         raise FlexError(f"{self.path} has no {name!r}{nearest(name, there)}")
 
+    @property
+    def by_iteration(self) -> Rows:
+        """The rows by iteration and name; histograms are as in the file, without empty bins at their ends."""
+        return self._rows
+
+    def _repr_html_(self) -> str:
+        from megatron_flex.statistics.notebook import in_html  # which needs this file
+
+        return in_html(self)
+
     def __repr__(self) -> str:
         return f"OpenStatistics({self.path}: {len(self.sites)} tensors, {len(self._rows)} iterations)"
 
@@ -192,11 +203,14 @@ def _read(path: Path, wanted: Wanted) -> tuple[list[Header], Rows, int]:
         files = [path] if one else [file for _, file in starts(path)]
         if not files:
             raise FlexError(f"{path}: no statistics: neither statistics-0000.jsonl nor .parquet is in it")
-        for file in files:
-            header, rows, bad = (_parquet if file.suffix == ".parquet" else _json_lines)(file, wanted)
-            headers += [] if header is None else [header]
-            out |= rows
-            torn += bad
+        parts = [p for f in files for p in (sorted(f.glob("part-*")) if f.is_dir() else [f])]
+        with progress("reading statistics", sum(p.stat().st_size for p in parts), BYTES) as bar:
+            for file in files:
+                read = _parquet if file.suffix == ".parquet" else _json_lines
+                header, rows, bad = read(file, wanted, bar)
+                headers += [] if header is None else [header]
+                out |= rows
+                torn += bad
     except OSError as error:
         raise FlexError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
     return headers, out, torn
@@ -214,7 +228,7 @@ def _header(path: Path, text: bytes) -> Header | None:
         raise FlexError(f"{path}: no statistics, or damaged ones: {error}") from error
 
 
-def _json_lines(path: Path, wanted: Wanted) -> tuple[Header | None, Rows, int]:
+def _json_lines(path: Path, wanted: Wanted, bar: Bar) -> tuple[Header | None, Rows, int]:
     out: Rows = {}
     torn = 0
     with path.open("rb") as file:
@@ -223,6 +237,7 @@ def _json_lines(path: Path, wanted: Wanted) -> tuple[Header | None, Rows, int]:
         if header is None:
             return None, out, 1
         for line in file:
+            bar.advance(len(line))
             row = _parsed(line) if line.endswith(b"\n") else None
             if row is None:
                 torn += 1
@@ -238,7 +253,7 @@ def _parsed(line: bytes) -> Measured | None:
         return None
 
 
-def _parquet(path: Path, wanted: Wanted) -> tuple[Header | None, Rows, int]:
+def _parquet(path: Path, wanted: Wanted, bar: Bar) -> tuple[Header | None, Rows, int]:
     try:
         read = import_module("pyarrow.parquet").read_table
     except ImportError as error:
@@ -248,6 +263,7 @@ def _parquet(path: Path, wanted: Wanted) -> tuple[Header | None, Rows, int]:
     out: Rows = {}
     torn = 0 if header is not None else 1
     for part in sorted(path.glob("part-*.parquet")):
+        bar.advance(part.stat().st_size)
         try:
             rows = [_measured({**told, "histogram": _few(told)}) for told in read(part).to_pylist()]
         except (ValueError, KeyError, TypeError, OSError):  # what pyarrow raises of a damaged file, and ours

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support import gpt, ranks
 from tests.support.gpt import Case
+from tests.support.markup import Shown
 from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
@@ -82,3 +83,29 @@ def prints(case: Case) -> str:
     with mf.attach(chunks) as flex, redirect_stdout(io.StringIO()) as out:
         flex.show("decoder.layers.*")
     return out.getvalue()
+
+
+def test_a_notebook_has_the_tree_on_the_leader_and_elsewhere_where_it_is() -> None:
+    leader, *others = run(4, in_notebook, TP2PP2)
+    told = Shown(leader)
+    assert told.pieces[0].startswith("FlexModel · pp=2 x tp=2 x edp=2: ")
+    assert any("0-3 x 4" in s for s in told.summaries)
+    assert "reads [<b>probe</b>]" in told.text
+    assert "gate|up over tp, part by part" in told.text
+    for number, html in enumerate(others, 1):
+        told = Shown(html)
+        assert f"pp {number // 2}" in told.text
+        assert "is no leader: what hooks read arrives on the first rank of its model replica" in told.text
+        assert "flex.show(file=sys.stdout)" in told.text
+        assert not told.summaries
+
+
+def in_notebook(case: Case) -> str:
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    hook = mf.HookFunction("decoder.layers.*.mlp.linear_fc1", tags=("<b>probe</b>",))
+    with mf.attach(chunks, [hook]) as flex:
+        html = flex._repr_html_()
+        gpt.step(case, chunks, 0)
+    return html

@@ -32,8 +32,8 @@ ROWS = (
     ("adapters", "dump", "statistics"),
     ("collectives",),
     ("sites",),
-    ("layout", "mesh", "cpu"),
-    ("errors", "knobs", "progress", "points", "version"),
+    ("layout", "mesh", "cpu", "progress"),
+    ("errors", "knobs", "markup", "points", "version"),
 )
 ROW_OF = {room: number for number, row in enumerate(ROWS) for room in row}
 NOT_DRAWN = {"compat", "cpu", "version"}  # the diagram of the README may leave these out
@@ -398,8 +398,8 @@ runtime/                       taps · hooks
 adapters/ · dump/ · statistics/  one file per framework │ manifest
 collectives                    gather and scatter
 sites                          names
-layout · mesh                  pure
-errors · knobs · progress · points
+layout · mesh · progress       pure
+errors · knobs · markup · points
 ```
 """
 
@@ -409,11 +409,11 @@ errors · knobs · progress · points
     [
         ("", "", True),
         ("· points", "· points · version", True),
-        ("layout · mesh ", "layout · mesh · cpu ", True),
+        ("mesh · progress ", "mesh · cpu · progress ", True),
         ("collectives  ", "collectives · cpu  ", False),
         ("layout · mesh", "mesh · layout", False),
         ("runtime/", "running/", False),
-        ("errors · knobs · progress · points\n", "", False),
+        ("errors · knobs · markup · points\n", "", False),
         ("· points\n", "· points\nattic\n", False),
         ("cli/ ", "launch/ ", False),
     ],

@@ -10,17 +10,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.exporting.blocks import BLOCK, Column, Progress, slabs
+from megatron_flex.dump.exporting.blocks import BLOCK, Column, slabs
 from megatron_flex.errors import DumpError
+from megatron_flex.progress import Bar
 
 Rows = Literal["token", "sample"]
 SHARD = 1 << 30  # bytes; a file is closed and another begun at about this size
 INTEGERS = ("iteration", "sample", "token")
 
 
-def write(
-    path: Path, columns: list[Column], rows: Rows, metadata: dict[str, str], progress: Progress
-) -> None:
+def write(path: Path, columns: list[Column], rows: Rows, metadata: dict[str, str], bar: Bar) -> None:
     """Write a column for each site, behind `iteration`, `sample` and, for rows of tokens, `token`.
 
     Raises:
@@ -46,7 +45,7 @@ def write(
     for one in state["_data_files"]:
         (path / one["filename"]).unlink()
     names: list[str] = []
-    batches = _batches(columns, rows, several, features.arrow_schema, progress)
+    batches = _batches(columns, rows, several, features.arrow_schema, bar)
     held = next(batches, None)
     while held is not None or not names:
         names.append(f"data-{len(names):05d}.arrow")
@@ -86,9 +85,7 @@ def _feature(datasets: Any, column: Column, depth: int) -> Any:
     return out
 
 
-def _batches(
-    columns: list[Column], rows: Rows, several: bool, schema: Any, progress: Progress
-) -> Iterator[Any]:
+def _batches(columns: list[Column], rows: Rows, several: bool, schema: Any, bar: Bar) -> Iterator[Any]:
     """Record batches, each of about as many bytes as are read at a time."""
     import pyarrow as pa
 
@@ -111,7 +108,7 @@ def _batches(
             for column in here:
                 block = column.array[where].torch(column.dtype)
                 arrays.append(_nested(pa, block.reshape(count, *block.shape[depth:])))
-                progress.advance(block.numel() * column.array.dtype.itemsize)
+                bar.advance(block.numel() * column.array.dtype.itemsize)
             yield pa.record_batch(arrays, schema=schema)
 
 

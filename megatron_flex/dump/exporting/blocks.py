@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,27 +83,6 @@ class Column:
             )
             for number, run_of in self.array.passes
         ]
-
-
-@dataclass(slots=True)
-class Progress:
-    """How much is written.
-
-    Attributes:
-        tell: is told; None where nobody asks.
-        total: bytes to write.
-        done: bytes written.
-    """
-
-    tell: Callable[[int, int], None] | None
-    total: int
-    done: int = 0
-
-    def advance(self, nbytes: int) -> None:
-        """So much more is."""
-        self.done += nbytes
-        if self.tell is not None:
-            self.tell(self.done, self.total)
 
 
 def beside(path: Path) -> Path:

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
-from megatron_flex.dump.exporting.blocks import Column, Progress, blocks
+from megatron_flex.dump.exporting.blocks import Column, blocks
 from megatron_flex.dump.files import NAMES
 from megatron_flex.errors import DumpError
+from megatron_flex.progress import Bar
 
 ALIGN = 8
 
 
-def write(path: Path, columns: list[Column], metadata: dict[str, str], progress: Progress) -> None:
+def write(path: Path, columns: list[Column], metadata: dict[str, str], bar: Bar) -> None:
     """Write a file that safetensors reads; every dtype is kept.
 
     The tensors are by dtype, the widest first, so that each is aligned, and then in their order.
@@ -42,4 +43,4 @@ def write(path: Path, columns: list[Column], metadata: dict[str, str], progress:
             for _, block in blocks(column.array):
                 flat = block.contiguous().reshape(-1).view(torch.uint8)
                 file.write(memoryview(flat.numpy()))
-                progress.advance(flat.numel())
+                bar.advance(flat.numel())

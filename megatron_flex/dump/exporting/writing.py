@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_flex.dump.exporting import arrow, plain, zarred
-from megatron_flex.dump.exporting.blocks import Column, Progress, beside
-from megatron_flex.dump.inventory import Tell
+from megatron_flex.dump.exporting.blocks import Column, beside
 from megatron_flex.errors import DumpError, FlexError
+from megatron_flex.progress import BYTES, progress
 from megatron_flex.version import __version__
 
 Format = Literal["safetensors", "zarr", "datasets"]
@@ -46,7 +46,6 @@ def export(
     rows: arrow.Rows = "token",
     per_iteration: bool = False,
     force: bool = False,
-    tell: Tell | None = None,
 ) -> Exported:
     """Write arrays of a dump to a file or folder that is there once it is whole, and not before.
 
@@ -57,7 +56,6 @@ def export(
         rows: of `datasets`: one for each token, or for each sample.
         per_iteration: an array for each iteration, `NAME/100`, whose shapes may differ.
         force: replace what is there.
-        tell: is told how many bytes are written.
 
     Raises:
         DumpError: something is there already, a package is missing, a shape or dtype has no place in the
@@ -74,18 +72,18 @@ def export(
     if not per_iteration:
         for column in chosen:
             column.check_same_shapes()
-    progress = Progress(tell, sum(c.array.nbytes for c in chosen))
     metadata = {"format": "pt", "megatron_flex": __version__, "arrays": json.dumps(_described(chosen))}
     temporary = beside(out)
     try:
         _remove(temporary)
         out.parent.mkdir(parents=True, exist_ok=True)
-        if to == "safetensors":
-            plain.write(temporary, chosen, metadata, progress)
-        elif to == "zarr":
-            zarred.write(temporary, chosen, metadata, progress)
-        else:
-            arrow.write(temporary, chosen, rows, metadata, progress)
+        with progress("exporting", sum(c.array.nbytes for c in chosen), BYTES) as bar:
+            if to == "safetensors":
+                plain.write(temporary, chosen, metadata, bar)
+            elif to == "zarr":
+                zarred.write(temporary, chosen, metadata, bar)
+            else:
+                arrow.write(temporary, chosen, rows, metadata, bar)
         if force:
             _remove(out)
         temporary.rename(out)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_flex.dump.exporting.blocks import Column, Progress, slabs
+from megatron_flex.dump.exporting.blocks import Column, slabs
+from megatron_flex.progress import Bar
 
 CHUNK = 8 << 20  # bytes; about as large as a chunk is
 
 
-def write(path: Path, columns: list[Column], metadata: dict[str, str], progress: Progress) -> None:
+def write(path: Path, columns: list[Column], metadata: dict[str, str], bar: Bar) -> None:
     """Write a group with the names of dims, and attributes that say what the entries of each are."""
     import zarr
 
@@ -34,7 +35,7 @@ def write(path: Path, columns: list[Column], metadata: dict[str, str], progress:
             )
             block = array[inside].torch(column.dtype)
             out[inside] = block.numpy()
-            progress.advance(block.numel() * array.dtype.itemsize)
+            bar.advance(block.numel() * array.dtype.itemsize)
 
 
 def chunks_of(shape: tuple[int, ...], chunks: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from megatron_flex.dump.reading.assembling import Assembled, Whole
 from megatron_flex.dump.reading.planning import Block, Plan, Planner, Which
 from megatron_flex.dump.reading.shards import Kept
 from megatron_flex.errors import DumpError
-from megatron_flex.layout import Index, Where, compact
+from megatron_flex.layout import Index, Layout, Sizes, Where, compact
 
 if TYPE_CHECKING:
     from megatron_flex.dump.reading.opened import OpenDump
@@ -68,9 +68,9 @@ class Activations:
         return self.like.first.dtype
 
     @property
-    def layout(self) -> str:
-        """In words."""
-        return self.like.first.layout.describe(self.like.written.run.sizes)
+    def held(self) -> tuple[Layout, Sizes]:
+        """How ranks held it, in the first iteration, and the mesh."""
+        return self.like.first.layout, self.like.written.run.sizes
 
     def plan(self, which: Pass) -> Plan:
         """How the samples of an iteration lie.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_flex.dump.reading.indexing import chosen, entries
 from megatron_flex.errors import DumpError
-from megatron_flex.layout import Index, Where, compact
+from megatron_flex.layout import Index, Layout, Sizes, Where, compact
 
 Pass = tuple[int, int]  # the number of an iteration, and which run of the schedule in it
 
@@ -37,8 +37,8 @@ class Source(Protocol):
         ...
 
     @property
-    def layout(self) -> str:
-        """In words."""
+    def held(self) -> tuple[Layout, Sizes]:
+        """How ranks held it, in the first iteration, and the mesh."""
         ...
 
     def read(self, which: Pass, where: Where, out: Tensor) -> None:
@@ -144,7 +144,13 @@ class DumpArray:
     @property
     def layout(self) -> str:
         """How ranks held it, in words, in the first iteration."""
-        return self._source.layout
+        layout, sizes = self.held
+        return layout.describe(sizes)
+
+    @property
+    def held(self) -> tuple[Layout, Sizes]:
+        """How ranks held it in the first iteration, and how many there are along each axis."""
+        return self._source.held
 
     @property
     def passes(self) -> list[Pass]:
@@ -189,6 +195,11 @@ class DumpArray:
         axes = ", ".join(f"{d} {n}" for d, n in zip(self.dims, self.shape, strict=True))
         kind = str(self.dtype).removeprefix("torch.")
         return f"DumpArray({self.name}: {axes or 'one value'}; {kind}, {self.nbytes:,} bytes; {self.layout})"
+
+    def _repr_html_(self) -> str:
+        from megatron_flex.dump.reading.notebook import array_in_html  # which needs what needs this file
+
+        return array_in_html(self)
 
     # -- slicing ---------------------------------------------------------------------------------------
 

@@ -301,6 +301,11 @@ class OpenDump:
                     out += [(part, entry, layout, coords) for entry, layout in several]
         return out
 
+    def _repr_html_(self) -> str:
+        from megatron_flex.dump.reading.notebook import dump_in_html  # which needs what needs this file
+
+        return dump_in_html(self)
+
     def close(self) -> None:
         """Let go of all files."""
         self.files.close()

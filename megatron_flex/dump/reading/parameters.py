@@ -13,7 +13,7 @@ from megatron_flex.dump.reading.array import Pass
 from megatron_flex.dump.reading.assembling import Assembled, gathered, is_complete
 from megatron_flex.dump.reading.shards import Found
 from megatron_flex.errors import DumpError
-from megatron_flex.layout import Where
+from megatron_flex.layout import Layout, Sizes, Where
 
 if TYPE_CHECKING:
     from megatron_flex.dump.reading.opened import OpenDump
@@ -58,9 +58,9 @@ class Parameters:
         return self._like.dtype
 
     @property
-    def layout(self) -> str:
-        """In words."""
-        return self._like.layout.describe(self._like.sizes)
+    def held(self) -> tuple[Layout, Sizes]:
+        """How ranks held it, in the first iteration, and the mesh."""
+        return self._like.layout, self._like.sizes
 
     def among(self, passes: list[Pass]) -> Parameters:
         """The same over other iterations."""

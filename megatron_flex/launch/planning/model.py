@@ -27,6 +27,7 @@ from megatron_flex.errors import FlexError
 from megatron_flex.launch.planning.arguments import megatrons_words
 from megatron_flex.launch.planning.shapes import only_shapes
 from megatron_flex.mesh import Axis, Mesh
+from megatron_flex.progress import tracked
 from megatron_flex.sites import Site, model_order
 
 Named = TypeVar("Named", Site, ParameterSite)
@@ -83,7 +84,8 @@ def built(args: argparse.Namespace) -> Whole:
             _attend_alone(settings, args)
         whole = Whole(mesh_of(args), settings.transformer)
         survey = _Survey(whole)
-        for stage in range(args.pipeline_model_parallel_size):
+        stages = range(args.pipeline_model_parallel_size)
+        for stage in tracked(stages, "building the model's stages", unit="stages"):
             _be(stage, args.pipeline_model_parallel_size, groups)
             for chunk in range(args.virtual_pipeline_model_parallel_size or 1):
                 survey.add(_chunk(settings, groups, args, chunk), stage, chunk)

@@ -1,0 +1,321 @@
+"""What notebooks show: sites, trees, dumps, statistics, comparisons; bounded, and all text stays text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import megatron_flex as mf
+from megatron_flex.compare import Comparison, compare
+from megatron_flex.compare.comparison import OutOfStep, Row
+from megatron_flex.layout import Cut, Dim, Layout, replicated
+from megatron_flex.markup import MOST_LETTERS, MOST_ROWS, Markup, details, fragment, line, lines, table, text
+from megatron_flex.sites import Site, SiteTable
+from megatron_flex.view import Hooked, folded, tree
+from megatron_flex.view.notebook import MOST, in_html
+from tests.support import dumps, measured
+from tests.support.dumps import COLUMN, REPLICATED, WEIGHT, Given, random
+from tests.support.markup import Shown
+
+EVIL = "<script>alert('&\"')</script>"
+MOST_BYTES = 400_000  # of any fragment
+FIRST, SECOND = "decoder.layers.0:output", "decoder.layers.1:output"
+
+
+def shown(found: object) -> Shown:
+    html = found._repr_html_()  # type: ignore[attr-defined]
+    assert len(html) < MOST_BYTES
+    return Shown(html)
+
+
+# -- the pieces ------------------------------------------------------------------------------------------
+
+
+def test_text_stays_text() -> None:
+    told = Shown(fragment(EVIL, line(EVIL, "red"), details(EVIL, table([EVIL], [[EVIL]], 1, EVIL))))
+    assert told.text.count(EVIL) == 5
+    assert "script" not in told.tags
+
+
+def test_only_markup_is_taken_as_it_is() -> None:
+    assert text(Markup("<b>x</b>")) == "<b>x</b>"
+    assert text("<b>") == "&lt;b&gt;"
+    assert text(3) == "3"
+
+
+def test_long_text_says_that_it_is_cut() -> None:
+    told = text("x" * 100_000)
+    assert told.startswith("x" * MOST_LETTERS + "…")
+    assert "100,000 letters" in told
+    assert len(told) < MOST_LETTERS + 50
+    assert text("y" * MOST_LETTERS) == "y" * MOST_LETTERS
+
+
+def test_rows_that_are_left_out_are_counted() -> None:
+    told = Shown(table(["a", ">b"], ([n, n] for n in range(10_000)), 10_000, "ask for them"))
+    assert len(told.rows) == MOST_ROWS + 1
+    assert f"and {10_000 - MOST_ROWS:,} more; ask for them" in told.text
+    assert "more" not in Shown(table(["a"], [["1"]], 1, "ask")).text
+    told = Shown(fragment("", lines(["x"] * 9, "ask", most=3)))
+    assert told.text.count("x") == 3
+    assert "and 6 more; ask" in told.text
+
+
+# -- sites -----------------------------------------------------------------------------------------------
+
+
+def sites(layers: int = 2, name: str = "decoder.layers") -> list[Site]:
+    layout = Layout((Dim("s"), Dim("b"), Dim("4h", (Cut("tp"),))))
+    return [
+        Site(f"{name}.{n}.mlp:output", layout, ("s", "b", 8), stage=n, hidden=EVIL if n == 1 else "")
+        for n in range(layers)
+    ]
+
+
+def test_a_list_of_sites_is_a_list_and_a_table() -> None:
+    every = SiteTable(sites(3, f"{EVIL}.layers"))
+    found = every.match("**")
+    assert isinstance(found, list)
+    assert found == list(every)
+    assert [*found] == list(every)
+    for one, head in ((found, "3 sites, 1 of them hidden"), (every, "SiteTable · 3 sites, 1 of them hidden")):
+        told = shown(one)
+        assert told.pieces[0] == head
+        assert told.rows[1] == [f"{EVIL}.layers.0.mlp:output", "[s, b, 4h/tp]", "s x b x 8", "0", ""]
+        assert told.rows[2][-1] == f"no hook: {EVIL}"
+        assert "script" not in told.tags
+
+
+def test_many_sites_are_bounded() -> None:
+    told = shown(SiteTable(sites(10_000)))
+    assert len(told.rows) == MOST_ROWS + 1
+    assert f"and {10_000 - MOST_ROWS:,} more; name fewer" in told.text
+    assert "0 sites" in shown(SiteTable()).text
+
+
+# -- the tree --------------------------------------------------------------------------------------------
+
+
+def test_the_tree_folds_and_says_what_stands_where() -> None:
+    hooks = {sites()[0].name: [Hooked("edits", EVIL, ("steer",))]}
+    told = Shown(in_html(folded(tree(sites(), {"tp": 2}, hooks)), f"model {EVIL}"))
+    assert "script" not in told.tags
+    assert told.pieces[0] == f"model {EVIL}"
+    assert told.summaries == ["decoder.layers ● 1", "0.mlp · stage 0 ● 1", "1.mlp · stage 1"]
+    assert f"edits by {EVIL} [steer]" in told.text
+    assert f"no hook: {EVIL}" in told.text
+    assert "[s, b, 4h] · 4h over tp · s x b x 8" in told.text
+
+
+def test_layers_that_are_alike_are_one() -> None:
+    alike = [replace(s, hidden="") for s in sites(100)]
+    told = Shown(in_html(folded(tree(alike, {"tp": 2})), "model"))
+    assert told.summaries == ["decoder.layers 0-99 x 100.mlp"]
+    assert told.text.count(":output") == 1
+
+
+def test_a_large_tree_is_bounded_and_says_so() -> None:
+    many = [replace(s, name=f"decoder.layers.{n}.m{n}:output") for n, s in enumerate(sites(5000))]
+    html = in_html(folded(tree(many, {})), "model")
+    assert len(html) < MOST_BYTES
+    told = Shown(html)
+    rows = len(told.summaries) + told.text.count(":output")
+    assert rows == MOST
+    left = 1 + 2 * len(many) - rows
+    assert f"and {left:,} more rows; flex.show() prints all" in told.text
+
+
+# -- dumps -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    values = {f"decoder.layers.{n}:output": Given(random(3, 2, 4, 8, seed=n), COLUMN) for n in range(3)}
+    weight = {"decoder.layers.0.weight": Given(random(3, 8, 4), WEIGHT)}
+    dumps.write(tmp_path / "d", values, mesh={"tp": 2}, parameters=weight, iterations=[0, 10, 20])
+    return tmp_path / "d"
+
+
+def test_a_dump_says_what_it_has(path: Path) -> None:
+    with mf.open_dump(path) as dump:
+        told = shown(dump)
+        assert not dump.files.mapped, "no data is read"
+    assert told.pieces[0] == f"OpenDump · {path}"
+    assert "1 run, 3 whole iterations (0 to 20), 3 sites, 1 parameter" in told.text
+    assert told.summaries == ["runs", "tensors"]
+    run = next(r for r in told.rows if r[0] == "0")
+    assert run[3:] == ["tp=2", "2", "3", "3"]
+    (site,) = (r for r in told.rows if r[0] == "decoder.layers.*:output (3)")
+    assert site[1:] == ["site", "[s 2, b 4, 4h 8]", "[s, b, 4h/tp]", "0"]
+    assert any(r[:2] == ["decoder.layers.0.weight", "parameter"] for r in told.rows)
+    assert "not whole" not in told.text
+
+
+def test_a_dump_says_what_is_missing(path: Path) -> None:
+    next((path / "run-0000" / f"{10:010d}").glob("00001-*")).unlink()
+    (path / "run-0001").mkdir()
+    with mf.open_dump(path) as dump:
+        told = shown(dump)
+    assert "2 whole iterations (0 to 20)" in told.text
+    assert "iteration 10 of run-0000 is not whole: parts of rank 1 are missing" in told.text
+    assert "run-0001 has no manifest" in told.text
+    for part in path.glob("run-0000/*/00000-*"):
+        part.unlink()
+    with mf.open_dump(path) as dump:
+        assert "no iteration is whole" in shown(dump).text
+
+
+def test_a_dump_that_is_gone_is_told(path: Path, tmp_path: Path) -> None:
+    dump = mf.open_dump(path)
+    path.rename(tmp_path / "elsewhere")
+    told = shown(dump)
+    assert "cannot be read" in told.text
+
+
+def test_names_from_files_stay_text(tmp_path: Path) -> None:
+    values = {f"{EVIL}:output": Given(random(1, 2, 4, 8), Layout((Dim("s"), Dim("b"), Dim(EVIL))))}
+    dumps.write(tmp_path / "d", values)
+    manifest = tmp_path / "d" / "run-0000" / "manifest.json"
+    told = json.loads(manifest.read_text())
+    told["framework"] = told["created"] = EVIL
+    manifest.write_text(json.dumps(told))
+    with mf.open_dump(tmp_path / "d") as dump:
+        for one in (dump, dump[f"{EVIL}:output"]):
+            found = shown(one)
+            assert "script" not in found.tags
+            assert EVIL in found.text
+
+
+def test_a_layout_that_is_damaged_is_told(path: Path) -> None:
+    manifest = path / "run-0000" / "manifest.json"
+    told = json.loads(manifest.read_text())
+    told["sites"][1]["layout"] = {"dims": [{"name": "h", "cuts": [{"axis": "tp", "order": EVIL}]}]}
+    manifest.write_text(json.dumps(told))
+    with mf.open_dump(path) as dump:
+        assert "cannot be read" in shown(dump).text
+
+
+def test_a_dump_of_many_sites_is_bounded(tmp_path: Path) -> None:
+    names = [f"decoder.layers.0.m{chr(97 + n // 26)}{chr(97 + n % 26)}:output" for n in range(200)]
+    dumps.write(tmp_path / "d", {n: Given(random(1, 1, 1, 1), REPLICATED) for n in names})
+    with mf.open_dump(tmp_path / "d") as dump:
+        told = shown(dump)
+    assert f"and {200 - MOST_ROWS} more; dump.sites" in told.text
+
+
+def test_an_array_is_drawn(path: Path) -> None:
+    with mf.open_dump(path) as dump:
+        told = shown(dump[FIRST])
+        assert told.pieces[0] == f"DumpArray · {FIRST}"
+        assert "[iteration 3, sample 2, token 4, 4h 8] · float32 · 768 B" in told.text
+        assert "3 iterations (0 to 20)" in told.text
+        assert "as ranks held it: [s, b, 4h/tp]" in told.text
+        assert told.tags["rect"] == 2
+        assert "tp 0" in told.pieces
+        assert "tp 1" in told.pieces
+        assert "[sample 2, 4h 8]" in shown(dump[FIRST][1, :, 0]).text
+        assert "[iteration 3, out 8, in 4]" in shown(dump.parameter("decoder.layers.0.weight")).text
+
+
+def test_an_array_of_a_dump_without_iterations_says_so(tmp_path: Path) -> None:
+    dumps.write(tmp_path / "d", {FIRST: Given(random(0, 2, 4, 8))}, iterations=[])
+    with mf.open_dump(tmp_path / "d") as dump:
+        assert "no iteration of" in shown(dump[FIRST]).text
+
+
+# -- statistics ------------------------------------------------------------------------------------------
+
+
+def test_statistics_show_each_tensor_as_it_was_last(tmp_path: Path) -> None:
+    writers = measured.begin(tmp_path, sites=["a", EVIL])
+    writers.write(0, [measured.row(0, "a", 0, rms=1.0), measured.row(0, EVIL, 1)])
+    writers.write(7, [measured.row(7, "a", 0, rms=2.5), measured.row(7, EVIL, 1, nans=3, mean=None)])
+    writers.close()
+    with next(tmp_path.glob("*.jsonl")).open("a") as file:
+        file.write('{"torn')
+    told = shown(mf.open_statistics(tmp_path))
+    assert "script" not in told.tags
+    assert "1 start of the run, 2 tensors, 2 iterations (0 to 7)" in told.text
+    assert "torn, and left out: 1," in told.text
+    broken, good = told.rows[1:]
+    assert broken[:2] == [EVIL, "7"]
+    assert broken[3] == "–"
+    assert broken[-1] == "3 NaN, 0 infinite"
+    assert good[:3] == ["a", "7", "2.5"]
+    assert told.colours[1] != told.colours[2], "what is broken is marked"
+
+
+def test_statistics_of_many_tensors_are_bounded(tmp_path: Path) -> None:
+    names = [f"m{n}" for n in range(500)]
+    writers = measured.begin(tmp_path, sites=names)
+    writers.write(0, measured.rows(0, names))
+    writers.close()
+    told = shown(mf.open_statistics(tmp_path))
+    assert f"and {500 - MOST_ROWS} more; found.sites" in told.text
+
+
+# -- comparisons -----------------------------------------------------------------------------------------
+
+
+def compared(tmp_path: Path, wrong: float) -> Comparison:
+    for name, extra in (("a", 0.0), ("b", wrong)):
+        values = {FIRST: random(1, 2, 4, 8), SECOND: random(1, 2, 4, 8, seed=1)}
+        values[SECOND][0, 1, 2, 3] += extra
+        dumps.write(tmp_path / name, {n: Given(v, COLUMN) for n, v in values.items()})
+    return compare(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_comparison_says_its_verdict(tmp_path: Path) -> None:
+    told = shown(compared(tmp_path, 0.0))
+    assert told.pieces[0] == "Comparison · equal"
+    assert "equal: all entries of 2 tensors are the same" in told.text
+    assert "first" not in told.text
+    assert len(set(told.colours[1:])) == 1
+
+
+def test_the_first_divergence_is_marked(tmp_path: Path) -> None:
+    found = compared(tmp_path, 1.0)
+    told = shown(found)
+    assert told.pieces[0] == "Comparison · diverges"
+    assert [r[0] for r in told.rows[1:]] == ["", "→ first"]
+    assert told.rows[2][1] == SECOND
+    assert told.colours[1] != told.colours[2]
+    for words in found.summary():
+        assert words.strip() in told.text, "nothing that the summary says is left out"
+
+
+def rows(count: int, first: int) -> list[Row]:
+    return [
+        Row(f"{EVIL}.{n}", "value", 0, 1, 0.0, 1.0, 0.0, 1.0 if n >= first else 0.0, 0.5, n < first, None)
+        for n in range(count)
+    ]
+
+
+def test_a_long_comparison_says_what_it_leaves_out() -> None:
+    out = [OutOfStep("A", EVIL, n, 0, (1,)) for n in range(300)]
+    told = shown(Comparison(EVIL, "b", rows(5000, 3000), out, [EVIL], [EVIL]))
+    assert "script" not in told.tags
+    assert len(told.rows) == MOST_ROWS + 1
+    assert [r[1] for r in told.rows if r[0]][1:] or any(r[0] == "→ first" for r in told.rows)
+    assert f"{EVIL}.3000" in [r[1] for r in told.rows if r[0] == "→ first"]
+    assert f"{MOST_ROWS} rows around the first divergence, of 5,000" in told.text
+    assert f"and {5000 - MOST_ROWS:,} more; found.rows" in told.text
+    assert "300 replicas out of step" in told.summaries
+    assert f"and {300 - MOST_ROWS} more; found.replicas has all" in told.text
+
+
+# -- layouts ---------------------------------------------------------------------------------------------
+
+
+def test_a_layout_is_drawn_with_all_that_is_said_of_it() -> None:
+    cuts = ((), (), (), (), (Cut("cp", "zigzag"),), (Cut("tp"),))
+    many = Layout(tuple(Dim(f"a long name {n}", cut) for n, cut in enumerate(cuts)))
+    html = many._repr_html_()
+    told = Shown(html)
+    assert many.describe({"tp": 2, "cp": 2}).replace(" ", "") in "".join(told.pieces).replace(" ", "")
+    assert all(len(piece) <= 80 for piece in told.pieces), "no line is longer than the picture is wide"
+    assert told.tags["rect"] > 4
+    assert Shown(replicated("s", "b")._repr_html_()).tags["rect"] == 1
