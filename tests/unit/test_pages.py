@@ -63,7 +63,7 @@ def test_a_block_that_nothing_answers_for(text: str, said: str) -> None:
         ("megatron-flex dump lss DIR", Exception),
         ("megatron-flex dump ls DIR --jsn", Exception),
         ("megatron-flex run a.py $FLAGS --flex-dmup x", FlexError),
-        ("torchrun --nproc-per-nod 8 -m megatron_flex.launch a.py $FLAGS --flex-stats", SystemExit),
+        ("torchrun --nproc-per-pod 8 -m megatron_flex.launch a.py $FLAGS --flex-stats", SystemExit),
         ("torchrun -m megatron_flex.launch a.py $FLAGS --flex-dmup x", FlexError),
         ("scripts/quickstart --iteration-s 3", SystemExit),
         ("echo 'quiet' > out/control", FlexError),
