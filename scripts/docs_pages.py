@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "patches/README.md": "patches.md"}
 FENCE = re.compile(r" {0,3}(```+|~~~+)")
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")
+DRAWING = re.compile(r"^!\[[^]]*\]\((\S+\.svg)\)$")
 COMMENT = re.compile(r"<!--.*?-->\s*$")
 STARTS = re.compile(r"([-*] |\d+\. |\|)")  # a list, a table
 WIDTH = 100
@@ -61,6 +62,8 @@ def rewritten(markdown: str, source: str, page: str) -> str:
                 out.append("")
         elif COMMENT.match(line):
             continue
+        elif drawn := DRAWING.match(line):
+            line = inline(ROOT / posixpath.dirname(source) / drawn[1])
         else:
             line = LINK.sub(lambda found: moved(found[1], source, page), line)
             before = out[-1] if out else ""
@@ -68,6 +71,12 @@ def rewritten(markdown: str, source: str, page: str) -> str:
                 out.append("")
         out.append(line)
     return "\n".join(out) + "\n"
+
+
+def inline(drawing: Path) -> str:
+    """A drawing in the page itself, where it takes the page's colours; alone it has its own."""
+    text = re.sub(r"<style>.*?</style>", "", drawing.read_text(encoding="utf-8")).strip()
+    return f"<div>{text}</div>"
 
 
 def goes_on(before: str, line: str) -> bool:

@@ -313,9 +313,10 @@ def test_the_page_on_words_runs(tmp_path: Path) -> None:
     exec(layout, names)
     (shown,) = blocks(page, "text")
     assert printed == [shown.rstrip()]
-    gray = names["svg"].replace("<svg ", '<svg color="#808080" ', 1)  # on white and on black
+    head, _, rest = names["svg"].partition(">")
+    dark = "<style>svg{color:#222}@media(prefers-color-scheme:dark){svg{color:#ddd}}</style>"
     kept = page.parent / "layout.svg"
-    assert kept.read_text(encoding="utf-8") == gray + "\n", "write it anew"
+    assert kept.read_text(encoding="utf-8") == f"{head}>{dark}{rest}\n", "write it anew"
     wide = (
         f"decoder.layers.3.mlp.linear_fc1:output [s, b, gate|up/tp in 2 segments] ('s', 'b', {2 * gpt.FFN}) 1"
     )
