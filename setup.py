@@ -53,6 +53,8 @@ setup(
         "plot": ["matplotlib>=3.10"],
         "zarr": ["numpy", "zarr>=3"],
         "datasets": ["datasets>=4", "numpy"],
+        # The site of the documents: scripts/docs.
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.8,<10", "mkdocstrings[python]>=1"],
         "dev": [
             "hypothesis",
             "mypy",

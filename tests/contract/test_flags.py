@@ -10,6 +10,7 @@ import megatron_flex as mf
 from megatron_flex.launch import settings_of
 from megatron_flex.launch.flags import settings
 from megatron_flex.launch.table import FLAGS
+from tests.support import pages, typed
 
 
 @pytest.mark.versions
@@ -25,3 +26,12 @@ def test_no_flag_of_megatrons_is_in_the_way() -> None:
     assert settings_of(namespace, {}) == settings(ours, {})[0]
     assert not theirs & {f.option for f in FLAGS}
     assert not [o for o in theirs if o.startswith("--flex-")], "the prefix is ours alone"
+
+
+def test_the_flags_for_cpus_are_megatrons() -> None:
+    pytest.importorskip("megatron.training.arguments", exc_type=ImportError)
+    (shown,) = pages.mine(pages.ROOT / "docs" / "cpu.md", "text")
+    assert "--transformer-impl" in shown
+    typed.check_megatron(shown.split())
+    with pytest.raises(AssertionError, match="--transformer-imp"):
+        typed.check_megatron(["--transformer-imp"])

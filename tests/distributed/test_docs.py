@@ -1,24 +1,30 @@
-"""The examples in the documents run as they stand."""
+"""The examples in the documents run as they stand.
+
+`blocks` gives those of a page that name the test which asks.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import megatron_flex as mf
+from tests.distributed import test_pipelining
 from tests.support import distribution, fairscaled, gpt, handmade, llama, moe, ranks
 from tests.support.gpt import Case
+from tests.support.pages import mine as blocks
 from tests.support.pool import run
 
 ROOT = Path(__file__).parents[2]
-
-
-def blocks(path: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
 CASE = Case("tp2 sp pp2", tp=2, sp=True, pp=2)
@@ -85,6 +91,11 @@ def test_the_page_on_dumps_runs(tmp_path: Path) -> None:
     assert printed[1] == "('iteration', 'sample', 'token', 'gate|up')"
     assert printed[2] == "torch.Size([4, 8])"
     assert printed[3] == "torch.Size([32, 32])"
+    (shown,) = blocks(ROOT / "docs" / "dumps.md", "text")
+    written = {str(p.relative_to(tmp_path / "dump")) for p in (tmp_path / "dump").rglob("*") if p.is_file()}
+    for line in shown.splitlines():
+        form = re.sub(r"\d", r"\\d", re.escape(line.split()[0].removeprefix("DIR/")))
+        assert any(re.fullmatch(form, name) for name in written), line
 
 
 def test_the_page_on_statistics_runs(tmp_path: Path) -> None:
@@ -150,7 +161,7 @@ def test_the_page_on_selecting_runs() -> None:
 @pytest.mark.versions
 def test_the_page_on_edits_runs() -> None:
     pytest.importorskip("megatron.core")
-    ready, patching, marked, _ = blocks(ROOT / "docs" / "edits.md")
+    ready, patching, marked = blocks(ROOT / "docs" / "edits.md")
     assert run(4, execute, ready) == [["swap(0, 1) | clamp(-2.0, 2.0)"]] * 4
     assert run(4, execute, marked) == [["True"]] * 4
     assert run(4, execute, patching) == [["forward on decoder.layers.2"]] * 4
@@ -159,7 +170,7 @@ def test_the_page_on_edits_runs() -> None:
 @pytest.mark.versions
 def test_the_page_on_edits_that_sum_runs() -> None:
     pytest.importorskip("megatron.core")
-    (code,) = [b for b in blocks(ROOT / "docs" / "edits.md") if "shard.sum" in b]
+    (code,) = blocks(ROOT / "docs" / "edits.md")
     for printed in run(4, execute, code):
         on_parts, on_wholes = ([float(x) for x in line.split()] for line in printed)
         assert on_parts == pytest.approx(on_wholes, rel=1e-5)
@@ -171,11 +182,8 @@ def test_the_page_on_debugging_runs() -> None:
     page = ROOT / "docs" / "debugging.md"
     explain, stop = blocks(page)
     first, *others = run(4, execute, explain)
-    shown = re.search(
-        r"^```text\n(hook: .*?)\n```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
-    assert shown is not None
-    assert [timeless(line) for line in first] == [timeless(shown[1])]
+    (shown,) = blocks(page, "text")
+    assert [timeless(line) for line in first] == [timeless(shown.rstrip())]
     assert others == [[], [], []]
     assert run(4, execute, stop) == [[], [], [], []]
 
@@ -232,17 +240,15 @@ def test_the_page_on_shared_values_runs() -> None:
 
 def test_the_page_on_adapters_runs(tmp_path: Path) -> None:
     page = ROOT / "docs" / "adapters.md"
-    toy, adapter, use = blocks(page)
+    detect, toy, adapter, use = blocks(page)
     assert len(adapter.splitlines()) < 100
     (line,) = re.findall(r"^toy = .*", page.read_text(encoding="utf-8"), re.MULTILINE)
     distribution.install(tmp_path, "toy_flex", adapter, line.replace('"', ""))
     (tmp_path / "toy.py").write_text(toy, encoding="utf-8")
-    (first, *read), others = run(2, _run_adapter, use, str(tmp_path))
-    shown = re.search(
-        r"^```text\n(toy: .*?)\n```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
-    assert shown is not None
-    told = set(shown[1].splitlines())
+    (again, first, *read), (_, *others) = run(2, _run_adapter, use, detect, str(tmp_path))
+    assert again == first
+    (shown,) = blocks(page, "text")
+    told = set(shown.splitlines())
     for text in (first, *others):
         assert {line for line in text.splitlines() if not line.startswith("  not ")} < told
     assert len(others) == 1
@@ -255,11 +261,13 @@ def test_the_page_on_adapters_runs(tmp_path: Path) -> None:
     }
 
 
-def _run_adapter(code: str, folder: str) -> list[str]:
+def _run_adapter(code: str, detect: str, folder: str) -> list[str]:
     sys.path.insert(0, folder)
     printed: list[str] = []
     names: dict[str, Any] = {"print": lambda *words: printed.append(" ".join(map(str, words)))}
     exec(code, names)
+    exec(detect, names)
+    printed.insert(0, printed.pop())
     _compare_toy(names)
     return printed
 
@@ -281,6 +289,142 @@ def _compare_toy(names: dict[str, Any]) -> None:
     truth |= dict(zip(("0:output.grad", "2.weight.grad"), found, strict=True))
     for name, tensors in flex.output_dict.items():
         torch.testing.assert_close(tensors[0], truth[name].detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_the_page_on_comparing_runs(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    write, read = blocks(ROOT / "docs" / "compare.md")
+    for name, case in (("one", CASE.single()), ("four", CASE)):
+        run(case.world, execute, f"folder = {str(tmp_path / name)!r}\n{write}", case)
+    printed: list[str] = []
+    names = {"one": tmp_path / "one", "four": tmp_path / "four"}
+    exec(read, names | {"print": lambda *words: printed.append(" ".join(map(str, words)))})
+    assert printed[0] in ("equal", "round-off")
+    assert "loss:output value 0 True" in printed
+    assert "decoder.layers.3.mlp:output.grad gradient 0 True" in printed
+
+
+def test_the_page_on_words_runs(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    page = ROOT / "docs" / "words.md"
+    layout, site, hook = blocks(page)
+    printed: list[str] = []
+    names: dict[str, Any] = {"print": printed.append}
+    exec(layout, names)
+    (shown,) = blocks(page, "text")
+    assert printed == [shown.rstrip()]
+    head, _, rest = names["svg"].partition(">")
+    dark = "<style>svg{color:#222}@media(prefers-color-scheme:dark){svg{color:#ddd}}</style>"
+    kept = page.parent / "layout.svg"
+    assert kept.read_text(encoding="utf-8") == f"{head}>{dark}{rest}\n", "write it anew"
+    wide = (
+        f"decoder.layers.3.mlp.linear_fc1:output [s, b, gate|up/tp in 2 segments] ('s', 'b', {2 * gpt.FFN}) 1"
+    )
+    for axes, *sites in run(4, execute, site):
+        assert axes == "['pp', 'tp']"
+        assert wide in sites
+    first, *others = run(4, execute, hook)
+    assert first == [str([f"decoder.layers.{n}.mlp.linear_fc1:output" for n in range(4)])]
+    assert others == [["[]"]] * 3
+
+
+def test_the_page_on_costs_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("megatron.training", exc_type=ImportError)
+    (code,) = blocks(ROOT / "docs" / "costs.md")
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    seconds, moved = done.stdout.splitlines()[-1].split()
+    assert 0 < float(seconds) < 10
+    assert int(moved) > 0
+
+
+def test_the_page_on_launchers_runs() -> None:
+    pytest.importorskip("pydantic")
+    (code,) = blocks(ROOT / "docs" / "launch.md")
+    code += "import sys\nprint(sys.argv[1:], 'megatron' in sys.modules)"
+    words = [sys.executable, "-c", code, "--lr", "1", "--flex-stats", "out", "--flex-every", "10"]
+    done = subprocess.run(
+        words, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "['--lr', '1'] False\n"
+
+
+def test_the_page_on_the_bridge_runs(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    (code,) = blocks(ROOT / "docs" / "switching.md")
+    run(2, _run_bridged, code, tmp_path)
+    with mf.open_dump(tmp_path / "dumps" / "run") as dump:
+        assert list(dump.iterations) == [0, 1, 2]
+        assert list(dump.sites) == [f"decoder.layers.{n}:mid" for n in range(2)]
+
+
+def _run_bridged(code: str, folder: Path) -> None:
+    from tests.distributed import test_bridge
+
+    os.chdir(folder)
+    chunks = ranks.start(test_bridge.TP2)
+    state = SimpleNamespace(train_state=SimpleNamespace(step=0))
+    context = SimpleNamespace(state=state, model=chunks, user_state={})
+
+    def pretrain(config: Any, forward_step: Any, callbacks: list[Any]) -> None:
+        manager = test_bridge.Contract()
+        manager.add(callbacks)
+        test_bridge.train(lambda event: manager.fire(event, context), chunks, state, 3)
+
+    exec(code, {"pretrain": pretrain, "config": None, "forward_step": None})
+
+
+def test_the_page_on_deepspeed_runs() -> None:
+    if find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    (code,) = blocks(ROOT / "docs" / "deepspeed.md")
+    assert run(1, _run_deepspeed, code) == [False]
+
+
+def _run_deepspeed(code: str) -> Any:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    exec(code, {"deepspeed": deepspeed})
+    return deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"]
+
+
+def test_the_page_on_steps_runs() -> None:
+    (code,) = blocks(ROOT / "docs" / "plain.md")
+    stage = torch.nn.Linear(2, 3)
+    with mf.attach(stage, [mf.HookFunction("root")]) as flex:
+        exec(code, {"flex": flex, "stage": stage, "microbatches": torch.ones(4, 5, 2)})
+        (tensors,) = flex.output_dict.values()
+    assert [tuple(t.shape) for t in tensors] == [(5, 3)] * 4
+
+
+def test_the_page_on_pipelines_runs() -> None:
+    (code,) = blocks(ROOT / "docs" / "plain.md")
+    assert run(2, _run_pipelined, code) == [["layers.0:output 4"], []]
+
+
+def _run_pipelined(code: str) -> list[str]:
+    printed: list[str] = []
+    schedule = test_pipelining.schedule_of("Interleaved1F1B", 4, 2)
+    tokens, labels = llama.batch(0)
+    names = {
+        "stages": schedule._stages,
+        "loss_fn": llama.loss_of,
+        "hooks": [mf.HookFunction("layers.0")],
+        "tokens": tokens.repeat(2, 1),
+        "labels": labels.repeat(2, 1),
+        "print": lambda *words: printed.append(" ".join(map(str, words))),
+    }
+    exec(code, names)
+    return printed
 
 
 def _run_plainly(code: str) -> None:

@@ -1,0 +1,175 @@
+"""The site of the documents: built strictly, whole, and without a network."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import megatron_flex as mf
+from megatron_flex import edits
+from tests.support.pages import ROOT
+
+ELSEWHERE = ("__version__", "edits", "local")  # the second is a room, which has the third
+ALIASES = ("PRESETS", "Indices", "ablate", "add")  # other names of what is there, and types
+PUBLIC = {f"megatron_flex.{name}" for name in mf.__all__ if name not in ELSEWHERE}
+PRESETS = {f"megatron_flex.edits.{name}" for name in edits.__all__ if name not in ALIASES}
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """MkDocs' hooks."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return import_module("docs_pages")
+
+
+def documented() -> list[str]:
+    """What the pages of the API are made of."""
+    pages = (ROOT / "docs" / "api").glob("*.md")
+    return [n for p in pages for n in re.findall(r"^::: (\S+)$", p.read_text("utf-8"), re.MULTILINE)]
+
+
+def test_all_that_is_public_is_in_the_reference_once() -> None:
+    found = documented()
+    assert len(found) == len(set(found))
+    assert {*found} >= PUBLIC | PRESETS
+
+
+class Page(HTMLParser):
+    """What a page loads, its anchors, and its words."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.ids: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        said = dict(attrs)
+        self.ids.add(said.get("id") or "")
+        if tag in ("script", "img", "iframe", "source"):
+            self.loaded.append(said.get("src") or "")
+        if tag == "link" and said.get("rel") not in ("canonical", "next", "prev"):
+            self.loaded.append(said.get("href") or "")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site as scripts/docs builds it, in another folder."""
+    if find_spec("mkdocs") is None:
+        pytest.skip("mkdocs is not installed")
+    folder = tmp_path_factory.mktemp("site")
+    done = build(ROOT, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def build(root: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root), "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+@pytest.mark.slow
+def test_the_site_is_whole(site: Path) -> None:
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert (site / page.relative_to(ROOT / "docs").with_suffix(".html")).is_file(), page
+    for page in ("index", "contributing", "patches", "commands", "flags"):
+        assert (site / f"{page}.html").is_file(), page
+    ids = {i for page in (site / "api").glob("*.html") for i in Page(page.read_text("utf-8")).ids}
+    assert ids >= {*documented()}
+    methods = ("register_forward_hook", "sites", "show", "verify", "explain", "trace", "run_with_cache")
+    names = (*methods, "get_module_parameter", "register_trainable_module", "select", "restore")
+    assert ids >= {f"megatron_flex.FlexModel.{name}" for name in names}, "mixins' methods too"
+    assert "megatron-flex dump ls" in (site / "commands.html").read_text("utf-8")
+    assert "--flex-sites" in (site / "flags.html").read_text("utf-8")
+    assert "index.html" not in re.findall(
+        r'href="[^"]*README[^"]*"', (site / "compat.html").read_text("utf-8")
+    )
+
+
+@pytest.mark.slow
+def test_no_page_needs_a_network(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 30
+    for page in pages:
+        for target in Page(page.read_text("utf-8")).loaded:
+            assert not re.match(r"(https?:)?//", target), f"{page.name} loads {target}"
+            if target and not target.startswith("data:") and page.name != "404.html":
+                assert (page.parent / target.partition("?")[0]).resolve().is_file(), (
+                    f"{page.name}: no {target}"
+                )
+    assert (site / "search" / "search_index.js").is_file()
+
+
+def test_the_output_is_ignored_by_git() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("no checkout")
+    (folder,) = re.findall(r"^site_dir: (\S+)", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    done = subprocess.run(["git", "check-ignore", "-q", f"{folder}/index.html"], cwd=ROOT)
+    assert done.returncode == 0, f"{folder} is not ignored"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", ["[a](nothing.md)", "[a](start.md#nothing)"])
+def test_a_link_that_leads_nowhere_is_an_error(wrong: str, tmp_path: Path) -> None:
+    """Strictness itself: a small site with the settings of ours."""
+    if find_spec("mkdocs") is None:
+        pytest.skip("mkdocs is not installed")
+    kept = (ROOT / "mkdocs.yml").read_text("utf-8")
+    validation = kept[kept.index("validation:") : kept.index("nav:\n")]
+    (tmp_path / "mkdocs.yml").write_text(f"site_name: a\n{validation}")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# A\n{wrong} [b](start.md#b)\n")
+    (tmp_path / "docs" / "start.md").write_text("# B\n")
+    done = build(tmp_path, tmp_path / "out")
+    assert done.returncode != 0
+    assert "nothing" in done.stderr
+    assert "Aborted with 1 warnings" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "page", "text", "out"),
+    [
+        ("README.md", "index.md", "[a](docs/launch.md#b)", "[a](launch.md#b)"),
+        (
+            "README.md",
+            "index.md",
+            "[a](CONTRIBUTING.md), [b](patches/README.md)",
+            "[a](contributing.md), [b](patches.md)",
+        ),
+        ("README.md", "index.md", "![a](docs/hooks.png)", "![a](hooks.png)"),
+        ("patches/README.md", "patches.md", "[a](../docs/launch.md)", "[a](launch.md)"),
+        ("docs/compat.md", "compat.md", "[a](../README.md)", "[a](index.md)"),
+        ("docs/api/models.md", "api/models.md", "[a](../words.md)", "[a](../words.md)"),
+        ("docs/api/models.md", "api/models.md", "[a](../../README.md)", "[a](../index.md)"),
+        (
+            "docs/a.md",
+            "a.md",
+            "[a](https://b.c/d.md), [e](nothing.md)",
+            "[a](https://b.c/d.md), [e](nothing.md)",
+        ),
+        ("docs/a.md", "a.md", "a:\n- b\n- c", "a:\n\n- b\n- c"),
+        ("docs/a.md", "a.md", "a\n|b|\n|-|", "a\n\n|b|\n|-|"),
+        ("docs/a.md", "a.md", "- a\n  b\n- c", "- a\n  b\n- c"),
+        ("docs/a.md", "a.md", "a\n<!-- runs: b -->\n```c\n[d](../README.md)\n- e\n```", None),
+    ],
+)
+def test_github_markdown_becomes_the_sites(
+    script: ModuleType, source: str, page: str, text: str, out: str | None
+) -> None:
+    wanted = "a\n\n```c\n[d](../README.md)\n- e\n```" if out is None else out
+    assert script.rewritten(text, source, page) == f"{wanted}\n"
