@@ -51,6 +51,8 @@ setup(
         "parquet": ["pyarrow"],
         # What scripts/bench --hooks draws with.
         "plot": ["matplotlib>=3.10"],
+        # Pages in headless Chromium, which the system has: none is downloaded.
+        "browser": ["numpy", "pillow", "playwright>=1.50"],
         "zarr": ["numpy", "zarr>=3"],
         "datasets": ["datasets>=4", "numpy"],
         "dev": [
