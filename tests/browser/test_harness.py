@@ -11,6 +11,7 @@ from tests.browser.conftest import Open, missing
 from tests.support import browsing, pictures
 
 PANES = "".join(f'<div id="{p}" data-ready="1"></div>' for p in browsing.PANES)
+GREY = "<rect width=90 height=40 fill=#333 />"
 
 
 def written(folder: Path, body: str, head: str = "") -> Path:
@@ -69,8 +70,8 @@ def test_controls_without_names_are_noticed(raw: Open, tmp_path: Path) -> None:
         ("<p style='color:#000;background:#fff;opacity:.4'>see through</p>", 1),
         ("<div style='background:#000'><p style='color:rgb(255 255 255 / 40%)'>half</p></div>", 1),
         ("<div style='background:#000'><p style='color:rgb(255 255 255 / 60%)'>more</p></div>", 0),
-        ("<svg width=90 height=40><rect width=90 height=40 fill=#333 /><text y=20 fill=#666>dark</text></svg>", 1),
-        ("<svg width=90 height=40><rect width=90 height=40 fill=#333 /><text y=20 fill=#fff>light</text></svg>", 0),
+        (f"<svg width=90 height=40>{GREY}<text y=20 fill=#666>dark</text></svg>", 1),
+        (f"<svg width=90 height=40>{GREY}<text y=20 fill=#fff>light</text></svg>", 0),
         ("<div style='height:3000px'></div><p style='color:#888;background:#fff'>far below</p>", 1),
         ("<input style='color:#999;background:#fff' value=typed>", 1),
     ],

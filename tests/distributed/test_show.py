@@ -21,7 +21,7 @@ TP2PP2 = Case("tp2 sp pp2", tp=2, pp=2, sp=True, layers=4)
 
 
 def shows(case: Case) -> tuple[str, str, list[str], list[str], str]:
-    """The whole tree, what a group shows, the sites, the errors of what cannot be shown, the tree at a width."""
+    """The whole tree, what a group shows, the sites, errors of what cannot be shown, the tree at a width."""
     import megatron_flex as mf
 
     os.environ.pop("COLUMNS", None)  # lines as long as they like

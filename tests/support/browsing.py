@@ -23,7 +23,7 @@ ARGUMENTS = (
     "--font-render-hinting=none",
     "--disable-lcd-text",
 )
-# Before anything of the page runs: what its policy forbids is kept, and what markup in a name would do is seen.
+# Runs before the page: what its policy forbids is kept, and what markup in a name would do is seen.
 WATCH = """
 window.__forbidden = [];
 window.owned = () => { window.__forbidden.push("code of a name ran"); };
@@ -204,7 +204,8 @@ class Opened:
 
     def faint(self, least: float = 4.5) -> tuple[int, list[str]]:
         """How many texts were looked at, and those whose contrast to what is behind is below `least`."""
-        found = self.page.evaluate((Path(__file__).parent / "contrast.js").read_text(encoding="utf-8"), least)
+        script = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8")
+        found = self.page.evaluate(script, least)
         return found["seen"], found["faint"]
 
     def picture(self) -> bytes:
@@ -215,7 +216,9 @@ class Opened:
 
 FOCUSED = """() => {
   const it = document.activeElement;
-  if (!it || it === document.body) return {tag: "body", pane: "", name: "", data: {}, seen: true, key: "body"};
+  if (!it || it === document.body) {
+    return {tag: "body", pane: "", name: "", data: {}, seen: true, key: "body"};
+  }
   const style = getComputedStyle(it);
   const line = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0;
   const pane = it.closest("#architecture, #mesh, #data");

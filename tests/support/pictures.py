@@ -92,6 +92,6 @@ def kept(name: str, picture: bytes, folder: Path, where: Path = KEPT) -> None:
         new.write_bytes(picture)
         (folder / f"{name}-difference.png").write_bytes(difference(path, picture))
         raise AssertionError(
-            f"{path.name} differs in {share:.1%} of its cells, at most {SHARE:.0%} may: see {name}-new.png and "
-            f"{name}-difference.png in {folder}; {AGAIN}=1 keeps the new one"
+            f"{path.name} differs in {share:.1%} of its cells, at most {SHARE:.0%} may: see "
+            f"{name}-new.png and {name}-difference.png in {folder}; {AGAIN}=1 keeps the new one"
         )

@@ -1,4 +1,4 @@
-"""What the commands that look ahead of a run print, as it is kept: the tree of a configuration, sizes, costs."""
+"""What commands that look ahead of a run print, as it is kept: the tree of a configuration, sizes, costs."""
 
 from __future__ import annotations
 
