@@ -146,7 +146,7 @@ class Opened:
         return self.page.locator(f'[data-{attribute}="{said}"]').first
 
     def pick(self, attribute: str, value: object) -> None:
-        """Click the element whose `data-…` has a value; of a site whose layer is not shown, the layer first."""
+        """Click the element whose `data-…` has a value; of a site that is folded away, its layer first."""
         at = self.one(attribute, value)
         layer = re.search(r"\.(\d+)[.:]", str(value)) if attribute == "site" else None
         if layer and not at.count():
@@ -173,9 +173,7 @@ class Opened:
     def chosen(self, attribute: str) -> list[str]:
         """The values of what is marked as chosen, each once."""
         marked = "[aria-selected=true], [aria-current]:not([aria-current=false]), [aria-pressed=true]"
-        found = (
-            self.page.locator(f"[data-{attribute}]").locator("xpath=self::*").and_(self.page.locator(marked))
-        )
+        found = self.page.locator(f"[data-{attribute}]").and_(self.page.locator(marked))
         values = [e.get_attribute(f"data-{attribute}") or "" for e in found.all()]
         return list(dict.fromkeys(values))
 
