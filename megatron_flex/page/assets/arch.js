@@ -1,0 +1,3 @@
+'use strict';
+
+flexPage.pane('architecture', { title: 'Architecture', make() { return { update() {} }; } });

@@ -1,0 +1,3 @@
+'use strict';
+
+flexPage.pane('mesh', { title: 'Mesh', make() { return { update() {} }; } });
