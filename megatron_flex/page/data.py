@@ -29,17 +29,19 @@ from typing import Any
 
 from megatron_flex.dump.contents import array_of, parameter_names, site_names
 from megatron_flex.dump.reading import OpenDump
-from megatron_flex.errors import DumpError, FlexError
+from megatron_flex.errors import DumpError
 from megatron_flex.page.data_damage import Note, damage, info, local, readable
+from megatron_flex.page.data_divergence import divergence
+from megatron_flex.page.data_packing import evenly
 from megatron_flex.page.data_pictures import Bounds, Pictures
 from megatron_flex.page.data_reading import ABSENT, DAMAGED, INFINITIES, NANS, Cell, cell
 from megatron_flex.page.data_tables import Tables
 from megatron_flex.sites import GRAD
 from megatron_flex.statistics.measured import Measured
 from megatron_flex.statistics.reading import OpenStatistics
-from megatron_flex.page.data_packing import evenly
 
 VALUE, GRADIENT, PARAMETER, PARAMETER_GRADIENT = range(4)
+MOST_TEXTS = 8  # of what was found damaged while reading, in notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,8 @@ def of_dump(
         notes.append(
             info(f"{label}: numbers and histograms of {shortened} tensors are of a part of their values, to read less.")
         )
+    if tables.texts and not any(n["kind"] == "damage" for n in notes):  # a dump too large to check every byte of
+        notes += [damage(f"{label}: {text}") for text in tables.texts[:MOST_TEXTS]]
     pictures = Pictures(found, bounds, tables, label)
     if iterations:
         pictures.heats([(i, t.name) for i, t in enumerate(tensors) if t.kind in (VALUE, GRADIENT)])
@@ -229,4 +233,4 @@ def _source(
     }
 
 
-__all__ = ["Bounds", "FlexError", "divergence", "of_dump", "of_statistics", "readable"]
+__all__ = ["Bounds", "divergence", "of_dump", "of_statistics", "readable"]

@@ -23,7 +23,9 @@ class Tables:
 
     def __init__(self, iterations: Sequence[int], names: Sequence[str]) -> None:
         self.iterations, self.names = list(iterations), list(names)
-        self._measures = {m: [[None] * len(names) for _ in iterations] for m in MEASURES}  # type: dict[str, list[list[float | None]]]
+        self._measures: dict[str, list[list[float | None]]] = {
+            m: [[None] * len(names) for _ in iterations] for m in MEASURES
+        }
         self._state = [[ABSENT] * len(names) for _ in iterations]
         self._counts: dict[tuple[int, int], Sequence[int]] = {}
         self._histograms: dict[int, dict[str, Any]] = {}
@@ -61,9 +63,14 @@ class Tables:
             "counts": [list(rows[at][first:last]) for at in chosen],
         }
 
-    def trouble(self, tensor: int) -> bool:
-        """Whether something is wrong with a tensor."""
-        return any(t == tensor for t, _, _ in self._troubles)
+    def state(self, tensor: int, at: int) -> int:
+        """What is known of a tensor in an iteration, as `data_reading` has it."""
+        return self._state[at][tensor]
+
+    @property
+    def texts(self) -> list[str]:
+        """What is wrong, each once."""
+        return list(self._texts)
 
     def to_json(self) -> dict[str, Any]:
         """In plain values."""

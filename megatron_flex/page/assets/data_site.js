@@ -71,20 +71,36 @@
     return out;
   }
 
-  /** The entries from `first` on that a drawn one stands for: `12`, or `12–15`. */
-  function span(at, drawn, whole, first) {
-    const from = Math.floor((at * whole) / drawn), to = Math.max(from, Math.ceil(((at + 1) * whole) / drawn) - 1);
-    return from === to ? String(from + first) : `${from + first}–${to + first}`;
+  /** The entries that a drawn one stands for: `12`, or `12–15`. */
+  function span(labels, i, block) {
+    const from = Array.isArray(labels) ? labels[i] : labels.first + i * labels.step;
+    return block > 1 ? `${from}–${from + block - 1}` : String(from);
   }
 
   /** The heat map of tokens x features; `scale` so that two can be compared. */
   function tokens(source, packed, name, scale) {
-    const [rows, columns] = packed.shape, [tall, wide] = packed.of, [down, across] = packed.dims;
+    const [rows, columns] = packed.shape, [tall, wide] = packed.of, [down, across] = ['token', 'feature'];
     const values = tools.unpack(packed), mean = packed.mean ? 'mean magnitude ' : '';
     return tools.heat({ values, rows, columns, scale, key: `heat ${name}`, axes: [down, across],
       label: `${name}: ${down} x ${across}`, height: Math.max(120, Math.min(320, rows * 5)),
-      tell: (r, c) => `${down} ${span(r, rows, tall, 0)}, ${across} ${span(c, columns, wide, 0)}: ${mean}` +
+      tell: (r, c) => `${down} ${span(packed.rows, r, tall)}, ${across} ${span(packed.columns, c, wide)}: ${mean}` +
         number(values[r * columns + c]) });
+  }
+
+  /** Why there is no heat map here, and where there is one. */
+  function instead(ctx, source, tensor) {
+    if (source.kind === 'statistics') {
+      return sentence('Statistics keep no entries: dump this site (mf.Dump) to see its tokens and features.');
+    }
+    const others = source.heatIterations(tensor), now = source.iterations[source.at];
+    if (!others.length) return sentence(`This page has no heat map of ${source.names[tensor]}.`);
+    const out = sentence(`There is no heat map of iteration ${now} on this page; there is of `);
+    for (const i of others) {
+      const go = el('button', { type: 'button', class: 'data-go' }, String(source.iterations[i]));
+      go.addEventListener('click', () => ctx.iterate(source.iterations[i]));
+      out.append(go, ' ');
+    }
+    return out;
   }
 
   /** All pictures of one source's tensor. */
@@ -92,17 +108,13 @@
     const out = el('div', { class: 'data-column' }), name = source.names[tensor];
     if (ctx.both) out.append(head(`${source.label}: ${source.words}`));
     out.append(facts(source, tensor, source.at));
-    const trouble = source.lacks[name];
+    const trouble = source.trouble(source.at, tensor) || source.lacks[name];
     if (trouble) out.append(sentence(trouble));
     const packed = source.heat(tensor);
     if (packed) {
-      out.append(head(packed.dims.join(' x '), el('span', { class: 'data-dim' }, ` ${packed.caption}`)),
+      out.append(head('tokens x features', el('span', { class: 'data-dim' }, ` ${packed.caption}`)),
         tokens(source, packed, `${source.label} ${name}`, scale));
-    } else if (!trouble) {
-      out.append(sentence(source.kind === 'statistics'
-        ? 'Statistics keep no entries: dump this site (mf.Dump) to see its tokens and features.'
-        : `This page has no heat map of ${name} in iteration ${source.iterations[source.at]}.`));
-    }
+    } else if (!trouble) out.append(instead(ctx, source, tensor));
     const counts = source.histograms[tensor];
     if (counts) out.append(head('Histogram by iteration'), ridges(ctx, source, counts));
     if (source.iterations.length > 1) out.append(head('rms by iteration'), overIterations(ctx, source, tensor));

@@ -288,7 +288,7 @@
   const sentence = (text) => el('p', { class: 'data-lacks' }, text);
   const head = (text, ...more) => el('h4', { class: 'data-head' }, text, ...more);
 
-  flexPage.dataTools = { choice, menu, sentence, head,
+  flexPage.dataTools = { choice, menu, sentence, head, isDark,
     bytes, floats, unpack, number, ramp, css, shade, ends, paint, legend, heat, ticks, chart,
     least, most };
 })();
