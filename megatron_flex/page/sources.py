@@ -19,7 +19,7 @@ from megatron_flex.page.pricing import held_of, prices
 from megatron_flex.sites import GRAD, Site
 from megatron_flex.statistics.reading import OpenStatistics
 
-DENSE, EXPERTS = ("pp", "dp", "cp", "tp"), ("edp", "ep", "etp")
+EXPERTS = ("edp", "ep", "etp")
 MOST_DUMPS = 2
 Given = OpenDump | str | PathLike[str]
 
@@ -149,9 +149,10 @@ def _of_statistics(found: OpenStatistics, title: str) -> Page:
     )
     known = {p.name: p for header in found.headers for p in header.sites}
     sites, notes = [], []
+    passing = {row.site.removesuffix(GRAD) for row in found.rows() if row.kind in ("value", "gradient")}
     for name in dict.fromkeys(n.removesuffix(GRAD) for n in found.sites):
         place = known.get(name)
-        if place is None or ":" not in name:  # a parameter, which no hook reads
+        if place is None or name not in passing:  # a parameter, which no hook reads
             continue
         try:
             sites.append(Site(name, from_json(dict(place.layout)), tuple(place.shape)))
