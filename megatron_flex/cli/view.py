@@ -15,8 +15,8 @@ from megatron_flex.errors import FlexError
 from megatron_flex.launch.planning.viewed import viewed
 from megatron_flex.page import Page, write
 from megatron_flex.page.sources import filled
-from megatron_flex.statistics import OpenStatistics, open_statistics
 from megatron_flex.statistics.files import starts
+from megatron_flex.statistics.reading import OpenStatistics, open_statistics
 
 CONFIGS = (".yaml", ".yml", ".json")
 What = Annotated[
@@ -53,10 +53,7 @@ def view(
     For example: megatron-flex view dump/ other-dump/ --out page.html
     """
     paths, flags = _said(what)
-    kinds = [_kind(path) for path in paths]
-    configs = [p for p, kind in zip(paths, kinds, strict=True) if kind == "config"]
-    dumps = [p for p, kind in zip(paths, kinds, strict=True) if kind == "dump"]
-    measured = [p for p, kind in zip(paths, kinds, strict=True) if kind == "statistics"]
+    configs, dumps, measured = _by_kind(paths)
     if len(configs) + bool(flags) > 1 or len(measured) > 1:
         raise FlexError("one page shows one model, and one folder of statistics; say each once")
     page: Page | None = None
@@ -85,19 +82,26 @@ def _said(what: list[str]) -> tuple[list[Path], list[str]]:
     return [Path(word) for word in what[:at]], what[at:]
 
 
-def _kind(path: Path) -> str:
-    """`config`, `dump` or `statistics`.
+def _by_kind(paths: list[Path]) -> tuple[list[Path], list[Path], list[Path]]:
+    """Configurations, dumps, folders of statistics; one folder may be a dump and have statistics.
 
     Raises:
-        FlexError: there is none of these.
+        FlexError: something is none of these.
     """
-    if path.is_file() and path.suffix.lower() in CONFIGS:
-        return "config"
-    if path.is_dir():
-        if starts(path):
-            return "statistics"
-        run_folders(path)  # raises where no run is
-        return "dump"
-    if path.is_file() and path.name.startswith("statistics-"):
-        return "statistics"
-    raise FlexError(f"{path}: no configuration ({', '.join(CONFIGS)}), dump or folder of statistics is there")
+    configs, dumps, measured = [], [], []
+    for path in paths:
+        if path.is_file() and path.suffix.lower() in CONFIGS:
+            configs.append(path)
+        elif path.is_dir():
+            there = starts(path)
+            measured += [path] if there else []
+            if not there or any(path.glob("run-[0-9]*")):
+                run_folders(path)  # raises where no run is
+                dumps.append(path)
+        elif path.is_file() and path.name.startswith("statistics-"):
+            measured.append(path)
+        else:
+            raise FlexError(
+                f"{path}: no configuration ({', '.join(CONFIGS)}), dump or folder of statistics is there"
+            )
+    return configs, dumps, measured

@@ -18,11 +18,12 @@ from megatron_flex.page.sources import Given, filled
 from megatron_flex.runtime import HookFunction, Session
 from megatron_flex.runtime.hooks import name_of
 from megatron_flex.sites import Pattern
-from megatron_flex.statistics import OpenStatistics, open_statistics
+from megatron_flex.statistics.reading import OpenStatistics, open_statistics
 from megatron_flex.view import Hooked, Node, chosen, folded, tree
 
 ELSEWHERE = (
-    "whether hooks on other stages have fired, which bring nothing to the leader, only those know: shown as active"
+    "hooks on other stages that bring nothing to the leader are shown as active: "
+    "only those stages know whether they have fired"
 )
 NO_RICH = "showing needs rich, which is not installed: pip install megatron-flex[cli]"
 
@@ -98,7 +99,7 @@ class Showing:
         title: str = "",
         most_bytes: int | None = MOST_BYTES,
     ) -> Path | None:
-        """Write a page, one HTML file, of the model, its ranks, its hooks, and of what dumps and statistics saw.
+        """Write a page, one HTML file, of the model, its ranks, hooks, and of what dumps and statistics saw.
 
         Communicates nothing. The leader of the first data parallel replica writes; on other ranks it does
         nothing. `docs/view.md` says what there is to see.

@@ -45,8 +45,8 @@ def filled(
     """
     if len(dumps) + (statistics is not None) > MOST_DUMPS:
         raise FlexError(
-            f"{len(dumps)} dumps{' and statistics' if statistics else ''}: a page shows {MOST_DUMPS} sources; "
-            "make another page for the others"
+            f"{len(dumps)} dumps{' and statistics' if statistics else ''}: a page shows {MOST_DUMPS} sources "
+            "beside each other; make another page for the others"
         )
     read = [readable(one) for one in dumps]
     notes = [(n["kind"], n["text"]) for _, found in read for n in found if n["kind"] == "damage"]
@@ -106,7 +106,14 @@ def _of_dump(found: OpenDump, title: str) -> Page:
             notes.append(("damage", f"{place.name}: the manifest has no layout of it: {error!r}"))
             continue
         sites.append(
-            Site(place.name, layout, tuple(place.shape), place.stage, chunk=place.chunk, inferred=place.inferred)
+            Site(
+                place.name,
+                layout,
+                tuple(place.shape),
+                place.stage,
+                chunk=place.chunk,
+                inferred=place.inferred,
+            )
         )
     lengths = _lengths(found)
     weights = {s.name: _weight(found, s.name) for s in sites}

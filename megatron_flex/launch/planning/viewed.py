@@ -1,4 +1,4 @@
-"""A page of a Megatron run from its configuration alone: every site, every rank, and what hooks would send."""
+"""A page of a Megatron run from its configuration alone: every site, every rank, what hooks would send."""
 
 from __future__ import annotations
 
