@@ -219,6 +219,9 @@ FOCUSED = """() => {
   }
   const style = getComputedStyle(it);
   const line = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0;
+  const inside = it instanceof SVGElement ? [...it.querySelectorAll("rect, circle, path")] : [];
+  const stroked = inside.map((e) => getComputedStyle(e))
+    .some((s) => s.stroke !== "none" && parseFloat(s.strokeWidth) >= 2);
   const pane = it.closest("#architecture, #mesh, #data");
   const all = [...document.querySelectorAll("*")];
   return {
@@ -226,7 +229,7 @@ FOCUSED = """() => {
     pane: pane ? pane.id : "",
     name: it.getAttribute("aria-label") || it.textContent.trim().slice(0, 40),
     data: {...it.dataset},
-    seen: it.matches(":focus-visible") && (line || style.boxShadow !== "none"),
+    seen: it.matches(":focus-visible") && (line || stroked || style.boxShadow !== "none"),
     key: String(all.indexOf(it)),
   };
 }"""

@@ -50,8 +50,8 @@ def train(case: Case, path: str, wrong: bool, page: str) -> None:
         hooks.append(mf.HookFunction(WRONG, editing_function=mf.edits.scale(1.5)))
     with mf.attach(chunks, hooks, dumps=dump) as flex:
         for _ in range(ITERATIONS):
-            gpt.step(case, chunks, 0)
             flex.output_dict.clear()
+            gpt.step(case, chunks, 0)
             with torch.no_grad():
                 for parameter in (p for chunk in chunks for p in chunk.parameters()):
                     parameter.mul_(1.05)
