@@ -55,7 +55,7 @@ def test_help_can_be_read_in_both_themes(show: Open, made: Make) -> None:
         ("large", "large", "light", "decoder.layers.57.mlp.linear_fc1:output"),
         ("diverged", "diverged", "light", None),
         ("damaged", "damaged", "light", FC1),
-        ("hostile", "hostile", "light", f"{paged.HOSTILE[0]}:output"),
+        ("hostile", "hostile", "light", paged.HOSTILE[0]),
     ],
 )
 def test_a_page_looks_as_it_is_kept(
@@ -83,9 +83,8 @@ def test_the_system_s_theme_is_followed_and_the_switch_overrules_it(show: Open, 
 def test_names_with_markup_in_them_stay_text(show: Open, made: Make) -> None:
     window = show(made("hostile").page)
     for name in paged.HOSTILE:
-        site = f"{name}:output"
-        window.pick("site", site)
-        assert name in window.page.locator("#chosen").inner_text()
+        window.pick("site", name)
+        assert name in window.page.locator("#chosen").text_content()
         assert "owned" not in window.page.title()
         assert window.page.locator("#chosen img, #chosen b img, [onerror], [onload]").count() == 0
     assert window.page.locator("img").count() == 0

@@ -155,8 +155,7 @@ class Opened:
 
     def find(self, site: str) -> None:
         """Type a site's name into the filter, and choose what is found."""
-        self.page.keyboard.press("/")
-        self.page.keyboard.type(site)
+        self.page.locator("#filter").fill(site)
         self.page.keyboard.press("Enter")
 
     def brightness(self) -> float:
@@ -176,6 +175,18 @@ class Opened:
         found = self.page.locator(f"[data-{attribute}]").and_(self.page.locator(marked))
         values = [e.get_attribute(f"data-{attribute}") or "" for e in found.all()]
         return list(dict.fromkeys(values))
+
+    def shares(self, every: str, some: str) -> list[float]:
+        """Where some of the elements begin and end, from left to right: shares of the width of all of them."""
+        script = """([every, some]) => {
+          const all = [...document.querySelectorAll(every)];
+          const box = (e) => e.querySelector("rect").getBoundingClientRect();
+          const left = Math.min(...all.map((e) => box(e).left)), right = Math.max(...all.map((e) => box(e).right));
+          return all.filter((e) => e.matches(some)).map(box).sort((a, b) => a.left - b.left)
+            .flatMap((b) => [(b.left - left) / (right - left), (b.right - left) / (right - left)]);
+        }"""
+        found: list[float] = self.page.evaluate(script, [every, some])
+        return found
 
     def focused(self) -> dict[str, Any]:
         """What has the focus: its tag, name, pane, `data-…`, and whether one can see it."""

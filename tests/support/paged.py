@@ -29,10 +29,10 @@ LARGE = [  # 16,384 ranks
 ]  # fmt: skip
 LARGE_RANKS, LARGE_LAYERS = 16_384, 100
 HOSTILE = (
-    "decoder.layers.0.<img src=x onerror=owned()>",
-    "decoder.layers.1.</script><script>owned()</script>",
-    "decoder.layers.2.\"'><svg onload=owned()>",
-    "decoder.layers.3.${owned()}&lt;b&gt;\u2028<!--",
+    "decoder.layers.0.<img src=x onerror=owned()>:output",
+    "decoder.layers.1.</script><script>owned()</script>:output",
+    "decoder.layers.2.\"'><svg onload=owned()>:output",
+    "decoder.layers.3.${owned()}&lt;b&gt;\u2028<!--:output",
 )
 
 
