@@ -94,7 +94,7 @@ const flexTree = (() => {
     const out = [];
     walk(node, 0, '', '');
     const named = Math.max(0, ...out.map((r) => (r.dots.length ? r.x + width(r.label, LETTER) : 0)));
-    const from = Math.max(56, named + 16);
+    const from = named ? Math.max(56, named + 16) : 4;
     let wide = 170, y = 0;
     for (const row of out) {
       row.y = y;
@@ -171,7 +171,9 @@ const flexTree = (() => {
       y += h + 22;
     });
     const right = Math.max(1, ...boxes.map((b) => b.x + b.w));
-    return { boxes, width: right, height: Math.max(1, y - 22), inner: Math.max(widest, 220) };
+    const ends = boxes.filter((b) => !b.block.open || b.head), middle = Math.min(...ends.map((b) => b.w)) / 2;
+    const spine = ends.slice(1).map((b) => `M${middle} ${b.y - 21}v15m-3.5 -4.5l3.5 4.5l3.5 -4.5`).join('');
+    return { boxes, spine, width: right, height: Math.max(1, y - 22), inner: Math.max(widest, 220) };
   }
 
   // Which member of which nested fold a site is in: {key: place}, so that its dot is drawn.

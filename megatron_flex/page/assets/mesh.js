@@ -57,7 +57,7 @@ flexPage.pane('mesh', {
     let cells = [], plane = null;
     function build() {
       const wide = Math.max(200, field.clientWidth || 520);
-      laid = grid(wide, Math.max(150, Math.min(430, field.clientHeight || 300)));
+      laid = grid(wide, Math.max(150, field.clientHeight || 300));
       caption.textContent = laid.words;
       if (!small) { plane = sheet(); return; }
       cells = [];
