@@ -4,7 +4,7 @@
 FLEX_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 FLEX_VENVS=${FLEX_VENVS:-$FLEX_ROOT/.venvs}
 FLEX_MEGATRON=0.19.2     # the megatron-core that counts
-FLEX_EXTRAS=megatron,fairscale,deepspeed,huggingface,dev,lens-proof,cli,launch,patches,zarr,datasets,plot,docs # what its environment has: one string, as all scripts share it
+FLEX_EXTRAS=megatron,fairscale,deepspeed,huggingface,dev,lens-proof,cli,launch,patches,zarr,datasets,plot,docs,browser # what its environment has: one string, as all scripts share it
 FLEX_NEWEST_PYTHON=3.13  # the newest Python that it has wheels for
 
 say() { printf '%s\n' "$*" >&2; }
@@ -107,4 +107,30 @@ make_venv() { # NAME PYTHON EXTRAS [REQUIREMENT...] -> path of the environment's
   fi
   exec 9>&-
   printf '%s\n' "$dir/bin/python"
+}
+
+find_browser() { # -> path of a Chromium or Chrome, or of what FLEX_BROWSER names; fails where there is none
+  local name
+  if [ -n "${FLEX_BROWSER:-}" ]; then
+    command -v "$FLEX_BROWSER"
+    return
+  fi
+  for name in chromium chromium-browser google-chrome google-chrome-stable chrome; do
+    if command -v "$name"; then return; fi
+  done
+  return 1
+}
+
+get_browser() { # the same; where there is none, Debian's Chromium, if that can be installed without asking
+  local as_root=env
+  if find_browser; then return; fi
+  if [ -n "${FLEX_BROWSER:-}" ] || ! command -v apt-get >/dev/null; then return 1; fi
+  if [ "$(id -u)" != 0 ]; then as_root="sudo -n env"; fi
+  # shellcheck disable=SC2086 # several words
+  {
+    $as_root DEBIAN_FRONTEND=noninteractive timeout 120 apt-get update -q -o Acquire::Retries=1 &&
+      $as_root DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install -q -y --no-install-recommends \
+        -o DPkg::Lock::Timeout=60 chromium
+  } >/dev/null 2>&1 </dev/null || return 1
+  find_browser
 }

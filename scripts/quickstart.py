@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -124,8 +125,8 @@ def repeat(folder: Path, log: Path) -> None:
     launch([str(HERE / "quickstart_single.py"), *flags], log)
 
 
-def run(iterations: int, folder: Path, log: Path) -> int:
-    """Everything; the exit status."""
+def run(iterations: int, folder: Path, log: Path, page: Path) -> int:
+    """Everything; the exit status. The page is left where `page` says."""
     began = time.monotonic()
     train(iterations, folder, log)
     middle = time.monotonic()
@@ -134,21 +135,25 @@ def run(iterations: int, folder: Path, log: Path) -> int:
     from quickstart_compare import main as compare  # imports torch, which nobody should wait for at the start
 
     print(f"training {middle - began:.0f} s, 1 process {end - middle:.0f} s; what Megatron said: {log}\n")
-    return compare(folder)
+    status = compare(folder)
+    if folder != page.parent:
+        shutil.move(folder / "page.html", page)
+    print(f"to look at, in a browser: {page}")
+    return status
 
 
 def main() -> int:
-    """Run in the folder to keep, or in one that goes away; the log stays."""
+    """Run in the folder to keep, or in one that goes away; the log and the page stay."""
     args = arguments()
     if args.keep:
         args.keep.mkdir(parents=True, exist_ok=True)
         log = args.keep.resolve() / "log"
         log.unlink(missing_ok=True)
-        return run(args.iterations, args.keep.resolve(), log)
+        return run(args.iterations, args.keep.resolve(), log, args.keep.resolve() / "page.html")
     handle, log = tempfile.mkstemp(prefix="quickstart-", suffix=".log")
     os.close(handle)
     with tempfile.TemporaryDirectory(prefix="quickstart-") as folder:
-        return run(args.iterations, Path(folder), Path(log))
+        return run(args.iterations, Path(folder), Path(log), Path(log).with_suffix(".html"))
 
 
 if __name__ == "__main__":

@@ -167,6 +167,8 @@ def main() -> None:
     dumped(watch)
 
     results = experiment(watch)
+    # One file to look at: the model, the ranks, and what the dump has. One rank writes it.
+    watch.flex.to_html(args.folder / "page.html", watch.dump.path, title="quick start")
     weights = dict(watch.flex.named_whole_parameters())
     if torch.distributed.get_rank() == 0:
         save(args.folder / "weights", weights)

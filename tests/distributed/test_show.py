@@ -10,17 +10,19 @@ from typing import Any
 import pytest
 
 from tests.support import gpt, ranks
+from tests.support.commands import kept
 from tests.support.gpt import Case
 from tests.support.markup import Shown
 from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
 
+WIDTH = 110
 TP2PP2 = Case("tp2 sp pp2", tp=2, pp=2, sp=True, layers=4)
 
 
-def shows(case: Case) -> tuple[str, str, list[str], list[str]]:
-    """The whole tree, what a group shows, the sites, and the errors of what cannot be shown."""
+def shows(case: Case) -> tuple[str, str, list[str], list[str], str]:
+    """The whole tree, what a group shows, the sites, errors of what cannot be shown, the tree at a width."""
     import megatron_flex as mf
 
     os.environ.pop("COLUMNS", None)  # lines as long as they like
@@ -39,6 +41,9 @@ def shows(case: Case) -> tuple[str, str, list[str], list[str]]:
             with pytest.raises(mf.SiteError) as error:
                 flex.show(**wrong)  # type: ignore[arg-type]
             errors.append(str(error.value))
+        narrow = io.StringIO()
+        os.environ["COLUMNS"] = str(WIDTH)
+        flex.show(file=narrow)
         names = [s.name for s in flex.sites()]
         gpt.step(case, chunks, 0)
         flex.select("none")
@@ -48,13 +53,14 @@ def shows(case: Case) -> tuple[str, str, list[str], list[str]]:
         assert "reads [probe], off" in off.getvalue()
         flex.select()
         flex.remove_hook(hooks[2])
-    return everything.getvalue(), group.getvalue(), names, errors
+    return everything.getvalue(), group.getvalue(), names, errors, narrow.getvalue()
 
 
 def test_a_model_shows_the_hooks_of_all_stages_on_every_rank_that_asks() -> None:
     told = run(4, shows, TP2PP2)
     assert len({everything for everything, *_ in told}) == 1
-    everything, group, names, errors = told[0]
+    everything, group, names, errors, narrow = told[0]
+    kept(f"flex-show-{WIDTH}", narrow)
     head = f"pp=2 x tp=2 x edp=2: {len(names)} sites, 0 of them hidden; 3 hook(s)"
     assert everything.splitlines()[0] == head
     assert "decoder" in everything

@@ -71,6 +71,14 @@ def test_training_is_dumped(run: tuple[str, Path]) -> None:
 
 
 @pytest.mark.timeout(600)
+def test_a_page_is_written_and_named(run: tuple[str, Path]) -> None:
+    output, folder = run
+    assert output.endswith(f"to look at, in a browser: {folder / 'page.html'}\n")
+    page = (folder / "page.html").read_text(encoding="utf-8")
+    assert "decoder.layers.3.mlp.linear_fc1:output" in page
+
+
+@pytest.mark.timeout(600)
 def test_every_site_and_loss_agrees(run: tuple[str, Path]) -> None:
     output, _ = run
     table = [line.split()[0] for line in output.splitlines() if " × " in line]
