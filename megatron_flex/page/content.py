@@ -69,7 +69,9 @@ class Page:
         numbers = {name: n for n, name in enumerate(columns["name"])}
         notes = list(self.notes)
         if not self.mesh.sure:
-            notes.append(("info", "ranks are numbered by their coordinates here, as their numbers follow no rule"))
+            notes.append(
+                ("info", "ranks are numbered by their coordinates here, as their numbers follow no rule")
+            )
         return {
             "version": VERSION,
             "title": self.title,

@@ -30,7 +30,8 @@ def html(page: Page) -> str:
     styles = sorted((f.name for f in assets.iterdir() if f.name.endswith(".css")), key=lambda n: (n != FRAME, n))
     middle = [n for n in there if n not in (*FIRST, *LAST)]
     scripts = [
-        f"<script>\n{(assets / name).read_text(encoding='utf-8')}</script>" for name in (*FIRST, *middle, *LAST)
+        f"<script>\n{(assets / name).read_text(encoding='utf-8')}</script>"
+        for name in (*FIRST, *middle, *LAST)
     ]
     parts = {
         "title": escape(page.title),
@@ -63,8 +64,8 @@ def write(page: Page, path: str | PathLike[str], *, most_bytes: int | None = MOS
     text = html(page).encode("utf-8", errors="replace")
     if most_bytes is not None and len(text) > most_bytes:
         raise FlexError(
-            f"{target}: the page would have {len(text) / 1e6:.1f} MB, more than {most_bytes / 1e6:.1f} MB: show "
-            "fewer sites by a pattern, or allow it by most_bytes (--most-megabytes)"
+            f"{target}: the page would have {len(text) / 1e6:.1f} MB, more than {most_bytes / 1e6:.1f} MB: "
+            "show fewer sites by a pattern, or allow it by most_bytes (--most-megabytes)"
         )
     draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:

@@ -11,8 +11,8 @@ flexPage.pane('architecture', {
     const places = new Map(); // of nested folds, which member is shown
     const view = { x: 0, y: 0, k: 1 };
     const wrong = new Map(); // sites that differ between two dumps
-    for (const [site, , error, tolerance] of (page.divergence || { rows: [] }).rows) {
-      if (!(error <= tolerance)) wrong.set(site, true);
+    for (const [site, , error, tolerance, , odd] of (page.divergence || { rows: [] }).rows) {
+      if (odd || error > tolerance) wrong.set(site, true);
     }
     let scene = null, drawn = new Map(), tabbed = null, moved = false;
 
