@@ -27,7 +27,9 @@ def html(page: Page) -> str:
     """
     assets = files("megatron_flex.page") / "assets"
     there = sorted(f.name for f in assets.iterdir() if f.name.endswith(".js"))
-    styles = sorted((f.name for f in assets.iterdir() if f.name.endswith(".css")), key=lambda n: (n != FRAME, n))
+    styles = sorted(
+        (f.name for f in assets.iterdir() if f.name.endswith(".css")), key=lambda n: (n != FRAME, n)
+    )
     middle = [n for n in there if n not in (*FIRST, *LAST)]
     scripts = [
         f"<script>\n{(assets / name).read_text(encoding='utf-8')}</script>"

@@ -1,4 +1,4 @@
-"""The data of the page: what dumps and statistics have, within bounds; what is damaged is told, the rest shown."""
+"""The data of the page: what dumps and statistics have, within bounds; damage is told, the rest is shown."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ import pytest
 import torch
 
 import megatron_flex as mf
+from megatron_flex.compare import compare
 from megatron_flex.dump.reading import open_remains
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.page.data import Bounds, divergence, of_dump, of_statistics
 from megatron_flex.page.data_packing import evenly, quantised, shrunk
-from megatron_flex.page.data_reading import ABSENT, DAMAGED, INFINITIES, NANS, PARTLY, THERE
+from megatron_flex.page.data_reading import DAMAGED, INFINITIES, NANS, PARTLY, THERE
 from tests.support import dumps, measured
 from tests.support.dumps import COLUMN, NORM, SEQUENCE, SUMMED, WEIGHT, Given, random
 
@@ -67,11 +68,15 @@ class Shown:
         return base64.b64decode(self.told["state"])[self._at(iteration, name)]
 
     def measure(self, which: str, iteration: int, name: str) -> float:
-        return struct.unpack_from("<f", base64.b64decode(self.told["measures"][which]), 4 * self._at(iteration, name))[0]
+        return struct.unpack_from(
+            "<f", base64.b64decode(self.told["measures"][which]), 4 * self._at(iteration, name)
+        )[0]
 
     def trouble(self, iteration: int, name: str) -> str:
         at = self.iterations.index(iteration)
-        texts = [self.told["texts"][k] for t, i, k in self.told["troubles"] if (self.names[t], i) == (name, at)]
+        texts = [
+            self.told["texts"][k] for t, i, k in self.told["troubles"] if (self.names[t], i) == (name, at)
+        ]
         return texts[0] if texts else ""
 
     def heat(self, iteration: int, name: str) -> dict[str, Any] | None:
@@ -80,6 +85,10 @@ class Shown:
 
     def _at(self, iteration: int, name: str) -> int:
         return self.iterations.index(iteration) * len(self.names) + self.names.index(name)
+
+
+def rms(values: torch.Tensor) -> float:
+    return float(values.square().mean().sqrt())
 
 
 def part(dump: Path, iteration: int, rank: int, run: int = 0) -> Path:
@@ -101,7 +110,7 @@ def test_numbers_and_heat_maps_are_those_of_the_dump(dump: Path) -> None:
             for at, iteration in enumerate(found.iterations):
                 values = whole[at]
                 assert found.state(iteration, name) == THERE
-                assert found.measure("rms", iteration, name) == pytest.approx(float(values.square().mean().sqrt()))
+                assert found.measure("rms", iteration, name) == pytest.approx(rms(values))
                 assert found.measure("absmax", iteration, name) == pytest.approx(float(values.abs().max()))
                 heat = found.heat(iteration, name)
                 assert heat is not None
@@ -126,7 +135,9 @@ def test_histograms_hold_all_values(dump: Path) -> None:
 
 def test_parameters_and_their_gradients_have_norms(tmp_path: Path) -> None:
     parameters = {
-        "decoder.layers.0.mlp.linear_fc1.weight": Given(random(2, 8, 4, seed=4), WEIGHT, random(2, 8, 4, seed=5)),
+        "decoder.layers.0.mlp.linear_fc1.weight": Given(
+            random(2, 8, 4, seed=4), WEIGHT, random(2, 8, 4, seed=5)
+        ),
         "decoder.final_layernorm.weight": Given(random(2, 8, seed=6), NORM),
     }
     dumps.write(tmp_path / "d", sites(2), mesh=MESH, parameters=parameters)
@@ -135,7 +146,7 @@ def test_parameters_and_their_gradients_have_norms(tmp_path: Path) -> None:
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     for tensor, given in ((name, parameters[name].value), (name + ".grad", parameters[name].gradient)):
         assert given is not None
-        assert found.measure("rms", 1, tensor) == pytest.approx(float(given[1].square().mean().sqrt()))
+        assert found.measure("rms", 1, tensor) == pytest.approx(rms(given[1]))
         assert found.heat(1, tensor) is None
 
 
@@ -154,7 +165,7 @@ def test_names_with_markup_stay_names_and_every_number_is_strict_json(tmp_path: 
     assert first[1:3].tolist() == [math.inf, -math.inf]
     assert first[3] == pytest.approx(7, abs=0.1)
     good = value[value.isfinite()]
-    assert found.measure("rms", 0, EVIL) == pytest.approx(float(good.square().mean().sqrt()))
+    assert found.measure("rms", 0, EVIL) == pytest.approx(rms(good))
 
 
 def test_attention_patterns_are_those_of_the_dump(tmp_path: Path) -> None:
@@ -210,7 +221,7 @@ def test_no_more_values_are_read_than_allowed(tmp_path: Path) -> None:
     dumps.write(tmp_path / "d", {FIRST: Given(value)})
     found = Shown(of_dump(tmp_path / "d", [FIRST], bounds=Bounds(values=1 << 12)))
     assert sum(found.told["histograms"]["0"]["counts"][0]) == 1 << 12
-    assert found.measure("rms", 0, FIRST) == pytest.approx(float(value[0, 0].square().mean().sqrt()))
+    assert found.measure("rms", 0, FIRST) == pytest.approx(rms(value[0, 0]))
     assert any("part of their values" in text for text in found.notes)
 
 
@@ -281,7 +292,9 @@ def test_a_lost_file_takes_only_what_was_in_it(dump: Path, harm: Any, rank: int)
     assert [found.state(i, SECOND) for i in (0, 10, 20)] == [THERE] * 3
     heat = found.heat(10, SECOND)
     assert heat is not None
-    assert np.abs(unpacked(heat) - sites()[SECOND].value[1, 0].numpy()).max() <= (heat["hi"] - heat["lo"]) / 500
+    assert (
+        np.abs(unpacked(heat) - sites()[SECOND].value[1, 0].numpy()).max() <= (heat["hi"] - heat["lo"]) / 500
+    )
 
 
 def test_a_wrong_checksum_is_told_and_the_value_not_shown(dump: Path) -> None:
@@ -302,7 +315,7 @@ def test_a_rank_that_never_wrote(tmp_path: Path) -> None:
     assert len(found.damage) == 3
     assert all("rank 3" in text for text in found.damage)
     assert [found.state(i, FIRST) for i in found.iterations] == [THERE] * 3
-    assert found.measure("rms", 2, FIRST) == pytest.approx(float(sites()[FIRST].value[2].square().mean().sqrt()))
+    assert found.measure("rms", 2, FIRST) == pytest.approx(rms(sites()[FIRST].value[2]))
     assert SECOND in found.names
     assert [found.state(i, SECOND) for i in found.iterations] == [DAMAGED] * 3
 
@@ -407,7 +420,13 @@ def compared(*rows: tuple[str, int, float, float]) -> Any:
     every = [SimpleNamespace(name=n, iteration=i, error=e, tolerance=t) for n, i, e, t in rows]
     first = next((r for r in every if not r.error <= r.tolerance), None)
     return SimpleNamespace(
-        a="A's", b="B's", rows=every, first=first, verdict="diverges" if first else "round-off", hints=["a hint"], notes=[]
+        a="A's",
+        b="B's",
+        rows=every,
+        first=first,
+        verdict="diverges" if first else "round-off",
+        hints=["a hint"],
+        notes=[],
     )
 
 
@@ -417,7 +436,7 @@ def test_a_comparison_marks_the_first_and_tells_what_is_no_number(tmp_path: Path
     value = given[SECOND].value.clone()
     value[0, 1, 2, 3] += 5
     dumps.write(tmp_path / "b", {**given, SECOND: Given(value, SEQUENCE, stage=1)}, mesh={"pp": 2, "tp": 1})
-    comparison = mf.compare(tmp_path / "a", tmp_path / "b")
+    comparison = compare(tmp_path / "a", tmp_path / "b")
     found = divergence(comparison, NAMES)
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert (found["verdict"], found["first"]) == ("diverges", NAMES.index(SECOND))
