@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from megatron_flex.cli.planning import Mesh, World, mesh_said
-from megatron_flex.cli.terminal import console, counting
+from megatron_flex.cli.terminal import console
 from megatron_flex.compare import compare
 from megatron_flex.dump.inventory import run_folders
 from megatron_flex.errors import FlexError
@@ -67,8 +67,7 @@ def view(
     statistics: OpenStatistics | None = open_statistics(measured[0]) if measured else None
     found = None
     if compared and len(dumps) == 2:
-        with counting("comparing") as tell:
-            found = compare(*dumps, progress=tell)
+        found = compare(dumps[0], dumps[1])
     title = " and ".join(p.resolve().name for p in paths)
     made = write(
         filled(page, dumps, statistics, found, title), out, most_bytes=round(most_megabytes * 1_000_000)
