@@ -65,9 +65,9 @@ class Standing:
         dumps: dict[int, tuple[Dump, list[Held]]] = {}
         for site, hooks in self._places(takers=True):
             for hook in hooks:
-                dump = getattr(hook.taker, "dump", None)
-                held = self._held(site, hook.backward) if dump is not None else None
-                if held is not None:
+                dump: Dump | None = getattr(hook.taker, "dump", None)
+                held = None if dump is None else self._held(site, hook.backward)
+                if dump is not None and held is not None:
                     dumps.setdefault(id(dump), (dump, []))[1].append(_written(held, dump))
         for dump, tensors in dumps.values():
             yield from dumped(dump, tensors, self.mesh)
