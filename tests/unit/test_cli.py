@@ -178,12 +178,11 @@ def test_a_pipe_gets_plain_text_that_is_not_cut_whatever_its_encoding(dump):
     assert "decoder.layers.0.mlp.linear_fc1.weight.grad" not in done.stdout  # it is in a column of its own
 
 
-def test_a_terminal_gets_a_bar_and_colours_unless_it_wants_none(dump):
+def test_a_terminal_gets_colours_unless_it_wants_none(dump):
     words = [*PYTHON, "dump", "verify", str(dump)]
     with ThreadPoolExecutor() as both:
         coloured, plain = both.map(lambda more: _in_terminal(words, **more), ({}, {"NO_COLOR": "1"}))
     assert "\x1b[32m" in coloured
-    assert "verifying" in coloured
     assert "all is as it was written" in coloured
     assert "all is as it was written" in plain
     assert "\x1b[32m" not in plain
