@@ -27,7 +27,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_flex*"]),
-    package_data={"megatron_flex": ["py.typed"]},
+    package_data={"megatron_flex": ["py.typed", "page/assets/*"]},
     install_requires=["torch>=2.4"],
     extras_require={
         # megatron-core, and what its training code imports but its package does not ask for:

@@ -13,6 +13,7 @@ from megatron_flex.cli.planning import plan
 from megatron_flex.cli.running import run as launch
 from megatron_flex.cli.sites import sites
 from megatron_flex.cli.statistics import app as statistics
+from megatron_flex.cli.view import view
 from megatron_flex.errors import FlexError
 from megatron_flex.version import __version__
 
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.add_typer(dump, name="dump")
 app.add_typer(statistics, name="stats")
 app.command()(sites)
+app.command()(view)
 app.command()(plan)
 app.command()(compare)
 app.command(

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron_flex.errors import FlexError, SiteError, nearest
-from megatron_flex.lens.names import shorthand
+from megatron_flex.layout import Sizes
+from megatron_flex.lens.names import Names, shorthand
 from megatron_flex.lens.weights import WholeWeights
+from megatron_flex.sites import Site
 
 Fetched = TypeVar("Fetched")
 Slice = int | slice | Sequence[int] | Tensor | None
@@ -91,6 +93,22 @@ class NamedTensors(Mapping[str, Tensor]):
         out = type(self)(kept, self._fetch, self._spread)
         out.has_batch_dim = not isinstance(batch_slice, int)
         return out
+
+    @property
+    def lens_names(self) -> Names:
+        """TransformerLens' names that the model has, as `aliases`."""
+        return self._fetch.names
+
+    @property
+    def sizes(self) -> Sizes:
+        """How many ranks each axis of the mesh had."""
+        return self._fetch.sizes
+
+    def site(self, key: Key) -> Site | None:
+        """The site that a tensor was read at; None where it was computed from several."""
+        name, names = self._full(key), self._fetch.names
+        name = names.aliases[name].site if name in names.aliases else name
+        return next((site for site in names.sites if site.name == name), None)
 
     @property
     def _layers(self) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_flex.collectives import Agreement
 from megatron_flex.errors import HookError
 from megatron_flex.knobs import knobs
+from megatron_flex.layout import Sizes
 from megatron_flex.lens.names import Names
 from megatron_flex.runtime import Session, parameters
 from megatron_flex.runtime.survey import Want
@@ -34,6 +35,11 @@ class WholeWeights:
         self._kept: dict[str, Tensor] = {}
         self._agreement = Agreement(f"weights{WholeWeights._count}", knobs.agree_seconds)
         WholeWeights._count += 1
+
+    @property
+    def sizes(self) -> Sizes:
+        """How many ranks each axis of the mesh has."""
+        return self._session.adapter.mesh.sizes
 
     def __call__(self, name: str) -> Tensor:
         """One parameter, on the CPU of every rank."""

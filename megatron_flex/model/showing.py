@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TextIO
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, TextIO
+
+from torch import nn
 
 from megatron_flex.errors import FlexError, SiteError, nearest
+from megatron_flex.page import MOST_BYTES, Page, of_mesh, write
+from megatron_flex.page.pricing import held_of, prices
+from megatron_flex.page.sources import Given, filled
 from megatron_flex.runtime import HookFunction, Session
 from megatron_flex.runtime.hooks import name_of
 from megatron_flex.sites import Pattern
+from megatron_flex.statistics.reading import OpenStatistics, open_statistics
 from megatron_flex.view import Hooked, Node, chosen, folded, tree
 
+ELSEWHERE = (
+    "hooks on other stages that bring nothing to the leader are shown as active: "
+    "only those stages know whether they have fired"
+)
 NO_RICH = "showing needs rich, which is not installed: pip install megatron-flex[cli]"
 
 
@@ -19,6 +32,7 @@ class Showing:
     """What FlexModel shows of itself."""
 
     session: Session
+    chunks: nn.ModuleList
 
     def show(
         self,
@@ -72,6 +86,90 @@ class Showing:
             if not sites:
                 raise SiteError(f"no hook of group {group!r} stands at a site that is meant; say less")
         return tree(sites, session.mesh.sizes, hooks)
+
+    def to_html(
+        self,
+        path: str | PathLike[str],
+        dumps: Sequence[Given] | Given = (),
+        statistics: OpenStatistics | str | PathLike[str] | None = None,
+        comparison: Any = None,
+        *,
+        pattern: Pattern = "**",
+        lengths: Mapping[str, int] | None = None,
+        title: str = "",
+        most_bytes: int | None = MOST_BYTES,
+    ) -> Path | None:
+        """Write a page, one HTML file, of the model, its ranks, hooks, and of what dumps and statistics saw.
+
+        Communicates nothing. The leader of the first data parallel replica writes; on other ranks it does
+        nothing. `docs/view.md` says what there is to see.
+
+        Args:
+            path: of the file; one that is there is replaced.
+            dumps: one, or two side by side; whole iterations of one that is being written are shown.
+            statistics: a folder of them.
+            comparison: what `compare` found between the two dumps.
+            pattern: of the sites that are shown, as for `sites()`.
+            lengths: of dims that only the data tell, such as `{"s": 4096, "b": 1}`, to say what hooks would
+                send; else as in what was read, if something was.
+            title: of the page; else the model's class.
+            most_bytes: how large it may be; None for any size.
+
+        Returns:
+            The file, on the rank that wrote it.
+
+        Raises:
+            SiteError: the pattern matches nothing.
+            FlexError: on the rank that writes: a dump or statistics cannot be opened, more than two sources,
+                the page would be larger, or cannot be written.
+        """
+        session = self.session
+        sites = session.sites.match(pattern)
+        if not session.is_leader or session.mesh["dp"].coord:
+            return None
+        grid = of_mesh(session.mesh)
+        known = {**_lengths(session), **(lengths or {})}
+        weight = next((p.element_size() for p in self.chunks.parameters() if p.is_floating_point()), None)
+        hooks, fired = standing(session), _fired(session)
+        page = Page(
+            title or type(self.chunks[0]).__name__,
+            grid,
+            [replace(s, tap=None) for s in sites],
+            hooks,
+            fired,
+            prices(sites, lambda s: held_of(s, grid.sizes, weight, known), grid),
+            notes=[("info", ELSEWHERE)] if _unknown(session, fired) else (),
+        )
+        if statistics is not None and not isinstance(statistics, OpenStatistics):
+            statistics = open_statistics(statistics)
+        several = dumps if isinstance(dumps, Sequence) and not isinstance(dumps, str) else [dumps]
+        return write(filled(page, several, statistics, comparison), path, most_bytes=most_bytes)
+
+
+def _fired(session: Session) -> frozenset[str]:
+    """The sites where a hook has fired, as far as this rank knows."""
+    own, fired = session.standing.own, session.editing.fired
+    here = {s.place for e in session.registry.entries if e.hook in fired for s in e.sites if s.place in own}
+    return frozenset(here | {s.name for s in session.sites if s.name in session.captures})
+
+
+def _unknown(session: Session, fired: frozenset[str]) -> bool:
+    """Whether a hook that brings nothing to this rank stands elsewhere."""
+    own = session.standing.own
+    silent = [e for e in session.registry.active if e.hook.taker is not None or not e.hook.save]
+    return any(s.place not in own and s.place not in fired for e in silent for s in e.sites)
+
+
+def _lengths(session: Session) -> dict[str, int]:
+    """How long the dims are in what was read whole, whose names stand in the sites' shapes."""
+    out: dict[str, int] = {}
+    whole = [e for e in session.registry.entries if e.hook.wanted is None and not e.hook.keep_as]
+    for site in (s for e in whole for s in e.sites):
+        for tensor in list(session.captures.get(site.name, ()))[-1:]:
+            if len(tensor.shape) == len(site.shape):
+                pairs = zip(site.shape, tensor.shape, strict=True)
+                out |= {name: int(n) for name, n in pairs if isinstance(name, str)}
+    return out
 
 
 def standing(session: Session) -> Mapping[str, Sequence[Hooked]]:

@@ -2,6 +2,16 @@
 
 from megatron_flex.dump.reading.array import DumpArray, Piece
 from megatron_flex.dump.reading.opened import OpenDump, open_dump
+from megatron_flex.dump.reading.remains import Remains, open_remains
 from megatron_flex.dump.reading.rows import ShuffledRows, TokenRows
 
-__all__ = ["DumpArray", "OpenDump", "Piece", "ShuffledRows", "TokenRows", "open_dump"]
+__all__ = [
+    "DumpArray",
+    "OpenDump",
+    "Piece",
+    "Remains",
+    "ShuffledRows",
+    "TokenRows",
+    "open_dump",
+    "open_remains",
+]

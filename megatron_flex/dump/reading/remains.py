@@ -1,0 +1,141 @@
+"""What is left of a damaged dump: all that can be read where runs, iterations or ranks are gone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+from megatron_flex.dump.files import iteration_folder, part_of
+from megatron_flex.dump.inventory import run_folders
+from megatron_flex.dump.reading.array import Pass
+from megatron_flex.dump.reading.folders import Run, Written
+from megatron_flex.dump.reading.opened import OpenDump
+from megatron_flex.dump.reading.shards import Check, Files, Found
+from megatron_flex.errors import DumpError
+
+
+@dataclass(frozen=True, slots=True)
+class Rest(Written):
+    """An iteration of which some parts may be gone.
+
+    Attributes:
+        files: that open them.
+        there: the parts of each rank that are.
+        whole: whether by their names none is gone.
+    """
+
+    files: Files
+    there: Mapping[int, tuple[Path, ...]]
+    whole: bool
+
+    def paths(self, rank: int) -> Iterable[Path]:
+        """The parts of a rank whose headers can be read, in order."""
+        for path in self.there.get(rank, ()):
+            try:
+                self.files.open(path)
+            except DumpError:
+                continue  # `verify` tells of it; what was in it is found missing where it is read
+            yield path
+
+    @property
+    def hurt(self) -> bool:
+        """Whether a part is gone or its header cannot be read."""
+        return not self.whole or any(len(list(self.paths(r))) < len(p) for r, p in self.there.items())
+
+
+class RunRest(Run):
+    """A run of which iterations are given out that are not whole."""
+
+    def __init__(self, folder: Path, files: Files) -> None:
+        super().__init__(folder)
+        self.files = files
+
+    def written(self, iteration: int, run_of: int, like: Written | None = None) -> Rest | None:
+        """What is left of an iteration; None of nothing."""
+        whole = super().written(iteration, run_of, like)
+        folder = self.folder / iteration_folder(iteration, run_of)
+        if whole is not None:
+            there = {rank: tuple(whole.paths(rank)) for rank in whole.parts}
+            return Rest(self, iteration, run_of, folder, whole.parts, self.files, there, True)
+        try:
+            names = sorted(os.listdir(folder))
+        except OSError:
+            return None
+        found: dict[int, list[Path]] = {}
+        for name in names:
+            told = part_of(name)
+            if told is not None and told[0] in self.coords:
+                found.setdefault(told[0], []).append(folder / name)
+        if not found:
+            return None
+        parts = {rank: len(paths) for rank, paths in found.items()}
+        there = {rank: tuple(paths) for rank, paths in found.items()}
+        return Rest(self, iteration, run_of, folder, parts, self.files, there, False)
+
+
+class Remains(OpenDump):
+    """A dump opened without asking that it be whole: a tensor is read if all of its own shards are there.
+
+    Attributes:
+        damage: what was found to be wrong with it, each in a line; None until someone has looked.
+    """
+
+    damage: list[str] | None = None
+
+    def __init__(self, path: str | PathLike[str], *, check: Check = "whole") -> None:
+        self.path, self.check = Path(path), check
+        self.files = Files(check)
+        folders = [f for f in run_folders(self.path) if f.manifest is not None]
+        if not folders:
+            raise DumpError(f"{self.path}: no run of it has a manifest that can be read")
+        self.runs = [RunRest(f.path, self.files) for f in folders]
+        self._written = {}
+
+    def _look(self, which: Pass) -> Written | None:
+        """An iteration of the first run that has it whole; else of the one that has the most parts of it."""
+        if which not in self._written:
+            several = [rest for run in self.runs if isinstance(rest := run.written(*which), Rest)]
+            best = next((rest for rest in several if rest.whole), None)
+            most = max(several, key=lambda rest: sum(rest.parts.values()), default=None)
+            self._written[which] = best or most
+        return self._written[which]
+
+    def trained(self, which: Pass) -> bool:
+        """Whether gradients were made in an iteration, as the first part says that can be read."""
+        written = self.written(which)
+        paths = (path for rank in written.run.coords for path in written.paths(rank))
+        first = next(paths, None)
+        return first is not None and self.files.open(first).part.index.training
+
+    def entries(self, written: Written, site: str, kind: str, stage: int, replica: int) -> list[Found]:
+        """What the ranks of a stage of a replica wrote of a site, as far as it is there.
+
+        Raises:
+            DumpError: rows of experts, of an iteration that lost some: the lost ones would read as zeros.
+        """
+        found = super().entries(written, site, kind, stage, replica)
+        routed = any(entry.route is not None for _, entry, _, _ in found)
+        if routed and isinstance(written, Rest) and written.hurt:
+            raise DumpError(
+                f"{site}: {written.describe()} is not whole, and rows of experts are read of whole ones only"
+            )
+        return found
+
+
+def open_remains(path: str | PathLike[str], *, check: Check = "whole") -> Remains:
+    """Open what is left of a damaged dump; of a good one all.
+
+    Runs whose manifest cannot be read are left out. An iteration that is not whole is there: each of its
+    tensors is read if all of its own shards are, and raises else.
+
+    Args:
+        path: the folder that `Dump` was given.
+        check: as for `open_dump`.
+
+    Raises:
+        DumpError: there is no dump, or no run of it has a manifest that can be read.
+    """
+    return Remains(path, check=check)

@@ -1,0 +1,184 @@
+"""Norms and histograms over iterations and sites, and one sample of a tensor, tokens x features."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from math import ceil, prod
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron_flex.figures.sources import (
+    OfStatistics,
+    Source,
+    caption,
+    layouts,
+    matching,
+    reading,
+    reading_values,
+    told_of,
+)
+from megatron_flex.figures.types import FigureError, Heat, Histograms, Norms, as_array
+from megatron_flex.figures.values import Rows, Values, finite, last_iteration
+from megatron_flex.statistics.measured import SIDE, edges
+from megatron_flex.statistics.moments import COUNT, HISTOGRAM, INFINITIES, NANS, SECOND, ZEROS, Sums
+
+STREAM = "decoder.layers.*:output"
+PART = 1 << 22  # values of a heat map that are read at a time
+
+
+def norms(source: Source, pattern: str = STREAM) -> Norms:
+    """The norm of each tensor in each iteration, over all samples and tokens that the source has.
+
+    Args:
+        source: a dump, statistics, a cache, or the path of one of the first two.
+        pattern: a site's name, a module's (its output is meant) or a glob, as for hooks.
+
+    Raises:
+        FigureError: nothing of that name was dumped or measured.
+    """
+    with reading(source) as found:
+        names = matching(found, pattern)
+        rows = _measured(found, names) if isinstance(found, OfStatistics) else _summed(found, names)
+        iterations = sorted({number for number, _ in rows})
+        table = torch.full((3, len(iterations), len(names)), math.nan, dtype=torch.float64)
+        table[1:] = 0
+        for (number, name), row in rows.items():
+            table[:, iterations.index(number), names.index(name)] = torch.tensor(row, dtype=torch.float64)
+        values, counts, broken = table[0], table[1].long(), table[2].long()
+        told = caption(
+            f"norm of {_named(pattern, names)}", told_of(found, iterations), layout=layouts(found, names)
+        )
+        return Norms(tuple(names), tuple(iterations), *map(as_array, (values, counts, broken)), told)
+
+
+Row = tuple[float, int, int]  # norm, finite values, others
+
+
+def _measured(found: OfStatistics, names: Sequence[str]) -> dict[tuple[int, str], Row]:
+    out: dict[tuple[int, str], Row] = {}
+    for row in found.rows(names):
+        broken = row.nans + row.infinities
+        out[row.iteration, row.site] = (
+            math.nan if row.norm is None else row.norm,
+            row.count - broken,
+            broken,
+        )
+    return out
+
+
+def _summed(found: Values, names: Sequence[str]) -> dict[tuple[int, str], Row]:
+    out: dict[tuple[int, str], Row] = {}
+    for name in names:
+        for number in found.iterations(name) or [0]:
+            sums = Sums(histogram=False)
+            for block in found.blocks(name, number):
+                sums.add(block)
+            row = sums.row.tolist()
+            broken = round(row[NANS] + row[INFINITIES])
+            out[number, name] = (math.sqrt(row[SECOND]), round(row[COUNT]) - broken, broken)
+    return out
+
+
+def histograms(source: Source, site: str) -> Histograms:
+    """How many values of a tensor lie between which powers of two, in each iteration.
+
+    Args:
+        source: a dump, statistics, a cache, or the path of one of the first two.
+        site: its name, or the module's whose output is meant.
+
+    Raises:
+        FigureError: it was not dumped or measured, or without histograms, or several are meant.
+    """
+    with reading(source) as found:
+        name = _one(matching(found, site), site)
+        if isinstance(found, OfStatistics):
+            rows = {row.iteration: list(row.histogram) for row in found.rows([name]) if row.histogram}
+            if not rows:
+                raise FigureError(f"{found.where} has no histograms of {name}: record with histogram=True")
+        else:
+            rows = {number: _bins(found, name, number) for number in found.iterations(name) or [0]}
+        told = caption(name, told_of(found, list(rows)), layout=found.layout(name))
+        bounds, counts = torch.tensor(edges(), dtype=torch.float64), torch.tensor(list(rows.values()))
+        return Histograms(name, tuple(rows), as_array(bounds), as_array(counts), told)
+
+
+def _bins(found: Values, name: str, iteration: int) -> list[int]:
+    """As a row of statistics has them: negative ones, zeros, positive ones."""
+    sums = Sums()
+    for block in found.blocks(name, iteration):
+        sums.add(block)
+    counts = [round(n) for n in sums.row[HISTOGRAM:].tolist()]
+    return [*counts[:SIDE], round(float(sums.row[ZEROS])), *counts[SIDE:]]
+
+
+def heat(
+    source: Source,
+    site: str,
+    iteration: int | None = None,
+    sample: int = 0,
+    most: tuple[int, int] = (256, 256),
+) -> Heat:
+    """One sample of a tensor, tokens x features; where it is larger than `most`, means of |x| over blocks.
+
+    Args:
+        source: a dump, a cache, or a dump's path.
+        site: its name, or the module's whose output is meant.
+        iteration: the last one if none is said.
+        sample: which of those that the source has, counted from 0.
+        most: tokens and features of the result, at most.
+
+    Raises:
+        FigureError: it is not there, or has no samples with tokens, or several are meant.
+    """
+    with reading_values(source, "a heat map") as found:
+        name = _one(matching(found, site), site)
+        number = last_iteration(found, name, iteration)
+        rows = found.rows(name, number, sample)
+        sizes = len(rows.tokens), prod(rows.features)
+        if 0 in sizes:
+            raise FigureError(f"{found.where}: {name} has no values in iteration {number}")
+        block = ceil(sizes[0] / max(1, most[0])), ceil(sizes[1] / max(1, most[1]))
+        values = finite(rows.all()).reshape(sizes) if block == (1, 1) else _means(rows, sizes, block)
+        folded = "" if block == (1, 1) else f"means of |x| over {block[0]} x {block[1]} (tokens x features)"
+        told = caption(
+            name,
+            told_of(found, [number]),
+            f"sample {rows.sample}",
+            folded,
+            layout=found.layout(name),
+        )
+        columns = tuple(range(0, sizes[1], block[1]))
+        return Heat(name, number, as_array(values), rows.tokens[:: block[0]], columns, block, told)
+
+
+def _means(rows: Rows, sizes: tuple[int, int], block: tuple[int, int]) -> Tensor:
+    """Means of |x| over blocks, of which the last in each direction may be smaller."""
+    down, along = block
+    lines = []
+    for first in range(0, sizes[0], down):
+        last = min(first + down, sizes[0])
+        step = max(1, PART // sizes[1])
+        total = torch.zeros(sizes[1])
+        for at in range(first, last, step):
+            part = finite(rows.read(at, min(at + step, last)))
+            total += part.reshape(-1, sizes[1]).abs().sum(0)
+        lines.append(total / (last - first))
+    table = torch.stack(lines)
+    short = -sizes[1] % along
+    sums = F.pad(table, (0, short)).unflatten(1, (-1, along)).sum(-1)
+    widths = torch.full((sums.shape[1],), float(along))
+    widths[-1] -= short
+    return sums / widths
+
+
+def _named(pattern: str, names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else pattern
+
+
+def _one(names: list[str], site: str) -> str:
+    if len(names) > 1:
+        raise FigureError(f"{site!r} means {len(names)} tensors, such as {names[0]} and {names[1]}; name one")
+    return names[0]

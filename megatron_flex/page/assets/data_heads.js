@@ -1,0 +1,118 @@
+'use strict';
+/* Attention patterns of each head, one enlarged; and the logit lens, layer by layer. */
+(() => {
+  const { el } = flexPage;
+  const tools = flexPage.dataTools;
+  const { number, sentence, head } = tools;
+
+  const at = (labels, i) => (Array.isArray(labels) ? labels[i] : labels.first + i * labels.step);
+  const span = (labels, i, block) => (block > 1 ? `${at(labels, i)}–${at(labels, i) + block - 1}` : String(at(labels, i)));
+
+  /** The values of one head. */
+  function values(packed, which) {
+    const size = packed.shape[1] * packed.shape[2];
+    return tools.unpack(packed).subarray(which * size, (which + 1) * size);
+  }
+
+  function small(ctx, packed, which, chosen, scale) {
+    const canvas = el('canvas', { class: 'data-canvas', 'aria-hidden': 'true' });
+    tools.paint(canvas, values(packed, which), packed.shape[1], packed.shape[2], scale);
+    const button = el('button', { type: 'button', class: 'data-head-map', role: 'radio', 'aria-checked': String(chosen),
+      'aria-label': `head ${which}`, tabindex: chosen ? '0' : '-1' }, canvas, el('span', {}, `head ${which}`));
+    button.dataset.key = `head ${which}`;
+    button.dataset.head = which;
+    button.addEventListener('click', () => { ctx.local.head = which; ctx.redraw(); });
+    return button;
+  }
+
+  function heads(root, ctx) {
+    const { source, state } = ctx;
+    if (!source.attention.length) {
+      root.append(sentence(source.lacks.attention || 'There are no attention patterns here.'));
+      return;
+    }
+    const layers = source.attention.map((one) => one.layer);
+    const wanted = state.layer !== null && layers.includes(state.layer) ? state.layer : null;
+    const layer = wanted ?? (layers.includes(ctx.local.layer) ? ctx.local.layer : layers[0]);
+    const packed = source.attention.find((one) => one.layer === layer);
+    const [count, rows, columns] = packed.shape;
+    const chosen = Math.min(ctx.local.head || 0, count - 1);
+    root.append(el('div', { class: 'data-tools' }, tools.menu('layer', layers.map((l) => ({ value: l, text: String(l) })),
+      layer, (l) => { ctx.local.layer = l; ctx.choose({ layer: l }); ctx.redraw(); }, 'attention layer')));
+    if (state.layer !== null && wanted === null) {
+      root.append(sentence(source.lacks[`attention ${state.layer}`]
+        || `Layer ${state.layer} has no attention pattern on this page; layer ${layer} is shown.`));
+    }
+    const scale = { lo: 0, hi: Math.max(1e-9, tools.ends(tools.unpack(packed), 'share').hi), kind: 'share' };
+    const group = el('div', { class: 'data-heads', role: 'radiogroup', 'aria-label': `attention heads of layer ${layer}` });
+    for (let which = 0; which < count; which += 1) group.append(small(ctx, packed, which, which === chosen, scale));
+    group.addEventListener('keydown', (event) => {
+      const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+      if (!step) return;
+      event.preventDefault();
+      event.stopPropagation();
+      ctx.local.head = (chosen + step + count) % count;
+      ctx.redraw(`head ${ctx.local.head}`);
+    });
+    const large = values(packed, chosen);
+    root.append(head(`Attention of layer ${layer}`, el('span', { class: 'data-dim' }, ` ${packed.caption}`)), group,
+      head(`Head ${chosen}`), tools.heat({ values: large, rows, columns, scale, key: 'large head', height: 300,
+        axes: ['query', 'key'], label: `attention of layer ${layer}, head ${chosen}: query x key`,
+        tell: (r, c) => `token ${span(packed.queries, r, packed.of[0])} looks at ${span(packed.keys, c, packed.of[1])}: ` +
+          number(large[r * columns + c]) }));
+  }
+
+  function lens(root, ctx) {
+    const { source, state } = ctx, found = source.lens;
+    if (!found) {
+      root.append(sentence(source.lacks.lens || 'There is no logit lens here.'));
+      return;
+    }
+    root.append(head('Logit lens', el('span', { class: 'data-dim' }, ` ${found.caption}`)), el('p', { class: 'data-dim' },
+      'The likeliest next token, by its number in the vocabulary, if the model ended behind each layer; the shade is its probability. Arrow keys move, hovering tells more.'));
+    const colours = tools.ramp('share'), said = el('output', { class: 'data-said', 'aria-live': 'polite' });
+    const table = el('table', { class: 'data-lens', 'aria-label': 'logit lens: likeliest token by layer and position' });
+    table.append(el('thead', {}, el('tr', {}, el('th', { scope: 'col' }, 'behind layer'),
+      ...found.tokens.map((t) => el('th', { scope: 'col' }, String(t))))));
+    const body = el('tbody', {});
+    for (let l = found.layers.length - 1; l >= 0; l -= 1) {
+      const behind = found.layers[l] - 1, name = behind < 0 ? 'embedding' : String(behind);
+      const row = el('tr', { class: state.layer !== null && behind === state.layer ? 'data-on' : '' },
+        el('th', { scope: 'row' }, name));
+      found.ids[l].forEach((ids, t) => {
+        const share = found.shares[l][t][0], where = tools.shade(share ?? 0, 0, 1);
+        const cell = el('td', { tabindex: l === found.layers.length - 1 && t === 0 ? '0' : '-1' }, String(ids[0]));
+        const [r, g, b] = colours[where];
+        cell.style.background = tools.css(colours[where]);
+        cell.style.color = 0.3 * r + 0.59 * g + 0.11 * b > 140 ? '#111' : '#fff';
+        const words = `position ${found.tokens[t]}, behind ${behind < 0 ? 'the embedding' : `layer ${behind}`}: ` +
+          ids.map((id, k) => `${id} (${number(found.shares[l][t][k])})`).join(', ');
+        cell.setAttribute('aria-label', words);
+        cell.addEventListener('pointerenter', () => { said.textContent = words; });
+        cell.addEventListener('focus', () => { said.textContent = words; });
+        cell.addEventListener('click', () => { if (behind >= 0) ctx.choose({ layer: behind }); });
+        row.append(cell);
+      });
+      body.append(row);
+    }
+    table.append(body);
+    table.addEventListener('keydown', (event) => {
+      const cell = document.activeElement, row = cell.parentElement;
+      const next = { ArrowRight: () => cell.nextElementSibling, ArrowLeft: () => cell.previousElementSibling,
+        ArrowDown: () => row.nextElementSibling && row.nextElementSibling.children[cell.cellIndex],
+        ArrowUp: () => row.previousElementSibling && row.previousElementSibling.children[cell.cellIndex],
+        Enter: () => { cell.click(); return null; } }[event.key];
+      if (!next || cell.tagName !== 'TD') return;
+      event.preventDefault();
+      event.stopPropagation();
+      const to = next();
+      if (to && to.tagName === 'TD') { cell.tabIndex = -1; to.tabIndex = 0; to.focus(); }
+    });
+    root.append(el('div', { class: 'data-scroll' }, table), said, tools.legend({ lo: 0, hi: 1, kind: 'share' }));
+  }
+
+  flexPage.dataHeads = heads;
+  flexPage.dataViews = flexPage.dataViews || [];
+  flexPage.dataViews.push({ id: 'attention', title: 'Attention', order: 2, draw: heads },
+    { id: 'lens', title: 'Logit lens', order: 3, draw: lens });
+})();

@@ -1,0 +1,4 @@
+'use strict';
+// Everything is there: draw.
+
+flexPage.start();

@@ -1,0 +1,85 @@
+"""The numbers of all tensors over iterations, packed for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_flex.page.data_packing import base64, evenly, floats, number
+from megatron_flex.page.data_reading import ABSENT, Cell
+from megatron_flex.statistics.measured import edges
+
+MEASURES = ("rms", "absmax", "mean", "std", "zeros")
+MOST_TROUBLES, MOST_TEXTS = 4000, 300
+
+
+class Tables:
+    """Cells by iteration and tensor.
+
+    Args:
+        iterations: their numbers.
+        names: of tensors.
+    """
+
+    def __init__(self, iterations: Sequence[int], names: Sequence[str]) -> None:
+        self.iterations, self.names = list(iterations), list(names)
+        self._measures: dict[str, list[list[float | None]]] = {
+            m: [[None] * len(names) for _ in iterations] for m in MEASURES
+        }
+        self._state = [[ABSENT] * len(names) for _ in iterations]
+        self._counts: dict[tuple[int, int], Sequence[int]] = {}
+        self._histograms: dict[int, dict[str, Any]] = {}
+        self._texts: dict[str, int] = {}
+        self._troubles: list[tuple[int, int, int]] = []
+
+    def put(self, tensor: int, at: int, cell: Cell) -> None:
+        """Set down what is known of a tensor in an iteration."""
+        self._state[at][tensor] = cell.state
+        if cell.text and len(self._troubles) < MOST_TROUBLES:
+            if cell.text not in self._texts and len(self._texts) < MOST_TEXTS:
+                self._texts[cell.text] = len(self._texts)
+            self._troubles.append((tensor, at, self._texts.get(cell.text, -1)))
+        if cell.found is not None:
+            for name, table in self._measures.items():
+                table[at][tensor] = getattr(cell.found, name)
+            if cell.found.histogram:
+                self._counts[tensor, at] = cell.found.histogram
+
+    def histogram(self, tensor: int, most: int) -> None:
+        """Pack the histograms of a tensor, of so many iterations, without the empty bins at either end."""
+        there = sorted(at for t, at in self._counts if t == tensor) if self._counts else []
+        chosen = evenly(there, most)
+        rows = {at: self._counts[tensor, at] for at in chosen}
+        for at in there:
+            del self._counts[tensor, at]
+        full = [bin_ for bin_ in range(len(edges()) - 1) if any(counts[bin_] for counts in rows.values())]
+        if not full:
+            return
+        first, last = full[0], full[-1] + 1
+        self._histograms[tensor] = {
+            "at": chosen,
+            "uneven": True,
+            "edges": [number(e) for e in edges()[first : last + 1]],
+            "counts": [list(rows[at][first:last]) for at in chosen],
+        }
+
+    def state(self, tensor: int, at: int) -> int:
+        """What is known of a tensor in an iteration, as `data_reading` has it."""
+        return self._state[at][tensor]
+
+    @property
+    def texts(self) -> list[str]:
+        """What is wrong, each once."""
+        return list(self._texts)
+
+    def to_json(self) -> dict[str, Any]:
+        """In plain values."""
+        flat = {m: [v for row in table for v in row] for m, table in self._measures.items()}
+        return {
+            "iterations": self.iterations,
+            "measures": {m: floats(values) for m, values in flat.items()},
+            "state": base64(s for row in self._state for s in row),
+            "troubles": [list(t) for t in self._troubles],
+            "texts": list(self._texts),
+            "histograms": {str(t): found for t, found in self._histograms.items()},
+        }
