@@ -337,7 +337,7 @@ def test_the_page_on_costs_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     seconds, moved = done.stdout.splitlines()[-1].split()
