@@ -26,7 +26,7 @@ from megatron_flex.statistics import Statistics
 from megatron_flex.version import __version__
 
 if TYPE_CHECKING:
-    from megatron_flex import edits
+    from megatron_flex import edits, figures, plot
     from megatron_flex.dump.reading import DumpArray, OpenDump, open_dump
     from megatron_flex.edits import local
     from megatron_flex.launch.parsing import add_flex_args
@@ -64,9 +64,11 @@ __all__ = [
     "breakpoint",
     "detect",
     "edits",
+    "figures",
     "local",
     "open_dump",
     "open_statistics",
+    "plot",
     "reduce",
     "register_adapter",
     "sampled",
@@ -74,9 +76,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import edits, flags, and what reads dumps and statistics, when asked for: others do not wait."""
-    if name == "edits":
-        return import_module("megatron_flex.edits")
+    """Import edits, pictures, flags, and what reads dumps and statistics, when asked for: others do not wait."""
+    if name in ("edits", "figures", "plot"):
+        return import_module(f"megatron_flex.{name}")
     if name == "local":
         return import_module("megatron_flex.edits").local
     if name in ("DumpArray", "OpenDump", "open_dump"):

@@ -32,7 +32,7 @@ def logit_lens(
     sample: int = 0,
     top: int = 5,
     *,
-    tokens: slice | Sequence[int] = slice(None),
+    positions: slice | Sequence[int] = slice(None),
     tied: bool | None = None,
 ) -> LogitLens:
     """What the residual stream in front of the first layer and behind each one says of the next token.
@@ -45,7 +45,7 @@ def logit_lens(
         iteration: the last one if none is said.
         sample: which of those that the source has, counted from 0.
         top: how many of the likeliest tokens are kept.
-        tokens: which of the positions, counted among those that the source has.
+        positions: which of the tokens, counted among those that the source has.
         tied: whether the word embeddings make the logits, where a dump does not tell.
 
     Raises:
@@ -56,12 +56,12 @@ def logit_lens(
         first = next(iter(names.values()))
         number = last_iteration(found, first, iteration)
         logits = found.cache.logit_lens if isinstance(found, OfCache) else _of_dump(found, number, tied)
-        kept, positions, ids, chances = None, (), [], []
+        kept, places, ids, chances = None, (), [], []
         for name in names.values():
             rows = found.rows(name, number, sample)
             if kept is None:
-                kept = _chosen(tokens, len(rows.tokens))
-                positions = tuple(rows.tokens[i] for i in kept)
+                kept = _chosen(positions, len(rows.tokens))
+                places = tuple(rows.tokens[i] for i in kept)
             best = _likeliest(rows.all()[torch.tensor(kept, dtype=torch.int64)], logits, top)
             ids.append(best[0])
             chances.append(best[1])
@@ -72,7 +72,7 @@ def logit_lens(
             layout=layouts(found, list(names.values())),
         )
         return LogitLens(
-            tuple(names), positions, as_array(torch.stack(ids)), as_array(torch.stack(chances)), number, told
+            tuple(names), places, as_array(torch.stack(ids)), as_array(torch.stack(chances)), number, told
         )
 
 
@@ -95,13 +95,13 @@ def _streams(found: Values) -> dict[int, str]:
     return out
 
 
-def _chosen(tokens: slice | Sequence[int], there: int) -> list[int]:
-    if isinstance(tokens, slice):
-        return list(range(there))[tokens]
-    wrong = next((t for t in tokens if not -there <= t < there), None)
+def _chosen(positions: slice | Sequence[int], there: int) -> list[int]:
+    if isinstance(positions, slice):
+        return list(range(there))[positions]
+    wrong = next((t for t in positions if not -there <= t < there), None)
     if wrong is not None:
         raise FigureError(f"there are {there} tokens; {wrong} is none of them")
-    return [range(there)[t] for t in tokens]
+    return [range(there)[t] for t in positions]
 
 
 def _likeliest(streams: Tensor, logits: Logits, top: int) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ from megatron_flex.page.data_damage import Note, damage, info, local, readable
 from megatron_flex.page.data_divergence import divergence
 from megatron_flex.page.data_packing import evenly
 from megatron_flex.page.data_pictures import Bounds, Pictures
-from megatron_flex.page.data_reading import ABSENT, DAMAGED, INFINITIES, NANS, Cell, cell
+from megatron_flex.page.data_reading import ABSENT, DAMAGED, Cell, broken, cell
 from megatron_flex.page.data_tables import Tables
 from megatron_flex.sites import GRAD
 from megatron_flex.statistics.measured import Measured
@@ -95,9 +95,11 @@ def of_dump(
     shortened = _measure(found, tensors, tables, bounds)
     if shortened:
         notes.append(
-            info(f"{label}: numbers and histograms of {shortened} tensors are of a part of their values, to read less.")
+            info(f"{label}: numbers and histograms of {shortened} tensors are of a part of their values.")
         )
-    if tables.texts and not any(n["kind"] == "damage" for n in notes):  # a dump too large to check every byte of
+    if tables.texts and not any(
+        n["kind"] == "damage" for n in notes
+    ):  # a dump too large to check every byte of
         notes += [damage(f"{label}: {text}") for text in tables.texts[:MOST_TEXTS]]
     pictures = Pictures(found, bounds, tables, label)
     if iterations:
@@ -123,7 +125,7 @@ def of_statistics(
     bounds = bounds or Bounds()
     notes: list[Note] = []
     if found.torn:
-        notes.append(damage(f"{label}: {found.torn} lines or files of the statistics are not whole, and left out."))
+        notes.append(damage(f"{label}: {found.torn} lines or files are not whole, and left out."))
     kinds = {row.site: row.kind for row in found.rows()}
     at = {name: i for i, name in enumerate(names)}
     order = {"value": VALUE, "gradient": GRADIENT, "parameter_gradient": PARAMETER_GRADIENT}
@@ -150,9 +152,7 @@ def of_statistics(
 
 
 def _of_row(row: Measured | None) -> Cell:
-    if row is None:
-        return Cell(ABSENT)
-    return Cell((NANS if row.nans else 0) | (INFINITIES if row.infinities else 0), row)
+    return Cell(ABSENT) if row is None else Cell(broken(row), row)
 
 
 def _measure(dump: OpenDump, tensors: Sequence[Tensor], tables: Tables, bounds: Bounds) -> int:
@@ -163,7 +163,7 @@ def _measure(dump: OpenDump, tensors: Sequence[Tensor], tables: Tables, bounds: 
     for number, tensor in enumerate(tensors):
         for place, iteration in enumerate(tables.iterations):
             try:
-                found = cell(array_of(dump, tensor.name), iteration, most)
+                found = cell(array_of(dump, tensor.name), iteration, most, dump.check == "first")
             except DumpError as error:
                 found = Cell(DAMAGED, text=str(error))
             found.text = local(found.text, dump.path)
@@ -174,9 +174,7 @@ def _measure(dump: OpenDump, tensors: Sequence[Tensor], tables: Tables, bounds: 
     return len(shortened)
 
 
-def _tensors(
-    dump: OpenDump, names: Sequence[str], bounds: Bounds
-) -> tuple[list[Tensor], list[Note]]:
+def _tensors(dump: OpenDump, names: Sequence[str], bounds: Bounds) -> tuple[list[Tensor], list[Note]]:
     """The tensors of a dump, and what is to be told of their choice."""
     at = {name: i for i, name in enumerate(names)}
     places = dump.places
@@ -186,8 +184,10 @@ def _tensors(
         kind = VALUE if name.partition("#")[0] in places else GRADIENT
         found.append(Tensor(name, kind, at.get(site, -1)))
     parameters = set(dump.parameters)
-    for name in parameter_names(dump):
-        found.append(Tensor(name, PARAMETER if name in parameters else PARAMETER_GRADIENT, -1))
+    found += [
+        Tensor(name, PARAMETER if name in parameters else PARAMETER_GRADIENT, -1)
+        for name in parameter_names(dump)
+    ]
     notes: list[Note] = []
     return _some(found, bounds, dump.path.name, notes), notes
 
@@ -195,7 +195,7 @@ def _tensors(
 def _some(tensors: list[Tensor], bounds: Bounds, label: str, notes: list[Note]) -> list[Tensor]:
     if len(tensors) <= bounds.tensors:
         return tensors
-    notes.append(info(f"{label}: {bounds.tensors} of {len(tensors)} tensors are shown, evenly spread over the model."))
+    notes.append(info(f"{label}: {bounds.tensors} of {len(tensors)} tensors are shown, evenly spread."))
     return evenly(tensors, bounds.tensors)
 
 
@@ -217,7 +217,9 @@ def _source(
     tensors: Sequence[Tensor],
     pictures: Pictures | None = None,
 ) -> dict[str, Any]:
-    drawn: Mapping[str, Any] = pictures.to_json() if pictures else {"heats": {}, "attention": [], "lens": None}
+    drawn: Mapping[str, Any] = (
+        pictures.to_json() if pictures else {"heats": {}, "attention": [], "lens": None}
+    )
     lacks = dict(pictures.lacks) if pictures else {}
     return {
         "kind": kind,

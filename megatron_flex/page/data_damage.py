@@ -11,7 +11,7 @@ from megatron_flex.dump.reading import OpenDump, Remains, open_remains
 from megatron_flex.dump.verifying import Finding, verify
 from megatron_flex.errors import DumpError
 
-MOST_BYTES = 1 << 30  # of a dump every byte of which is checked; about two seconds
+MOST_BYTES = 1 << 30  # of a dump every byte of which is checked, which takes some seconds
 MOST_NOTES = 24
 Note = dict[str, str]
 
@@ -41,14 +41,17 @@ def readable(dump: OpenDump | str | PathLike[str]) -> Readable:
         DumpError: there is no dump at that path at all.
     """
     path = dump.path if isinstance(dump, OpenDump) else Path(dump)
-    runs = run_folders(path)
-    notes = _findings(path) if total(runs) <= MOST_BYTES else _by_names(runs)
-    if isinstance(dump, Remains):
-        return Readable(dump, _some(notes))
-    try:
-        return Readable(open_remains(path), _some(notes))
-    except DumpError as error:
-        return Readable(None, _some([damage(f"{local(str(error), path)}: nothing of it can be shown"), *notes]))
+    opened = dump if isinstance(dump, Remains) else None
+    if opened is None or opened.damage is None:
+        runs = run_folders(path)
+        large = total(runs) > MOST_BYTES
+        found = _by_names(runs) if large else _findings(path)
+        try:
+            opened = opened or open_remains(path, check="whole" if large else "first")
+        except DumpError as error:
+            return Readable(None, _some([f"{local(str(error), path)}: nothing of it can be shown", *found]))
+        opened.damage = found
+    return Readable(opened, _some(opened.damage or []))
 
 
 def damage(text: str) -> Note:
@@ -66,10 +69,9 @@ def local(text: str, path: Path) -> str:
     return text.replace(f"{path}/", "").replace(str(path), path.name or str(path))
 
 
-def _findings(path: Path) -> list[Note]:
+def _findings(path: Path) -> list[str]:
     """By every byte of it."""
-    wrong = [f for f in verify(path).findings if f.error]
-    return [damage(local(_words(f), path)) for f in wrong]
+    return [local(_words(f), path) for f in verify(path).findings if f.error]
 
 
 def _words(found: Finding) -> str:
@@ -77,22 +79,22 @@ def _words(found: Finding) -> str:
     return f"{found.text}{about}"
 
 
-def _by_names(runs: list[RunFolder]) -> list[Note]:
+def _by_names(runs: list[RunFolder]) -> list[str]:
     """By manifests and the names of files, of a dump too large to read all of it here."""
-    notes = [info("The dump is large: what is shown is checked as it is read; `dump verify` checks every byte.")]
+    out = []
     for run in runs:
         if run.manifest is None:
-            notes.append(damage(f"run {run.number}: {local(run.damage, run.path.parent)}"))
+            out.append(f"run {run.number}: {local(run.damage, run.path.parent)}")
         for folder in run.iterations:
             missing = folder.missing(run.ranks)
             if missing:
                 ranks = ", ".join(map(str, list(missing)[:8])) + (" and more" if len(missing) > 8 else "")
-                notes.append(damage(f"run {run.number}, iteration {folder.number}: parts of rank {ranks} are missing"))
+                out.append(f"run {run.number}, iteration {folder.number}: parts of rank {ranks} are missing")
+    return out
+
+
+def _some(texts: list[str]) -> list[Note]:
+    notes = [damage(text) for text in texts[:MOST_NOTES]]
+    if len(texts) > MOST_NOTES:
+        notes.append(damage(f"and {len(texts) - MOST_NOTES} more: `megatron-flex dump verify` tells all"))
     return notes
-
-
-def _some(notes: list[Note]) -> list[Note]:
-    if len(notes) <= MOST_NOTES:
-        return notes
-    more = f"and {len(notes) - MOST_NOTES} more: `megatron-flex dump verify` tells all"
-    return [*notes[:MOST_NOTES], damage(more)]

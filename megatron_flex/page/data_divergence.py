@@ -1,4 +1,4 @@
-"""Two dumps compared, as the page shows it: error and tolerance of each site, the first above its tolerance."""
+"""Two dumps compared, as the page shows it: errors and tolerances, and the first that is above its own."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def divergence(comparison: Told, names: Sequence[str], most: int = MOST_ROWS) ->
         a, b        the dumps in words
         names       of what was compared, in the order of execution; `.grad` behind gradients
         iterations  those that are shown
-        rows        [[page's site or -1, iteration, error or None, tolerance, number in names, flag]], where the
+        rows        [[page's site or -1, iteration, error or None, tolerance, number in names, flag]]; the
                     flag says what an error is that is no finite number: "NaN", "inf"
         first       the page's site of the first that is above its tolerance; None if none is
         first_row   its row; None if none is
@@ -55,11 +55,10 @@ def divergence(comparison: Told, names: Sequence[str], most: int = MOST_ROWS) ->
     try:
         found = tables_of(comparison)
     except FigureError as error:
-        return {
-            "verdict": "nothing compared", "a": comparison.a, "b": comparison.b, "names": [], "iterations": [],
-            "rows": [], "first": None, "first_row": None, "hints": [],
-            "notes": [{"kind": "info", "text": str(error)}],
-        }  # fmt: skip
+        notes = [{"kind": "info", "text": str(error)}]
+        empty: dict[str, Any] = {"names": [], "iterations": [], "rows": [], "hints": []}
+        none: dict[str, Any] = {"first": None, "first_row": None}
+        return {"verdict": "nothing", "a": comparison.a, "b": comparison.b, **empty, **none, "notes": notes}
     at = {name: i for i, name in enumerate(names)}
     notes = [{"kind": "info", "text": text} for text in comparison.notes]
     kept = set(range(len(found.sites)))
@@ -69,7 +68,7 @@ def divergence(comparison: Told, names: Sequence[str], most: int = MOST_ROWS) ->
         first = {found.first[1]} if found.first else set()
         iterations = sorted({*evenly(iterations, max(1, several - len(first))), *first})
         if several == 1:
-            kept = set(evenly(range(len(found.sites)), most // len(iterations)))
+            kept = set(evenly(range(len(found.sites)), most // len(iterations) - 1))
             kept |= {found.sites.index(found.first[0])} if found.first else set()
         text = f"{len(kept)} of {len(found.sites)} tensors are shown, in iterations {_list(iterations)}"
         notes.append({"kind": "info", "text": f"of the comparison {text}"})

@@ -6,6 +6,7 @@ import math
 import struct
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from math import ceil
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +21,7 @@ T = TypeVar("T")
 
 
 def quantised(values: NDArray[Any]) -> dict[str, Any]:
-    """Values in 8 bits each, row by row: `lo + code * (hi - lo) / 252`, NaN and infinities with codes of their own.
+    """Values in 8 bits each, row by row: `lo + code * (hi - lo) / 252`; NaN and infinities have own codes.
 
     Args:
         values: of any shape.
@@ -94,6 +95,6 @@ def positions(labels: Sequence[int]) -> list[int] | dict[str, int]:
     """Labels of rows or columns: first, step and count where they are evenly spread, else a list."""
     found = [int(n) for n in labels]
     step = found[1] - found[0] if len(found) > 1 else 1
-    if found and all(b - a == step for a, b in zip(found, found[1:], strict=False)):
+    if found and all(b - a == step for a, b in pairwise(found)):
         return {"first": found[0], "step": step, "count": len(found)}
     return found

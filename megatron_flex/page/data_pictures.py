@@ -1,4 +1,4 @@
-"""The pictures of tensors that a dump has: heat maps, attention patterns, the logit lens; bounded in number and size."""
+"""The pictures of tensors that a dump has: heat maps, attention patterns, the logit lens; bounded in size."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class Pictures:
                 continue
             side = min(self.bounds.side, isqrt(max(1, room // (len(layers) * heads))))
             shown = evenly(layers, max(1, room // (heads * LEAST_SIDE**2))) if side < LEAST_SIDE else layers
-            side = max(LEAST_SIDE, side)
+            side = min(self.bounds.side, max(LEAST_SIDE, side))
             break
         else:
             self.lacks["attention"] = "the attention patterns of this dump cannot be read"
@@ -180,8 +180,8 @@ class Pictures:
             array = self.dump[name]
         except FlexError:
             return 0
-        features = [n for d, n in zip(array.dims, array.shape, strict=True) if d not in ("iteration", "sample", "token")]
-        return prod(features[:-1])
+        front = len({"iteration", "sample", "token"} & set(array.dims))
+        return prod(array.shape[front:-1])
 
     def _pattern(self, layer: int, at: int, side: int) -> None:
         iteration = self.tables.iterations[at]
@@ -209,7 +209,7 @@ class Pictures:
         at = len(self.tables.iterations) - 1
         tokens = slice(self.bounds.tokens)
         try:
-            found = logit_lens(self.dump, self.tables.iterations[at], 0, self.bounds.top, tokens=tokens)
+            found = logit_lens(self.dump, self.tables.iterations[at], 0, self.bounds.top, positions=tokens)
         except FlexError as error:
             self.lacks["lens"] = self._words(error)
             return

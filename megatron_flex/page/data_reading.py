@@ -14,7 +14,14 @@ from megatron_flex.statistics.measured import Measured
 from megatron_flex.statistics.moments import Sums
 from megatron_flex.statistics.table import HEAD, Entry, Table
 
-THERE, ABSENT, DAMAGED, NANS, INFINITIES, PARTLY = 0, 1, 2, 4, 8, 16  # what is known of a tensor in an iteration
+THERE, ABSENT, DAMAGED, NANS, INFINITIES, PARTLY = (
+    0,
+    1,
+    2,
+    4,
+    8,
+    16,
+)  # what is known of a tensor in an iteration
 MOST_SAMPLES = 64  # that are tried one by one where not all can be read
 
 
@@ -35,13 +42,15 @@ class Cell:
     cut: bool = False
 
 
-def cell(array: DumpArray, iteration: int, most: int) -> Cell:
+def cell(array: DumpArray, iteration: int, most: int, one_by_one: bool = True) -> Cell:
     """Read a tensor in one iteration and measure it.
 
     Args:
         array: over iterations, of a site or parameter.
         iteration: which.
         most: values that are read: of the first samples, and of rows that are evenly spread.
+        one_by_one: where not all samples can be read, take those that can; only where the dump checks what it
+            reads of a shard by all of it.
     """
     if iteration not in array.iterations:
         return Cell(ABSENT)
@@ -49,7 +58,7 @@ def cell(array: DumpArray, iteration: int, most: int) -> Cell:
     try:
         one = array.at(iteration)[0]
         part = cut(one, most)
-        for values, trouble in _values(part):
+        for values, trouble in _values(part, one_by_one):
             failed = failed or trouble
             if values is not None:
                 sums.add(values.float() if not values.is_floating_point() else values)
@@ -61,8 +70,15 @@ def cell(array: DumpArray, iteration: int, most: int) -> Cell:
     if not read:
         return Cell(DAMAGED if failed else ABSENT, text=failed)
     found = measured(array.name, iteration, sums)
-    state = (PARTLY if failed else THERE) | (NANS if found.nans else 0) | (INFINITIES if found.infinities else 0)
+    state = (
+        (PARTLY if failed else THERE) | (NANS if found.nans else 0) | (INFINITIES if found.infinities else 0)
+    )
     return Cell(state, found, failed, part.shape != one.shape)
+
+
+def broken(found: Measured) -> int:
+    """Whether there are NaNs and infinities."""
+    return (NANS if found.nans else 0) | (INFINITIES if found.infinities else 0)
 
 
 def measured(name: str, iteration: int, sums: Sums) -> Measured:
@@ -75,7 +91,7 @@ def measured(name: str, iteration: int, sums: Sums) -> Measured:
 
 
 def cut(array: DumpArray, most: int) -> DumpArray:
-    """No more than so many values of an array: its first samples, and of one every so many-th token or row."""
+    """No more than so many values of an array: its first samples; of one, tokens or rows evenly spread."""
     if array.size <= most or not array.shape:
         return array
     each = max(1, prod(array.shape[1:]))
@@ -87,7 +103,7 @@ def cut(array: DumpArray, most: int) -> DumpArray:
     return array[:1, :: -(-each // most)]
 
 
-def _values(array: DumpArray) -> Iterator[tuple[Tensor | None, str]]:
+def _values(array: DumpArray, one_by_one: bool) -> Iterator[tuple[Tensor | None, str]]:
     """The values; of an array with samples that cannot be read those of the others, and what is wrong.
 
     Raises:
@@ -97,7 +113,7 @@ def _values(array: DumpArray) -> Iterator[tuple[Tensor | None, str]]:
         values = array.torch()
     except DumpError as error:
         sampled = bool(array.dims) and array.dims[0] in ("sample", "microbatch")
-        if not sampled or not 1 < len(array) <= MOST_SAMPLES:
+        if not (one_by_one and sampled) or not 1 < len(array) <= MOST_SAMPLES:
             raise
         trouble = error
     else:

@@ -46,7 +46,7 @@ class Tables:
                 self._counts[tensor, at] = cell.found.histogram
 
     def histogram(self, tensor: int, most: int) -> None:
-        """Pack the histograms of a tensor, of so many iterations, without bins that are empty in all of them."""
+        """Pack the histograms of a tensor, of so many iterations, without the empty bins at either end."""
         there = sorted(at for t, at in self._counts if t == tensor) if self._counts else []
         chosen = evenly(there, most)
         rows = {at: self._counts[tensor, at] for at in chosen}

@@ -15,6 +15,7 @@ from megatron_flex.page.content import Page
 
 MOST_BYTES = 20_000_000
 FIRST, LAST = ("core.js", "top.js"), ("go.js",)  # what others need, and what draws them
+FRAME = "style.css"  # the others build on it
 MARK = re.compile(r"@(title|style|page|scripts)@")
 ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
@@ -26,6 +27,9 @@ def html(page: Page) -> str:
     """
     assets = files("megatron_flex.page") / "assets"
     there = sorted(f.name for f in assets.iterdir() if f.name.endswith(".js"))
+    styles = sorted(
+        (f.name for f in assets.iterdir() if f.name.endswith(".css")), key=lambda n: (n != FRAME, n)
+    )
     middle = [n for n in there if n not in (*FIRST, *LAST)]
     scripts = [
         f"<script>\n{(assets / name).read_text(encoding='utf-8')}</script>"
@@ -33,7 +37,7 @@ def html(page: Page) -> str:
     ]
     parts = {
         "title": escape(page.title),
-        "style": (assets / "style.css").read_text(encoding="utf-8"),
+        "style": "\n".join((assets / name).read_text(encoding="utf-8") for name in styles),
         "page": values(page),
         "scripts": "\n".join(scripts),
     }

@@ -1,4 +1,4 @@
-"""What is left of a damaged dump: all that can be read of runs, iterations and ranks of which some are gone."""
+"""What is left of a damaged dump: all that can be read where runs, iterations or ranks are gone."""
 
 from __future__ import annotations
 
@@ -77,7 +77,13 @@ class RunRest(Run):
 
 
 class Remains(OpenDump):
-    """A dump opened without asking that it be whole: a tensor is read if all of its own shards are there."""
+    """A dump opened without asking that it be whole: a tensor is read if all of its own shards are there.
+
+    Attributes:
+        damage: what was found to be wrong with it, each in a line; None until someone has looked.
+    """
+
+    damage: list[str] | None = None
 
     def __init__(self, path: str | PathLike[str], *, check: Check = "whole") -> None:
         self.path, self.check = Path(path), check
@@ -111,11 +117,11 @@ class Remains(OpenDump):
             DumpError: rows of experts, of an iteration that lost some: the lost ones would read as zeros.
         """
         found = super().entries(written, site, kind, stage, replica)
-        if isinstance(written, Rest) and any(entry.route is not None for _, entry, _, _ in found):
-            if written.hurt:
-                raise DumpError(
-                    f"{site}: {written.describe()} is not whole, and rows of experts are read of whole ones"
-                )
+        routed = any(entry.route is not None for _, entry, _, _ in found)
+        if routed and isinstance(written, Rest) and written.hurt:
+            raise DumpError(
+                f"{site}: {written.describe()} is not whole, and rows of experts are read of whole ones only"
+            )
         return found
 
 

@@ -101,7 +101,9 @@
     });
 
     function noting() {
-      const told = (ctx.both ? sources : [ctx.source]).filter(Boolean).flatMap((s) => s.notes);
+      const above = new Set(page.notes.map((n) => n.text)); // the head of the page has these
+      const told = (ctx.both ? sources : [ctx.source]).filter(Boolean).flatMap((s) => s.notes)
+        .filter((n) => !above.has(n.text));
       const bad = told.filter((n) => n.kind === 'damage'), rest = told.filter((n) => n.kind !== 'damage');
       const open = notes.querySelector('details')?.open;
       notes.replaceChildren(...bad.map((n) => el('p', { class: 'data-damage', role: 'alert' }, n.text)));

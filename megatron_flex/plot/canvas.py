@@ -1,0 +1,120 @@
+"""What all plots share: a figure of no backend, its title and caption, labels of axes and tokens."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_flex.errors import FlexError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Tokenizer = Callable[[int], str]  # what the number of a token stands for
+
+SMALL, TINY = 8, 7  # points
+LETTERS = 15.5  # of a caption in an inch
+GREY, RED = "0.35", "tab:red"
+SHOWN = {"\n": "⏎", "\t": "⇥", " ": "␣", "\r": "␍"}
+LAYER = re.compile(r"(?<=layers\.)(\d+)(?=[.:])")
+
+
+def new(width: float, height: float) -> Figure:
+    """An empty figure, in inches; nobody shows it and pyplot does not know it.
+
+    Raises:
+        FlexError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise FlexError("plots need matplotlib: pip install megatron-flex[plot]") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def finish(figure: Figure, title: str, caption: str) -> Figure:
+    """Put the title above and the caption below, broken into lines as wide as the figure."""
+    wide = max(30, int(figure.get_figwidth() * LETTERS))
+    figure.suptitle(_wrapped(title, wide * 2 // 3), fontsize=11, parse_math=False)
+    told = _wrapped(caption, wide)
+    figure.supxlabel(told, x=0.01, ha="left", fontsize=SMALL, color=GREY, parse_math=False)
+    return figure
+
+
+def _wrapped(text: str, wide: int) -> str:
+    """Lines of at most so many letters: broken between words, or within longer ones, as paths are."""
+    return textwrap.fill(text, wide, break_on_hyphens=False)
+
+
+def ticks(axis: Any, labels: Sequence[str], most: int = 32, **how: Any) -> None:
+    """Label the places 0, 1, ... of an axis (`axes.xaxis`); where more than fit, only every so many."""
+    step = max(1, -(-len(labels) // most))
+    places = range(0, len(labels), step)
+    axis.set_ticks(list(places), [labels[i] for i in places], parse_math=False, **how)
+
+
+def site_ticks(axes: Axes, sites: Sequence[str]) -> None:
+    """Label the x axis with sites: with the numbers of layers alone where nothing else differs."""
+    alike = {LAYER.sub("N", name, count=1) for name in sites}
+    numbers = [LAYER.search(name) for name in sites]
+    if len(alike) == 1 and all(numbers):
+        ticks(axes.xaxis, [match[0] for match in numbers if match is not None])
+        axes.set_xlabel(f"N of {alike.pop()}", parse_math=False)
+    else:
+        ticks(axes.xaxis, sites, 48, rotation=90, fontsize=TINY)
+
+
+def token_labels(ids: Sequence[int], tokenizer: Tokenizer | None, most: int = 9) -> list[str]:
+    """Tokens as they can be shown: by their numbers, or what these stand for, cut if that is long."""
+    return [_shown(str(i) if tokenizer is None else tokenizer(int(i)), most) for i in ids]
+
+
+def place_labels(
+    places: Sequence[int], tokens: Sequence[int] | None, tokenizer: Tokenizer | None, most: int = 9
+) -> list[str]:
+    """Positions of a sequence: by number, or with the tokens that stand there.
+
+    Raises:
+        FlexError: there are fewer tokens than the positions ask for.
+    """
+    if tokens is None:
+        return [str(p) for p in places]
+    ids = [int(t) for t in tokens]
+    if places and max(places) >= len(ids):
+        raise FlexError(
+            f"tokens has {len(ids)} of the sample's, and position {max(places)} is drawn; give all of them"
+        )
+    return token_labels([ids[p] for p in places], tokenizer, most)
+
+
+def _shown(text: str, most: int) -> str:
+    told = "".join(SHOWN.get(c, c if c.isprintable() else "·") for c in text)
+    return told if len(told) <= most else told[: most - 1] + "…"
+
+
+def iteration_colors(iterations: Sequence[int]) -> list[Any]:
+    """A color of viridis for each iteration, by its number; dark for the first."""
+    from matplotlib import colormaps
+
+    first, last = min(iterations, default=0), max(iterations, default=0)
+    span = max(1, last - first)
+    return [colormaps["viridis"](0.9 * (number - first) / span) for number in iterations]
+
+
+def iteration_bar(figure: Figure, axes: Axes, iterations: Sequence[int]) -> None:
+    """A bar that tells the colors of iterations; nothing for one."""
+    if len(iterations) < 2:
+        return
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import ListedColormap, Normalize
+
+    part = ListedColormap(colormaps["viridis"]([0.9 * i / 255 for i in range(256)]))
+    scale = ScalarMappable(Normalize(min(iterations), max(iterations)), part)
+    bar = figure.colorbar(scale, ax=axes, label="iteration", pad=0.02)
+    if len(iterations) <= 8:
+        bar.set_ticks(list(iterations))
+        bar.minorticks_off()

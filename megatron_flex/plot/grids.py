@@ -1,0 +1,183 @@
+"""Attention patterns head by head, induction scores layers x heads, one sample tokens x features."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_flex import figures
+from megatron_flex.errors import FlexError
+from megatron_flex.figures import Attention, Heat, Induction, Source
+from megatron_flex.plot.canvas import GREY, SMALL, TINY, Tokenizer, finish, new, place_labels, ticks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ACROSS = 4  # panels in a row
+WRITTEN = 16  # layers and heads up to which scores are written into their cells
+CUT = 99.5  # percent of magnitudes that a heat map's colors reach; single outliers would hide all others
+
+
+def attention(
+    source: Source | Attention,
+    layer: int = 0,
+    *,
+    iteration: int | None = None,
+    sample: int = 0,
+    heads: Sequence[int] | None = None,
+    tokens: Sequence[int] | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> Figure:
+    """The attention patterns of a layer, a panel for each head: queries downwards, keys to the right.
+
+    Args:
+        source: a dump, a cache, a dump's path, or what `figures.attention` gave.
+        layer: its number.
+        iteration: the last one if none is said.
+        sample: which of those that the source has, counted from 0.
+        heads: these only.
+        tokens: of the whole sample, which label the axes instead of positions.
+        tokenizer: tells what the number of a token stands for: `tokenizer.decode`.
+
+    Raises:
+        FlexError: the source has no patterns of that layer; matplotlib is not installed.
+    """
+    made = (
+        source
+        if isinstance(source, Attention)
+        else figures.attention(source, layer, iteration=iteration, sample=sample)
+    )
+    shown = list(range(len(made.values))) if heads is None else list(heads)
+    wrong = next((h for h in shown if not 0 <= h < len(made.values)), None)
+    if wrong is not None or not shown:
+        said = "none was named" if wrong is None else f"{wrong} is none of them"
+        raise FlexError(f"layer {made.layer} has heads 0 to {len(made.values) - 1}; {said}")
+    across = min(ACROSS, len(shown))
+    down = math.ceil(len(shown) / across)
+    figure = new(2.6 * across + 1.2, 2.5 * down + 1.2)
+    panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+    rows = place_labels(made.queries, tokens, tokenizer)
+    columns = place_labels(made.keys, tokens, tokenizer)
+    most = float(made.values[shown].max())
+    for number, axes in enumerate(panels.flat):
+        if number >= len(shown):
+            axes.set_visible(False)
+            continue
+        image = axes.imshow(made.values[shown[number]], cmap="viridis", vmin=0, vmax=most, aspect="auto")
+        axes.set_title(f"head {shown[number]}", fontsize=9)
+        _label(axes, rows, columns, tokens is not None)
+        if number + across >= len(shown):  # nothing is drawn below it
+            axes.tick_params(labelbottom=True)
+    figure.supylabel("query", fontsize=9)
+    figure.colorbar(image, ax=panels, label="attention to key", pad=0.02)
+    return finish(figure, f"Attention patterns, layer {made.layer}", made.caption)
+
+
+def _label(axes: Axes, rows: Sequence[str], columns: Sequence[str], are_tokens: bool) -> None:
+    many = 24 if are_tokens else 6
+    ticks(axes.yaxis, rows, many, fontsize=TINY)
+    ticks(axes.xaxis, columns, many, fontsize=TINY, rotation=90 if are_tokens else 0)
+
+
+def induction(source: Source | Induction, *, iteration: int | None = None) -> Figure:
+    """Which heads look behind the earlier copy of a repeated token, and which to the token before.
+
+    Args:
+        source: a dump, a cache, a dump's path, or what `figures.induction` gave.
+        iteration: the last one if none is said.
+
+    Raises:
+        FlexError: the source has no patterns, or repeats nothing; matplotlib is not installed.
+    """
+    made = source if isinstance(source, Induction) else figures.induction(source, iteration=iteration)
+    layers, heads = made.scores.shape
+    figure = new(max(7.5, 1.1 * heads + 2.2), max(2.8, 0.42 * layers + 1.9))
+    panels = figure.subplots(1, 2, sharey=True)
+    most = max(float(made.scores.max()), float(made.previous.max()))
+    titles = "to the token behind the earlier copy", "to the token before"
+    for axes, values, title in zip(panels, (made.scores, made.previous), titles, strict=True):
+        image = axes.imshow(values, cmap="viridis", vmin=0, vmax=most, aspect="auto", origin="lower")
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("head", fontsize=9)
+        ticks(axes.xaxis, [str(n) for n in range(heads)], 16)
+        ticks(axes.yaxis, [str(n) for n in made.layers], 24)
+        if layers <= WRITTEN and heads <= WRITTEN:
+            write(axes, values, [[f"{v:.2f}" for v in row] for row in values], most)
+    panels[0].set_ylabel("layer", fontsize=9)
+    figure.colorbar(image, ax=panels, label="mean attention", pad=0.02)
+    told = f"{made.caption} · no preference gives {made.uniform:.3f}"
+    return finish(figure, "Induction scores", told)
+
+
+def write(axes: Axes, values: Any, words: Sequence[Sequence[str]], most: float) -> None:
+    """Write words into the cells of an image, light on dark colors and dark on light ones."""
+    for row, line in enumerate(words):
+        for column, word in enumerate(line):
+            light = values[row][column] < 0.6 * most
+            color = "white" if light else "black"
+            axes.text(
+                column, row, word, ha="center", va="center", color=color, fontsize=TINY, parse_math=False
+            )
+
+
+def heat(
+    source: Source | Heat,
+    site: str = "",
+    *,
+    iteration: int | None = None,
+    sample: int = 0,
+    most: tuple[int, int] = (256, 256),
+    tokens: Sequence[int] | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> Figure:
+    """One sample of a tensor: tokens downwards, features to the right.
+
+    Colors are centred at zero; of a tensor that is larger than `most` they are the means of |x| over blocks.
+
+    Args:
+        source: a dump, a cache, a dump's path, or what `figures.heat` gave.
+        site: its name, or the module's whose output is meant.
+        iteration: the last one if none is said.
+        sample: which of those that the source has, counted from 0.
+        most: tokens and features that are drawn, at most.
+        tokens: of the whole sample, which label the axis instead of positions.
+        tokenizer: tells what the number of a token stands for: `tokenizer.decode`.
+
+    Raises:
+        FlexError: the source has no such tensor of tokens; matplotlib is not installed.
+    """
+    made = source if isinstance(source, Heat) else figures.heat(source, site, iteration, sample, most)
+    figure = new(9, 4.8)
+    axes = figure.subplots()
+    bound = _bound(made.values)
+    signed = made.block == (1, 1)
+    image = axes.imshow(
+        made.values,
+        cmap="RdBu_r" if signed else "magma",
+        vmin=-bound if signed else 0,
+        vmax=bound,
+        aspect="auto",
+        interpolation="nearest",
+    )
+    ticks(
+        axes.yaxis,
+        place_labels(made.rows, tokens, tokenizer),
+        32 if tokens is not None else 12,
+        fontsize=SMALL,
+    )
+    ticks(axes.xaxis, [str(c) for c in made.columns], 12, fontsize=SMALL)
+    axes.set_ylabel("token")
+    axes.set_xlabel("feature", color=GREY)
+    label = "value" if signed else "mean |x| of a block"
+    figure.colorbar(image, ax=axes, label=label, pad=0.02, extend="both" if signed else "max")
+    return finish(figure, made.site, f"{made.caption} · colors reach {CUT} % of magnitudes")
+
+
+def _bound(values: Any) -> float:
+    """The magnitude where colors end; NaNs and infinities, which stay blank, aside."""
+    import numpy as np
+
+    finite = np.abs(values[np.isfinite(values)])
+    return float(np.percentile(finite, CUT)) or 1.0 if finite.size else 1.0

@@ -1,0 +1,467 @@
+"""The data of the page: what dumps and statistics have, within bounds; damage is told, the rest is shown."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import shutil
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import megatron_flex as mf
+from megatron_flex.compare import compare
+from megatron_flex.dump.reading import open_remains
+from megatron_flex.errors import DumpError
+from megatron_flex.layout import Cut, Dim, Layout
+from megatron_flex.page.data import Bounds, divergence, of_dump, of_statistics
+from megatron_flex.page.data_packing import evenly, quantised, shrunk
+from megatron_flex.page.data_reading import DAMAGED, INFINITIES, NANS, PARTLY, THERE
+from tests.support import dumps, measured
+from tests.support.dumps import COLUMN, NORM, SEQUENCE, SUMMED, WEIGHT, Given, random
+
+FIRST, SECOND = "decoder.layers.0:output", "decoder.layers.1:output"
+NAMES = [FIRST, "decoder.layers.0.mlp:output", SECOND]
+SCORES = Layout((Dim("b"), Dim("n", (Cut("tp"),)), Dim("s"), Dim("s")))
+MESH = {"pp": 2, "tp": 2}
+EVIL = "decoder.layers.0.</script><img src=x onerror=alert(1)>\u2028:output"
+
+
+def sites(count: int = 3) -> dict[str, Given]:
+    return {
+        FIRST: Given(random(count, 4, 8, 16, seed=1), COLUMN, random(count, 4, 8, 16, seed=2)),
+        SECOND: Given(random(count, 4, 8, 16, seed=3), SEQUENCE, stage=1),
+    }
+
+
+@pytest.fixture
+def dump(tmp_path: Path) -> Path:
+    dumps.write(tmp_path / "dump", sites(), mesh=MESH, iterations=[0, 10, 20])
+    return tmp_path / "dump"
+
+
+def unpacked(packed: dict[str, Any]) -> np.ndarray:
+    """As the page's script reads it."""
+    codes = np.frombuffer(base64.b64decode(packed["q"]), np.uint8).astype(np.float64)
+    values = packed["lo"] + codes * (packed["hi"] - packed["lo"]) / 252
+    values[codes == 255], values[codes == 254], values[codes == 253] = math.nan, math.inf, -math.inf
+    return values.reshape(packed["shape"]) if "shape" in packed else values
+
+
+class Shown:
+    """A source as the page's script reads it, after a way through strict JSON."""
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        self.told = json.loads(json.dumps(told, allow_nan=False))
+        self.names: list[str] = self.told["names"]
+        self.iterations: list[int] = self.told["iterations"]
+        self.notes = [n["text"] for n in self.told["notes"]]
+        self.damage = [n["text"] for n in self.told["notes"] if n["kind"] == "damage"]
+
+    def state(self, iteration: int, name: str) -> int:
+        return base64.b64decode(self.told["state"])[self._at(iteration, name)]
+
+    def measure(self, which: str, iteration: int, name: str) -> float:
+        return struct.unpack_from(
+            "<f", base64.b64decode(self.told["measures"][which]), 4 * self._at(iteration, name)
+        )[0]
+
+    def trouble(self, iteration: int, name: str) -> str:
+        at = self.iterations.index(iteration)
+        texts = [
+            self.told["texts"][k] for t, i, k in self.told["troubles"] if (self.names[t], i) == (name, at)
+        ]
+        return texts[0] if texts else ""
+
+    def heat(self, iteration: int, name: str) -> dict[str, Any] | None:
+        several = self.told["heats"].get(str(self.names.index(name)), [])
+        return next((h for h in several if h["at"] == self.iterations.index(iteration)), None)
+
+    def _at(self, iteration: int, name: str) -> int:
+        return self.iterations.index(iteration) * len(self.names) + self.names.index(name)
+
+
+def rms(values: torch.Tensor) -> float:
+    return float(values.square().mean().sqrt())
+
+
+def part(dump: Path, iteration: int, rank: int, run: int = 0) -> Path:
+    (found,) = (dump / f"run-{run:04d}" / f"{iteration:010d}").glob(f"{rank:05d}-*.safetensors")
+    return found
+
+
+# -- what is shown is what was dumped --------------------------------------------------------------------
+
+
+def test_numbers_and_heat_maps_are_those_of_the_dump(dump: Path) -> None:
+    found = Shown(of_dump(dump, NAMES))
+    assert found.names == [FIRST, FIRST + ".grad", SECOND]
+    assert (found.told["kinds"], found.told["sites"]) == ([0, 1, 0], [0, 0, 2])
+    assert (found.iterations, found.notes) == ([0, 10, 20], [])
+    with mf.open_dump(dump) as opened:
+        for name in found.names:
+            whole = opened[name].torch().double()
+            for at, iteration in enumerate(found.iterations):
+                values = whole[at]
+                assert found.state(iteration, name) == THERE
+                assert found.measure("rms", iteration, name) == pytest.approx(rms(values))
+                assert found.measure("absmax", iteration, name) == pytest.approx(float(values.abs().max()))
+                heat = found.heat(iteration, name)
+                assert heat is not None
+                error = np.abs(unpacked(heat) - values[0].numpy())
+                assert error.max() <= (heat["hi"] - heat["lo"]) / 504 * 1.001
+                assert f"iteration {iteration} · sample 0" in heat["caption"]
+
+
+def test_histograms_hold_all_values(dump: Path) -> None:
+    found = Shown(of_dump(dump, NAMES))
+    histogram = found.told["histograms"]["0"]
+    with mf.open_dump(dump) as opened:
+        values = opened[FIRST].torch()
+    assert histogram["at"] == [0, 1, 2]
+    assert [sum(counts) for counts in histogram["counts"]] == [4 * 8 * 16] * 3
+    edges = histogram["edges"]
+    for low, high, count in zip(edges, edges[1:], histogram["counts"][0], strict=False):
+        if 0 < low < high:
+            assert count == int(((values[0] >= low) & (values[0] < high)).sum())
+    assert histogram["counts"][0][0] > 0 or any(c[0] for c in histogram["counts"])
+
+
+def test_parameters_and_their_gradients_have_norms(tmp_path: Path) -> None:
+    parameters = {
+        "decoder.layers.0.mlp.linear_fc1.weight": Given(
+            random(2, 8, 4, seed=4), WEIGHT, random(2, 8, 4, seed=5)
+        ),
+        "decoder.final_layernorm.weight": Given(random(2, 8, seed=6), NORM),
+    }
+    dumps.write(tmp_path / "d", sites(2), mesh=MESH, parameters=parameters)
+    found = Shown(of_dump(tmp_path / "d", NAMES))
+    assert found.told["kinds"] == [0, 1, 0, 2, 3, 2]
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    for tensor, given in ((name, parameters[name].value), (name + ".grad", parameters[name].gradient)):
+        assert given is not None
+        assert found.measure("rms", 1, tensor) == pytest.approx(rms(given[1]))
+        assert found.heat(1, tensor) is None
+
+
+def test_names_with_markup_stay_names_and_every_number_is_strict_json(tmp_path: Path) -> None:
+    value = random(1, 2, 8, 4)
+    value[0, 0, 0] = torch.tensor([math.nan, math.inf, -math.inf, 7.0])
+    dumps.write(tmp_path / "d", {EVIL: Given(value)})
+    found = Shown(of_dump(tmp_path / "d", [EVIL]))
+    assert found.names == [EVIL]
+    assert found.state(0, EVIL) == NANS + INFINITIES
+    heat = found.heat(0, EVIL)
+    assert heat is not None
+    assert math.isfinite(heat["hi"])
+    first = unpacked(heat)[0]
+    assert math.isnan(first[0])
+    assert first[1:3].tolist() == [math.inf, -math.inf]
+    assert first[3] == pytest.approx(7, abs=0.1)
+    good = value[value.isfinite()]
+    assert found.measure("rms", 0, EVIL) == pytest.approx(rms(good))
+
+
+def test_attention_patterns_are_those_of_the_dump(tmp_path: Path) -> None:
+    probs = torch.softmax(random(1, 2, 8, 4, 8), -1)  # iteration, sample, query, head, key
+    name = "decoder.layers.3.self_attention.core_attention:probs"
+    dumps.write(tmp_path / "d", {name: Given(probs, SCORES)}, mesh={"tp": 2})
+    with mf.open_dump(tmp_path / "d") as opened:
+        assert opened[name].dims[:3] == ("iteration", "sample", "token")
+    (one,) = Shown(of_dump(tmp_path / "d", [name])).told["attention"]
+    assert (one["layer"], one["shape"], one["of"]) == (3, [4, 8, 8], [1, 1])
+    error = np.abs(unpacked(one) - probs[0, 0].transpose(0, 1).numpy())
+    assert error.max() <= (one["hi"] - one["lo"]) / 504 * 1.001
+    few = Shown(of_dump(tmp_path / "d", [name], bounds=Bounds(side=4)))
+    assert few.told["attention"][0]["shape"] == [4, 4, 4]
+    assert any("means over blocks" in text for text in few.notes)
+
+
+def test_what_a_dump_lacks_is_said_with_what_to_dump(dump: Path) -> None:
+    found = of_dump(dump, NAMES)
+    assert "core_attention:probs" in found["lacks"]["attention"]
+    assert "does not tell the final norm" in found["lacks"]["lens"]
+    assert found["lens"] is None
+
+
+# -- bounds ----------------------------------------------------------------------------------------------
+
+
+def test_iterations_tensors_and_heat_maps_stay_within_bounds(dump: Path) -> None:
+    bounds = Bounds(tensors=2, iterations=2, heats=2 * 32 * 32)
+    found = Shown(of_dump(dump, NAMES, bounds=bounds))
+    assert (found.iterations, found.names) == ([0, 20], [FIRST, SECOND])
+    assert [len(several) for several in found.told["heats"].values()] == [1, 1]
+    told = " ".join(found.notes)
+    for part_of in ("2 of 3 iterations", "2 of 3 tensors", "heat maps of iterations 20"):
+        assert part_of in told
+
+
+def test_heat_maps_are_means_over_blocks_of_at_most_128(tmp_path: Path) -> None:
+    value = random(1, 1, 130, 300)
+    dumps.write(tmp_path / "d", {FIRST: Given(value)})
+    found = Shown(of_dump(tmp_path / "d", [FIRST]))
+    heat = found.heat(0, FIRST)
+    assert heat is not None
+    assert (heat["shape"], heat["of"], heat["mean"]) == ([65, 100], [2, 3], True)
+    assert len(base64.b64decode(heat["q"])) <= 128 * 128
+    wanted = value[0, 0].abs().reshape(65, 2, 100, 3).mean((1, 3)).numpy()
+    assert np.abs(unpacked(heat) - wanted).max() <= (heat["hi"] - heat["lo"]) / 504 * 1.001
+    assert any("means of magnitudes" in text for text in found.notes)
+
+
+def test_no_more_values_are_read_than_allowed(tmp_path: Path) -> None:
+    value = random(1, 8, 64, 64)
+    dumps.write(tmp_path / "d", {FIRST: Given(value)})
+    found = Shown(of_dump(tmp_path / "d", [FIRST], bounds=Bounds(values=1 << 12)))
+    assert sum(found.told["histograms"]["0"]["counts"][0]) == 1 << 12
+    assert found.measure("rms", 0, FIRST) == pytest.approx(rms(value[0, 0]))
+    assert any("part of their values" in text for text in found.notes)
+
+
+@pytest.mark.parametrize(("count", "most"), [(5, 9), (100, 7), (3, 1), (4, 2)])
+def test_few_of_many_have_both_ends(count: int, most: int) -> None:
+    found = evenly(range(count), most)
+    assert len(found) == min(count, most)
+    assert found == sorted(set(found))
+    assert found[-1] == count - 1
+    assert most < 2 or found[0] == 0
+
+
+def test_blocks_of_an_uneven_table_are_means_too() -> None:
+    table, block = shrunk(np.arange(35.0).reshape(1, 5, 7), (2, 3))
+    assert block == (3, 3)
+    assert table.tolist() == [[[8.0, 11.0, 13.0], [25.5, 28.5, 30.5]]]
+
+
+@pytest.mark.parametrize("values", [[[0.0, 0.0]], [[math.nan, math.inf]], [[-3e38, 3e38]], [[2.5, -1.0]]])
+def test_quantised_values_come_back(values: list[list[float]]) -> None:
+    packed = quantised(np.array(values))
+    back = unpacked(packed)
+    bound = (packed["hi"] - packed["lo"]) / 504 * 1.001
+    assert np.array_equal(np.isfinite(back), np.isfinite(values[0]))
+    good = np.isfinite(values[0])
+    assert np.all(np.abs(back[good] - np.array(values[0])[good]) <= bound)
+
+
+# -- damage ----------------------------------------------------------------------------------------------
+
+
+def lose(path: Path) -> None:
+    path.unlink()
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def spoil_header(path: Path) -> None:
+    flip(path, 100)
+
+
+def spoil_values(path: Path) -> None:
+    flip(path, path.stat().st_size - 1)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("harm", [lose, truncate, spoil_header], ids=["missing", "truncated", "header"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_lost_file_takes_only_what_was_in_it(dump: Path, harm: Any, rank: int) -> None:
+    harm(part(dump, 10, rank))
+    found = Shown(of_dump(dump, NAMES))
+    (text,) = found.damage
+    assert f"rank {rank}" in text
+    assert FIRST in text
+    assert str(dump) not in text
+    assert found.iterations == [0, 10, 20]
+    for name in (FIRST, FIRST + ".grad"):
+        assert [found.state(i, name) for i in (0, 10, 20)] == [THERE, DAMAGED, THERE]
+        assert found.heat(10, name) is None
+        assert "wrote its shard" in found.trouble(10, name)
+    assert [found.state(i, SECOND) for i in (0, 10, 20)] == [THERE] * 3
+    heat = found.heat(10, SECOND)
+    assert heat is not None
+    assert (
+        np.abs(unpacked(heat) - sites()[SECOND].value[1, 0].numpy()).max() <= (heat["hi"] - heat["lo"]) / 500
+    )
+
+
+def test_a_wrong_checksum_is_told_and_the_value_not_shown(dump: Path) -> None:
+    spoil_values(part(dump, 20, 3))
+    found = Shown(of_dump(dump, NAMES))
+    (text,) = found.damage
+    assert "the checksum of decoder.layers.1:output" in text
+    assert found.state(20, SECOND) == DAMAGED
+    assert "checksum" in found.trouble(20, SECOND)
+    assert found.state(20, FIRST) == THERE
+
+
+def test_a_rank_that_never_wrote(tmp_path: Path) -> None:
+    dumps.write(tmp_path / "d", sites(), mesh=MESH, absent=[3])
+    with pytest.raises(DumpError, match="whole"):
+        mf.open_dump(tmp_path / "d")[FIRST].torch()
+    found = Shown(of_dump(tmp_path / "d", NAMES))
+    assert len(found.damage) == 3
+    assert all("rank 3" in text for text in found.damage)
+    assert [found.state(i, FIRST) for i in found.iterations] == [THERE] * 3
+    assert found.measure("rms", 2, FIRST) == pytest.approx(rms(sites()[FIRST].value[2]))
+    assert SECOND in found.names
+    assert [found.state(i, SECOND) for i in found.iterations] == [DAMAGED] * 3
+
+
+def test_samples_of_a_replica_that_is_gone_are_left_out(tmp_path: Path) -> None:
+    value = random(1, 4, 8, 16)
+    dumps.write(tmp_path / "d", {FIRST: Given(value, SUMMED)}, mesh={"dp": 2}, absent=[1])
+    found = Shown(of_dump(tmp_path / "d", NAMES))
+    assert found.state(0, FIRST) == PARTLY
+    assert found.trouble(0, FIRST)
+    assert sum(found.told["histograms"]["0"]["counts"][0]) == 2 * 8 * 16
+    heat = found.heat(0, FIRST)
+    assert heat is not None
+    assert np.abs(unpacked(heat) - value[0, 0].numpy()).max() <= (heat["hi"] - heat["lo"]) / 500
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"format": 1}', "\x00\xff"])
+def test_a_manifest_that_cannot_be_read_of_one_of_two_runs(dump: Path, text: str) -> None:
+    dumps.write(dump, sites(2), mesh=MESH, iterations=[30, 40])
+    (dump / "run-0000" / "manifest.json").write_text(text)
+    with pytest.raises(DumpError):
+        mf.open_dump(dump)
+    found = Shown(of_dump(dump, NAMES))
+    assert found.iterations == [30, 40]
+    assert [found.state(i, SECOND) for i in (30, 40)] == [THERE] * 2
+    assert any("run 0" in note and "manifest" in note for note in found.damage)
+
+
+def test_no_manifest_at_all_still_says_so(dump: Path) -> None:
+    (dump / "run-0000" / "manifest.json").unlink()
+    found = Shown(of_dump(dump, NAMES, label="B"))
+    assert (found.names, found.iterations, found.told["label"]) == ([], [], "B")
+    assert any("no run of it has a manifest that can be read" in note for note in found.damage)
+
+
+def test_a_dump_of_which_every_file_is_gone(dump: Path) -> None:
+    for folder in (dump / "run-0000").iterdir():
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    found = Shown(of_dump(dump, NAMES))
+    assert any("no iteration" in note for note in found.damage)
+    assert found.iterations == []
+
+
+def test_no_dump_at_all_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DumpError, match="is no dump"):
+        of_dump(tmp_path, NAMES)
+    with pytest.raises(DumpError, match="cannot be read"):
+        of_dump(tmp_path / "nowhere", NAMES)
+
+
+def test_many_damaged_files_are_told_in_few_notes(tmp_path: Path) -> None:
+    count = 30
+    dumps.write(tmp_path / "d", sites(count), mesh=MESH)
+    for iteration in range(count):
+        lose(part(tmp_path / "d", iteration, 0))
+    found = Shown(of_dump(tmp_path / "d", NAMES))
+    assert len(found.damage) == 25
+    assert "6 more" in found.damage[-1]
+
+
+def test_remains_of_a_whole_dump_are_the_dump(dump: Path) -> None:
+    with mf.open_dump(dump) as whole, open_remains(dump) as rest:
+        assert (rest.iterations, rest.sites, rest.order) == (whole.iterations, whole.sites, whole.order)
+        for name in whole.sites:
+            assert torch.equal(rest[name].torch(), whole[name].torch())
+
+
+def test_what_another_run_has_whole_is_read_from_there(dump: Path) -> None:
+    lose(part(dump, 10, 0))
+    dumps.write(dump, sites(), mesh=MESH, iterations=[0, 10, 20])
+    with open_remains(dump) as rest:
+        assert torch.equal(rest[FIRST].torch(), sites()[FIRST].value)
+    assert Shown(of_dump(dump, NAMES)).damage == []
+
+
+# -- statistics and comparisons --------------------------------------------------------------------------
+
+
+def test_statistics_show_numbers_and_say_what_they_lack(tmp_path: Path) -> None:
+    writers = measured.begin(tmp_path / "s")
+    for n in range(5):
+        writers.write(n, measured.rows(n))
+    writers.close()
+    (path,) = (tmp_path / "s").glob("*.jsonl")
+    path.write_bytes(path.read_bytes()[:-3])
+    stats = mf.open_statistics(tmp_path / "s")
+    found = Shown(of_statistics(stats, list(stats.sites), bounds=Bounds(iterations=3)))
+    assert found.names == stats.sites
+    assert found.iterations == evenly(stats.iterations, 3)
+    for name in found.names:
+        series = stats[name]
+        for at, iteration in enumerate(series.iterations):
+            if iteration in found.iterations and math.isfinite(series.rms[at]):
+                assert found.measure("rms", iteration, name) == pytest.approx(series.rms[at])
+    assert any("not whole" in text for text in found.damage)
+    assert "mf.Dump" in found.told["lacks"]["attention"]
+    assert found.told["heats"] == {}
+
+
+def compared(*rows: tuple[str, int, float, float]) -> Any:
+    every = [SimpleNamespace(name=n, iteration=i, error=e, tolerance=t) for n, i, e, t in rows]
+    first = next((r for r in every if not r.error <= r.tolerance), None)
+    return SimpleNamespace(
+        a="A's",
+        b="B's",
+        rows=every,
+        first=first,
+        verdict="diverges" if first else "round-off",
+        hints=["a hint"],
+        notes=[],
+    )
+
+
+def test_a_comparison_marks_the_first_and_tells_what_is_no_number(tmp_path: Path) -> None:
+    given = sites(1)
+    dumps.write(tmp_path / "a", given, mesh=MESH)
+    value = given[SECOND].value.clone()
+    value[0, 1, 2, 3] += 5
+    dumps.write(tmp_path / "b", {**given, SECOND: Given(value, SEQUENCE, stage=1)}, mesh={"pp": 2, "tp": 1})
+    comparison = compare(tmp_path / "a", tmp_path / "b")
+    found = divergence(comparison, NAMES)
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert (found["verdict"], found["first"]) == ("diverges", NAMES.index(SECOND))
+    row = found["rows"][found["first_row"]]
+    assert (row[0], found["names"][row[4]]) == (NAMES.index(SECOND), SECOND)
+    assert row[2] > row[3]
+    assert found["hints"] == list(comparison.hints)
+    assert [found["names"][r[4]] for r in found["rows"]] == [r.name for r in comparison.rows]
+
+    odd = divergence(compared((FIRST, 0, math.nan, 1e-5), (SECOND + ".grad", 0, math.inf, 1e-5)), NAMES)
+    assert [(r[0], r[2], r[5]) for r in odd["rows"]] == [(0, None, "NaN"), (2, None, "inf")]
+    assert odd["first_row"] == 0
+
+
+def test_a_long_comparison_keeps_the_first_divergence() -> None:
+    rows = [(f"site{n}", i, 1.0 if (n, i) == (37, 5) else 0.0, 0.1) for i in range(9) for n in range(50)]
+    for most in (100, 20):
+        found = divergence(compared(*rows), [f"site{n}" for n in range(50)], most=most)
+        assert len(found["rows"]) <= most + 1
+        assert found["first"] == 37
+        assert found["rows"][found["first_row"]][:3] == [37, 5, 1.0]
+        assert "tensors are shown" in found["notes"][0]["text"]
+
+
+def test_nothing_compared_is_said() -> None:
+    found = divergence(compared(), NAMES)
+    assert (found["rows"], found["first"]) == ([], None)
+    assert "no site in common" in found["notes"][0]["text"]
