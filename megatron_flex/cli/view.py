@@ -22,7 +22,7 @@ CONFIGS = (".yaml", ".yml", ".json")
 What = Annotated[
     list[str],
     typer.Argument(
-        metavar="MODEL_OR_DUMP [OTHER_DUMP] [-- MEGATRON FLAGS]",
+        metavar="MODEL_OR_DUMP [OTHER_DUMP]",
         help="A configuration in YAML or JSON, a dump, a folder of statistics; two dumps are compared. "
         "Behind -- a run's own flags.",
         show_default=False,

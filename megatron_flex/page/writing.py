@@ -66,7 +66,7 @@ def write(page: Page, path: str | PathLike[str], *, most_bytes: int | None = MOS
     text = html(page).encode("utf-8", errors="replace")
     if most_bytes is not None and len(text) > most_bytes:
         raise FlexError(
-            f"{target}: the page would have {len(text) / 1e6:.1f} MB, more than {most_bytes / 1e6:.1f} MB: "
+            f"{target}: the page would have {len(text) / 1e6:.2f} MB, more than {most_bytes / 1e6:.2f} MB: "
             "show fewer sites by a pattern, or allow it by most_bytes (--most-megabytes)"
         )
     draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")

@@ -16,7 +16,8 @@ flexPage.pane('architecture', {
     }
     let scene = null, drawn = new Map(), tabbed = null, moved = false;
 
-    const world = svg('g');
+    const spine = svg('path', { class: 'spine' });
+    const world = svg('g', null, spine);
     const canvas = svg('svg', {
       id: 'canvas', role: 'group', 'aria-label': 'Blocks of the model with sites as dots; arrows walk, Enter chooses',
       onwheel: wheel, onpointerdown: grab, onclick: click, onkeydown: key,
@@ -77,6 +78,7 @@ flexPage.pane('architecture', {
         const name = `${n}${far ? 'f' : 'n'}`;
         seen.set(name, drawn.get(name) || box_(box, far));
       });
+      spine.setAttribute('d', scene.spine);
       world.setAttribute('transform', `translate(${view.x} ${view.y}) scale(${view.k})`);
       for (const [name, node] of drawn) if (!seen.has(name)) node.remove();
       for (const [name, node] of seen) if (!drawn.has(name)) world.append(node);
@@ -140,7 +142,7 @@ flexPage.pane('architecture', {
         class: `dot${chosen ? ' chosen' : ''}${fits ? '' : ' dim'}${wrong.has(number) ? ' wrong' : ''}`,
         transform: `translate(${x} ${y})`, role: 'option', tabindex: '-1', 'data-site': name, 'aria-selected': String(chosen),
         'aria-label': `${name}, ${STATES[kind]}${why}, ${page.layouts[sites.layout[number]].words}`,
-      }, svg('rect', { class: 'hit', x: -9, y: -9, width: 16 + text.length * 6.1 + 6, height: 18, rx: 9 }));
+      }, svg('rect', { class: 'hit', x: -9, y: -9, width: 16 + text.length * 6.5 + 9, height: 18, rx: 9 }));
       if (wrong.has(number)) node.append(svg('circle', { class: 'differs', r: page.divergence.first === number ? 10 : 7.5 }));
       node.append(dot(kind), svg('text', { class: 'point', x: 9, y: 3.6, text }));
       node.append(svg('title', { text: `${name}\n${STATES[kind]}${why}${(page.hooks[number] || []).map((h) => `\n${h}`).join('')}` }));

@@ -5,6 +5,7 @@ const flexTree = (() => {
   const { page } = flexPage;
   const { sites } = page;
   const ROW = 19, INDENT = 13, LETTER = 6.7, SMALL = 6.1, PAD = 14, HEAD = 30;
+  const LEAST = 310; // the inner width of a block
   const TICK = 9, TALL = 13; // of a layer in a strip
   const width = (text, each) => text.length * each;
 
@@ -94,7 +95,7 @@ const flexTree = (() => {
     const out = [];
     walk(node, 0, '', '');
     const named = Math.max(0, ...out.map((r) => (r.dots.length ? r.x + width(r.label, LETTER) : 0)));
-    const from = Math.max(56, named + 16);
+    const from = named ? Math.max(56, named + 16) : 4;
     let wide = 170, y = 0;
     for (const row of out) {
       row.y = y;
@@ -146,7 +147,7 @@ const flexTree = (() => {
     });
     all.forEach((block, n) => {
       const one = made[n];
-      const inner = Math.max(widest, 220);
+      const inner = Math.max(widest, LEAST);
       if (block.open) {
         const w = one.width + 2 * PAD, h = HEAD + one.height + PAD;
         const count = block.members.length;
@@ -171,7 +172,9 @@ const flexTree = (() => {
       y += h + 22;
     });
     const right = Math.max(1, ...boxes.map((b) => b.x + b.w));
-    return { boxes, width: right, height: Math.max(1, y - 22), inner: Math.max(widest, 220) };
+    const ends = boxes.filter((b) => !b.block.open || b.head), middle = Math.min(...ends.map((b) => b.w)) / 2;
+    const spine = ends.slice(1).map((b) => `M${middle} ${b.y - 21}v15m-3.5 -4.5l3.5 4.5l3.5 -4.5`).join('');
+    return { boxes, spine, width: right, height: Math.max(1, y - 22), inner: Math.max(widest, LEAST) };
   }
 
   // Which member of which nested fold a site is in: {key: place}, so that its dot is drawn.

@@ -141,12 +141,30 @@ const flexPage = (() => {
 
   function pane(id, spec) { panes.push({ id, spec, made: null, root: document.getElementById(id) }); }
   function on(fn) { listeners.push(fn); }
+  // -- the address: what is chosen can be bookmarked -----------------------------------------------------
+
+  function remembered() {
+    const said = new URLSearchParams(location.hash.slice(1)), out = {};
+    const site = numbers.get(said.get('site')), rank = Number(said.get('rank') ?? NaN);
+    if (site !== undefined) out.site = site;
+    if (Number.isInteger(rank) && rank >= first && rank < first + page.mesh.ranks) out.rank = rank;
+    return out;
+  }
+  function remember() {
+    const said = new URLSearchParams();
+    if (state.site !== null) said.set('site', names[state.site]);
+    if (state.rank !== null) said.set('rank', state.rank);
+    try { history.replaceState(null, '', `#${said}`); } catch { /* where there is no address */ }
+  }
+
   function start() {
     for (const one of panes) {
       if (one.spec.title) one.root.append(el('h2', { text: one.spec.title }));
       attempt(one, () => { one.made = one.spec.make(one.root) || { update() {} }; });
     }
     tell(new Set(Object.keys(state)));
+    select(remembered());
+    on((_, changed) => { if (changed.has('site') || changed.has('rank')) remember(); });
   }
 
   return {

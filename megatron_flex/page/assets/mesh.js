@@ -8,6 +8,7 @@ flexPage.pane('mesh', {
     const { sites } = page;
     const { parts, grid, tensor, colour, count } = flexParts;
     const EACH = 1024; // ranks that are elements of their own; more are drawn on a canvas
+    const BESIDE = 350; // pixels that the tensor and the costs take
     const MOST = 32; // ranks in the list beside a canvas
     const small = count <= EACH;
     let laid = null, hover = null, along = null; // a rank under the pointer, or an axis
@@ -18,7 +19,9 @@ flexPage.pane('mesh', {
     const told = el('p', { class: 'told', id: 'told', 'aria-live': 'polite' });
     const list = el('div', { class: 'found', role: 'listbox', 'aria-label': 'Ranks' });
     const side = el('div', { class: 'side' });
-    root.append(el('div', { class: 'split' }, el('div', { class: 'field' }, field, told, list), side));
+    const column = el('div', { class: 'field' }, field, told, list);
+    const split = el('div', { class: 'split' }, column, side);
+    root.append(split);
     const dark = () => getComputedStyle(document.documentElement).getPropertyValue('--dark').trim() === '1';
     const held = () => (state.site === null ? null : parts(state.site));
 
@@ -56,8 +59,9 @@ flexPage.pane('mesh', {
 
     let cells = [], plane = null;
     function build() {
-      const wide = Math.max(200, field.clientWidth || 520);
-      laid = grid(wide, Math.max(150, Math.min(430, field.clientHeight || 300)));
+      const wide = Math.max(200, (split.clientWidth || 860) - BESIDE);
+      laid = grid(wide, Math.max(150, (split.clientHeight || 380) - (small ? 46 : 78)));
+      column.style.flexBasis = `${Math.min(wide, Math.max(250, laid.width + 8))}px`;
       caption.textContent = laid.words;
       if (!small) { plane = sheet(); return; }
       cells = [];
@@ -260,7 +264,7 @@ flexPage.pane('mesh', {
 
     flexPage.onTheme(() => { if (laid) { besides(); paint(); } });
     let width = 0;
-    new ResizeObserver(() => { if (field.clientWidth !== width) { width = field.clientWidth; build(); paint(); } }).observe(field);
+    new ResizeObserver(() => { if (split.clientWidth !== width) { width = split.clientWidth; build(); paint(); } }).observe(split);
     build();
     return {
       update(_, changed) {

@@ -70,7 +70,7 @@ const flexParts = (() => {
         const tall = h === 1 && blocks === 1 ? Math.ceil(w / line) : h;
         const down_ = Math.ceil(blocks / wrap);
         const columns = wrap * line + (wrap - 1) * 0.6, lines = stages * (down_ * tall + (down_ - 1) * 0.6) + (stages - 1) * 1.1;
-        const cell = Math.min(30, (width - labels) / columns, height / lines);
+        const cell = Math.min(44, (width - labels) / columns, height / lines);
         if (!best || cell > best.cell) best = { cell, wrap, line, tall, down: down_ };
       }
     }

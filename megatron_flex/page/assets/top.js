@@ -17,12 +17,13 @@
     said(page.mesh.axes),
     said(page.mesh.experts || []) && `experts ${said(page.mesh.experts)}`,
   ].filter(Boolean).join('  ·  ');
+  if (!page.data.length) document.querySelector('main').classList.add('bare');
   for (const note of page.notes) byId('notes').append(el('p', { class: `note ${note.kind}`, text: note.text }));
 
   // -- finding -------------------------------------------------------------------------------------------
 
   const input = el('input', {
-    id: 'filter', type: 'search', placeholder: 'Find sites: fc1  or  decoder.layers.*:output', spellcheck: 'false',
+    id: 'filter', type: 'search', placeholder: 'Find sites: fc1, layers.*:output', spellcheck: 'false',
     autocomplete: 'off', 'aria-label': 'Filter sites by name or pattern', 'aria-controls': 'found',
     oninput: () => select({ filter: input.value }),
     onfocus: () => list(true),
@@ -39,12 +40,12 @@
   }, el('option', { value: '', text: words }), options.map(([value, text]) => el('option', { value, text })));
   const stages = [...new Set(sites.stage)].sort((a, b) => a - b);
   const kinds = [...new Set(sites.state)].sort();
-  byId('finding').append(
+  byId('finding').append(...[
     el('div', { class: 'find' }, input, tally, found),
     kinds.length > 1 ? choice('kind', 'any state', kinds.map((k) => [k, STATES[k]]), (v) => (v === '' ? null : Number(v))) : null,
     stages.length > 1 ? choice('stage', 'any stage', stages.map((s) => [s, `stage ${s}`]), (v) => (v === '' ? null : Number(v))) : null,
     Object.keys(page.tags || {}).length ? choice('tag', 'any group', Object.keys(page.tags).map((t) => [t, t]), (v) => v) : null,
-  );
+  ].filter(Boolean));
 
   function list(open) {
     const { marks, count } = matching();
