@@ -11,7 +11,7 @@ from megatron_flex.statistics.measured import SIDE, edges
 
 MEASURES = ("rms", "absmax", "mean", "std", "zeros")
 MOST_TROUBLES, MOST_TEXTS = 4000, 300
-FEW = 100  # of so many values one may lie in the bin around zero
+FEW = 100  # of so many values one may lie in the bin around zero, beside zeros themselves
 
 
 class Tables:
@@ -93,9 +93,9 @@ class Tables:
 
 
 def _middle(counts: Sequence[int]) -> tuple[int, int]:
-    """The bins around zero, from one to before another, that hold no more than a hundredth of the values."""
-    low, high, held = SIDE, SIDE + 1, counts[SIDE]
-    most = sum(counts) // FEW
+    """The bins around zero, from one to before another: of values that are not zero they hold one in FEW."""
+    low, high, held = SIDE, SIDE + 1, 0
+    most = (sum(counts) - counts[SIDE]) // FEW
     while low > 0 and high < len(counts) and held + counts[low - 1] + counts[high] <= most:
         low, high = low - 1, high + 1
         held += counts[low] + counts[high - 1]

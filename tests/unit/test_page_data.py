@@ -134,8 +134,8 @@ def test_histograms_hold_all_values(dump: Path) -> None:
     assert histogram["counts"][0][0] > 0 or any(c[0] for c in histogram["counts"])
 
 
-def test_what_is_nearest_to_zero_is_one_bin_of_a_hundredth(tmp_path: Path) -> None:
-    value = torch.cat([random(1, 1, 8, 250), torch.full((1, 1, 8, 2), 1e-9), torch.zeros(1, 1, 8, 1)], -1)
+def test_what_is_nearest_to_zero_is_in_one_bin(tmp_path: Path) -> None:
+    value = torch.cat([random(1, 1, 8, 250), torch.full((1, 1, 8, 1), 1e-9), torch.zeros(1, 1, 8, 9)], -1)
     for name, given in (("signed", value), ("magnitudes", value.abs()), ("zeros", 0 * value)):
         dumps.write(tmp_path / name, {FIRST: Given(given)})
         histogram = Shown(of_dump(tmp_path / name, [FIRST])).told["histograms"]["0"]
@@ -145,7 +145,7 @@ def test_what_is_nearest_to_zero_is_one_bin_of_a_hundredth(tmp_path: Path) -> No
         assert len(counts) <= 25
         middle = [n for n, (low, high) in enumerate(pairwise(edges)) if low <= 0 <= high]
         if name != "zeros":
-            assert 24 <= counts[middle[0]] <= value.numel() // 100
+            assert 80 <= counts[middle[0]] <= 72 + (value.numel() - 72) // 100
         for low, high, count in zip(edges, edges[1:], counts, strict=False):
             if low > 0:
                 assert count == int(((given >= low) & (given < high)).sum())

@@ -67,7 +67,7 @@
     const out = el('div', { class: 'data-picture' }, root);
     const beyond = packed.beyond ? packed.beyond.reduce((a, b) => a + b, 0) : 0;
     if (beyond) out.append(el('p', { class: 'data-dim' }, `${beyond} values lie outside of what is drawn.`));
-    if (!equal) out.append(el('p', { class: 'data-dim' }, 'Bins are powers of two, of either sign; what is nearest to zero, one in a hundred at most, is in one bin.'));
+    if (!equal) out.append(el('p', { class: 'data-dim' }, 'Bins are powers of two, of either sign; zeros and what is nearest to zero are in one bin.'));
     return out;
   }
 
