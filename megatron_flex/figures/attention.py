@@ -89,9 +89,8 @@ def _layers(found: Values) -> dict[int, str]:
 
 def _have(layers: list[int]) -> str:
     first, last = layers[0], layers[-1]
-    return (
-        f"the attention patterns of layers {first} to {last}" if last > first else f"those of layer {first}"
-    )
+    which = f"layers {first} to {last}" if last > first else f"layer {first}"
+    return f"the attention patterns of {which}"
 
 
 def _scores(found: Values, name: str, iteration: int) -> tuple[Tensor, Tensor]:

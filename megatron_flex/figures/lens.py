@@ -51,6 +51,8 @@ def logit_lens(
     Raises:
         FigureError: there are no streams, or the dump lacks the weights.
     """
+    if top < 1:
+        raise FigureError(f"top={top}: at least the likeliest token must be kept, top=1")
     with reading_values(source, "a logit lens") as found:
         names = _streams(found)
         first = next(iter(names.values()))
