@@ -152,6 +152,7 @@ class Opened:
         if layer and not at.count():
             self.pick("layer", layer[1])
         at.click()
+        self.page.mouse.move(0, 0)  # what is pointed at is told in place of what is chosen
 
     def find(self, site: str) -> None:
         """Type a site's name into the filter, and choose what is found."""
@@ -177,11 +178,12 @@ class Opened:
         return list(dict.fromkeys(values))
 
     def shares(self, every: str, some: str) -> list[float]:
-        """Where some of the elements begin and end, from left to right: shares of the width of all of them."""
+        """Where some of the elements begin and end, from left to right, as shares of the width of all."""
         script = """([every, some]) => {
           const all = [...document.querySelectorAll(every)];
           const box = (e) => e.querySelector("rect").getBoundingClientRect();
-          const left = Math.min(...all.map((e) => box(e).left)), right = Math.max(...all.map((e) => box(e).right));
+          const left = Math.min(...all.map((e) => box(e).left));
+          const right = Math.max(...all.map((e) => box(e).right));
           return all.filter((e) => e.matches(some)).map(box).sort((a, b) => a.left - b.left)
             .flatMap((b) => [(b.left - left) / (right - left), (b.right - left) / (right - left)]);
         }"""

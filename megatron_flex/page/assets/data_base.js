@@ -107,7 +107,7 @@
     const colours = ramp(scale.kind), stops = [0, 51, 102, 153, 204, 255].map((i) => css(colours[i]));
     const bar = el('span', { class: 'data-bar', 'aria-hidden': 'true' });
     bar.style.background = `linear-gradient(to right, ${stops.join(', ')})`;
-    const out = el('span', { class: 'data-legend' }, number(scale.lo), bar, number(scale.hi));
+    const out = el('span', { class: 'data-legend' }, number(scale.lo), bar, `${scale.open ? '≥ ' : ''}${number(scale.hi)}`);
     if (odd) {
       const mark = el('span', { class: 'data-odd', 'aria-hidden': 'true' });
       mark.style.background = ODD;
@@ -132,6 +132,7 @@
     const grid = el('div', { class: 'data-heat', tabindex: '0', role: 'img', 'aria-label':
       `${about.label}. Arrow keys move over the entries${about.choose ? ', Enter chooses' : ''}.` }, canvas, cursor);
     if (about.key) grid.dataset.key = about.key;
+    if (about.width) grid.style.maxWidth = `${about.width}px`;
     grid.style.height = `${about.height || Math.max(90, Math.min(300, rows * 6))}px`;
     const said = el('output', { class: 'data-said', 'aria-live': 'polite' });
     const rest = about.hint || (about.choose ? 'Point at an entry, or use the arrow keys; click or Enter chooses.'
