@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.distributed.test_docs import ROOT, blocks, execute
 from tests.support import gpt, ranks
 from tests.support.counting import counting
 from tests.support.gpt import Case
@@ -102,3 +103,10 @@ def pages_of_replicas(case: Case, folder: str) -> bool:
 
     with mf.attach(ranks.start(case)) as flex:
         return flex.to_html(Path(folder) / f"{dist.get_rank()}.html") is not None
+
+
+def test_the_page_on_pages_runs(tmp_path: Path) -> None:
+    (code,) = blocks(ROOT / "docs" / "view.md")
+    answers = run(4, execute, f"folder = {str(tmp_path)!r}\n{code}")
+    assert answers == [["page.html True"], [], [], []]
+    assert read(tmp_path / "page.html")["title"] == "after a step"

@@ -19,7 +19,10 @@ FLAGS += "--micro-batch-size 2 --max-position-embeddings 32 --bf16".split()
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
     for name, factor in (("one", 1.0), ("two", 2.0)):
-        given = {f"decoder.layers.{n}": Given(random(2, 4, 8, 8, seed=n) * (factor if n else 1.0), COLUMN) for n in range(3)}
+        given = {
+            f"decoder.layers.{n}": Given(random(2, 4, 8, 8, seed=n) * (factor if n else 1.0), COLUMN)
+            for n in range(3)
+        }
         dumps.write(tmp_path / name, given, mesh={"tp": 2}, iterations=[0, 10])
     measured.write(tmp_path / "measured", [0, 1])
     return Command(monkeypatch, capsys, tmp_path)
@@ -79,7 +82,10 @@ def test_a_configuration(command: Command, with_dump: bool) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nowhere"], "nowhere: no configuration (.yaml, .yml, .json), dump or folder of statistics is there"),
+        (
+            ["nowhere"],
+            "nowhere: no configuration (.yaml, .yml, .json), dump or folder of statistics is there",
+        ),
         (["."], "no run-0000 is in it"),
         (["one", "--mesh", "tp=2"], "--mesh and --world-size are for a configuration"),
         (["one", "--match", "x"], "--match is for a configuration"),

@@ -81,12 +81,20 @@ def read(page: Page) -> dict[str, Any]:
 def test_every_number_in_the_values_leads_somewhere() -> None:
     sites = model()
     costs = prices(sites, lambda s: held_of(s, GRID.sizes, 2, {"s": 16, "b": 2}), GRID)
-    hooks = {sites[1].name: [Hooked("reads", tags=("probe",))], sites[2].name: [Hooked("reads", active=False)]}
+    hooks = {
+        sites[1].name: [Hooked("reads", tags=("probe",))],
+        sites[2].name: [Hooked("reads", active=False)],
+    }
     told = read(Page("a model", GRID, sites, hooks, frozenset({sites[3].name}), costs))
     columns = told["sites"]
     assert {len(column) for column in columns.values()} == {len(sites)}
     assert columns["name"] == [s.name for s in sites]
-    for column, table in (("layout", "layouts"), ("shape", "shapes"), ("reason", "reasons"), ("cost", "costs")):
+    for column, table in (
+        ("layout", "layouts"),
+        ("shape", "shapes"),
+        ("reason", "reasons"),
+        ("cost", "costs"),
+    ):
         assert set(columns[column]) - {-1} == set(range(len(told[table])))
     assert columns["state"] == [0, 1, 0, 2, 0, 0, 0, 0, 0, 3]
     assert told["reasons"] == ["no labels"]
@@ -98,7 +106,9 @@ def test_every_number_in_the_values_leads_somewhere() -> None:
 
 def test_names_from_files_stay_text() -> None:
     site = Site(f"{NASTY}:output", replicated("s"), ("s",), hidden=NASTY)
-    text = html(Page(NASTY, GRID, [site], {site.name: [Hooked("reads", tags=(NASTY,))]}, notes=[("damage", NASTY)]))
+    text = html(
+        Page(NASTY, GRID, [site], {site.name: [Hooked("reads", tags=(NASTY,))]}, notes=[("damage", NASTY)])
+    )
     plain, found = Elements(html(Page("", GRID, []))), Elements(text)
     assert found.tags == plain.tags
     assert found.title == NASTY
@@ -117,7 +127,9 @@ def test_names_that_no_encoding_has_are_written_even_so(tmp_path: Path) -> None:
 def test_scripts_of_the_page_take_no_markup_and_load_nothing() -> None:
     for path in ASSETS.iterdir():
         text = path.read_text(encoding="utf-8")
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text), path
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text
+        ), path
         links = set(re.findall(r"https?://[^\s'\"]+", text)) - {"http://www.w3.org/2000/svg"}
         assert not links, path
         assert "</script" not in text.lower() or path.name == "page.html"
@@ -137,7 +149,9 @@ def test_the_package_has_the_assets() -> None:
 
 def test_a_page_that_is_too_large_is_not_written(tmp_path: Path) -> None:
     page, path = Page("a model", GRID, model(4, 20)), tmp_path / "page.html"
-    with pytest.raises(FlexError, match=r"page.html: the page would have 0\.\d\d MB, more than 0.05 MB: show fewer"):
+    with pytest.raises(
+        FlexError, match=r"page.html: the page would have 0\.\d\d MB, more than 0.05 MB: show fewer"
+    ):
         write(page, path, most_bytes=50_000)
     assert list(tmp_path.iterdir()) == []
     assert write(page, path, most_bytes=None) == path
@@ -168,14 +182,17 @@ def live(sizes: Mapping[str, int], order: tuple[str, ...], rank: int, offset: in
 
     def axis(name: str) -> Axis:
         ranks = [
-            places.index(tuple(n if a == name else mine[a] for a in order)) + offset for n in range(sizes[name])
+            places.index(tuple(n if a == name else mine[a] for a in order)) + offset
+            for n in range(sizes[name])
         ]
         return Axis(name, sizes[name], mine[name], None, tuple(ranks))
 
     return Mesh(tuple(map(axis, ("pp", "dp", "cp", "tp"))))
 
 
-@pytest.mark.parametrize("order", [("pp", "dp", "cp", "tp"), ("dp", "pp", "cp", "tp"), ("pp", "tp", "dp", "cp")])
+@pytest.mark.parametrize(
+    "order", [("pp", "dp", "cp", "tp"), ("dp", "pp", "cp", "tp"), ("pp", "tp", "dp", "cp")]
+)
 @pytest.mark.parametrize("rank", [0, 13])
 def test_a_rank_is_where_the_mesh_has_it(order: tuple[str, ...], rank: int) -> None:
     sizes = {"pp": 2, "dp": 3, "cp": 2, "tp": 2}
@@ -209,7 +226,9 @@ def test_ranks_that_follow_no_rule_are_told_of() -> None:
 @pytest.mark.parametrize("layout", [REPLICATED, SEQUENCE, COLUMN, GATED, GROUPED])
 def test_blocks_of_the_picture_are_what_each_rank_holds(layout: Layout) -> None:
     grid = of_sizes({"pp": 1, "dp": 2, "cp": 2, "tp": 4})
-    shown = read(Page("", grid, [Site("x:output", layout, ("s",) * len(layout.dims))]))["layouts"][0]["picture"]
+    shown = read(Page("", grid, [Site("x:output", layout, ("s",) * len(layout.dims))]))["layouts"][0][
+        "picture"
+    ]
     names = [d.name for d in layout.dims]
     for coords in coordinates(layout, grid.sizes):
         held = [
@@ -276,7 +295,9 @@ def test_a_place_that_can_be_read_only_says_so() -> None:
 @pytest.fixture
 def dump(tmp_path: Path) -> Path:
     given = {f"decoder.layers.{n}": Given(random(2, 4, 8, 8, seed=n), COLUMN, stage=n // 2) for n in range(4)}
-    dumps.write(tmp_path / "dump", given, mesh={"pp": 2, "dp": 2, "tp": 2}, microbatches=2, iterations=[0, 10])
+    dumps.write(
+        tmp_path / "dump", given, mesh={"pp": 2, "dp": 2, "tp": 2}, microbatches=2, iterations=[0, 10]
+    )
     return tmp_path / "dump"
 
 

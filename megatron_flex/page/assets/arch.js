@@ -4,10 +4,11 @@
 flexPage.pane('architecture', {
   title: 'Architecture',
   make(root) {
-    const { page, state, STATES, el, svg, dot, fmt, select, matching, layerOf } = flexPage;
+    const { page, state, STATES, el, svg, dot, fmt, select, matching } = flexPage;
     const { sites } = page;
     const tree = flexTree, { PAD, HEAD, ROW, TICK, TALL } = tree;
-    const FAR = 0.42, LEAST = 0.02, MOST = 4; // scales: below the first, dots are drawn but not named
+    const FAR = 0.5, LEAST = 0.02, MOST = 4; // scales: below the first, dots are drawn but not named
+    const SOME = 24; // rows that are drawn together, of a block with many
     const places = new Map(); // of nested folds, which member is shown
     const view = { x: 0, y: 0, k: 1 };
     const wrong = new Map(); // sites that differ between two dumps
@@ -68,15 +69,18 @@ flexPage.pane('architecture', {
 
     function render() {
       if (!scene) return;
-      const focused = document.activeElement && canvas.contains(document.activeElement) ? document.activeElement.dataset : null;
+      const focused = walked();
       const far = view.k < FAR;
       const seen = new Map();
       const [left, top] = [-view.x / view.k, -view.y / view.k];
       const [right, bottom] = [left + canvas.clientWidth / view.k, top + canvas.clientHeight / view.k];
       scene.boxes.forEach((box, n) => {
         if (box.x > right || box.x + box.w < left || box.y > bottom || box.y + box.h < top) return;
-        const name = `${n}${far ? 'f' : 'n'}`;
-        seen.set(name, drawn.get(name) || box_(box, far));
+        const inner = box.y + HEAD + (box.strip || 0), few = far || box.h < 3 * SOME * ROW;
+        const from = few ? 0 : Math.max(0, Math.floor((top - inner) / ROW / SOME) - 1) * SOME;
+        const to = few ? Infinity : Math.max(0, Math.ceil((bottom - inner) / ROW / SOME) + 1) * SOME;
+        const name = `${n}${far ? 'f' : `n${from}-${to}`}`;
+        seen.set(name, drawn.get(name) || box_(box, far, from, to));
       });
       spine.setAttribute('d', scene.spine);
       world.setAttribute('transform', `translate(${view.x} ${view.y}) scale(${view.k})`);
@@ -84,15 +88,24 @@ flexPage.pane('architecture', {
       for (const [name, node] of seen) if (!drawn.has(name)) world.append(node);
       drawn = seen;
       rove();
-      if (focused && document.activeElement === document.body) {
-        const again = find('data-site', focused.site) || find('data-layer', focused.layer);
-        if (again) again.focus({ preventScroll: true });
-      }
+      refocus(focused);
+    }
+    const walked = () => (canvas.contains(document.activeElement) ? { ...document.activeElement.dataset } : null);
+    function refocus(was) { // what had the keyboard before it was drawn anew
+      if (!was || canvas.contains(document.activeElement)) return;
+      const again = find('data-site', was.site) || find('data-layer', was.layer) || find('data-member', was.member) || find('data-open', was.open);
+      if (again) again.focus({ preventScroll: true });
     }
     const find = (name, value) => (value === undefined ? null : canvas.querySelector(`[${name}="${CSS.escape(value)}"]`));
-    function redraw() { for (const node of drawn.values()) node.remove(); drawn = new Map(); render(); }
+    function redraw() {
+      const focused = walked();
+      for (const node of drawn.values()) node.remove();
+      drawn = new Map();
+      render();
+      refocus(focused);
+    }
 
-    function box_(box, far) {
+    function box_(box, far, from, to) {
       const { block } = box, single = block.stack && (block.open || block.members.length === 1) && !box.head;
       const chosen = box.node && state.layer !== null && block.stack && Number(box.node.label) === state.layer;
       const group = svg('g', { class: `box${chosen && block.open ? ' chosen' : ''}`, transform: `translate(${box.x} ${box.y})` });
@@ -108,7 +121,7 @@ flexPage.pane('architecture', {
       if (box.strip && !far) group.append(strip(block.members, block.at, PAD, HEAD + 1, box.w - 2 * PAD, null));
       if (far) { group.append(...specks(box, y)); return group; }
       const { marks } = matching();
-      for (const row of box.rows) {
+      for (const row of box.rows.filter((r) => r.strip || (r.y >= from * ROW && r.y < to * ROW))) {
         const at = y + row.y + ROW / 2;
         if (row.label) group.append(svg('text', { class: 'module', x: PAD + row.x, y: at + 4, text: row.label }));
         for (const one of row.dots) group.append(site(one, PAD + one.x, at, marks[one.site]));
@@ -221,17 +234,21 @@ flexPage.pane('architecture', {
       else if (target.flexMember) member(target.flexMember, target.flexMember.n);
       else layer(Number(target.dataset.layer));
     }
-    function toggle(block) { block.open = !block.open; place(); fit(); redraw(); const again = canvas.querySelector('.opener'); if (again) again.focus(); }
+    function toggle(block) { block.open = !block.open; place(); fit(); redraw(); }
     function member({ members, key }, n) {
       const one = members[Math.max(0, Math.min(members.length - 1, n))];
       if (key === null) { layer(Number(one.label)); return; }
       places.set(key, members.indexOf(one));
       place();
       redraw();
-      const cell = find('data-member', one.label);
-      if (cell) cell.focus();
+      focusOn('data-member', one.label);
     }
-    function layer(number) { select({ layer: number }); }
+    function layer(number) {
+      const strip = document.activeElement.closest('.strip');
+      select({ layer: number });
+      if (strip) focusOn('data-layer', number);
+    }
+    function focusOn(name, value) { const one = find(name, value); if (one) one.focus({ preventScroll: true }); }
     function stepLayer(by) {
       const all = tree.blocks.filter((b) => b.stack).flatMap((b) => b.members.map((m) => Number(m.label)));
       const sorted = [...new Set(all)].sort((a, b) => a - b);
@@ -258,7 +275,7 @@ flexPage.pane('architecture', {
         const there = one.getBoundingClientRect();
         const [x, y] = [there.left - here.left, there.top - here.top];
         const along = x * dx + y * dy, across = Math.abs(x * dy) + Math.abs(y * dx);
-        const far = along + across * (dx ? 50 : 2);
+        const far = (dx ? along : Math.round(along) * 1e4) + across;
         if (along > 2 && far < least && (!dx || across < 3)) { best = one; least = far; }
       }
       if (!best) return;
@@ -300,7 +317,7 @@ flexPage.pane('architecture', {
         if (changed.has('layer') && state.layer !== null) {
           for (const block of tree.blocks.filter((b) => b.stack)) {
             const n = block.members.findIndex((m) => Number(m.label) === state.layer);
-            if (n >= 0 && (state.site === null || layerOf(state.site) === state.layer)) block.at = n;
+            if (n >= 0) block.at = n;
           }
         }
         if (changed.has('site') && state.site !== null) show(state.site);
