@@ -237,7 +237,9 @@ def test_a_logit_lens_in_pieces_is_that_in_one(tmp_path: Path, monkeypatch: pyte
     assert np.array_equal(pieces.ids, whole.ids)
     with pytest.raises(FigureError, match="there are 7 tokens; 7 is none of them"):
         figures.logit_lens(tmp_path, positions=[0, 7])
-    with pytest.raises(FigureError, match="top"):
+    with pytest.raises(FigureError, match="no position of 7 is chosen"):
+        figures.logit_lens(tmp_path, positions=slice(7, None))
+    with pytest.raises(FigureError, match="top=0"):
         figures.logit_lens(tmp_path, top=0)
 
 
