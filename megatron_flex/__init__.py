@@ -76,7 +76,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import edits, pictures, flags, and what reads dumps and statistics, when asked for: others do not wait."""
+    """Import edits, pictures, flags, and what reads dumps and statistics, when asked for: no one waits."""
     if name in ("edits", "figures", "plot"):
         return import_module(f"megatron_flex.{name}")
     if name == "local":

@@ -27,6 +27,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tuning", type=int, default=40, help="steps of the tuned lens (default %(default)s)"
     )
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write pictures there (needs matplotlib)")
     args = parser.parse_args(words)
     if min(args.iterations, args.tuning) < 1:
         parser.error("--iterations and --tuning must be at least 1")
@@ -55,6 +56,7 @@ def main() -> int:
         )
         torchrun = TORCHRUN.split()
         flags = f"{MODEL}{CPU}{SPREAD} --train-iters 1 --tuning {args.tuning}".split()
+        flags += [] if args.plots is None else ["--plots", str(args.plots.resolve())]
         launch([*torchrun, str(HERE / "analyses_run.py"), *flags, "--folder", str(folder)], Path(log))
         end = time.monotonic()
         from analyses_report import report  # imports torch, which nobody should wait for at the start

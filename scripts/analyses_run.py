@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from megatron_flex import FlexModel, HookFunction, cpu
+from megatron_flex import FlexModel, HookFunction, cpu, figures, plot
 
 cpu.enable()  # before Megatron is imported; leave it out on a machine with GPUs
 
@@ -30,6 +31,7 @@ SEQUENCES, LENGTH = 8, 128
 def flags(parser: ArgumentParser) -> ArgumentParser:
     """Megatron lets a script add flags of its own."""
     parser.add_argument("--tuning", type=int, required=True, help="steps of the tuned lens")
+    parser.add_argument("--plots", type=Path, help="where pictures go")
     return add_folder(parser)
 
 
@@ -54,6 +56,13 @@ def losses(logits: Tensor, labels: Tensor) -> Tensor:
 # -- induction heads ---------------------------------------------------------------------------------
 
 
+def repeated() -> Tensor:
+    """Random bytes, twice: `[batch, sequence]`."""
+    shape = SEQUENCES, LENGTH // 2
+    once = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(4))
+    return torch.cat([once, once], 1)
+
+
 def induction(flex: FlexModel) -> dict[str, Tensor]:
     """Random bytes, twice: which heads look from a byte to what followed it the first time?
 
@@ -62,19 +71,14 @@ def induction(flex: FlexModel) -> dict[str, Tensor]:
         byte behind the earlier copy, and to the byte before; `uniform`: what a head without any preference
         gives either; `repeated`: the loss in the first and in the second half.
     """
-    half = LENGTH // 2
-    once = torch.randint(0, 256, (SEQUENCES, half), generator=torch.Generator().manual_seed(4))
-    tokens = torch.cat([once, once], 1)
+    half, tokens = LENGTH // 2, repeated()
     logits, cache = flex.run_with_cache(tokens, lambda name: name.endswith("hook_pattern"))
-    patterns = cache.stack_activation("pattern")[..., half:, :]  # [layer, batch, head, second half, all]
-    followed = patterns.diagonal(1, -2, -1).mean((1, -1))  # from half + i to i + 1
-    previous = patterns.diagonal(half - 1, -2, -1).mean((1, -1))
+    found = figures.induction(cache)
     next_ones = [losses(logits[:, a : b - 1], tokens[:, a + 1 : b]) for a, b in ((0, half), (half, LENGTH))]
-    uniform = (1 / torch.arange(half + 1, LENGTH + 1)).mean()
     return {
-        "induction": followed,
-        "previous": previous,
-        "uniform": uniform,
+        "induction": torch.from_numpy(found.scores),
+        "previous": torch.from_numpy(found.previous),
+        "uniform": torch.tensor(found.uniform),
         "repeated": torch.stack(next_ones),
     }
 
@@ -182,6 +186,31 @@ def tuned_lens(flex: FlexModel, steps: int) -> dict[str, Tensor]:
     return {"tuned losses": losses(seen, batch["labels"]), "divergence": torch.stack(far)}
 
 
+# -- pictures ----------------------------------------------------------------------------------------
+
+
+def glyph(byte: int) -> str:
+    """A byte as a token's label."""
+    return chr(byte) if 9 <= byte < 127 else f"x{byte:02x}"
+
+
+def pictures(flex: FlexModel, folder: Path) -> None:
+    """Draw what was found; every rank makes the figures, since weights come from all, and the first saves."""
+    _, cache = flex.run_with_cache(repeated(), lambda name: name.endswith("hook_pattern"))
+    scores = figures.induction(cache)
+    drawn = {"induction": plot.induction(scores)}
+    layer = scores.layers[int(scores.scores.max(1).argmax())]
+    drawn["attention"] = plot.attention(cache, layer)
+    tokens = held_out_batch(1, LENGTH)["tokens"]
+    _, cache = flex.run_with_cache(tokens, lambda name: name.endswith(("resid_pre", "resid_post")))
+    drawn["logit-lens"] = plot.logit_lens(cache, tokens=tokens[0].tolist(), tokenizer=glyph)
+    drawn["norms"] = plot.norms(cache)
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, figure in drawn.items():
+            figure.savefig(folder / f"{name}.png", dpi=100)
+
+
 def main() -> None:
     """All three, and their results to a file."""
     flex = build()
@@ -193,6 +222,9 @@ def main() -> None:
     ):
         say(f"  {label}")
         results |= analysis(flex)
+    if get_args().plots is not None:
+        say("  pictures")
+        pictures(flex, get_args().plots)
     flex.restore()
     if torch.distributed.get_rank() == 0:
         save(get_args().folder / "analyses", results)

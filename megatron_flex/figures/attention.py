@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_flex.figures.sources import Source, caption, layouts, reading_values, told_of
 from megatron_flex.figures.types import Attention, FigureError, Induction, as_array
-from megatron_flex.figures.values import PATTERNS, Values, finite, last_iteration
+from megatron_flex.figures.values import PATTERNS, Values, as_fp32, last_iteration
 
 SITE = "decoder.layers.*.self_attention.core_attention:probs"
 EMBEDDINGS = ("embedding.word_embeddings:output", "hook_embed")
@@ -32,7 +32,7 @@ def attention(source: Source, layer: int, iteration: int | None = None, sample: 
         name = there[layer]
         number = last_iteration(found, name, iteration)
         rows = found.rows(name, number, sample)
-        values = finite(rows.all()).transpose(0, 1).contiguous()
+        values = as_fp32(rows.all()).transpose(0, 1).contiguous()
         told = caption(name, told_of(found, [number]), f"sample {rows.sample}", layout=found.layout(name))
         keys = tuple(range(values.shape[-1]))
         return Attention(layer, number, as_array(values), rows.tokens, keys, told)
@@ -89,9 +89,8 @@ def _layers(found: Values) -> dict[int, str]:
 
 def _have(layers: list[int]) -> str:
     first, last = layers[0], layers[-1]
-    return (
-        f"the attention patterns of layers {first} to {last}" if last > first else f"those of layer {first}"
-    )
+    which = f"layers {first} to {last}" if last > first else f"layer {first}"
+    return f"the attention patterns of {which}"
 
 
 def _scores(found: Values, name: str, iteration: int) -> tuple[Tensor, Tensor]:
@@ -99,7 +98,7 @@ def _scores(found: Values, name: str, iteration: int) -> tuple[Tensor, Tensor]:
     followed, previous = [], []
     for sample in range(found.samples(name, iteration)):
         rows = found.rows(name, iteration, sample)
-        pattern = finite(rows.all()).transpose(0, 1)
+        pattern = as_fp32(rows.all()).transpose(0, 1)
         queries, keys = pattern.shape[-2:]
         if queries != keys or queries % 2 or rows.tokens != tuple(range(queries)):
             raise FigureError(

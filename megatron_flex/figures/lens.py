@@ -12,7 +12,7 @@ from megatron_flex.dump.reading import OpenDump
 from megatron_flex.errors import SiteError
 from megatron_flex.figures.sources import Source, caption, layouts, reading_values, told_of
 from megatron_flex.figures.types import FigureError, LogitLens, as_array
-from megatron_flex.figures.values import OfCache, OfDump, Values, finite, last_iteration
+from megatron_flex.figures.values import OfCache, OfDump, Values, as_fp32, last_iteration
 from megatron_flex.layout import Layout
 from megatron_flex.lens.names import FINAL_NORMS
 from megatron_flex.lens.views import normed
@@ -51,12 +51,16 @@ def logit_lens(
     Raises:
         FigureError: there are no streams, or the dump lacks the weights.
     """
+    if top < 1:
+        raise FigureError(f"top={top}: at least the likeliest token must be kept, top=1")
     with reading_values(source, "a logit lens") as found:
         names = _streams(found)
         first = next(iter(names.values()))
         number = last_iteration(found, first, iteration)
         logits = found.cache.logit_lens if isinstance(found, OfCache) else _of_dump(found, number, tied)
-        kept, places, ids, chances = None, (), [], []
+        kept: list[int] | None = None
+        places: tuple[int, ...] = ()
+        ids, chances = [], []
         for name in names.values():
             rows = found.rows(name, number, sample)
             if kept is None:
@@ -97,7 +101,9 @@ def _streams(found: Values) -> dict[int, str]:
 
 def _chosen(positions: slice | Sequence[int], there: int) -> list[int]:
     if isinstance(positions, slice):
-        return list(range(there))[positions]
+        positions = range(there)[positions]
+    if not positions:
+        raise FigureError(f"no position of {there} is chosen; leave positions out for all")
     wrong = next((t for t in positions if not -there <= t < there), None)
     if wrong is not None:
         raise FigureError(f"there are {there} tokens; {wrong} is none of them")
@@ -110,7 +116,7 @@ def _likeliest(streams: Tensor, logits: Logits, top: int) -> tuple[Tensor, Tenso
     step = 1
     at = 0
     while at < len(streams):
-        found = logits(finite(streams[at : at + step]))
+        found = logits(as_fp32(streams[at : at + step]))
         best, which = found.topk(min(top, found.shape[-1]), -1)
         chances.append((best - found.logsumexp(-1, keepdim=True)).exp())
         ids.append(which)
@@ -174,8 +180,8 @@ def _of_dump(found: Values, iteration: int, tied: bool | None) -> Unembedding:
     offset = 1.0 if model.get("layernorm_zero_centered_gamma") else 0.0
     bias = f"{norm}.bias"
     return Unembedding(
-        finite(read(f"{norm}.weight")) + offset,
-        finite(read(bias)) if bias in dump.parameters else None,
+        as_fp32(read(f"{norm}.weight")) + offset,
+        as_fp32(read(bias)) if bias in dump.parameters else None,
         read(words),
         kind == "RMSNorm",
         float(epsilon),

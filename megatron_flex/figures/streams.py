@@ -21,7 +21,7 @@ from megatron_flex.figures.sources import (
     told_of,
 )
 from megatron_flex.figures.types import FigureError, Heat, Histograms, Norms, as_array
-from megatron_flex.figures.values import Rows, Values, finite, last_iteration
+from megatron_flex.figures.values import Rows, Values, as_fp32, last_iteration
 from megatron_flex.statistics.measured import SIDE, edges
 from megatron_flex.statistics.moments import COUNT, HISTOGRAM, INFINITIES, NANS, SECOND, ZEROS, Sums
 
@@ -45,13 +45,16 @@ def norms(source: Source, pattern: str = STREAM) -> Norms:
         iterations = sorted({number for number, _ in rows})
         table = torch.full((3, len(iterations), len(names)), math.nan, dtype=torch.float64)
         table[1:] = 0
+        lines = {number: at for at, number in enumerate(iterations)}
+        places = {name: at for at, name in enumerate(names)}
         for (number, name), row in rows.items():
-            table[:, iterations.index(number), names.index(name)] = torch.tensor(row, dtype=torch.float64)
+            table[:, lines[number], places[name]] = torch.tensor(row, dtype=torch.float64)
         values, counts, broken = table[0], table[1].long(), table[2].long()
-        told = caption(
-            f"norm of {_named(pattern, names)}", told_of(found, iterations), layout=layouts(found, names)
+        named = names[0] if len(names) == 1 else pattern
+        told = caption(f"norm of {named}", told_of(found, iterations), layout=layouts(found, names))
+        return Norms(
+            tuple(names), tuple(iterations), as_array(values), as_array(counts), as_array(broken), told
         )
-        return Norms(tuple(names), tuple(iterations), *map(as_array, (values, counts, broken)), told)
 
 
 Row = tuple[float, int, int]  # norm, finite values, others
@@ -141,7 +144,7 @@ def heat(
         if 0 in sizes:
             raise FigureError(f"{found.where}: {name} has no values in iteration {number}")
         block = ceil(sizes[0] / max(1, most[0])), ceil(sizes[1] / max(1, most[1]))
-        values = finite(rows.all()).reshape(sizes) if block == (1, 1) else _means(rows, sizes, block)
+        values = as_fp32(rows.all()).reshape(sizes) if block == (1, 1) else _means(rows, sizes, block)
         folded = "" if block == (1, 1) else f"means of |x| over {block[0]} x {block[1]} (tokens x features)"
         told = caption(
             name,
@@ -163,19 +166,15 @@ def _means(rows: Rows, sizes: tuple[int, int], block: tuple[int, int]) -> Tensor
         step = max(1, PART // sizes[1])
         total = torch.zeros(sizes[1])
         for at in range(first, last, step):
-            part = finite(rows.read(at, min(at + step, last)))
+            part = as_fp32(rows.read(at, min(at + step, last)))
             total += part.reshape(-1, sizes[1]).abs().sum(0)
         lines.append(total / (last - first))
     table = torch.stack(lines)
     short = -sizes[1] % along
-    sums = F.pad(table, (0, short)).unflatten(1, (-1, along)).sum(-1)
+    sums: Tensor = F.pad(table, (0, short)).unflatten(1, (-1, along)).sum(-1)
     widths = torch.full((sums.shape[1],), float(along))
     widths[-1] -= short
     return sums / widths
-
-
-def _named(pattern: str, names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else pattern
 
 
 def _one(names: list[str], site: str) -> str:

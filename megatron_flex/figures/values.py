@@ -229,6 +229,6 @@ def last_iteration(found: Values, name: str, iteration: int | None) -> int:
     return there[-1] if iteration is None else iteration
 
 
-def finite(values: Tensor) -> Tensor:
+def as_fp32(values: Tensor) -> Tensor:
     """Values in fp32, whatever they are stored in."""
     return values if values.dtype == torch.float32 else values.float()

@@ -7,10 +7,11 @@ from typing import Any
 
 from megatron_flex.page.data_packing import base64, evenly, floats, number
 from megatron_flex.page.data_reading import ABSENT, Cell
-from megatron_flex.statistics.measured import edges
+from megatron_flex.statistics.measured import SIDE, edges
 
 MEASURES = ("rms", "absmax", "mean", "std", "zeros")
 MOST_TROUBLES, MOST_TEXTS = 4000, 300
+FEW = 100  # of so many values one may lie in the bin around zero, beside zeros themselves
 
 
 class Tables:
@@ -56,11 +57,17 @@ class Tables:
         if not full:
             return
         first, last = full[0], full[-1] + 1
+        low, high = _middle(
+            [sum(counts[bin_] for counts in rows.values()) for bin_ in range(len(edges()) - 1)]
+        )
+        if first < high and low < last:
+            low, high = max(low, first), min(high, last)
+        bounds = [e for i, e in enumerate(edges()) if first <= i <= last and not low < i < high]
         self._histograms[tensor] = {
             "at": chosen,
             "uneven": True,
-            "edges": [number(e) for e in edges()[first : last + 1]],
-            "counts": [list(rows[at][first:last]) for at in chosen],
+            "edges": [number(e) for e in bounds],
+            "counts": [_folded(rows[at], first, last, low, high) for at in chosen],
         }
 
     def state(self, tensor: int, at: int) -> int:
@@ -83,3 +90,19 @@ class Tables:
             "texts": list(self._texts),
             "histograms": {str(t): found for t, found in self._histograms.items()},
         }
+
+
+def _middle(counts: Sequence[int]) -> tuple[int, int]:
+    """The bins around zero, from one to before another: of values that are not zero they hold one in FEW."""
+    low, high, held = SIDE, SIDE + 1, 0
+    most = (sum(counts) - counts[SIDE]) // FEW
+    while low > 0 and high < len(counts) and held + counts[low - 1] + counts[high] <= most:
+        low, high = low - 1, high + 1
+        held += counts[low] + counts[high - 1]
+    return low, high
+
+
+def _folded(counts: Sequence[int], first: int, last: int, low: int, high: int) -> list[int]:
+    """The bins from `first` to before `last`, those from `low` to before `high` as one."""
+    middle = [sum(counts[low:high])] if first < high and low < last else []
+    return [*counts[first : min(low, last)], *middle, *counts[max(high, first) : last]]

@@ -51,7 +51,8 @@ def _wrapped(text: str, wide: int) -> str:
 
 def ticks(axis: Any, labels: Sequence[str], most: int = 32, **how: Any) -> None:
     """Label the places 0, 1, ... of an axis (`axes.xaxis`); where more than fit, only every so many."""
-    step = max(1, -(-len(labels) // most))
+    least = -(-len(labels) // most)
+    step = next(s * 10**p for p in range(9) for s in (1, 2, 5) if s * 10**p >= least)
     places = range(0, len(labels), step)
     axis.set_ticks(list(places), [labels[i] for i in places], parse_math=False, **how)
 

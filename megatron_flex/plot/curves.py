@@ -111,7 +111,8 @@ def divergence(comparison: ComparisonLike | Divergence) -> Figure:
     axes.set(yscale="log", ylabel="error", ylim=(floor / 2, ceiling * 3), xlim=(-0.8, len(made.sites) - 0.2))
     site_ticks(axes, made.sites)
     axes.grid(alpha=0.3, axis="y")
-    axes.legend(*_first_of_each(axes), fontsize=8, loc="upper left")
+    handles, labels = _first_of_each(axes)  # above the axes, where no curve and no mark can be
+    axes.legend(handles, labels, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
     iteration_bar(figure, axes, made.iterations)
     return finish(figure, "Divergence by site, in the order of execution", made.caption)
 

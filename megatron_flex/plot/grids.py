@@ -57,19 +57,21 @@ def attention(
     across = min(ACROSS, len(shown))
     down = math.ceil(len(shown) / across)
     figure = new(2.6 * across + 1.2, 2.5 * down + 1.2)
-    panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+    from matplotlib.colors import PowerNorm
+
+    panels = figure.subplots(down, across, squeeze=False)
     rows = place_labels(made.queries, tokens, tokenizer)
     columns = place_labels(made.keys, tokens, tokenizer)
-    most = float(made.values[shown].max())
+    scale = PowerNorm(0.5, 0, float(made.values[shown].max()))  # the first query's only key always has 1
     for number, axes in enumerate(panels.flat):
         if number >= len(shown):
             axes.set_visible(False)
             continue
-        image = axes.imshow(made.values[shown[number]], cmap="viridis", vmin=0, vmax=most, aspect="auto")
+        image = axes.imshow(made.values[shown[number]], cmap="viridis", norm=scale, aspect="auto")
         axes.set_title(f"head {shown[number]}", fontsize=9)
         _label(axes, rows, columns, tokens is not None)
-        if number + across >= len(shown):  # nothing is drawn below it
-            axes.tick_params(labelbottom=True)
+        below = number + across < len(shown)
+        axes.tick_params(labelbottom=not below, labelleft=number % across == 0)
     figure.supylabel("query", fontsize=9)
     figure.colorbar(image, ax=panels, label="attention to key", pad=0.02)
     return finish(figure, f"Attention patterns, layer {made.layer}", made.caption)

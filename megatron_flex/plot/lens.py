@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LAST = slice(-16, None)  # positions that fit side by side
+SHORT = 5  # letters of a label that need not be turned
 WRITTEN = 48  # positions up to which tokens are written into their cells
 
 
@@ -56,7 +57,9 @@ def logit_lens(
     if places <= WRITTEN:
         words = [token_labels(line, tokenizer, 8) for line in made.ids[:, :, 0].tolist()]
         write(axes, best, words, 1.0)
-    ticks(axes.xaxis, place_labels(made.tokens, tokens, tokenizer), WRITTEN, fontsize=SMALL, rotation=45)
+    labels = place_labels(made.tokens, tokens, tokenizer)
+    turned = 45 if max(map(len, labels)) > SHORT else 0
+    ticks(axes.xaxis, labels, WRITTEN, fontsize=SMALL, rotation=turned)
     ticks(axes.yaxis, [_layer(n) for n in made.layers], 32, fontsize=SMALL)
     axes.set_xlabel("token" if tokens is not None else "position")
     figure.colorbar(image, ax=axes, label="probability", pad=0.02)

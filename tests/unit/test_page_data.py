@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import struct
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,6 +132,23 @@ def test_histograms_hold_all_values(dump: Path) -> None:
         if 0 < low < high:
             assert count == int(((values[0] >= low) & (values[0] < high)).sum())
     assert histogram["counts"][0][0] > 0 or any(c[0] for c in histogram["counts"])
+
+
+def test_what_is_nearest_to_zero_is_in_one_bin(tmp_path: Path) -> None:
+    value = torch.cat([random(1, 1, 8, 250), torch.full((1, 1, 8, 1), 1e-9), torch.zeros(1, 1, 8, 9)], -1)
+    for name, given in (("signed", value), ("magnitudes", value.abs()), ("zeros", 0 * value)):
+        dumps.write(tmp_path / name, {FIRST: Given(given)})
+        histogram = Shown(of_dump(tmp_path / name, [FIRST])).told["histograms"]["0"]
+        (counts,), edges = histogram["counts"], histogram["edges"]
+        assert len(edges) == len(counts) + 1
+        assert sum(counts) == value.numel()
+        assert len(counts) <= 25
+        middle = [n for n, (low, high) in enumerate(pairwise(edges)) if low <= 0 <= high]
+        if name != "zeros":
+            assert 80 <= counts[middle[0]] <= 72 + (value.numel() - 72) // 100
+        for low, high, count in zip(edges, edges[1:], counts, strict=False):
+            if low > 0:
+                assert count == int(((given >= low) & (given < high)).sum())
 
 
 def test_parameters_and_their_gradients_have_norms(tmp_path: Path) -> None:

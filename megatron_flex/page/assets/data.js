@@ -108,7 +108,7 @@
       const open = notes.querySelector('details')?.open;
       notes.replaceChildren(...bad.map((n) => el('p', { class: 'data-damage', role: 'alert' }, n.text)));
       if (rest.length) {
-        const more = el('details', {}, el('summary', {}, `${rest.length} notes on what is shown`),
+        const more = el('details', {}, el('summary', {}, `${rest.length} note${rest.length > 1 ? "s" : ""} on what is shown`),
           ...rest.map((n) => el('p', { class: 'data-dim' }, n.text)));
         more.open = Boolean(open);
         notes.append(more);

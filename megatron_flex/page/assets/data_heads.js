@@ -14,6 +14,12 @@
     return tools.unpack(packed).subarray(which * size, (which + 1) * size);
   }
 
+  /** What all but 3 of 100 patterns' entries stay below: the first tokens would leave all others dark. */
+  function loud(packed) {
+    const there = Array.from(tools.unpack(packed)).filter((v) => v > 0).sort((a, b) => a - b);
+    return there.length ? there[Math.min(there.length - 1, Math.floor(0.97 * there.length))] : 1;
+  }
+
   function small(ctx, packed, which, chosen, scale) {
     const canvas = el('canvas', { class: 'data-canvas', 'aria-hidden': 'true' });
     tools.paint(canvas, values(packed, which), packed.shape[1], packed.shape[2], scale);
@@ -43,7 +49,7 @@
       root.append(sentence(source.lacks[`attention ${state.layer}`]
         || `Layer ${state.layer} has no attention pattern on this page; layer ${layer} is shown.`));
     }
-    const scale = { lo: 0, hi: Math.max(1e-9, tools.ends(tools.unpack(packed), 'share').hi), kind: 'share' };
+    const scale = { lo: 0, hi: loud(packed), kind: 'share', open: true };
     const group = el('div', { class: 'data-heads', role: 'radiogroup', 'aria-label': `attention heads of layer ${layer}` });
     for (let which = 0; which < count; which += 1) group.append(small(ctx, packed, which, which === chosen, scale));
     group.addEventListener('keydown', (event) => {
@@ -56,7 +62,7 @@
     });
     const large = values(packed, chosen);
     root.append(head(`Attention of layer ${layer}`, el('span', { class: 'data-dim' }, ` ${packed.caption}`)), group,
-      head(`Head ${chosen}`), tools.heat({ values: large, rows, columns, scale, key: 'large head', height: 300,
+      head(`Head ${chosen}`), tools.heat({ values: large, rows, columns, scale, key: 'large head', height: 320, width: 320,
         axes: ['query', 'key'], label: `attention of layer ${layer}, head ${chosen}: query x key`,
         tell: (r, c) => `token ${span(packed.queries, r, packed.of[0])} looks at ${span(packed.keys, c, packed.of[1])}: ` +
           number(large[r * columns + c]) }));
@@ -70,6 +76,7 @@
     }
     root.append(head('Logit lens', el('span', { class: 'data-dim' }, ` ${found.caption}`)), el('p', { class: 'data-dim' },
       'The likeliest next token, by its number in the vocabulary, if the model ended behind each layer; the shade is its probability. Arrow keys move, hovering tells more.'));
+    const top = tools.most(found.shares.flat(1).map((k) => k[0] ?? 0)) || 1;
     const colours = tools.ramp('share'), said = el('output', { class: 'data-said', 'aria-live': 'polite' });
     const table = el('table', { class: 'data-lens', 'aria-label': 'logit lens: likeliest token by layer and position' });
     table.append(el('thead', {}, el('tr', {}, el('th', { scope: 'col' }, 'behind layer'),
@@ -80,7 +87,7 @@
       const row = el('tr', { class: state.layer !== null && behind === state.layer ? 'data-on' : '' },
         el('th', { scope: 'row' }, name));
       found.ids[l].forEach((ids, t) => {
-        const share = found.shares[l][t][0], where = tools.shade(share ?? 0, 0, 1);
+        const share = found.shares[l][t][0], where = tools.shade(share ?? 0, 0, top);
         const cell = el('td', { tabindex: l === found.layers.length - 1 && t === 0 ? '0' : '-1' }, String(ids[0]));
         const [r, g, b] = colours[where];
         cell.style.background = tools.css(colours[where]);
@@ -108,7 +115,7 @@
       const to = next();
       if (to && to.tagName === 'TD') { cell.tabIndex = -1; to.tabIndex = 0; to.focus(); }
     });
-    root.append(el('div', { class: 'data-scroll' }, table), said, tools.legend({ lo: 0, hi: 1, kind: 'share' }));
+    root.append(el('div', { class: 'data-scroll' }, table), said, tools.legend({ lo: 0, hi: top, kind: 'share' }));
   }
 
   flexPage.dataHeads = heads;

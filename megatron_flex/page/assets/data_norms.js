@@ -56,7 +56,9 @@
     const odd = (k) => source.state(k % columns, several[Math.floor(k / columns)]);
     const map = (v) => (v === null ? NaN : log ? (v > 0 ? Math.log10(v) : NaN) : v);
     const values = Float32Array.from({ length: rows * columns }, (_, k) => map(raw(k)));
-    const scale = tools.ends(values, log ? 'size' : undefined);
+    const found = tools.ends(values, log ? 'size' : undefined);
+    const good = Array.from(values).filter(Number.isFinite); // of magnitudes all colours, not from zero on
+    const scale = found.kind === 'size' && good.length ? { ...found, lo: tools.least(good) } : found;
     const chosen = several.findIndex((t) => source.sites[t] >= 0 && source.sites[t] === ctx.state.site);
     return tools.heat({ values, rows, columns, scale, key: 'norms', axes: [rows > 1 ? 'layer' : '', log ? 'iteration, log10 of values' : 'iteration'],
       label: `${measure} by layer and iteration`, height: Math.max(60, Math.min(260, rows * 12)),

@@ -58,7 +58,7 @@
       root.append(drawn, svg('text', { x: left - 6, y: base, 'text-anchor': 'end',
         class: on ? 'data-on' : '' }, String(source.iterations[i])));
     });
-    const many = equal ? 5 : 7;
+    const many = 5;
     for (let k = 0; k <= many - 1; k += 1) {
       const edge = Math.round((bins * k) / (many - 1));
       root.append(svg('text', { x: x(edge), y: height - 10, 'text-anchor': k === 0 ? 'start' : k === many - 1 ? 'end'
@@ -67,7 +67,7 @@
     const out = el('div', { class: 'data-picture' }, root);
     const beyond = packed.beyond ? packed.beyond.reduce((a, b) => a + b, 0) : 0;
     if (beyond) out.append(el('p', { class: 'data-dim' }, `${beyond} values lie outside of what is drawn.`));
-    if (!equal) out.append(el('p', { class: 'data-dim' }, 'Bins are powers of two, of either sign.'));
+    if (!equal) out.append(el('p', { class: 'data-dim' }, 'Bins are powers of two, of either sign; zeros and what is nearest to zero are in one bin.'));
     return out;
   }
 

@@ -1,0 +1,271 @@
+"""Figures of dumps and statistics that are made by hand, and what they say where something is lacking."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import megatron_flex as mf
+from megatron_flex import figures
+from megatron_flex.figures import FigureError
+from megatron_flex.layout import Cut, Dim, Layout
+from megatron_flex.statistics.measured import Measured
+from tests.support.dumps import COLUMN, NORM, SEQUENCE, WEIGHT, Given, write
+
+SCORES = Layout((Dim("b"), Dim("n", (Cut("tp"),)), Dim("s"), Dim("s")))
+MODEL = {"normalization": "RMSNorm", "layernorm_epsilon": 1e-5}
+SITE = "decoder.layers.0:output"
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_norms_count_what_is_broken(tmp_path: Path) -> None:
+    value = random(2, 4, 8, 6)
+    value[1, 2, 3] = math.nan
+    value[1, 0, 0, 0] = math.inf
+    write(tmp_path, {SITE: Given(value, SEQUENCE)}, mesh={"tp": 2, "dp": 2})
+    found = figures.norms(tmp_path)
+    good = value[1][value[1].isfinite()]
+    np.testing.assert_allclose(found.values[:, 0], [float(value[0].norm()), float(good.norm())], rtol=1e-6)
+    assert found.counts.tolist() == [[192], [192 - 7]]
+    assert found.broken.tolist() == [[0], [7]]
+
+
+def test_iterations_that_lack_a_tensor_are_blank(tmp_path: Path) -> None:
+    write(tmp_path / "a", {SITE: Given(random(2, 2, 4, 6))}, iterations=[3, 5])
+    assert figures.norms(tmp_path / "a", SITE).iterations == (3, 5)
+    rows = [
+        measured(1, "decoder.layers.0:output", 2.0),
+        measured(1, "decoder.layers.1:output", 3.0),
+        measured(2, "decoder.layers.1:output", None),
+    ]
+    found = figures.norms(statistics(rows))
+    assert found.sites == ("decoder.layers.0:output", "decoder.layers.1:output")
+    assert np.array_equal(found.values, [[2.0, 3.0], [math.nan, math.nan]], equal_nan=True)
+    assert found.counts.tolist() == [[10, 10], [0, 0]]
+    assert found.broken.tolist() == [[0, 0], [0, 10]]
+
+
+def measured(iteration: int, site: str, norm: float | None, histogram: tuple[int, ...] = ()) -> Measured:
+    numbers: Any = dict.fromkeys(("mean", "std", "rms", "absmax", "zeros", "kurtosis"), 0.0)
+    nans = 10 if norm is None else 0
+    order = int(site.split(".")[2][0])
+    return Measured(
+        iteration=iteration,
+        site=site,
+        kind="value",
+        order=order,
+        stage=0,
+        count=10,
+        norm=norm,
+        nans=nans,
+        infinities=0,
+        histogram=histogram,
+        microbatches=1,
+        **numbers,
+    )
+
+
+def statistics(rows: list[Measured]) -> Any:
+    from megatron_flex.statistics.reading import OpenStatistics
+
+    table: dict[int, dict[str, Measured]] = {}
+    for row in rows:
+        table.setdefault(row.iteration, {})[row.site] = row
+    return OpenStatistics(Path("measured"), [], table, 0)
+
+
+def test_what_statistics_lack(tmp_path: Path) -> None:
+    source = statistics([measured(1, SITE, 2.0)])
+    with pytest.raises(
+        FigureError, match=r"no histograms of decoder.layers.0:output: record with histogram=True"
+    ):
+        figures.histograms(source, SITE)
+    for make in (figures.logit_lens, figures.induction, lambda s: figures.attention(s, 0)):
+        with pytest.raises(
+            FigureError, match=r"measured has numbers of tensors, not the tensors .* dump them"
+        ):
+            make(source)
+    with pytest.raises(
+        FigureError, match=r"measured has nothing that 'decoder.layer.0' means; nearest: .*dump or record"
+    ):
+        figures.norms(source, "decoder.layer.0")
+
+
+def test_histograms_hold_each_value_once(tmp_path: Path) -> None:
+    value = torch.tensor([[-3.0, -1.0, -0.5, 0.0, 0.0, 0.5], [1.0, 1.9, 2.0, 1e-30, 1e30, -1e-9]]).view(
+        1, 1, 2, 6
+    )
+    write(tmp_path, {SITE: Given(value)})
+    found = figures.histograms(tmp_path, "decoder.layers.0")
+    told = {(found.edges[n], found.edges[n + 1]): int(c) for n, c in enumerate(found.counts[0]) if c}
+    least, most = 2.0**-39, 2.0**23
+    assert told == {
+        (-4.0, -2.0): 1,
+        (-2.0, -1.0): 1,
+        (-1.0, -0.5): 1,
+        (-(2.0**-29), -(2.0**-30)): 1,
+        (0.0, 0.0): 2,
+        (0.0, least): 1,
+        (0.5, 1.0): 1,
+        (1.0, 2.0): 2,
+        (2.0, 4.0): 1,
+        (most, math.inf): 1,
+    }
+    assert found.counts.sum() == 12
+    assert found.counts[0][64] == 2
+
+
+def test_a_heat_map_of_more_than_is_drawn(tmp_path: Path) -> None:
+    value = random(1, 2, 8, 10)
+    write(tmp_path, {SITE: Given(value, COLUMN)}, mesh={"tp": 2})
+    found = figures.heat(tmp_path, SITE, sample=1, most=(3, 4))
+    assert (found.block, found.rows, found.columns) == ((3, 3), (0, 3, 6), (0, 3, 6, 9))
+    for i, row in enumerate(found.rows):
+        for j, column in enumerate(found.columns):
+            wanted = value[0, 1, row : row + 3, column : column + 3].abs().mean()
+            assert found.values[i, j] == pytest.approx(float(wanted), rel=1e-5)
+    assert "means of |x| over 3 x 3 (tokens x features)" in found.caption
+    whole = figures.heat(tmp_path, SITE, sample=1)
+    assert np.array_equal(whole.values, value[0, 1])
+    assert whole.caption == f"{SITE} · iteration 0 · sample 1 · [s, b, 4h] · 4h over tp"
+
+
+def test_tokens_and_samples_that_were_picked_keep_their_numbers(tmp_path: Path) -> None:
+    value = random(1, 4, 8, 6)
+    write(tmp_path, {SITE: Given(value)}, tokens=slice(1, None, 3), samples=[1, 3])
+    found = figures.heat(tmp_path, SITE, sample=1)
+    assert found.rows == (1, 4, 7)
+    assert "sample 3" in found.caption
+    assert np.array_equal(found.values, value[0, 3, 1::3])
+    with pytest.raises(FigureError, match=r"decoder.layers.0:output has samples 0 to 1, no 2"):
+        figures.heat(tmp_path, SITE, sample=2)
+
+
+def test_what_a_dump_lacks(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "decoder.layers.0:output": Given(random(1, 2, 4, 6)),
+            "decoder.layers.1:output": Given(random(1, 2, 4, 6)),
+        },
+    )
+    with pytest.raises(
+        FigureError, match=r"has no attention patterns: dump 'decoder.layers.\*.self_attention"
+    ):
+        figures.attention(tmp_path, 0)
+    with pytest.raises(FigureError, match="has no attention patterns"):
+        figures.induction(tmp_path)
+    with pytest.raises(FigureError, match=r"does not tell the final norm of its model"):
+        figures.logit_lens(tmp_path)
+    with pytest.raises(FigureError, match=r"means 2 tensors, such as decoder.layers.0:output and"):
+        figures.histograms(tmp_path, "decoder.layers.*")
+    with pytest.raises(
+        FigureError, match=r"has decoder.layers.0:output of iterations 0 to 0, 1 in all; not of 7"
+    ):
+        figures.heat(tmp_path, SITE, 7)
+    with pytest.raises(mf.DumpError, match="cannot be read"):
+        figures.norms(tmp_path / "nothing")
+
+
+def test_a_tensor_without_tokens_has_no_heat(tmp_path: Path) -> None:
+    write(tmp_path, {SITE: Given(random(1, 1, 6), NORM)})
+    with pytest.raises(
+        FigureError, match=r"decoder.layers.0:output has no samples with tokens, but microbatch, h"
+    ):
+        figures.heat(tmp_path, SITE)
+
+
+def probs(tokens: int, heads: int = 2) -> torch.Tensor:
+    """`[iteration, sample, token, head, key]`, causal."""
+    scores = random(1, 3, tokens, heads, tokens)
+    later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    return scores.masked_fill(later[:, None], -math.inf).softmax(-1)
+
+
+NAME = "decoder.layers.5.self_attention.core_attention:probs"
+
+
+def test_attention_of_another_layer_and_odd_sequences(tmp_path: Path) -> None:
+    write(tmp_path, {NAME: Given(probs(5), SCORES)})
+    with pytest.raises(FigureError, match="has the attention patterns of layer 5; it has none of layer 4"):
+        figures.attention(tmp_path, 4)
+    with pytest.raises(FigureError, match="5 queries and 5 keys; induction scores need all tokens"):
+        figures.induction(tmp_path)
+    np.testing.assert_allclose(
+        figures.attention(tmp_path, 5, sample=2).values, probs(5)[0, 2].transpose(0, 1)
+    )
+
+
+def test_what_is_not_repeated_has_no_induction_scores(tmp_path: Path) -> None:
+    words, half = "embedding.word_embeddings:output", random(1, 3, 3, 4)
+    write(tmp_path / "good", {words: Given(torch.cat([half, half], 2)), NAME: Given(probs(6), SCORES)})
+    assert figures.induction(tmp_path / "good").layers == (5,)
+    write(tmp_path / "bad", {words: Given(random(1, 3, 6, 4)), NAME: Given(probs(6), SCORES)})
+    with pytest.raises(FigureError, match="the second half of sample 0 does not repeat the first one"):
+        figures.induction(tmp_path / "bad")
+
+
+def test_a_logit_lens_in_pieces_is_that_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_flex.figures import lens
+
+    write(
+        tmp_path,
+        {"decoder.layers.0:output": Given(random(1, 2, 7, 6))},
+        parameters={
+            "decoder.final_layernorm.weight": Given(random(1, 6, seed=1), NORM),
+            "output_layer.weight": Given(random(1, 12, 6, seed=2), WEIGHT),
+        },
+    )
+    tell(tmp_path, MODEL)
+    whole = figures.logit_lens(tmp_path, sample=1, top=20)
+    assert whole.layers == (1,)
+    assert whole.probabilities.shape == (1, 7, 12), "no more than there are"
+    np.testing.assert_allclose(whole.probabilities.sum(-1), 1.0, rtol=1e-5)
+    monkeypatch.setattr(lens, "WHOLE", 25)  # two tokens at a time
+    monkeypatch.setattr(lens, "PIECE", 31)  # five words at a time
+    pieces = figures.logit_lens(tmp_path, sample=1, top=20)
+    np.testing.assert_allclose(pieces.probabilities, whole.probabilities, rtol=1e-5)
+    assert np.array_equal(pieces.ids, whole.ids)
+    with pytest.raises(FigureError, match="there are 7 tokens; 7 is none of them"):
+        figures.logit_lens(tmp_path, positions=[0, 7])
+    with pytest.raises(FigureError, match="no position of 7 is chosen"):
+        figures.logit_lens(tmp_path, positions=slice(7, None))
+    with pytest.raises(FigureError, match="top=0"):
+        figures.logit_lens(tmp_path, top=0)
+
+
+def tell(path: Path, model: dict[str, Any]) -> None:
+    """Let the manifest tell a model's config."""
+    import json
+
+    (file,) = path.glob("run-*/manifest.json")
+    told = json.loads(file.read_text())
+    file.write_text(json.dumps({**told, "model": model}))
+
+
+def row(name: str, iteration: int, error: float, tolerance: float = 1e-5) -> Any:
+    return SimpleNamespace(name=name, iteration=iteration, error=error, tolerance=tolerance)
+
+
+def comparison(*rows: Any) -> Any:
+    first = next((r for r in rows if not r.error <= r.tolerance), None)
+    return SimpleNamespace(a="one", b="two", rows=rows, first=first)
+
+
+def test_divergence_of_iterations_that_differ_in_sites() -> None:
+    found = figures.divergence(
+        comparison(row("a", 4, 0.0), row("b", 4, 1e-6), row("a", 6, math.inf), row("c", 6, 0.5))
+    )
+    assert (found.sites, found.iterations, found.first) == (("a", "b", "c"), (4, 6), ("a", 6))
+    assert np.array_equal(found.errors, [[0, 1e-6, math.nan], [math.inf, math.nan, 0.5]], equal_nan=True)
+    with pytest.raises(FigureError, match="one and two have no site in common"):
+        figures.divergence(comparison())
