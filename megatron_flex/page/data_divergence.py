@@ -73,7 +73,8 @@ def divergence(comparison: Told, names: Sequence[str], most: int = MOST_ROWS) ->
         text = f"{len(kept)} of {len(found.sites)} tensors are shown, in iterations {_list(iterations)}"
         notes.append({"kind": "info", "text": f"of the comparison {text}"})
     number_of = {name: i for i, name in enumerate(found.sites)}
-    rows, first_row = [], None
+    rows: list[list[Any]] = []
+    first_row = None
     for row in comparison.rows:
         place = number_of[row.name]
         if row.iteration not in iterations or place not in kept:

@@ -20,7 +20,7 @@ NAN, POSITIVE, NEGATIVE, STEPS = 255, 254, 253, 252  # codes of what is no numbe
 T = TypeVar("T")
 
 
-def quantised(values: NDArray[Any]) -> dict[str, Any]:
+def quantised(values: NDArray[Any] | Tensor) -> dict[str, Any]:
     """Values in 8 bits each, row by row: `lo + code * (hi - lo) / 252`; NaN and infinities have own codes.
 
     Args:

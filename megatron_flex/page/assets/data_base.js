@@ -206,7 +206,7 @@
     for (const tick of axis.ticks) {
       const value = about.log ? 10 ** tick : tick, at = y(value);
       root.append(svg('line', { x1: left, x2: width - right, y1: at, y2: at, class: 'data-grid' }),
-        svg('text', { x: left - 6, y: at + 4, 'text-anchor': 'end' }, number(value)));
+        svg('text', { x: left - 6, y: at + 4, 'text-anchor': 'end' }, about.log ? number(value) : told(value, axis)));
     }
     const each = Math.max(1, Math.ceil(many / 8));
     for (let i = 0; i < many; i += each) {
@@ -241,6 +241,15 @@
       }
     }
     return root;
+  }
+
+  /** A tick in as many digits as its neighbours need to differ. */
+  function told(value, axis) {
+    const step = (axis.hi - axis.lo) / Math.max(1, axis.ticks.length - 1), size = Math.max(Math.abs(axis.lo), Math.abs(axis.hi));
+    const digits = Math.min(12, Math.max(1, Math.ceil(Math.log10(size / step) - 1e-9) + 2));
+    const small = size < 1e-3 || size >= 1e6;
+    return Math.abs(value) < step / 1e6 ? '0' : small ? value.toExponential(Math.min(6, digits - 1)).replace(/\.?0+e/, 'e')
+      : String(Number(value.toPrecision(digits)));
   }
 
   const least = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);

@@ -47,8 +47,15 @@
       el('span', { class: 'data-swatch data-swatch-line', 'aria-hidden': 'true' }), 'tolerance'));
   }
 
+  /** Choose a row's site everywhere; of a parameter the output of the innermost module that has one. */
   function pick(ctx, row) {
-    ctx.choose(row[0] >= 0 ? { site: row[0], iteration: row[1] } : { iteration: row[1] });
+    let site = row[0] >= 0 ? row[0] : undefined;
+    const parts = ctx.page.divergence.names[row[4]].replace(/\.grad$/, '').split('.');
+    while (site === undefined && parts.length > 1) {
+      parts.pop();
+      site = flexPage.site(`${parts.join('.')}:output`);
+    }
+    ctx.choose(site === undefined ? { iteration: row[1] } : { site, iteration: row[1] });
   }
 
   /** All rows as a list; the arrow keys go through it, Enter chooses. */
@@ -99,16 +106,18 @@
           : 'They differ by round-off: every tensor is within its tolerance.';
     root.append(el('p', { class: first ? 'data-verdict data-bad' : 'data-verdict' }, verdict));
     for (const hint of found.hints) root.append(el('p', { class: 'data-hint' }, hint));
+    const bar = el('div', { class: 'data-tools' });
+    root.append(bar);
     if (first) {
       const go = el('button', { type: 'button', class: 'data-go' }, 'Go to the first divergence');
       go.dataset.key = 'first divergence';
       go.addEventListener('click', () => pick(ctx, first));
-      root.append(go);
+      bar.append(go);
     }
     const wanted = found.iterations.includes(ctx.state.iteration) ? ctx.state.iteration
       : first ? first[1] : found.iterations[0];
     if (found.iterations.length > 1) {
-      root.append(tools.menu('iteration', found.iterations.map((n) => ({ value: n, text: String(n) })), wanted,
+      bar.append(tools.menu('iteration', found.iterations.map((n) => ({ value: n, text: String(n) })), wanted,
         (n) => ctx.iterate(n), 'divergence iteration'));
     }
     const rows = found.rows.filter((r) => r[1] === wanted);

@@ -76,6 +76,7 @@
     }
     root.append(head('Logit lens', el('span', { class: 'data-dim' }, ` ${found.caption}`)), el('p', { class: 'data-dim' },
       'The likeliest next token, by its number in the vocabulary, if the model ended behind each layer; the shade is its probability. Arrow keys move, hovering tells more.'));
+    const top = tools.most(found.shares.flat(1).map((k) => k[0] ?? 0)) || 1;
     const colours = tools.ramp('share'), said = el('output', { class: 'data-said', 'aria-live': 'polite' });
     const table = el('table', { class: 'data-lens', 'aria-label': 'logit lens: likeliest token by layer and position' });
     table.append(el('thead', {}, el('tr', {}, el('th', { scope: 'col' }, 'behind layer'),
@@ -86,7 +87,7 @@
       const row = el('tr', { class: state.layer !== null && behind === state.layer ? 'data-on' : '' },
         el('th', { scope: 'row' }, name));
       found.ids[l].forEach((ids, t) => {
-        const share = found.shares[l][t][0], where = tools.shade(share ?? 0, 0, 1);
+        const share = found.shares[l][t][0], where = tools.shade(share ?? 0, 0, top);
         const cell = el('td', { tabindex: l === found.layers.length - 1 && t === 0 ? '0' : '-1' }, String(ids[0]));
         const [r, g, b] = colours[where];
         cell.style.background = tools.css(colours[where]);
@@ -114,7 +115,7 @@
       const to = next();
       if (to && to.tagName === 'TD') { cell.tabIndex = -1; to.tabIndex = 0; to.focus(); }
     });
-    root.append(el('div', { class: 'data-scroll' }, table), said, tools.legend({ lo: 0, hi: 1, kind: 'share' }));
+    root.append(el('div', { class: 'data-scroll' }, table), said, tools.legend({ lo: 0, hi: top, kind: 'share' }));
   }
 
   flexPage.dataHeads = heads;
