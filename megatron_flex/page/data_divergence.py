@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from megatron_flex.figures import ComparisonLike, FigureError
+from megatron_flex.figures import ComparisonLike, Divergence, FigureError
 from megatron_flex.figures import divergence as tables_of
 from megatron_flex.page.data_packing import evenly, flag, number
 from megatron_flex.sites import GRAD
@@ -59,7 +59,6 @@ def divergence(comparison: Told, names: Sequence[str], most: int = MOST_ROWS) ->
         empty: dict[str, Any] = {"names": [], "iterations": [], "rows": [], "hints": []}
         none: dict[str, Any] = {"first": None, "first_row": None}
         return {"verdict": "nothing", "a": comparison.a, "b": comparison.b, **empty, **none, "notes": notes}
-    at = {name: i for i, name in enumerate(names)}
     notes = [{"kind": "info", "text": text} for text in comparison.notes]
     kept = set(range(len(found.sites)))
     iterations = list(found.iterations)
@@ -72,17 +71,7 @@ def divergence(comparison: Told, names: Sequence[str], most: int = MOST_ROWS) ->
             kept |= {found.sites.index(found.first[0])} if found.first else set()
         text = f"{len(kept)} of {len(found.sites)} tensors are shown, in iterations {_list(iterations)}"
         notes.append({"kind": "info", "text": f"of the comparison {text}"})
-    number_of = {name: i for i, name in enumerate(found.sites)}
-    rows: list[list[Any]] = []
-    first_row = None
-    for row in comparison.rows:
-        place = number_of[row.name]
-        if row.iteration not in iterations or place not in kept:
-            continue
-        if found.first == (row.name, row.iteration) and first_row is None:
-            first_row = len(rows)
-        site = at.get(row.name.partition("#")[0].removesuffix(GRAD), -1)
-        rows.append([site, row.iteration, number(row.error), number(row.tolerance), place, flag(row.error)])
+    rows, first_row = _rows(comparison, found, names, set(iterations), kept)
     return {
         "verdict": comparison.verdict,
         "a": comparison.a,
@@ -95,6 +84,25 @@ def divergence(comparison: Told, names: Sequence[str], most: int = MOST_ROWS) ->
         "hints": list(comparison.hints),
         "notes": notes,
     }
+
+
+def _rows(
+    comparison: Told, found: Divergence, names: Sequence[str], iterations: set[int], kept: set[int]
+) -> tuple[list[list[Any]], int | None]:
+    """The rows that are shown, and which of them is the first that is above its tolerance."""
+    at = {name: i for i, name in enumerate(names)}
+    number_of = {name: i for i, name in enumerate(found.sites)}
+    rows: list[list[Any]] = []
+    first = None
+    for row in comparison.rows:
+        place = number_of[row.name]
+        if row.iteration not in iterations or place not in kept:
+            continue
+        if found.first == (row.name, row.iteration) and first is None:
+            first = len(rows)
+        site = at.get(row.name.partition("#")[0].removesuffix(GRAD), -1)
+        rows.append([site, row.iteration, number(row.error), number(row.tolerance), place, flag(row.error)])
+    return rows, first
 
 
 def _list(numbers: Sequence[int], most: int = 8) -> str:

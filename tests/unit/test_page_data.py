@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import megatron_flex as mf
+from megatron_flex import figures
 from megatron_flex.compare import compare
 from megatron_flex.dump.reading import open_remains
 from megatron_flex.errors import DumpError
@@ -199,6 +200,25 @@ def test_attention_patterns_are_those_of_the_dump(tmp_path: Path) -> None:
     few = Shown(of_dump(tmp_path / "d", [name], bounds=Bounds(side=4)))
     assert few.told["attention"][0]["shape"] == [4, 4, 4]
     assert any("means over blocks" in text for text in few.notes)
+
+
+def test_the_logit_lens_is_of_the_last_iteration_and_of_few_tokens(tmp_path: Path) -> None:
+    parameters = {
+        "decoder.final_layernorm.weight": Given(random(2, 16, seed=7), NORM),
+        "output_layer.weight": Given(random(2, 12, 16, seed=8), WEIGHT),
+    }
+    dumps.write(tmp_path / "d", sites(2), mesh=MESH, parameters=parameters)
+    manifest = tmp_path / "d" / "run-0000" / "manifest.json"
+    told = json.loads(manifest.read_text())
+    told["model"] = {"normalization": "RMSNorm", "layernorm_epsilon": 1e-5}
+    manifest.write_text(json.dumps(told))
+    found = Shown(of_dump(tmp_path / "d", NAMES, bounds=Bounds(tokens=5, top=3)))
+    lens = found.told["lens"]
+    assert (lens["at"], lens["layers"], lens["tokens"]) == (1, [1, 2], list(range(5)))
+    whole = figures.logit_lens(tmp_path / "d", 1, top=3)
+    assert lens["ids"] == whole.ids[:, :5].tolist()
+    assert np.allclose(lens["shares"], whole.probabilities[:, :5], rtol=1e-2)
+    assert any("first 5 tokens" in text for text in found.notes)
 
 
 def test_what_a_dump_lacks_is_said_with_what_to_dump(dump: Path) -> None:
