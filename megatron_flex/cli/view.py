@@ -68,7 +68,7 @@ def view(
     found = None
     if compared and len(dumps) == 2:
         with counting("comparing") as tell:
-            found = compare(*dumps, progress=tell)
+            found = compare(dumps[0], dumps[1], progress=tell)
     title = " and ".join(p.resolve().name for p in paths)
     made = write(
         filled(page, dumps, statistics, found, title), out, most_bytes=round(most_megabytes * 1_000_000)

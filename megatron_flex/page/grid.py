@@ -121,7 +121,7 @@ def of_ranks(
 def _counted(axes: Mapping[str, int]) -> tuple[Line, ...]:
     out: list[Line] = []
     stride = 1
-    for name, size in reversed(axes.items()):
+    for name, size in reversed(list(axes.items())):
         out.append(Line(name, size, stride))
         stride *= size
     return tuple(reversed(out))

@@ -12,8 +12,16 @@ from tests.support.commands import Command, kept
 from tests.support.dumps import COLUMN, Given, random
 from tests.unit.test_page import Elements
 
-FLAGS = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 100".split()
-FLAGS += "--micro-batch-size 2 --max-position-embeddings 32 --bf16".split()
+SIZES = {
+    "num-layers": 4,
+    "hidden-size": 64,
+    "num-attention-heads": 4,
+    "seq-length": 32,
+    "max-position-embeddings": 32,
+    "vocab-size": 100,
+    "micro-batch-size": 2,
+}
+FLAGS = ["--bf16", *(word for name, size in SIZES.items() for word in (f"--{name}", str(size)))]
 
 
 @pytest.fixture
@@ -76,7 +84,7 @@ def test_a_configuration(command: Command, with_dump: bool) -> None:
     name = told["sites"]["name"].index("decoder.layers.3.mlp.linear_fc1:output")
     cost = told["costs"][told["sites"]["cost"][name]]
     assert cost["read"]["whole"] == 32 * 2 * 256 * 2
-    assert [one[:2] for one in cost["edit"]["sent"]][0] == ["all_gather", "tp"]
+    assert cost["edit"]["sent"][0][:2] == ["all_gather", "tp"]
 
 
 @pytest.mark.parametrize(

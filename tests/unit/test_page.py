@@ -1,4 +1,4 @@
-"""The page: its values are whole, names from files stay text, it stays small, ranks are where the mesh has them."""
+"""The page: its values are whole, names stay text, it stays small, ranks are where the mesh has them."""
 
 from __future__ import annotations
 
@@ -37,10 +37,8 @@ def model(layers: int = 4, points: int = 1) -> list[Site]:
     for n in range(layers):
         stage = 2 * n // layers
         out.append(Site(f"decoder.layers.{n}:output", SEQUENCE, ("s", "b", 8), stage))
-        for p in range(points):
-            out.append(
-                Site(f"decoder.layers.{n}.mlp.part{p}.linear_fc1:output", GATED, ("s", "b", 32), stage)
-            )
+        parts = (f"decoder.layers.{n}.mlp.part{p}.linear_fc1:output" for p in range(points))
+        out += [Site(name, GATED, ("s", "b", 32), stage) for name in parts]
     return [*out, Site("loss:output", replicated("b", "s"), ("b", "s"), 1, hidden="no labels")]
 
 

@@ -119,7 +119,11 @@ flexPage.pane('architecture', {
       group.append(title(box, single));
       const y = HEAD + (box.strip || 0);
       if (box.strip && !far) group.append(strip(block.members, block.at, PAD, HEAD + 1, box.w - 2 * PAD, null));
-      if (far) { group.append(...specks(box, y)); return group; }
+      if (far) {
+        group.append(...specks(box, y));
+        if (single) group.append(svg('text', { class: 'number', x: box.w / 2, y: box.h / 2, 'font-size': Math.min(box.w, box.h) * 0.42, text: box.node.label }));
+        return group;
+      }
       const { marks } = matching();
       for (const row of box.rows.filter((r) => r.strip || (r.y >= from * ROW && r.y < to * ROW))) {
         const at = y + row.y + ROW / 2;
@@ -157,7 +161,7 @@ flexPage.pane('architecture', {
         'aria-label': `${name}, ${STATES[kind]}${why}, ${page.layouts[sites.layout[number]].words}`,
       }, svg('rect', { class: 'hit', x: -9, y: -9, width: 16 + text.length * 6.5 + 9, height: 18, rx: 9 }));
       if (wrong.has(number)) node.append(svg('circle', { class: 'differs', r: page.divergence.first === number ? 10 : 7.5 }));
-      node.append(dot(kind), svg('text', { class: 'point', x: 9, y: 3.6, text }));
+      node.append(dot(kind), svg('text', { class: 'point', x: wrong.has(number) ? 13 : 9, y: 3.6, text }));
       node.append(svg('title', { text: `${name}\n${STATES[kind]}${why}${(page.hooks[number] || []).map((h) => `\n${h}`).join('')}` }));
       return node;
     }
