@@ -49,7 +49,7 @@ setup(
         "patches": ["libcst"],
         # Statistics in Parquet; JSON lines need nothing.
         "parquet": ["pyarrow"],
-        # What scripts/bench --hooks draws with.
+        # What megatron_flex.plot and scripts/bench --hooks draw with.
         "plot": ["matplotlib>=3.10"],
         # Pages in headless Chromium, which the system has: none is downloaded.
         "browser": ["numpy", "pillow", "playwright>=1.50"],
