@@ -376,7 +376,7 @@ def test_dumps_and_statistics_are_rows_beside_hooks() -> None:
     config, more = {**BASE, "num_layers": 1}, {"mesh": {"tp": 2, "pp": 1}}
     dump = mf.Dump("there", [FC1, "decoder.layers.0"], tokens=slice(None, None, 2))
     found = costs(config, read=FC1, dump=dump, statistics=mf.Statistics("numbers", FC1), **more)
-    read, wide, stream, numbers = found.hooks
+    read, stream, wide, numbers = found.hooks
     assert (read.each.way, wide.each.way, stream.each.way, numbers.each.way) == (
         "read",
         "dump",
