@@ -341,8 +341,9 @@ def _lived(case: Case, folder: str) -> dict[str, Any]:
                 with pytest.raises(Exception, match="no hook is active"):
                     flex.costs(sequence_length=gpt.SEQUENCE, micro_batch_size=gpt.BATCH)
                 return
-            with pytest.raises(Exception, match="give costs"):
-                flex.costs()
+            if name != "statistics":  # whose one sum is as long whatever they are of
+                with pytest.raises(Exception, match="give costs"):
+                    flex.costs()
             said[name] = flex.costs(
                 sequence_length=gpt.SEQUENCE, micro_batch_size=gpt.BATCH, microbatches=case.microbatches
             )
