@@ -34,7 +34,7 @@ flexPage.pane('mesh', {
       return (i) => {
         if (!found) {
           const stage = flexParts.stageAxis ? mesh.coord(mesh.first + i, flexParts.stageAxis) : 0;
-          return [night ? 'oklch(0.5 0.025 240)' : 'oklch(0.83 0.025 240)', stages > 1 && stage % 2 ? 0.62 : 1];
+          return [night ? 'oklch(0.68 0.025 240)' : 'oklch(0.83 0.025 240)', stages > 1 && stage % 2 ? 0.62 : 1];
         }
         const part = found.of[i];
         if (part < 0) return [night ? '#5a5f66' : '#b9bdc2', 0.3];
@@ -109,7 +109,8 @@ flexPage.pane('mesh', {
         cells.forEach((cell, i) => {
           const [fill, alpha] = look(i), rank = mesh.first + i;
           cell.firstChild.style.fill = fill;
-          cell.style.opacity = alpha;
+          cell.firstChild.style.fillOpacity = rank === state.rank ? 1 : alpha;
+          cell.classList.toggle('away', alpha < 0.5 && rank !== state.rank);
           cell.classList.toggle('group', grouped(rank));
           cell.setAttribute('aria-selected', String(rank === state.rank));
           cell.setAttribute('tabindex', rank === at ? '0' : '-1');
@@ -213,7 +214,7 @@ flexPage.pane('mesh', {
       }, el('td', null, el('code', { text: op })), el('td', { text: `${axis} × ${ranks}` }), el('td', { class: 'n', text: fmt.bytes(nbytes) }), el('td', { class: 'quiet', text: backward ? 'backward' : 'forward' })));
       const links = Object.entries(told_.leader || {}).map(([link, n]) => `${link} ${fmt.bytes(n)}`).join(', ');
       return el('div', null, el('h3', { text: words }),
-        rows.length ? el('table', null, el('tbody', null, rows)) : el('p', { text: 'no collective' }),
+        rows.length ? el('table', { 'aria-label': `What ${words.toLowerCase()} sends` }, el('tbody', null, rows)) : el('p', { text: 'no collective' }),
         el('p', { class: 'quiet', text: `whole ${fmt.bytes(told_.whole)}, of which a rank has ${fmt.bytes(told_.part)}${links ? `; through the busiest rank: ${links}` : ''}` }));
     }
     function lead(axis) { along = axis; paint(); }

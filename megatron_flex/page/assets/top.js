@@ -103,7 +103,7 @@
         el('button', { class: 'plain', 'aria-label': 'Choose no site', title: 'Choose no site (Escape)', text: '×', onclick: () => select({ site: null }) })),
       el('dl', null, rows.map(([term, words]) => el('div', null, el('dt', { text: term }), el('dd', { text: words })))),
       reason ? el('p', { class: 'why', text: reason }) : null,
-      state.rank !== null ? el('p', { class: 'quiet', text: `rank ${state.rank}: ${mesh.inWords(state.rank)}` }) : null,
+      el('p', { class: 'quiet', text: state.rank !== null ? `rank ${state.rank}: ${mesh.inWords(state.rank)}` : '\u00a0' }), // so that nothing moves when one is chosen
     ].filter(Boolean);
   }
 
