@@ -9,7 +9,7 @@ import pytest
 from megatron_flex import open_dump
 from tests.browser.conftest import Make, Open
 from tests.support import paged
-from tests.support.pictures import kept
+from tests.support.pictures import AGAIN, kept
 
 KINDS = ("quick", "large", "diverged", "damaged", "hostile")
 FC1 = "decoder.layers.1.mlp.linear_fc1:output"
@@ -64,7 +64,27 @@ def test_a_page_looks_as_it_is_kept(
     window = show(made(kind).page, theme=theme)
     if site is not None:
         window.pick("site", site)
-    kept(name, window.picture(), tmp_path)
+    kept(name, window.picture(), tmp_path, fonts=window.fonts())
+
+
+HIDE = "([which, how]) => document.querySelectorAll(which).forEach((e) => { e.style.visibility = how; })"
+
+
+def test_a_lost_pane_is_not_as_it_is_kept(
+    show: Open, made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where fonts are the same, which is where the picture was just taken."""
+    window = show(made("quick").page)
+    window.pick("site", FC1)
+    monkeypatch.setenv(AGAIN, "1")
+    kept("whole", window.picture(), tmp_path, tmp_path, fonts=window.fonts())
+    monkeypatch.delenv(AGAIN)
+    kept("whole", window.picture(), tmp_path, tmp_path, fonts=window.fonts())
+    for part in ("#data", "#mesh .side", "#architecture .point", "#chosen dl"):
+        window.page.evaluate(HIDE, [part, "hidden"])
+        with pytest.raises(AssertionError, match=r"whole\.png differs in"):
+            kept("whole", window.picture(), tmp_path, tmp_path, fonts=window.fonts())
+        window.page.evaluate(HIDE, [part, ""])
 
 
 def test_the_system_s_theme_is_followed_and_the_switch_overrules_it(show: Open, made: Make) -> None:

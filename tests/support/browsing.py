@@ -219,12 +219,21 @@ class Opened:
         found = self.page.evaluate(script, least)
         return found["seen"], found["faint"]
 
+    def fonts(self) -> str:
+        """How wide texts are in the page's fonts, in pixels: the same where the fonts are."""
+        return str(self.page.evaluate(WIDTHS))
+
     def picture(self) -> bytes:
         """The window as PNG."""
         shot: bytes = self.page.screenshot(animations="disabled", caret="hide", scale="css")
         return shot
 
 
+WIDTHS = """() => ['--sans', '--mono'].map((name) => {
+  const pen = document.createElement('canvas').getContext('2d');
+  pen.font = `40px ${getComputedStyle(document.documentElement).getPropertyValue(name)}`;
+  return pen.measureText('Sphinx of black quartz, judge 0123456789').width.toFixed(1);
+}).join()"""
 FOCUSED = """() => {
   const it = document.activeElement;
   if (!it || it === document.body) {

@@ -34,7 +34,7 @@ flexPage.pane('mesh', {
       return (i) => {
         if (!found) {
           const stage = flexParts.stageAxis ? mesh.coord(mesh.first + i, flexParts.stageAxis) : 0;
-          return [night ? 'oklch(0.68 0.025 240)' : 'oklch(0.83 0.025 240)', stages > 1 && stage % 2 ? 0.62 : 1];
+          return [night ? 'oklch(0.68 0.025 240)' : 'oklch(0.83 0.025 240)', stages > 1 && stage % 2 ? (night ? 0.8 : 0.62) : 1];
         }
         const part = found.of[i];
         if (part < 0) return [night ? '#5a5f66' : '#b9bdc2', 0.3];
@@ -110,7 +110,7 @@ flexPage.pane('mesh', {
           const [fill, alpha] = look(i), rank = mesh.first + i;
           cell.firstChild.style.fill = fill;
           cell.firstChild.style.fillOpacity = rank === state.rank ? 1 : alpha;
-          cell.classList.toggle('away', alpha < 0.5 && rank !== state.rank);
+          cell.classList.toggle('away', alpha < 0.5);
           cell.classList.toggle('group', grouped(rank));
           cell.setAttribute('aria-selected', String(rank === state.rank));
           cell.setAttribute('tabindex', rank === at ? '0' : '-1');
