@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -87,11 +89,13 @@ def hostile(path: Path) -> Path:
 
 
 def viewed(page: Path, *words: object) -> Path:
-    """The page that `megatron-flex view` makes."""
+    """The page that `megatron-flex view` makes. Paths are said from beside its folder: the same anywhere."""
     from megatron_flex.cli import main
 
-    said = ["megatron-flex", "view", "--out", page, *words]
-    with pytest.MonkeyPatch.context() as patch:
+    beside = page.parent.parent
+    near = [os.path.relpath(w, beside) if isinstance(w, Path) else w for w in words]
+    said = ["megatron-flex", "view", "--out", page, *near]
+    with chdir(beside), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [str(word) for word in said])
         with pytest.raises(SystemExit) as ended:
             main()

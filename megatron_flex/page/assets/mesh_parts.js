@@ -57,25 +57,28 @@ const flexParts = (() => {
   // Places of all ranks: stages below each other, in each blocks of two inner axes, side by side.
   function grid(width, height) {
     const live = page.mesh.axes.filter((a) => a.size > 1 && a !== stageAxis);
-    const [across, down, ...outer] = [...live].reverse();
+    const [across, ...others] = [...live].reverse();
     const stages = stageAxis ? stageAxis.size : 1;
     const labels = stages > 1 ? 52 : 4;
-    const w = across ? across.size : 1, h = down ? down.size : 1;
-    const blocks = outer.reduce((n, a) => n * a.size, 1);
-    const wraps = wrapsOf(blocks);
-    const rowsOf = wrapsOf(w); // a single long axis is wrapped, too
+    const w = across ? across.size : 1;
     let best = null;
-    for (const wrap of wraps) {
-      for (const line of h === 1 && blocks === 1 ? rowsOf : [w]) {
-        const tall = h === 1 && blocks === 1 ? Math.ceil(w / line) : h;
-        const down_ = Math.ceil(blocks / wrap);
-        const columns = wrap * line + (wrap - 1) * 0.6, lines = stages * (down_ * tall + (down_ - 1) * 0.6) + (stages - 1) * 1.1;
-        const cell = Math.min(44, (width - labels) / columns, height / lines);
-        if (!best || cell > best.cell) best = { cell, wrap, line, tall, down: down_ };
+    // The second axis goes down, or, where that would be one long column, is wrapped like those outside it.
+    for (const [down, outer] of others.length ? [[others[0], others.slice(1)], [null, others]] : [[null, []]]) {
+      const h = down ? down.size : 1, blocks = outer.reduce((n, a) => n * a.size, 1);
+      const alone = h === 1 && blocks === 1;
+      for (const wrap of wrapsOf(blocks)) {
+        for (const line of alone ? wrapsOf(w) : [w]) { // a single long axis is wrapped, too
+          const tall = alone ? Math.ceil(w / line) : h, rows = Math.ceil(blocks / wrap);
+          const columns = wrap * line + (wrap - 1) * 0.6, gaps = h === 1 ? 0.25 : 0.6;
+          const lines = stages * (rows * tall + (rows - 1) * gaps) + (stages - 1) * 1.1;
+          const cell = Math.min(44, (width - labels) / columns, height / lines);
+          if (!best || cell > best.cell) best = { cell, wrap, line, tall, rows, gaps, down, outer };
+        }
       }
     }
-    const cell = Math.max(3, best.cell), gap = 0.6 * cell, between = 1.1 * cell;
-    const stageHeight = cell * (best.down * best.tall) + gap * (best.down - 1);
+    const { down, outer } = best;
+    const cell = Math.max(3, best.cell), gap = 0.6 * cell, under = best.gaps * cell, between = 1.1 * cell;
+    const stageHeight = cell * (best.rows * best.tall) + under * (best.rows - 1);
     const x = new Float32Array(count), y = new Float32Array(count);
     for (let i = 0; i < count; i += 1) {
       const rank = mesh.first + i;
@@ -85,7 +88,7 @@ const flexParts = (() => {
       const stage = stageAxis ? mesh.coord(rank, stageAxis) : 0;
       const [bx, by] = [block % best.wrap, Math.floor(block / best.wrap)];
       x[i] = labels + bx * (best.line * cell + gap) + (a % best.line) * cell;
-      y[i] = stage * (stageHeight + between) + by * (best.tall * cell + gap) + (d + Math.floor(a / best.line)) * cell;
+      y[i] = stage * (stageHeight + between) + by * (best.tall * cell + under) + (d + Math.floor(a / best.line)) * cell;
     }
     const tags = [];
     for (let s = 0; stages > 1 && s < stages; s += 1) {
@@ -97,7 +100,7 @@ const flexParts = (() => {
       x, y, cell, tags,
       width: labels + best.wrap * best.line * cell + (best.wrap - 1) * gap + 2,
       height: stages * stageHeight + (stages - 1) * between + 2,
-      words: [across && `${across.name} →`, down && `${down.name} ↓`, outer.length && `blocks: ${outer.map((a) => a.name).join(', ')}`, stages > 1 && 'rows: pp'].filter(Boolean).join('   '),
+      words: [across && `${across.name} →`, down && `${down.name} ↓`, outer.length > 0 && `blocks: ${outer.map((a) => a.name).join(', ')}`, stages > 1 && 'rows: pp'].filter(Boolean).join('   '),
     };
   }
   function wrapsOf(n) { // in how many may stand beside each other
