@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from megatron_flex.cli.options import Json
-from megatron_flex.cli.terminal import console, in_bytes, say_json, table
+from megatron_flex.cli.terminal import console, in_bytes, print_filled, say_json, table
 from megatron_flex.dump import Dump
 from megatron_flex.dump.said import tokens_said
 from megatron_flex.dump.words import unnumbered
@@ -186,41 +186,17 @@ def tell_plan(out: Console, found: Plan) -> None:
     out.print(totals)
 
 
+LINKS = (">NVLink", ">network", ">PCIe")
+TENSOR = ("tensor", "hook", "layout", ">whole", ">part", "collectives", *LINKS, ">disk", ">device")
+RANK = ("rank", ">collectives", *LINKS, ">shared", ">disk", ">of links", ">device", ">host")
+
+
 def tell_costs(out: Console, found: Costs) -> None:
     """Hooks, and what ranks pay for all of them in a step."""
     out.print("each time that a tensor passes:")
-    rows = table(
-        "tensor",
-        "hook",
-        "layout",
-        ">whole",
-        ">part",
-        "collectives",
-        ">NVLink",
-        ">network",
-        ">PCIe",
-        ">disk",
-        ">device",
-    )
-    for row in found.rows():
-        rows.add_row(*row)
-    out.print(rows)
+    print_filled(out, TENSOR, found.rows())
     out.print("\nof a rank in a step:")
-    ranks = table(
-        "rank",
-        ">collectives",
-        ">NVLink",
-        ">network",
-        ">PCIe",
-        ">shared",
-        ">disk",
-        ">of links",
-        ">device",
-        ">host",
-    )
-    for row in found.summary():
-        ranks.add_row(*row)
-    out.print(ranks)
+    print_filled(out, RANK, found.summary())
     if found.flags:
         out.print(f"and {found.flags} collectives of a few bytes, by which ranks compare flags after an edit")
     slowest = found.slowest

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, TextIO
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -27,6 +28,10 @@ def console(file: TextIO | None = None) -> Console:
     return Console(file=stream, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
 
 
+NOTHING = ("0", "0 B")
+NARROW = 12  # letters that a column of words needs at least
+
+
 def table(*columns: str, title: str = "") -> Table:
     """An empty table; columns whose name begins with `>` are numbers and stand to the right."""
     out = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", title_justify="left")
@@ -40,6 +45,34 @@ def table(*columns: str, title: str = "") -> Table:
             overflow="fold",
         )
     return out
+
+
+def print_filled(out: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table without the columns of numbers in which no row has any; words where it is too narrow for one."""
+    said = [
+        n
+        for n, name in enumerate(columns)
+        if not name.startswith(">") or any(row[n] not in NOTHING for row in rows)
+    ]
+    names, cells = [columns[n] for n in said], [[row[n] for n in said] for row in rows]
+    least = sum(
+        2 + (max(len(name) - 1, *(len(c[n]) for c in cells)) if name.startswith(">") else NARROW)
+        for n, name in enumerate(names)
+    )
+    if least <= out.width:
+        made = table(*names)
+        for row in cells:
+            made.add_row(*row)
+        out.print(made)
+        return
+    for first, *rest in cells:
+        told = [
+            f"{name.removeprefix('>')} {cell}"
+            for name, cell in zip(names[1:], rest, strict=True)
+            if cell not in NOTHING
+        ]
+        out.print(Text(first, "bold"))
+        out.print(Padding(Text(", ".join(told)), (0, 0, 0, 2)))
 
 
 def say_json(told: Any) -> None:
