@@ -48,7 +48,7 @@ def table(*columns: str, title: str = "") -> Table:
 
 
 def print_filled(out: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table without the columns of numbers in which no row has any; words where it is too narrow for one."""
+    """A table without columns of numbers in which no row has any; words where it is too narrow for one."""
     said = [
         n
         for n, name in enumerate(columns)
