@@ -18,6 +18,7 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("megatron.training", reason="the number of tokens is megatron.training's to know")
 
 CASE = Case("tp4 sp", tp=4, sp=True, groups=4)
+FACTOR = 1.5
 REAL = 45  # of 64: the third of four ranks has both, the fourth nothing but padding
 
 
@@ -25,21 +26,22 @@ def edit(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
     return oracle.edit(inputs)
 
 
-def single(case: Case) -> Any:
+def single(case: Case, local: bool) -> Any:
     chunks = ranks.start(case)
     state = gpt.randomize(chunks[0])
     seen: list[Tensor] = []
 
     def visit(logits: Tensor) -> Tensor:
         seen.append(logits.detach().clone())
-        return torch.cat([oracle.edit(logits[..., :REAL]), logits[..., REAL:]], -1)
+        real = logits[..., :REAL]
+        return torch.cat([real * FACTOR if local else oracle.edit(real), logits[..., REAL:]], -1)
 
     oracle.install(chunks[0], "output_layer:output", visit)
     losses = gpt.step(case, chunks, 0)
     return state, losses, seen, {n: p.grad for n, p in gpt.global_names(chunks[0])}
 
 
-def sharded(case: Case, state: dict[str, Tensor]) -> dict[str, Any]:
+def sharded(case: Case, state: dict[str, Tensor], local: bool) -> dict[str, Any]:
     import megatron_flex as mf
     from megatron_flex import cpu
 
@@ -50,7 +52,9 @@ def sharded(case: Case, state: dict[str, Tensor]) -> dict[str, Any]:
     chunks = ranks.start(case)
     gpt.load(chunks, state)
     flex = mf.FlexModel(chunks)
-    flex.register_forward_hook(mf.HookFunction("output_layer", editing_function=edit))
+    flex.register_forward_hook(
+        mf.HookFunction("output_layer", editing_function=mf.edits.scale(FACTOR) if local else edit)
+    )
     losses = gpt.step(case, chunks, 0)
     mesh = flex.session.mesh
     answer = {"coords": dict(mesh.coords), "sizes": dict(mesh.sizes), "dp": 0, "losses": losses}
@@ -61,9 +65,10 @@ def sharded(case: Case, state: dict[str, Tensor]) -> dict[str, Any]:
     return answer
 
 
-def test_padding_is_kept_aside() -> None:
-    ((state, losses, seen, gradients),) = run(1, single, CASE.single())
-    answers = run(4, sharded, CASE, state)
+@pytest.mark.parametrize("local", [False, True], ids=["the whole", "ranks' parts"])
+def test_padding_is_kept_aside(local: bool) -> None:
+    ((state, losses, seen, gradients),) = run(1, single, CASE.single(), local)
+    answers = run(4, sharded, CASE, state, local)
     assert answers[0]["shape"] == ("s", "b", REAL)
     assert len(answers[0]["read"]) == len(seen) == CASE.microbatches
     for got, want in zip(answers[0]["read"], seen, strict=True):

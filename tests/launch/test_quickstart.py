@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_flex import open_dump
+from tests.browser.conftest import Open
 from tests.support import pages
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -76,6 +78,24 @@ def test_a_page_is_written_and_named(run: tuple[str, Path]) -> None:
     assert output.endswith(f"to look at, in a browser: {folder / 'page.html'}\n")
     page = (folder / "page.html").read_text(encoding="utf-8")
     assert "decoder.layers.3.mlp.linear_fc1:output" in page
+
+
+@pytest.mark.timeout(600)
+def test_a_site_a_rank_and_a_layer_of_its_page_are_shown(run: tuple[str, Path], show: Open) -> None:
+    _, folder = run
+    window = show(folder / "page.html")
+    site = "decoder.layers.1.mlp.linear_fc1:output"
+    window.pick("site", site)
+    with open_dump(folder / "dump") as dump:
+        value = dump[site.removesuffix(":output")].torch()[-1].double()
+    shown = re.search(r"\brms ([\d.e-]+)", window.text("#data"))
+    assert shown is not None
+    assert float(shown[1]) == pytest.approx(value.square().mean().sqrt().item(), rel=2e-3)
+    window.pick("rank", 1)
+    assert "holds part 2 of 2" in window.text("#mesh")
+    window.pick("layer", 3)
+    assert window.chosen("site") == [site.replace("layers.1", "layers.3")]
+    assert "rank 1: pp 0 tp 1" in window.text("#chosen").replace(",", "").replace("·", "").replace("  ", " ")
 
 
 @pytest.mark.timeout(600)
