@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+PAGE_BYTES = 20_000_000  # of a page, unless a larger one is asked for
 MOST_ROWS = 60  # of one table
 MOST_LETTERS = 300  # of one text
 GREY = "rgba(128,128,128,.4)"  # seen on white and on black

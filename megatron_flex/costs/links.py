@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from functools import cache
 from math import prod
 
-import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from megatron_flex.errors import FlexError
 
@@ -84,18 +84,19 @@ class Placement:
 
     def __init__(self, sizes: Mapping[str, int], gpus_per_node: int) -> None:
         shape = tuple(sizes.get(a, 1) for a in ORDER)
-        self._nodes = np.arange(prod(shape), dtype=np.int64).reshape(shape) // gpus_per_node
+        self._nodes = torch.arange(prod(shape), device="cpu").reshape(shape) // gpus_per_node
         self.nodes = cache(self._group)
 
     def _group(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The nodes of the ranks along these axes, in order; of all such groups the most spread one."""
         groups = self._along(axes)
-        spread = (np.diff(np.sort(groups, 1), axis=1) != 0).sum(1)
-        return tuple(int(n) for n in groups[int(spread.argmax())])
+        spread = groups.sort(1).values.diff(dim=1).ne(0).sum(1)
+        first = int((spread == spread.max()).nonzero()[0])
+        return tuple(int(n) for n in groups[first])
 
-    def _along(self, axes: Sequence[str]) -> npt.NDArray[np.int64]:
+    def _along(self, axes: Sequence[str]) -> Tensor:
         rest = [a for a in ORDER if a not in axes]
-        turned = self._nodes.transpose([ORDER.index(a) for a in (*rest, *axes)])
+        turned = self._nodes.permute([ORDER.index(a) for a in (*rest, *axes)])
         return turned.reshape(-1, prod(turned.shape[len(rest) :]))
 
     def within(self, axes: tuple[str, ...]) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from megatron_flex.costs import Costs, Links, costs_of
-from megatron_flex.costs.standing import Standing
 from megatron_flex.errors import FlexError
 from megatron_flex.runtime import Session
+
+if TYPE_CHECKING:
+    from megatron_flex.costs import Costs, Links
 
 
 class Costing:
@@ -40,6 +41,9 @@ class Costing:
         Raises:
             FlexError: nothing stands whose cost can be told, or nothing tells a length.
         """
+        from megatron_flex.costs import Links, costs_of  # needs numpy, which reading and editing do not
+        from megatron_flex.costs.standing import Standing
+
         if microbatches < 1:
             raise FlexError(f"microbatches={microbatches}: a step has at least one")
         links, session = links or Links(), self.session

@@ -7,19 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from torch import nn
 
 from megatron_flex.errors import FlexError, SiteError, nearest
-from megatron_flex.page import MOST_BYTES, Page, of_mesh, write
-from megatron_flex.page.pricing import held_of, prices
-from megatron_flex.page.sources import Given, filled
+from megatron_flex.markup import PAGE_BYTES
 from megatron_flex.runtime import HookFunction, Session
 from megatron_flex.runtime.hooks import name_of
 from megatron_flex.sites import Pattern
 from megatron_flex.statistics.reading import OpenStatistics, open_statistics
 from megatron_flex.view import Hooked, Node, chosen, folded, tree
+
+if TYPE_CHECKING:
+    from megatron_flex.page.sources import Given
 
 ELSEWHERE = (
     "hooks on other stages that bring nothing to the leader are shown as active: "
@@ -93,7 +94,7 @@ class Showing:
         pattern: Pattern = "**",
         lengths: Mapping[str, int] | None = None,
         title: str = "",
-        most_bytes: int | None = MOST_BYTES,
+        most_bytes: int | None = PAGE_BYTES,
     ) -> Path | None:
         """Write a page, one HTML file, of the model, its ranks, hooks, and of what dumps and statistics saw.
 
@@ -106,8 +107,7 @@ class Showing:
             statistics: a folder of them.
             comparison: what `compare` found between the two dumps.
             pattern: of the sites that are shown, as for `sites()`.
-            lengths: of dims that only the data tell, such as `{"s": 4096, "b": 1}`, to say what hooks would
-                send; else as in what was read, if something was.
+            lengths: of dims that only the data tell, such as `{"s": 4096, "b": 1}`; else as in what was read.
             title: of the page; else the model's class.
             most_bytes: how large it may be; None for any size.
 
@@ -123,20 +123,24 @@ class Showing:
         sites = session.sites.match(pattern)
         if not session.is_leader or session.mesh["dp"].coord:
             return None
+        from megatron_flex.page import Page, of_mesh, write  # needs numpy, which nothing else here does
+        from megatron_flex.page.pricing import held_of, prices
+        from megatron_flex.page.sources import filled
+
         grid = of_mesh(session.mesh)
-        known = {**_lengths(session), **(lengths or {})}
+        known = _lengths(session) | dict(lengths or {})
         weight = next((p.element_size() for p in self.chunks.parameters() if p.is_floating_point()), None)
-        hooks, fired = standing(session), _fired(session)
+        fired = _fired(session)
         page = Page(
             title or type(self.chunks[0]).__name__,
             grid,
             [replace(s, tap=None) for s in sites],
-            hooks,
+            standing(session),
             fired,
             prices(sites, lambda s: held_of(s, grid.sizes, weight, known), grid),
             notes=[("info", ELSEWHERE)] if _unknown(session, fired) else (),
         )
-        if statistics is not None and not isinstance(statistics, OpenStatistics):
+        if isinstance(statistics, (str, PathLike)):
             statistics = open_statistics(statistics)
         several = dumps if isinstance(dumps, Sequence) and not isinstance(dumps, str) else [dumps]
         return write(filled(page, several, statistics, comparison), path, most_bytes=most_bytes)

@@ -2,6 +2,6 @@
 
 from megatron_flex.page.content import Page
 from megatron_flex.page.grid import Grid, of_mesh, of_ranks, of_sizes
-from megatron_flex.page.writing import MOST_BYTES, html, write
+from megatron_flex.page.writing import html, write
 
-__all__ = ["MOST_BYTES", "Grid", "Page", "html", "of_mesh", "of_ranks", "of_sizes", "write"]
+__all__ = ["Grid", "Page", "html", "of_mesh", "of_ranks", "of_sizes", "write"]

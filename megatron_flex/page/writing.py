@@ -11,9 +11,9 @@ from os import PathLike
 from pathlib import Path
 
 from megatron_flex.errors import FlexError
+from megatron_flex.markup import PAGE_BYTES
 from megatron_flex.page.content import Page
 
-MOST_BYTES = 20_000_000
 FIRST, LAST = ("core.js", "top.js"), ("go.js",)  # what others need, and what draws them
 FRAME = "style.css"  # the others build on it
 MARK = re.compile(r"@(title|style|page|scripts)@")
@@ -51,7 +51,7 @@ def values(page: Page) -> str:
     return re.sub("[<>&]", lambda found: ESCAPES[found[0]], told)
 
 
-def write(page: Page, path: str | PathLike[str], *, most_bytes: int | None = MOST_BYTES) -> Path:
+def write(page: Page, path: str | PathLike[str], *, most_bytes: int | None = PAGE_BYTES) -> Path:
     """Write a page, whole or not at all.
 
     Args:

@@ -44,6 +44,9 @@ def check(command: str) -> None:
     if "[-" in command:  # what may be left out
         command = command.replace("[", "").replace("]", "")
     first, *words = [word for word in shlex.split(command) if word != "..."]
+    while variable := re.fullmatch(r"(FLEX_\w+)=\S*", first):
+        check_read(variable[1])
+        first, *words = words
     if first == "torchrun":
         check_torchrun(words)
     elif first == "python":
@@ -58,6 +61,13 @@ def check(command: str) -> None:
         check_script(words[0], [])
     else:
         check_script(first, words)
+
+
+def check_read(variable: str) -> None:
+    """A variable before a command: something of ours reads it."""
+    files = (f for folder in ("megatron_flex", "scripts", "tests") for f in (ROOT / folder).rglob("*.*"))
+    readers = [f for f in files if f.suffix in (".py", ".sh") and f != Path(__file__)]
+    assert any(f'"{variable}"' in f.read_text(encoding="utf-8") for f in readers), f"nothing reads {variable}"
 
 
 def check_torchrun(words: list[str]) -> None:
