@@ -55,7 +55,8 @@ class Charge:
     Attributes:
         way: what the hook does there: `read`, `edit of the whole`, `edit of the part`, `edit by sums`,
             `dump`, `statistics`; `... of what is gathered` behind another edit's gathering.
-        collectives: in order, of which every rank of the stage takes part in each.
+        collectives: in order, of which the leader takes part in each, and so does every rank of the stage,
+            but for broadcasts of what a leader made: ranks get those along one axis after another.
         whole: bytes of what one device would read or edit.
         part: bytes of what one rank has of it.
         rank: what the busiest rank moves that does not lead.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -158,6 +158,7 @@ def test_without_a_histogram() -> None:
 
 
 @settings(max_examples=150, deadline=None)
+@example((Layout((Dim("s"), Dim("v", (Cut("c"),), keep=1), Dim("w", (Cut("b"),), keep=1))), (1, 1, 1)))
 @given(layouts())
 def test_each_entry_of_the_whole_is_counted_once(drawn: tuple[Layout, tuple[int, ...]]) -> None:
     layout, shape = drawn

@@ -50,15 +50,17 @@ def counted_of_part(
     if part is None:
         return counted(local, layout, mesh, over)
     _check(local, layout, mesh)
-    real: Tensor | None = None
+    real: Tensor | None = None  # only what is within every dim
     for index, dim in enumerate(layout.dims):
         kept = _kept(dim, local.shape[index], mesh)
         if kept is not None:
-            real = torch.zeros(local.shape, dtype=torch.bool, device=local.device) if real is None else real
+            here = torch.zeros(local.shape[index], dtype=torch.bool, device=local.device)
             for start, length in kept:
-                real.narrow(index, start, length).fill_(True)
+                here[start : start + length] = True
+            here = here.view([-1 if d == index else 1 for d in range(local.ndim)])
+            real = here if real is None else real & here
     flat = local.reshape(-1)[slice(*part)]
-    flat = flat if real is None else flat[real.view(-1)[slice(*part)]]
+    flat = flat if real is None else flat[real.expand(local.shape).reshape(-1)[slice(*part)]]
     ways, mine = share(layout, mesh, over)
     return flat[len(flat) * mine // ways : len(flat) * (mine + 1) // ways]
 
