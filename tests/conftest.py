@@ -26,7 +26,8 @@ PACKAGES = (
 )  # what tests run on, as far as it is installed
 
 # Compositions of what other cells hold by themselves, cells that larger ones hold too, and one test of minutes
-# beside a shorter one (kills of Megatron's own ranks): scripts/test runs them, continuous integration leaves them out (`-m "not wide"`), which has no time for all.
+# beside a shorter one (kills of Megatron's own ranks): scripts/test runs them, continuous integration leaves
+# them out (`-m "not wide"`), which has no time for all.
 WIDE = {
     "test_matrix.py": (
         *(
