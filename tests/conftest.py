@@ -25,9 +25,9 @@ PACKAGES = (
     "deepspeed",
 )  # what tests run on, as far as it is installed
 
-# Compositions of what other cells hold by themselves, cells that larger ones hold too, and one test of minutes
-# beside a shorter one (kills of Megatron's own ranks): scripts/test runs them, continuous integration leaves
-# them out (`-m "not wide"`), which has no time for all.
+# Compositions of what other cells hold by themselves, cells that larger ones hold too, and a test of minutes
+# beside a shorter one (kills of Megatron's own ranks): scripts/test runs them, continuous integration, which
+# has no time for all, leaves them out (`-m "not wide"`).
 WIDE = {
     "test_matrix.py": (
         *(
