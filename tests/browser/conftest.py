@@ -25,7 +25,9 @@ def missing(why: str) -> None:
         pytest.fail(f"{NEEDED}=1, but {why}", pytrace=False)
     if os.environ.get(WHICH):
         pytest.fail(why, pytrace=False)
-    pytest.skip(why)
+    pytest.skip(
+        why
+    )  # a machine without a browser; FLEX_BROWSER_NEEDED=1, as CI says it, makes this a failure
 
 
 @pytest.fixture(scope="package")

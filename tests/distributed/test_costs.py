@@ -385,6 +385,7 @@ def test_a_live_model_says_what_its_dump_writes(tmp_path: Path) -> None:
     written = 0
     for file in folder.rglob("*.safetensors"):
         with safe_open(file, "pt") as opened:
+            # safetensors' file has keys() and is no mapping: it cannot be walked over itself
             written += sum(opened.get_tensor(n).nbytes for n in opened.keys())  # noqa: SIM118
     assert written == sum(case.world * c.times * c.each.rank.disk for c in found.hooks)
     assert all(r.moved.disk for r in found.roles)

@@ -384,7 +384,7 @@ def _run_bridged(code: str, folder: Path) -> None:
 
 
 def test_the_page_on_deepspeed_runs() -> None:
-    if find_spec("deepspeed") is None:
+    if find_spec("deepspeed") is None:  # not importorskip: importing it here would patch this process
         pytest.skip("deepspeed is not installed")
     (code,) = blocks(ROOT / "docs" / "deepspeed.md")
     assert run(1, _run_deepspeed, code) == [False]
