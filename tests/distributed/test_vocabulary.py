@@ -107,7 +107,7 @@ def weights(case: Case, state: dict[str, Tensor]) -> Any:
 
 
 def test_weights_come_without_padding_and_keep_it() -> None:
-    ((state, *_),) = run(1, single, CASE.single())
+    ((state, *_),) = run(1, single, CASE.single(), False)
     for answer in run(4, weights, CASE, state):
         for name, (plain, padded, kept, doubled) in answer.items():
             assert torch.equal(plain, state[name][:REAL])
