@@ -11,6 +11,7 @@ import math
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,10 @@ def flags(words: list[str]) -> argparse.Namespace:
     add("--folder", help="where dumps and statistics are written (default: a temporary folder)")
     add("--timeout", type=float, default=3600, help="seconds for one size (default %(default)s)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the same ways on a GPU, one process")
-    add("--json", metavar="FILE", help="write everything there too, each step's times included")
+    add("--json", metavar="FILE", help="write everything there too, whenever a size is done")
     add("--plot", metavar="FILE", help="draw it into a PNG")
     add("--write", metavar="PAGE", help="put the tables between the page's comments, the plot beside it")
-    add("--from", dest="source", metavar="FILE", help="measure nothing: take a file of --json")
+    add("--from", dest="source", nargs="+", metavar="FILE", help="measure nothing: take files of --json")
     args = parser.parse_args(words)
     for name in ("rounds", "repeats", "hidden", "ffn", "seq"):
         if getattr(args, name) < 1:
@@ -90,38 +91,81 @@ def settings_of(args: argparse.Namespace, tp: int, mib: float) -> dict[str, Any]
     }
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure everything."""
+def run(args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Measure everything; `keep` gets all that is measured so far whenever a size is done."""
     from bench import machine
     from bench_hooks_rank import Settings, measure, measure_steps
-    from bench_hooks_report import sent_by, steps_of
+    from bench_hooks_report import sent_by
 
     from tests.support.pool import run as run_ranks
 
-    load = [os.getloadavg()[0]]
-    hooks, steps = [], []
+    hooks: list[dict[str, Any]] = []
+    steps: list[dict[str, Any]] = []
+    before = os.getloadavg()[0]
+    result = {
+        "command": shlex.join(["scripts/bench", *_told_of(sys.argv[1:])]),
+        "date": date.today().isoformat(),
+        **machine(),
+        "load": [before, before],
+        "hooks": hooks,
+        "steps": steps,
+    }
+
+    def done() -> None:
+        result["load"] = [before, os.getloadavg()[0]]
+        keep(result)
+
     for tp in args.tp:
         for mib in args.mib:
             settings = settings_of(args, tp, mib)
             ranks = run_ranks(tp, measure, Settings(**settings), timeout=args.timeout)
-            ms = steps_of([rank["ms"] for rank in ranks])
             sent = sent_by([rank["sent"] for rank in ranks])
-            hooks.append(settings | {"ms": ms, "sent": sent, "others": ranks[0]["others"]})
+            hooks.append(settings | _times(ranks) | {"sent": sent})
+            done()
         if args.only or STEP_MODEL["hidden"] % (64 * tp):
             continue
         settings = settings_of(args, tp, 8) | STEP_MODEL
         ranks = run_ranks(tp, measure_steps, Settings(**settings), timeout=args.timeout)
-        ms = steps_of([rank["ms"] for rank in ranks])
-        steps.append({"tp": tp, "what": _told(STEP_MODEL), "ms": ms, "others": ranks[0]["others"]})
-    load.append(os.getloadavg()[0])
-    return {
-        "command": shlex.join(["scripts/bench", *sys.argv[1:]]),
-        "date": date.today().isoformat(),
-        **machine(),
-        "load": load,
-        "hooks": hooks,
-        "steps": steps,
+        steps.append({"tp": tp, "what": _told(STEP_MODEL)} | _times(ranks))
+        done()
+    return result
+
+
+def _told_of(words: list[str]) -> list[str]:
+    """A command line without where its figures are kept, which is nobody else's place."""
+    places = ("--json", "--plot", "--folder")
+    at = [n for n, word in enumerate(words) if word in places]
+    at += [n + 1 for n in at] + [n for n, word in enumerate(words) if word.partition("=")[0] in places]
+    return [word for n, word in enumerate(words) if n not in at]
+
+
+def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several runs of one machine as one, their commands one behind the other; `load` is that of their ends.
+
+    Raises:
+        SystemExit: they ran on different machines or versions, and cannot stand in one table.
+    """
+    first, *others = results
+    for other in others:
+        for what in ("cores", "chip", "versions"):
+            if other[what] != first[what]:
+                raise SystemExit(f"error: --from: {what} {other[what]} beside {first[what]}: tell them apart")
+    return first | {
+        "command": "` and `".join(result["command"] for result in results),
+        "date": max(result["date"] for result in results),
+        "load": [first["load"][0], results[-1]["load"][1]],
+        "hooks": [run for result in results for run in result["hooks"]],
+        "steps": [run for result in results for run in result["steps"]],
     }
+
+
+def _times(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of all ranks: what the clock says, as long as on the slowest, and CPU time, together."""
+    from bench_hooks_report import steps_of
+
+    ms = steps_of([rank["ms"] for rank in ranks], max)
+    cpu = steps_of([rank["cpu"] for rank in ranks], sum)
+    return {"ms": ms, "cpu": cpu, "others": ranks[0]["others"]}
 
 
 def _told(model: dict[str, int]) -> str:
@@ -147,9 +191,14 @@ def main(words: list[str]) -> None:
     if args.write:
         page = Path(args.write)
         put(page.read_text(encoding="utf-8"), SECTION, "")
-    result = json.loads(Path(args.source).read_text(encoding="utf-8")) if args.source else run(args)
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+    def keep(result: dict[str, Any]) -> None:
+        if args.json:
+            Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+    kept = [json.loads(Path(path).read_text(encoding="utf-8")) for path in args.source or ()]
+    result = joined(kept) if kept else run(args, keep)
+    keep(result)
     print(report(result))
     plots = [Path(args.plot)] if args.plot else []
     if args.write:

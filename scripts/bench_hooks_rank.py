@@ -54,8 +54,8 @@ def measure(settings: Settings) -> dict[str, Any]:
     """Time hooks on tensors of one size. Collective over the world.
 
     Returns:
-        `ms` by way, round and step, of this rank; `others`: likewise, the machine's share that other
-        processes took; `sent` by way, of one step; `layers`.
+        `ms` and `cpu` (milliseconds of its threads) by way, round and step, of this rank; `others`: likewise,
+        the machine's share that other processes took; `sent` by way, of one step.
     """
     subject, step, made = _begin(settings, gated=False, head=HEAD)
     chosen = {n: _at(way, subject) for n, way in made.items() if not settings.only or n in settings.only}
@@ -97,6 +97,7 @@ def _rounds(chosen: Standings, step: Step, subject: Subject, settings: Settings)
                 times[name].append(visited)
     return {
         "ms": {name: [[t.wall for t in visit] for visit in visits] for name, visits in times.items()},
+        "cpu": {name: [[t.cpu for t in visit] for visit in visits] for name, visits in times.items()},
         "others": [t.others for visits in times.values() for visit in visits for t in visit],
     }
 

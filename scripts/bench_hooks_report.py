@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from bench_report import _interval, _markdown, _verdict, spread
@@ -35,17 +36,23 @@ TARGETS = [  # way, its yardstick, how many times as much it may add
     ("general", "all-gather", 1.1),
 ]
 STEP_TARGETS = [("statistics", 1.05), ("idle", 1.0), ("detached", 1.0)]  # over nothing attached
+NOT_MEASURED = "not measured"
 SILENT = ("local",)  # ways that send nothing
 
 
-def steps_of(ranks: list[dict[str, list[list[float]]]]) -> dict[str, list[float]]:
+def steps_of(
+    ranks: list[dict[str, list[list[float]]]], together: Callable[[Iterable[float]], float]
+) -> dict[str, list[float]]:
     """From each rank's times by way, round and step to those by way and round.
 
-    A step takes as long as on its slowest rank; a round has the median of its steps.
+    Args:
+        together: of one step on all ranks: max by the clock, as all wait for the slowest; sum of CPU time.
+
+    A round has the median of its steps.
     """
     return {
         name: [
-            statistics.median(max(times) for times in zip(*visits, strict=True))
+            statistics.median(together(times) for times in zip(*visits, strict=True))
             for visits in zip(*(rank[name] for rank in ranks), strict=True)
         ]
         for name in ranks[0]
@@ -67,9 +74,9 @@ def sent_by(ranks: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return out
 
 
-def added(run: dict[str, Any], name: str) -> list[float]:
-    """Milliseconds that a hook adds, in each round."""
-    ms = run["ms"]
+def added(run: dict[str, Any], name: str, kind: str = "ms") -> list[float]:
+    """Milliseconds that a hook adds, in each round: by the clock, or `cpu` of all ranks together."""
+    ms = run[kind]
     return [(t - n) / run["layers"] for t, n in zip(ms[name], ms["none"], strict=True)]
 
 
@@ -101,22 +108,34 @@ def section(result: dict[str, Any]) -> str:
     for tp in dict.fromkeys(run["tp"] for run in result["hooks"]):
         runs = [run for run in result["hooks"] if run["tp"] == tp]
         lines += [f"{tp} ranks, added ms of a hook:", "", hooks_table(runs), ""]
+        if all("cpu" in run for run in runs):
+            told = f"{tp} ranks, CPU ms that a hook adds, all ranks together:"
+            lines += [told, "", hooks_table(runs, "cpu"), ""]
     lines += ["Targets, what is added over what the yardstick adds:", "", targets_table(result), ""]
     for run in result["steps"]:
         lines += [f"{run['tp']} ranks, whole steps of {run['what']}:", "", steps_table(run), ""]
     return "\n".join(lines).rstrip()
 
 
-def hooks_table(runs: list[dict[str, Any]]) -> str:
-    """Ways by sizes: the median over rounds of what a hook adds, and its 95% interval; what a hook sends."""
-    table = [["way", *(f"{run['mib']:g} MiB" for run in runs), "sent, of the tensor", "collectives"]]
+def hooks_table(runs: list[dict[str, Any]], kind: str = "ms") -> str:
+    """Ways by sizes: the median over rounds of what a hook adds, and its 95% interval; what a hook sends.
+
+    Args:
+        runs: of the same number of ranks.
+        kind: `ms` by the clock; `cpu`, without what is sent, which the other table says.
+    """
+    sends = ["sent, of the tensor", "collectives"] if kind == "ms" else []
+    table = [["way", *(f"{run['mib']:g} MiB" for run in runs), *sends]]
     first, last = runs[0], runs[-1]
     for name in (n for n in LABELS if n in first["ms"]):
         if name == "none":
-            cells = [f"step {spread(run['ms'][name])['median']:.1f}" for run in runs]
-            table.append([LABELS[name], *cells, "", ""])
+            cells = [f"step {spread(run[kind][name])['median']:.1f}" for run in runs]
+            table.append([LABELS[name], *cells, *([""] * len(sends))])
             continue
-        cells = [_interval(spread(added(run, name)), 2) for run in runs]
+        cells = [_interval(spread(added(run, name, kind)), 2) for run in runs]
+        if not sends:
+            table.append([LABELS[name], *cells])
+            continue
         whole = last["layers"] * last["mib"] * 2**20
         sent = f"{last['sent'][name]['nbytes'] / whole:.2f}"
         table.append([LABELS[name], *cells, sent, calls(first, name)])
@@ -139,21 +158,26 @@ def targets_table(result: dict[str, Any]) -> str:
     for name, yardstick, bound in TARGETS:
         cells = [judged(run, name, yardstick, bound) for run in runs]
         table.append([f"{LABELS[name]} <= {bound:g} x {LABELS[yardstick]}", *cells])
+        if all("cpu" in run for run in runs):
+            cells = [judged(run, name, yardstick, bound, "cpu") for run in runs]
+            table.append(["the same of CPU time", *cells])
     for name in SILENT:
-        cells = [f"{b:.0f}: {'met' if b == 0 else 'missed'}" for b in (_bytes(run, name) for run in runs)]
-        table.append([f"{LABELS[name]}: 0 bytes", *cells])
+        table.append([f"{LABELS[name]}: 0 bytes", *(_silent(run, name) for run in runs)])
     return _markdown(table)
 
 
-def _bytes(run: dict[str, Any], name: str) -> float:
-    return float(run["sent"][name]["nbytes"] / run["layers"]) if name in run["sent"] else float("nan")
+def _silent(run: dict[str, Any], name: str) -> str:
+    if name not in run["sent"]:
+        return NOT_MEASURED
+    nbytes = run["sent"][name]["nbytes"] / run["layers"]
+    return f"{nbytes:.0f}: {'missed' if nbytes else 'met'}"
 
 
-def judged(run: dict[str, Any], name: str, yardstick: str, bound: float) -> str:
+def judged(run: dict[str, Any], name: str, yardstick: str, bound: float, kind: str = "ms") -> str:
     """The ratio of two ways' medians; whether it is met says the difference within a round."""
     if name not in run["ms"] or yardstick not in run["ms"]:
-        return "not measured"
-    ours, theirs = added(run, name), added(run, yardstick)
+        return NOT_MEASURED
+    ours, theirs = added(run, name, kind), added(run, yardstick, kind)
     top, base = statistics.median(ours), statistics.median(theirs)
     ratio = (
         "below the noise" if top <= 0 else f"{top / base:.2f}" if base > 0 else "yardstick below the noise"

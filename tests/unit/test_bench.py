@@ -52,7 +52,25 @@ def result(*runs: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_step_takes_as_long_as_on_its_slowest_rank_and_a_round_has_the_median(script: Load) -> None:
     ranks = [{"read": [[1.0, 9.0, 3.0], [5.0]]}, {"read": [[2.0, 1.0, 1.0], [7.0]]}]
-    assert script("bench_hooks_report").steps_of(ranks) == {"read": [3.0, 7.0]}
+    assert script("bench_hooks_report").steps_of(ranks, max) == {"read": [3.0, 7.0]}
+
+
+def test_cpu_time_is_that_of_all_ranks(script: Load) -> None:
+    ranks = [{"read": [[1.0, 9.0, 3.0], [5.0]]}, {"read": [[2.0, 1.0, 1.0], [7.0]]}]
+    assert script("bench_hooks_report").steps_of(ranks, sum) == {"read": [4.0, 12.0]}
+
+
+def test_targets_are_judged_by_cpu_time_too_where_it_was_taken(script: Load) -> None:
+    run = made(2, 8, read=1.0, clone=1.0)
+    report = script("bench_hooks_report")
+    assert "CPU" not in report.section(result(run))
+    run["cpu"] = {"none": [20.0] * 7, "read": [26.0] * 7, "clone": [21.0] * 7}
+    text = report.section(result(run))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
+    assert ["read", "3.00 [3.00, 3.00]"] in rows
+    assert ["nothing attached", "step 20.0"] in rows
+    first = rows.index([f"read <= 1.5 x {report.LABELS['clone']}", "1.00: met"])
+    assert rows[first + 1] == ["the same of CPU time", "6.00: missed"]
 
 
 def test_what_is_sent_is_beyond_the_model_and_of_all_ranks(script: Load) -> None:
@@ -82,6 +100,7 @@ def test_a_verdict_that_noise_allows_both_ways_has_a_question_mark(script: Load)
 
 def test_a_way_that_was_not_measured_is_told(script: Load) -> None:
     assert script("bench_hooks_report").judged(made(2, 8), "selected", "clone of one", 1.1) == "not measured"
+    assert script("bench_hooks_report").targets_table(result(made(2, 8))).count("not measured") == 6
 
 
 def test_the_report_has_sizes_bytes_and_targets(script: Load) -> None:
@@ -101,6 +120,20 @@ def test_the_report_has_sizes_bytes_and_targets(script: Load) -> None:
     assert "1.00: met within noise" in rows["FlexModel attached, no hook"]
     assert rows["statistics"].rstrip(" |").endswith("1.05: missed")
     assert "load 0.5 before and 2.0 after" in text
+
+
+def test_runs_of_one_machine_stand_in_one_table(script: Load) -> None:
+    joined = script("bench_hooks").joined
+    both = joined([result(made(2, 8, read=1.0)), result(made(4, 8, read=2.0)) | {"load": [7.0, 9.0]}])
+    assert [run["tp"] for run in both["hooks"]] == [2, 4]
+    assert (both["load"], len(both["steps"])) == ([0.5, 9.0], 2)
+    with pytest.raises(SystemExit, match="cores 64 beside 2: tell them apart"):
+        joined([result(), result() | {"cores": 64}])
+
+
+def test_a_command_is_told_without_where_its_figures_are_kept(script: Load) -> None:
+    words = ["--hooks", "--json", "here", "--tp", "2", "--plot=there", "--folder", "somewhere"]
+    assert script("bench_hooks")._told_of(words) == ["--hooks", "--tp", "2"]
 
 
 def test_a_page_gets_what_is_between_its_comments(script: Load) -> None:
