@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +13,7 @@ from tests.distributed.matrix import BOUND, relative
 from tests.support import gpt, oracle, ranks
 from tests.support.gpt import Case
 from tests.support.pool import run
+from tests.support.wishes import Wish, wished
 
 pytest.importorskip("megatron.core")
 
@@ -48,7 +48,6 @@ def ranked(tensor: Tensor, k: int, dim: int, largest: bool = True) -> tuple[Tens
     return found.values.narrow(dim, 0, k), found.indices.narrow(dim, 0, k)
 
 
-Wish = tuple[str, dict[str, Any], Callable[[Any], Any], Callable[[Tensor], Any]]
 # By name: the site; what is selected; what is made of it; the same in plain code.
 WISHES: dict[str, Wish] = {
     "last": (STREAM, {"positions": -1}, lambda r: None, lambda t: t[-1:]),
@@ -93,22 +92,6 @@ NO_GRADIENT = ("scores",)
 SITES = sorted({w[0] for w in WISHES.values()})
 
 
-def wished(kind: str, names: list[str]) -> list[Any]:
-    import megatron_flex as mf
-
-    return [
-        mf.HookFunction(
-            site,
-            hook_type=kind,
-            select=mf.Select(**said) if said else None,
-            reduce=made(mf.reduce),
-            keep_as=name,
-        )
-        for name, (site, said, made, _) in WISHES.items()
-        if name in names
-    ]
-
-
 def spread(case: Case, state: dict[str, Tensor], gathered: bool = False) -> dict[str, list[Tensor]]:
     import megatron_flex as mf
 
@@ -117,7 +100,8 @@ def spread(case: Case, state: dict[str, Tensor], gathered: bool = False) -> dict
     plain = gpt.step(case, chunks, ranks.mine(chunks))
     out: dict[str, list[Tensor]] = {}
     for kind in ("forward", "tensor"):
-        hooks = wished(kind, [n for n in WISHES if kind == "forward" or n not in NO_GRADIENT])
+        there = {n: w for n, w in WISHES.items() if kind == "forward" or n not in NO_GRADIENT}
+        hooks = wished(there, kind)
         with mf.attach(chunks, hooks, gather_data_parallel=gathered) as flex:
             assert gpt.step(case, chunks, ranks.mine(chunks)) == plain
             out |= {n: list(r) for n, r in flex.output_dict.items()}
@@ -221,7 +205,7 @@ def several(case: Case) -> dict[str, Any]:
     out["bytes"] = {}
     for name in WISHES:
         taken.clear()
-        step_with(case, chunks, wished("forward", [name]))
+        step_with(case, chunks, wished({name: WISHES[name]}, "forward"))
         out["bytes"][name] = taken[0]
     Recorder.shard = shard  # type: ignore[method-assign]
     out["says"] = {name: said(case, chunks, hook) for name, hook in wrong().items()}
@@ -233,7 +217,7 @@ def several(case: Case) -> dict[str, Any]:
     out["sends"] = {}
     for name, hook in (
         ("sure", mf.HookFunction(STREAM, select=last)),
-        ("asks", wished("forward", ["few"])[0]),
+        ("asks", wished({"few": WISHES["few"]}, "forward")[0]),
     ):
         with mf.attach(chunks, [hook]):
             gpt.step(case, chunks, 0)

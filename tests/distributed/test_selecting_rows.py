@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +10,7 @@ from tests.distributed.matrix import BOUND, relative
 from tests.support import gpt, oracle, ranks
 from tests.support.gpt import Case
 from tests.support.pool import run
+from tests.support.wishes import Wish, wished
 
 pytest.importorskip("megatron.core")
 
@@ -23,7 +21,6 @@ ALL, WEIGHTS, ONE = (
     f"{EXPERTS}.local_experts.1.linear_fc1:output",
 )
 PROBE = torch.cos(torch.arange(gpt.HIDDEN, dtype=torch.float32))
-Wish = tuple[str, dict[str, Any], Callable[[Any], Any], Callable[[Tensor], Tensor]]
 # By name: the site; what is selected; what is made of it; the same in plain code.
 WISHES: dict[str, Wish] = {
     "last": (ALL, {"positions": -1}, lambda r: None, lambda t: t[-1:]),
@@ -50,19 +47,8 @@ def spread(case: Case, state: dict[str, Tensor]) -> dict[str, list[Tensor]]:
     chunks = ranks.start(case)
     gpt.load(chunks, state)
     out: dict[str, list[Tensor]] = {}
-    kinds: tuple[Any, ...] = ("forward", "tensor")
-    for kind in kinds:
-        hooks = [
-            mf.HookFunction(
-                site,
-                hook_type=kind,
-                select=mf.Select(**said) if said else None,
-                reduce=made(mf.reduce),
-                keep_as=name,
-            )
-            for name, (site, said, made, _) in WISHES.items()
-        ]
-        with mf.attach(chunks, hooks) as flex:
+    for kind in ("forward", "tensor"):
+        with mf.attach(chunks, wished(WISHES, kind)) as flex:
             gpt.step(case, chunks, ranks.mine(chunks))
             out |= {n: list(r) for n, r in flex.output_dict.items()}
     return out
