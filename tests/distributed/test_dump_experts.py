@@ -12,6 +12,7 @@ import torch
 
 import megatron_flex as mf
 from megatron_flex.dump import ROUTING, Entry
+from megatron_flex.dump.reading import open_remains
 from megatron_flex.dump.reading.shards import Files
 from tests.distributed.matrix import BOUND, judge, relative
 from tests.distributed.test_matrix import VERSION
@@ -152,3 +153,18 @@ def test_a_rank_whose_rows_are_gone(tmp_path: Path) -> None:
             one.by.pop((LAYER, ROUTING), None)
         with pytest.raises(mf.DumpError, match="no router's decision"):
             dump[FEW[1]].torch()
+
+
+def test_experts_of_a_dump_that_lost_a_rank(tmp_path: Path) -> None:
+    """Their rows would read as zeros where they are lost: they are refused."""
+    (state,) = run(1, weights, ACROSS.single())
+    run(2, dumped, ACROSS, state, str(tmp_path), {"all": {}})
+    with mf.open_dump(tmp_path / "all") as dump, open_remains(tmp_path / "all") as rest:
+        lost = list(dump.written((0, 0)).paths(1))
+        assert torch.equal(rest[FEW[0]].torch(), dump[FEW[0]].torch())
+    for path in lost:
+        path.unlink()
+    with open_remains(tmp_path / "all") as rest:
+        for site in FEW:
+            with pytest.raises(mf.DumpError, match="not whole, and rows of experts are read of whole"):
+                rest[site].torch()

@@ -22,6 +22,7 @@ from megatron_flex.compare import compare
 from megatron_flex.dump.reading import open_remains
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import Cut, Dim, Layout
+from megatron_flex.page import data_damage
 from megatron_flex.page.data import Bounds, divergence, of_dump, of_statistics
 from megatron_flex.page.data_packing import evenly, quantised, shrunk
 from megatron_flex.page.data_reading import DAMAGED, INFINITIES, NANS, PARTLY, THERE
@@ -413,6 +414,14 @@ def test_many_damaged_files_are_told_in_few_notes(tmp_path: Path) -> None:
     found = Shown(of_dump(tmp_path / "d", NAMES))
     assert len(found.damage) == 25
     assert "6 more" in found.damage[-1]
+
+
+def test_a_large_dump_is_checked_by_its_names(dump: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_damage, "MOST_BYTES", 0)
+    assert Shown(of_dump(dump, NAMES)).damage == []
+    lose(part(dump, 10, 0))
+    (said,) = Shown(of_dump(dump, NAMES)).damage
+    assert said == "run 0, iteration 10: parts of rank 0 are missing"
 
 
 def test_remains_of_a_whole_dump_are_the_dump(dump: Path) -> None:
