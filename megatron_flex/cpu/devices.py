@@ -30,9 +30,11 @@ class CpuDevices(TorchFunctionMode):
             return special(func, args, kwargs or {})
         if kwargs:
             kwargs = _on_cpu(kwargs)
-        if any(isinstance(arg, torch.device) and arg.type == "cuda" for arg in args):
-            args = tuple(_cpu_for(arg) if isinstance(arg, torch.device) else arg for arg in args)
-        return func(*args, **(kwargs or {}))
+        for arg in args:  # every call of torch comes by here, attributes of tensors too: nothing is made anew
+            if type(arg) is torch.device and arg.type == "cuda":
+                args = tuple(_cpu_for(arg) if isinstance(arg, torch.device) else arg for arg in args)
+                break
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 def _cpu_for(device: Any) -> Any:
