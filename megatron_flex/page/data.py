@@ -36,6 +36,7 @@ from megatron_flex.page.data_packing import evenly
 from megatron_flex.page.data_pictures import Bounds, Pictures
 from megatron_flex.page.data_reading import ABSENT, DAMAGED, Cell, broken, cell
 from megatron_flex.page.data_tables import Tables
+from megatron_flex.progress import tracked
 from megatron_flex.sites import GRAD
 from megatron_flex.statistics.measured import Measured
 from megatron_flex.statistics.reading import OpenStatistics
@@ -160,7 +161,7 @@ def _measure(dump: OpenDump, tensors: Sequence[Tensor], tables: Tables, bounds: 
     most = bounds.values_of(len(tensors) * len(tables.iterations))
     histograms = bounds.histograms_of(len(tensors), len(tables.iterations))
     shortened = set()
-    for number, tensor in enumerate(tensors):
+    for number, tensor in enumerate(tracked(tensors, "measuring tensors", unit="tensors")):
         for place, iteration in enumerate(tables.iterations):
             try:
                 found = cell(array_of(dump, tensor.name), iteration, most, dump.check == "first")

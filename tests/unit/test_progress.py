@@ -315,6 +315,16 @@ def test_commands_show_how_far_they_are_beside_their_json(
     assert told[0] == told[1]
 
 
+def test_making_a_page_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["megatron-flex", "view", "a", "--out", "page.html"])
+    with watched(monkeypatch) as seen, pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    assert "measuring tensors" in seen.written
+    assert seen.screen == []
+
+
 def test_a_dump_shows_what_is_still_to_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told: list[tuple[float, float | None]] = []
     asked = threading.Event()
