@@ -161,8 +161,7 @@ def targets_table(result: dict[str, Any]) -> str:
         if all("cpu" in run for run in runs):
             cells = [judged(run, name, yardstick, bound, "cpu") for run in runs]
             table.append(["the same of CPU time", *cells])
-    for name in SILENT:
-        table.append([f"{LABELS[name]}: 0 bytes", *(_silent(run, name) for run in runs)])
+    table += [[f"{LABELS[name]}: 0 bytes", *(_silent(run, name) for run in runs)] for name in SILENT]
     return _markdown(table)
 
 

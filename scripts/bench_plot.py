@@ -103,7 +103,7 @@ def _line(axes: Any, name: str, sizes: list[float], spreads: list[dict[str, floa
 def caption(result: dict[str, Any]) -> str:
     """Under the plot: the command, the machine, versions, and what the bands are."""
     return (
-        f"{textwrap.fill(result['command'], 110)}\n"
+        f"{textwrap.fill(result['command'].replace('`', ''), 110)}\n"
         f"{result['cores']} cores ({result['chip']}), {_versions(result)}, {result['date']}\n"
         "median over rounds and its 95% interval; a median that is not above zero, within noise, is left out"
     )
