@@ -55,6 +55,8 @@ setup(
         "browser": ["numpy", "pillow", "playwright>=1.50"],
         "zarr": ["numpy", "zarr>=3"],
         "datasets": ["datasets>=4", "numpy"],
+        # A notebook that tests run.
+        "notebook": ["ipykernel", "nbclient"],
         # The site of the documents: scripts/docs.
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.8,<10", "mkdocstrings[python]>=1"],
         "dev": [

@@ -4,7 +4,7 @@
 FLEX_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 FLEX_VENVS=${FLEX_VENVS:-$FLEX_ROOT/.venvs}
 FLEX_MEGATRON=0.19.2     # the megatron-core that counts
-FLEX_EXTRAS=megatron,fairscale,deepspeed,huggingface,dev,lens-proof,cli,launch,patches,zarr,datasets,plot,docs,browser # what its environment has: one string, as all scripts share it
+FLEX_EXTRAS=megatron,fairscale,deepspeed,huggingface,dev,lens-proof,cli,launch,patches,zarr,datasets,plot,docs,browser,notebook # what its environment has: one string, as all scripts share it
 FLEX_NEWEST_PYTHON=3.13  # the newest Python that it has wheels for
 
 say() { printf '%s\n' "$*" >&2; }
