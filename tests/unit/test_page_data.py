@@ -359,6 +359,21 @@ def test_a_rank_that_never_wrote(tmp_path: Path) -> None:
     assert [found.state(i, SECOND) for i in found.iterations] == [DAMAGED] * 3
 
 
+def test_what_one_rank_had_alone_is_lost_with_it(tmp_path: Path) -> None:
+    given = {FIRST: Given(random(2, 4, 8, 16)), SECOND: Given(random(2, 4, 8, 16), stage=1)}
+    dumps.write(tmp_path / "d", given, mesh=MESH)
+    with mf.open_dump(tmp_path / "d") as whole:
+        written = whole.written((1, 0))
+        (rank,) = [
+            r for r in (0, 1) if whole.entries(written, FIRST, "value", 0, 0)[0][3] == written.run.coords[r]
+        ]
+    lose(part(tmp_path / "d", 1, rank))
+    found = Shown(of_dump(tmp_path / "d", NAMES))
+    assert [found.state(i, FIRST) for i in (0, 1)] == [THERE, DAMAGED]
+    assert "nothing of it is left" in found.trouble(1, FIRST)
+    assert [found.state(i, SECOND) for i in (0, 1)] == [THERE, THERE]
+
+
 def test_samples_of_a_replica_that_is_gone_are_left_out(tmp_path: Path) -> None:
     value = random(1, 4, 8, 16)
     dumps.write(tmp_path / "d", {FIRST: Given(value, SUMMED)}, mesh={"dp": 2}, absent=[1])

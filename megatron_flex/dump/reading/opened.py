@@ -301,6 +301,10 @@ class OpenDump:
                     out += [(part, entry, layout, coords) for entry, layout in several]
         return out
 
+    def nothing(self, written: Written, stage: int) -> str:
+        """Why nothing of a site of a stage is in an iteration."""
+        return f"nothing passed there in {written.describe()}; .at(...) chooses iterations that have it"
+
     def _repr_html_(self) -> str:
         from megatron_flex.dump.reading.notebook import dump_in_html  # which needs what needs this file
 

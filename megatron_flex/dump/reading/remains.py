@@ -24,12 +24,12 @@ class Rest(Written):
     Attributes:
         files: that open them.
         there: the parts of each rank that are.
-        whole: whether by their names none is gone.
+        whole: the ranks of which by the names of files no part is gone.
     """
 
     files: Files
     there: Mapping[int, tuple[Path, ...]]
-    whole: bool
+    whole: frozenset[int]
 
     def paths(self, rank: int) -> Iterable[Path]:
         """The parts of a rank whose headers can be read, in order."""
@@ -40,10 +40,9 @@ class Rest(Written):
                 continue  # `verify` tells of it; what was in it is found missing where it is read
             yield path
 
-    @property
-    def hurt(self) -> bool:
-        """Whether a part is gone or its header cannot be read."""
-        return not self.whole or any(len(list(self.paths(r))) < len(p) for r, p in self.there.items())
+    def hurt(self, ranks: Iterable[int]) -> bool:
+        """Whether a part of these ranks is gone, or its header cannot be read."""
+        return any(r not in self.whole or len(list(self.paths(r))) < len(self.there[r]) for r in ranks)
 
 
 class RunRest(Run):
@@ -59,21 +58,24 @@ class RunRest(Run):
         folder = self.folder / iteration_folder(iteration, run_of)
         if whole is not None:
             there = {rank: tuple(whole.paths(rank)) for rank in whole.parts}
-            return Rest(self, iteration, run_of, folder, whole.parts, self.files, there, True)
+            return Rest(self, iteration, run_of, folder, whole.parts, self.files, there, frozenset(there))
         try:
             names = sorted(os.listdir(folder))
         except OSError:
             return None
         found: dict[int, list[Path]] = {}
+        count: dict[int, int] = {}  # of the parts that there were, which the last one's name says
         for name in names:
             told = part_of(name)
             if told is not None and told[0] in self.coords:
                 found.setdefault(told[0], []).append(folder / name)
+                count[told[0]] = max(told[2], count.get(told[0], 0))
         if not found:
             return None
         parts = {rank: len(paths) for rank, paths in found.items()}
         there = {rank: tuple(paths) for rank, paths in found.items()}
-        return Rest(self, iteration, run_of, folder, parts, self.files, there, False)
+        good = frozenset(rank for rank, number in parts.items() if number == count[rank])
+        return Rest(self, iteration, run_of, folder, parts, self.files, there, good)
 
 
 class Remains(OpenDump):
@@ -98,7 +100,7 @@ class Remains(OpenDump):
         """An iteration of the first run that has it whole; else of the one that has the most parts of it."""
         if which not in self._written:
             several = [rest for run in self.runs if isinstance(rest := run.written(*which), Rest)]
-            best = next((rest for rest in several if rest.whole), None)
+            best = next((rest for rest in several if rest.whole.issuperset(rest.run.coords)), None)
             most = max(several, key=lambda rest: sum(rest.parts.values()), default=None)
             self._written[which] = best or most
         return self._written[which]
@@ -118,11 +120,18 @@ class Remains(OpenDump):
         """
         found = super().entries(written, site, kind, stage, replica)
         routed = any(entry.route is not None for _, entry, _, _ in found)
-        if routed and isinstance(written, Rest) and written.hurt:
+        if routed and isinstance(written, Rest) and written.hurt(written.run.coords):
             raise DumpError(
                 f"{site}: {written.describe()} is not whole, and rows of experts are read of whole ones only"
             )
         return found
+
+    def nothing(self, written: Written, stage: int) -> str:
+        """Why nothing of a site of a stage is in an iteration: what was lost may have had it."""
+        ranks = [r for replica in written.run.replicas for r in written.run.ranks(stage, replica)]
+        if isinstance(written, Rest) and written.hurt(ranks):
+            return f"{written.describe()} is not whole, and nothing of it is left, if it passed there"
+        return super().nothing(written, stage)
 
 
 def open_remains(path: str | PathLike[str], *, check: Check = "whole") -> Remains:
