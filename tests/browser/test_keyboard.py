@@ -49,6 +49,18 @@ def test_a_site_is_found_and_chosen_by_typing(show: Open, made: Make) -> None:
     assert window.chosen("site") == []
 
 
+def test_what_was_chosen_of_those_found_gives_the_keys_back_at_once(show: Open, made: Make) -> None:
+    window = show(made("quick").page)
+    window.page.keyboard.press("/")
+    window.page.keyboard.type("layers.1 fc1:output")
+    window.page.keyboard.press("ArrowDown")
+    tags = window.page.evaluate(
+        "() => { const at = document.activeElement; at.click(); "
+        "return [at.getAttribute('role'), document.activeElement.tagName]; }"
+    )
+    assert tags == ["option", "BODY"]
+
+
 def test_arrows_walk_over_sites_and_ranks(show: Open, made: Make) -> None:
     window = show(made("quick").page)
     window.pick("site", FC1)

@@ -59,7 +59,7 @@
       shown += 1;
       found.append(el('div', {
         role: 'option', tabindex: '-1', class: `s${sites.state[i]}`, 'aria-selected': String(i === state.site),
-        text: sites.name[i], onclick: () => { select({ site: i }); found.hidden = true; },
+        text: sites.name[i], onclick: (event) => { select({ site: i }); found.hidden = true; event.currentTarget.blur(); }, // hidden, it would keep the keys until the next frame
       }));
     }
     if (count > MOST) found.append(el('p', { class: 'quiet', text: `and ${fmt.number(count - MOST)} more` }));
