@@ -25,9 +25,8 @@ def missing(why: str) -> None:
         pytest.fail(f"{NEEDED}=1, but {why}", pytrace=False)
     if os.environ.get(WHICH):
         pytest.fail(why, pytrace=False)
-    pytest.skip(
-        why
-    )  # a machine without a browser; FLEX_BROWSER_NEEDED=1, as CI says it, makes this a failure
+    # A machine may have no browser; continuous integration sets FLEX_BROWSER_NEEDED=1, and there it fails above.
+    pytest.skip(why)
 
 
 @pytest.fixture(scope="package")
