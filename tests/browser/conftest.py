@@ -25,7 +25,7 @@ def missing(why: str) -> None:
         pytest.fail(f"{NEEDED}=1, but {why}", pytrace=False)
     if os.environ.get(WHICH):
         pytest.fail(why, pytrace=False)
-    # A machine may have no browser; continuous integration sets FLEX_BROWSER_NEEDED=1, and there it fails above.
+    # A machine may have no browser; continuous integration says FLEX_BROWSER_NEEDED=1, and fails above.
     pytest.skip(why)
 
 

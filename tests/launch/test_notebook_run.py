@@ -12,7 +12,7 @@ from tests.support import dumps, measured
 from tests.support.dumps import COLUMN, Given, random
 from tests.support.markup import Shown
 
-# Environments of older versions of Megatron have no notebooks; those that scripts/test makes of the newest do.
+# Environments of older versions of Megatron have no notebooks; that of the newest, which CI makes, does.
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
