@@ -8,7 +8,7 @@ from math import prod
 
 from torch import Tensor
 
-from megatron_flex.dump.reading import DumpArray
+from megatron_flex.dump.reading import DumpArray, NothingPassed
 from megatron_flex.errors import DumpError
 from megatron_flex.statistics.measured import Measured
 from megatron_flex.statistics.moments import Sums
@@ -63,10 +63,10 @@ def cell(array: DumpArray, iteration: int, most: int, one_by_one: bool = True) -
             if values is not None:
                 sums.add(values.float() if not values.is_floating_point() else values)
                 read += values.numel()
+    except NothingPassed:
+        return Cell(ABSENT)
     except DumpError as error:
-        # what nothing passed through in this iteration is not damaged
-        state = ABSENT if "nothing passed there in" in str(error) else DAMAGED
-        return Cell(state, text=str(error) if state == DAMAGED else "")
+        return Cell(DAMAGED, text=str(error))
     if not read:
         return Cell(DAMAGED if failed else ABSENT, text=failed)
     found = measured(array.name, iteration, sums)

@@ -40,6 +40,10 @@ def open_dump(path: str | PathLike[str], *, check: Check = "whole") -> OpenDump:
     return OpenDump(path, check=check)
 
 
+class NothingPassed(DumpError):
+    """Nothing passed at a site in an iteration, of which nothing is damaged."""
+
+
 class OpenDump:
     """A dump: names of sites to arrays over (iteration, sample, token, *features).
 
@@ -301,9 +305,11 @@ class OpenDump:
                     out += [(part, entry, layout, coords) for entry, layout in several]
         return out
 
-    def nothing(self, written: Written, stage: int) -> str:
-        """Why nothing of a site of a stage is in an iteration."""
-        return f"nothing passed there in {written.describe()}; .at(...) chooses iterations that have it"
+    def nothing(self, name: str, written: Written, stage: int) -> DumpError:
+        """What there is to say where nothing of a site of a stage is in an iteration."""
+        return NothingPassed(
+            f"{name}: nothing passed there in {written.describe()}; .at(...) chooses iterations that have it"
+        )
 
     def _repr_html_(self) -> str:
         from megatron_flex.dump.reading.notebook import dump_in_html  # which needs what needs this file

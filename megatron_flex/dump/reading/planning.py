@@ -162,7 +162,7 @@ class Planner:
         if only is not None:
             found = {m: several for m, several in found.items() if m == only[0]}
         if not found:
-            raise DumpError(f"{self.which.name}: {self.dump.nothing(written, self.which.stage)}")
+            raise self.dump.nothing(self.which.name, written, self.which.stage)
         tensors = {(m, replica): self._tensor(written, m, replica, found[m]) for m in sorted(found)}
         counts = {m: _samples(one) for (m, _), one in tensors.items()}
         first = next(iter(tensors.values()))

@@ -126,12 +126,13 @@ class Remains(OpenDump):
             )
         return found
 
-    def nothing(self, written: Written, stage: int) -> str:
-        """Why nothing of a site of a stage is in an iteration: what was lost may have had it."""
+    def nothing(self, name: str, written: Written, stage: int) -> DumpError:
+        """What there is to say where nothing of a site is in an iteration: what was lost may have had it."""
         ranks = [r for replica in written.run.replicas for r in written.run.ranks(stage, replica)]
         if isinstance(written, Rest) and written.hurt(ranks):
-            return f"{written.describe()} is not whole, and nothing of it is left, if it passed there"
-        return super().nothing(written, stage)
+            told = written.describe()
+            return DumpError(f"{name}: {told} is not whole, and nothing of it is left, if it passed there")
+        return super().nothing(name, written, stage)
 
 
 def open_remains(path: str | PathLike[str], *, check: Check = "whole") -> Remains:
