@@ -64,6 +64,8 @@ setup(
             "mypy",
             "pytest>=8",
             "pytest-timeout",
+            "pytest-xdist",
+            "filelock",
             "rich",
             "ruff",
             "safetensors",

@@ -12,6 +12,8 @@ def pytest_runtest_logreport(report: pytest.TestReport):
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int):
+    if hasattr(session.config, "workerinput"):  # one of several processes, which may have had only such tests
+        return
     if exitstatus == pytest.ExitCode.OK and not _ran and not session.config.option.collectonly:
         print("\nerror: no test ran, all were skipped: install what they need, or select other tests")
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED

@@ -12,7 +12,7 @@ from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Axis
 
 Ranks = tuple[int, ...]
-Groups = dict[Any, list[Any]]  # by all ranks and the sizes of the axes, or by the lines themselves
+Groups = dict[Any, list[Any]]  # by all ranks and the sizes of the axes, or by the lines, or by one line
 
 _made: WeakKeyDictionary[Any, Groups] = WeakKeyDictionary()  # by the process group of the whole job
 
@@ -54,12 +54,16 @@ def groups_of(divided: list[list[Ranks]], part: bool) -> list[Any]:
 
 
 def _group(lines: list[Ranks], part: bool) -> Any:
-    """The group of this rank's line. All ranks make all lines, unless they are only a part of the job."""
-    mine = None
+    """The group of this rank's line. All ranks make all lines, unless they are only a part of the job.
+
+    Ranks have one group in all: what another division has made for the same line is used again.
+    """
+    known, mine = _made.setdefault(dist.group.WORLD, {}), None
     for line in lines:
         if len(line) > 1 and (not part or dist.get_rank() in line):
-            group = dist.new_group(list(line), use_local_synchronization=part)
-            mine = group if dist.get_rank() in line else mine
+            if (line, part) not in known:
+                known[line, part] = [dist.new_group(list(line), use_local_synchronization=part)]
+            mine = known[line, part][0] if dist.get_rank() in line else mine
     return mine
 
 

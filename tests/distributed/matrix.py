@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.support import gpt, moe, oracle
+from tests.support import design, gpt, moe, oracle, truths
 from tests.support.pool import run
 
 BOUND = 1e-5  # of the greatest entry of the true tensor: fp32, summed in another order
@@ -67,11 +67,23 @@ def judge(found: list[Cell], cells: list[Any]) -> None:
     assert not bad, f"{len(bad)} of {len(found)} cells differ from one process:\n{told}"
 
 
-def compare(case: gpt.Case, sites: list[str] | None = None, edits: list[str] | None = None) -> list[Cell]:
-    """All cells of a configuration."""
+def compare(
+    case: gpt.Case,
+    sites: list[str] | None = None,
+    edits: list[str] | None = None,
+    among: Sequence[gpt.Case] = (),
+) -> list[Cell]:
+    """The cells of a configuration.
+
+    Args:
+        case: the configuration.
+        sites: whose values and gradients are compared; all if None.
+        edits: where it is edited; what the covering design says if None.
+        among: the configurations that the design divides edits between; with none, all are its own.
+    """
     sites = oracle.sites_of(case) if sites is None else sites
-    edits = oracle.edits_of(case) if edits is None else edits
-    (truth,) = run(1, oracle.run, case.single(), sites, edits)
+    edits = design.edits(case, among or [case]) if edits is None else edits
+    truth = truths.of(case.single(), sites, edits)
     answers = run(case.world, sharded, case, truth["state"], sites, edits, timeout=300)
     found = [*_readings(case, sites, truth, answers), *_effects(case, edits, truth, answers)]
     found += [Cell(case.name, s, "hidden", 0.0, hidden=why) for s, why in answers[0]["hidden"].items()]

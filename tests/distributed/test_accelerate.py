@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import megatron_flex as mf
 from tests.distributed.matrix import relative
 from tests.support import llama, proof, wrapping
-from tests.support.pool import run
+from tests.support.pool import run_alone as run
 
 pytest.importorskip("accelerate")
 

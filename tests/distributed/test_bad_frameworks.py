@@ -16,7 +16,7 @@ from megatron_flex.knobs import knobs
 from tests.distributed import test_dtensor
 from tests.distributed.test_errors import told
 from tests.support import llama_fairscale, wrapping
-from tests.support.pool import run
+from tests.support.pool import run_alone as run
 
 
 def _column(outputs: int = 8) -> nn.Module:

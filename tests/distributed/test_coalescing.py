@@ -16,6 +16,7 @@ from megatron_flex.layout import Cut, Dim, Layout, coordinates, extract, replica
 from megatron_flex.runtime.recorder import Recorder
 from tests.distributed.test_collectives import _counted, make_mesh
 from tests.support.pool import run
+from tests.support.rank import changes
 
 CP, TP = Cut("cp", "zigzag"), Cut("tp")
 SITES: list[tuple[Layout, torch.dtype]] = [
@@ -99,11 +100,11 @@ def flushes(cp: int, uneven: bool, equal: bool, most: int, steps: int = 3) -> An
         views.append(out.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr())
         return out
 
-    send.pack = looked_at
+    changes.setattr(send, "pack", looked_at)
     counts: list[dict[str, int]] = []
     found: dict[str, int] = {}
     for name in OPS:
-        setattr(dist, name, _counted(getattr(dist, name), name, found))
+        changes.setattr(dist, name, _counted(getattr(dist, name), name, found))
     for step in range(steps):
         read(recorder, sites, step, equal)
         assert found == {}, "recording sends nothing"

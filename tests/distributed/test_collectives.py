@@ -25,6 +25,7 @@ from megatron_flex.collectives.edit import GATHER
 from megatron_flex.layout import Cut, Dim, Layout, assemble, coordinates, extract, replicated
 from megatron_flex.mesh import Axis, Mesh
 from tests.support.pool import run
+from tests.support.rank import changes
 
 SEGMENTED = Layout((Dim("s"), Dim("f", (Cut("tp"),), (1, 1))))
 LAYOUTS = {
@@ -166,7 +167,7 @@ def reads(cp: int, offset: int, bucket: int) -> Any:
         return None
     counts: dict[str, int] = {}
     for name in ("gather", "reduce", "all_reduce", GATHER, "all_gather", "isend", "irecv"):
-        setattr(dist, name, _counted(getattr(dist, name), name, counts))
+        changes.setattr(dist, name, _counted(getattr(dist, name), name, counts))
     parcels, wholes = [], []
     for layout in LAYOUTS.values():
         if mesh["tp"].size % 2 and any(c.copies > 1 for d in layout.dims for c in d.cuts):

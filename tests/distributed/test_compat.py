@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.distributed import matrix
 from tests.distributed.matrix import Cell, greatest
-from tests.support import compat
+from tests.support import compat, truths
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -30,7 +30,7 @@ CASES = {
 def both(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """One process and the ranks of a case."""
     case = CASES[name]
-    (truth,) = run(1, compat.truth, replace(case.single(), microbatches=case.microbatches, joint=case.dp))
+    truth = truths.once(compat.truth, replace(case.single(), microbatches=case.microbatches, joint=case.dp))
     return truth, run(case.world, compat.sharded, case, truth["state"], timeout=300)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed import matrix
-from tests.support import compat, gpt, oracle, ranks, wrapped
+from tests.support import compat, gpt, oracle, ranks, truths, wrapped
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -29,8 +29,7 @@ STREAM = (gpt.SEQUENCE, gpt.BATCH, gpt.HIDDEN)
 
 @cache
 def truth() -> dict[str, Any]:
-    (found,) = run(1, oracle.run, TP2.single(), [f"{FC1}:output"], [f"{FC1}:output"])
-    return found
+    return truths.of(TP2.single(), [f"{FC1}:output"], [f"{FC1}:output"])
 
 
 def close(got: Any, want: Any) -> bool:
@@ -564,7 +563,7 @@ def chunked(case: Case, state: dict[str, Tensor]) -> dict[str, list[Tensor]]:
 
 def test_virtual_pipeline_chunks() -> None:
     case = Case("pp2 vpp2", pp=2, vpp=2)
-    (found,) = run(1, oracle.run, case.single(), [f"{FC1}:output", "decoder.layers.3:output"], [])
+    found = truths.of(case.single(), [f"{FC1}:output", "decoder.layers.3:output"], [])
     first, second = run(2, chunked, case, found["state"])
     assert second == {}
     for name, got in first.items():

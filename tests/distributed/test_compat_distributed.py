@@ -14,7 +14,7 @@ from megatron_flex.compat import FlexModel
 from megatron_flex.compat import distributed as fm
 from tests.support import compat
 from tests.support.gpt import Case
-from tests.support.pool import run
+from tests.support.pool import run_alone as run
 
 GETTERS = (
     "local_rank",

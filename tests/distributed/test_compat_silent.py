@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_flex.compat import FlexModel, HookFunction
 from tests.distributed import matrix
-from tests.support import compat, gpt, oracle, ranks
+from tests.support import compat, gpt, oracle, ranks, truths
 from tests.support import compat_plain as plain
 from tests.support.gpt import Case
 from tests.support.pool import run
@@ -106,7 +106,7 @@ def layers(case: Case, state: dict[str, Tensor]) -> dict[str, list[Tensor]]:
 def test_megatrons_layers_which_are_called_by_keyword() -> None:
     pytest.importorskip("megatron.core")
     points = ["decoder.layers.1:input", "decoder.layers.1:output"]
-    (truth,) = run(1, oracle.run, TP2.single(), points, [])
+    truth = truths.of(TP2.single(), points, [])
     first, second = run(2, layers, TP2, truth["state"])
     for name, point in zip(first, points, strict=True):
         for got, want in zip(first[name], truth["values"][point], strict=True):

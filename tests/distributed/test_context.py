@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from tests.distributed import matrix
-from tests.support import gpt, ranks, sharing
+from tests.support import gpt, ranks, sharing, truths
 from tests.support.gpt import Case
 from tests.support.pool import run
+from tests.support.rank import changes
 
 pytest.importorskip("megatron.core")
 
@@ -68,7 +69,7 @@ def sharded(case: Case, state: dict[str, Tensor], names: list[str], runs: list[l
 def test_shared_values_are_those_of_one_process(
     case: Case, names: list[str], runs: list[list[str]], cells: list[Any]
 ) -> None:
-    (truth,) = run(1, sharing.truth, case.single(), names)
+    truth = truths.once(sharing.truth, case.single(), names)
     answers = run(case.world, sharded, case, truth["state"], names, runs, timeout=100)
     edits = list(answers[0]["edited"])
     truth["edited"] = {edit: truth["edited"][edit.rpartition(", ")[0]] for edit in edits}
@@ -146,7 +147,7 @@ def traffic(case: Case) -> dict[str, Any]:
         sent.append((message.place, message.backward, package.numel()))
         original(self, package, stage, message)
 
-    Relay.send = send  # type: ignore[method-assign]
+    changes.setattr(Relay, "send", send)
     out: dict[str, Any] = {}
     for name, hooks in (
         ("not used", [mf.HookFunction("decoder.layers.*", editing_function=ignores)]),
@@ -198,7 +199,7 @@ def revisits(case: Case) -> list[int]:
         sizes.append(package.numel())
         original(self, package, stage, message)
 
-    Relay.send = send  # type: ignore[method-assign]
+    changes.setattr(Relay, "send", send)
     with mf.attach(chunks, sharing.hooks("count", EVERYWHERE)[1:] + sharing.hooks("patch", EVERYWHERE)):
         gpt.step(case, chunks, 0, forward_only=True)
     return sizes

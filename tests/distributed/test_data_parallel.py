@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.distributed import matrix
 from tests.distributed.matrix import Cell, greatest
-from tests.support import gpt, oracle, ranks
+from tests.support import gpt, ranks, truths
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -62,7 +62,7 @@ def sharded(case: Case, state: dict[str, Tensor], runs: tuple[str, ...]) -> dict
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_samples_of_all_replicas_equal_one_process(case: Case, cells: list[Any]) -> None:
     whole = replace(case.single(), microbatches=case.microbatches, joint=case.dp)
-    (truth,) = run(1, oracle.run, whole, list(READ), list(READ[:-2]))
+    truth = truths.of(whole, list(READ), list(READ[:-2]))
     hows = ("replicated", "leader")
     answers = run(case.world, sharded, case, truth["state"], hows, timeout=300)
     (leader,) = [a for a in answers if a["leader"]]

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import megatron_flex as mf
 from tests.distributed.matrix import relative
-from tests.support import gpt, llama, proof, ranks, wrapping
+from tests.support import gpt, llama, proof, ranks, truths, wrapping
 from tests.support.pool import run
 
 BOUND = 1e-5
@@ -162,7 +162,7 @@ def one(case: gpt.Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def test_a_model_of_megatrons_in_torchs_wrapper() -> None:
     case = gpt.Case("torch's DDP", tp=2, dp=2, layers=1)
-    state, wanted = run(1, one, case)[0]
+    state, wanted = truths.once(one, case)
     for found in run(4, megatron, case, state):
         assert found.keys() == wanted.keys()
         for name, tensor in found.items():

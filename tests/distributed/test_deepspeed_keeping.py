@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import megatron_flex as mf
 from tests.distributed.test_deepspeed import initialize, pipeline, pytestmark, start
-from tests.support.pool import run
+from tests.support.pool import run_alone as run
 
 __all__ = ["pytestmark"]
 TENSOR: Any = {"hook_type": "tensor", "gradient_scale": "loss"}

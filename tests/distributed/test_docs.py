@@ -245,7 +245,7 @@ def test_the_page_on_adapters_runs(tmp_path: Path) -> None:
     (line,) = re.findall(r"^toy = .*", page.read_text(encoding="utf-8"), re.MULTILINE)
     distribution.install(tmp_path, "toy_flex", adapter, line.replace('"', ""))
     (tmp_path / "toy.py").write_text(toy, encoding="utf-8")
-    (again, first, *read), (_, *others) = run(2, _run_adapter, use, detect, str(tmp_path))
+    (again, first, *read), (_, *others) = run(2, _run_adapter, use, detect, str(tmp_path), alone=True)
     assert again == first
     (shown,) = blocks(page, "text")
     told = set(shown.splitlines())
@@ -387,7 +387,7 @@ def test_the_page_on_deepspeed_runs() -> None:
     if find_spec("deepspeed") is None:  # not importorskip: importing it here would patch this process
         pytest.skip("deepspeed is not installed")
     (code,) = blocks(ROOT / "docs" / "deepspeed.md")
-    assert run(1, _run_deepspeed, code) == [False]
+    assert run(1, _run_deepspeed, code, alone=True) == [False]
 
 
 def _run_deepspeed(code: str) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.matrix import Cell, judge, relative
-from tests.support import gpt, ranks, wrapped
+from tests.support import gpt, ranks, truths, wrapped
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -66,7 +66,7 @@ def test_parameters_and_their_gradients(
 ) -> None:
     import megatron_flex as mf
 
-    (truth,) = run(1, single, case.single())
+    truth = truths.once(single, case.single())
     run(case.world, sharded, case, truth["state"], str(tmp_path / "d"), settings, timeout=300)
     found = []
     with mf.open_dump(tmp_path / "d") as dump:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed import matrix
-from tests.support import gpt, oracle, ranks
+from tests.support import gpt, oracle, ranks, truths
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -223,7 +223,7 @@ def test_presets_equal_their_formulas_on_one_process(
     case: Case, some: bool, run_on: str, cells: list[Any]
 ) -> None:
     names = SOME if some else list(presets())
-    (want,) = run(1, truth, case.single(), names)
+    want = truths.once(truth, case.single(), names)
     answers = run(case.world, sharded, case, want["state"], names, run_on)
     want |= {"losses": want["edited"][names[-1]][0], "parameters": want["edited"][names[-1]][1]}
     found = [c for c in matrix._effects(case, names, want, answers) if c.site != "(none)"]

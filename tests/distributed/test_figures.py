@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_flex import figures
 from megatron_flex.figures import FigureError
 from tests.distributed.test_docs import ROOT, blocks, execute
-from tests.support import gpt, oracle, ranks
+from tests.support import gpt, oracle, ranks, truths
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -111,7 +111,7 @@ class Runs(NamedTuple):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("figures")
-    (truth,) = run(1, truth_of, SPREAD.single())
+    truth = truths.once(truth_of, SPREAD.single())
     caches = run(4, record, SPREAD, truth["state"], str(folder / "spread"), ["**"], timeout=240)
     run(1, record, SPREAD.single(), truth["state"], str(folder / "one"), ["**"], timeout=240)
     return Runs(truth, folder / "spread", folder / "one", caches)
@@ -302,7 +302,7 @@ def test_divergence(runs: Runs, tmp_path: Path) -> None:
 
 
 def test_logit_lens_of_tied_embeddings_with_a_layer_norm(tmp_path: Path) -> None:
-    (truth,) = run(1, truth_of, TIED.single())
+    truth = truths.once(truth_of, TIED.single())
     runs = Runs(truth, tmp_path, tmp_path, [])
     wanted = lens_by_hand(runs, 1)
     caches = run(4, record, TIED, truth["state"], str(tmp_path / "all"), ["**"], timeout=240)
@@ -322,7 +322,7 @@ def test_logit_lens_of_tied_embeddings_with_a_layer_norm(tmp_path: Path) -> None
 def test_padding_of_the_vocabulary_is_no_token(tmp_path: Path) -> None:
     pytest.importorskip("megatron.training", reason="the number of tokens is megatron.training's to know")
     real, case = 45, replace(SPREAD, tp=4, pp=1, groups=4)
-    (truth,) = run(1, truth_of, case.single())
+    truth = truths.once(truth_of, case.single())
     truth["state"]["output_layer.weight"][real:] *= 30  # logits of padding that would drown all others
     caches = run(4, record, case, truth["state"], str(tmp_path), ["**"], real, timeout=240)
     runs = Runs(truth, tmp_path, tmp_path, [])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.matrix import BOUND, relative
-from tests.support import gpt, oracle, ranks
+from tests.support import gpt, oracle, ranks, truths
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -134,7 +134,7 @@ def spread(case: Case, scale: float | None, kind: Kind, state: dict[str, Tensor]
 
 @pytest.mark.parametrize(("case", "scale", "kind"), CASES, ids=lambda x: getattr(x, "name", None))
 def test_gradients_on_the_scale_of_the_loss(case: Case, scale: float | None, kind: Kind) -> None:
-    (truth,) = run(1, alone, kind)
+    truth = truths.once(alone, kind)
     found = run(case.world, spread, case, scale, kind, truth["state"])[0]
     factor = (scale or 1.0) * (1.0 if kind == "each token" else case.cp / case.microbatches)
     assert factor != 1.0, "a case that cannot tell the scales apart"

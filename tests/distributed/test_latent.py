@@ -10,8 +10,8 @@ import pytest
 
 from tests.distributed import matrix
 from tests.distributed.matrix import BOUND, Cell, relative
-from tests.distributed.test_matrix import check
-from tests.support import gpt, latent, oracle
+from tests.distributed.test_matrix import GPT, check
+from tests.support import gpt, latent, oracle, truths
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -39,12 +39,12 @@ LOCAL = ("input", "output", "q", "k", "v", "scores", "probs", "mid")  # what a p
 
 @pytest.mark.parametrize("case", MENDED, ids=lambda c: c.name)
 def test_latent_attention(case: Case, cells: list[Any]) -> None:
-    check(case, cells)
+    check(case, cells, among=[*GPT, EVERYWHERE, *MENDED])
 
 
 @pytest.mark.versions
 def test_latent_attention_on_every_version(cells: list[Any]) -> None:
-    check(EVERYWHERE, cells)
+    check(EVERYWHERE, cells, among=[*GPT, EVERYWHERE])
 
 
 def plainly(case: Case, state: Any, sites: list[str]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def layouts(chunks: list[Any]) -> dict[str, Any]:
 def test_upstream_as_it_is(case: Case, cells: list[Any]) -> None:
     """Values are those of one process. Gradients behind the keys' rotary part are upstream's own."""
     sites = [s for s in oracle.sites_of(case) if s.partition(":")[2] in LOCAL and not s.startswith("loss")]
-    (truth,) = run(1, oracle.run, case.single(), sites, [])
+    truth = truths.of(case.single(), sites, [])
     answers = run(case.world, matrix.sharded, case, truth["state"], sites, [])
     plain = run(case.world, plainly, case, truth["state"], sites)
     values = [c for c in matrix._readings(case, sites, truth, answers) if c.check == "value"]

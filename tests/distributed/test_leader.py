@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed import matrix
-from tests.support import gpt, oracle, ranks
+from tests.support import gpt, oracle, ranks, truths
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -67,7 +67,7 @@ def sharded(case: Case, state: dict[str, Tensor], sites: list[str]) -> dict[str,
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_edits_on_the_leader_equal_those_of_one_process(case: Case, cells: list[Any]) -> None:
     sites = [s for s in PLACES if s in oracle.sites_of(case)]
-    (truth,) = run(1, oracle.run, case.single(), [], sites)
+    truth = truths.of(case.single(), [], sites)
     answers = run(case.world, sharded, case, truth["state"], sites, timeout=300)
     truth |= {"losses": truth["edited"][sites[-1]][0], "parameters": truth["edited"][sites[-1]][1]}
     found = [c for c in matrix._effects(case, sites, truth, answers) if c.site != "(none)"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed import matrix
-from tests.support import gpt, oracle, ranks
+from tests.support import gpt, oracle, ranks, truths
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -86,7 +86,7 @@ def spread(case: Case, state: dict[str, Tensor]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_biases_beside_outputs_equal_those_of_one_process(case: Case) -> None:
-    (truth,) = run(1, alone, case.single())
+    truth = truths.once(alone, case.single())
     answers = run(case.world, spread, case, truth["state"], timeout=240)
     read = answers[0]["read"]
     for place in PLACES:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.distributed import matrix
 from tests.distributed.matrix import BOUND, Cell, greatest
 from tests.distributed.test_matrix import VERSION
-from tests.support import gpt, oracle, ranks, ssm
+from tests.support import gpt, oracle, ranks, ssm, truths
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -172,7 +172,7 @@ def differences(case: Case, state: dict[str, Tensor], truth: dict[str, Tensor]) 
 @pytest.mark.versions
 @pytest.mark.parametrize("case", [ONE, *CASES, LAYER_NORM], ids=lambda c: c.name)
 def test_a_cache_has_what_one_process_has(case: Case, cells: list[Any]) -> None:
-    ((state, truth),) = run(1, truth_of, case)
+    state, truth = truths.once(truth_of, case)
     answers = run(case.world, differences, case, state, truth)
     judge(case, "value", answers, list(truth), cells)
 
@@ -232,7 +232,7 @@ def attributions(cache: Any, parts: Tensor, state: dict[str, Tensor], logits: Te
 @pytest.mark.versions
 @pytest.mark.parametrize("case", [CASES[0], LAYER_NORM], ids=lambda c: c.name)
 def test_decompositions_sum_to_what_one_process_has(case: Case, cells: list[Any]) -> None:
-    ((state, truth),) = run(1, truth_of, case)
+    state, truth = truths.once(truth_of, case)
     answers = run(case.world, sums, case, state, truth)
     judge(case, "computed value", answers, list(answers[0]), cells)
 
@@ -325,7 +325,7 @@ def edited_differences(case: Case, state: dict[str, Tensor], truth: dict[str, Te
 @pytest.mark.versions
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[2], LAYER_NORM], ids=lambda c: c.name)
 def test_hook_functions_do_what_they_do_on_one_process(case: Case, cells: list[Any]) -> None:
-    ((state, truth),) = run(1, edited_truth, case)
+    state, truth = truths.once(edited_truth, case)
     answers = run(case.world, edited_differences, case, state, truth)
     judge(case, "edited logits", answers, list(truth), cells)
 
@@ -381,7 +381,7 @@ def test_other_models_decompose_too(case: Case, cells: list[Any]) -> None:
     first, why = SINCE.get(case.name, (VERSION, ""))
     if first > VERSION:
         pytest.skip(why)
-    ((state, logits),) = run(1, plain_logits, case)
+    state, logits = truths.once(plain_logits, case)
     answers = run(case.world, wholeness, case, state, logits)
     for found in answers:
         assert {n: d for n, d in found.items() if not d <= BOUND} == {}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.test_lens import B, H, S, V, far, lens, tokens, truth_of
-from tests.support import gpt, ranks, wrapped
+from tests.support import gpt, ranks, truths, wrapped
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -113,7 +113,7 @@ def pieces(case: Case, state: dict[str, Tensor], truth: dict[str, Tensor]) -> tu
 
 @pytest.mark.parametrize("case", [CHUNKS, Case("dp2 tp2", dp=2, tp=2, layers=2)], ids=lambda c: c.name)
 def test_microbatches_and_replicas(case: Case) -> None:
-    ((state, truth),) = run(1, truth_of, case)
+    state, truth = truths.once(truth_of, case)
     for got, logits, kept in run(case.world, pieces, case, state, truth):
         assert got in ([], [1, 1])
         assert logits < 1e-5
@@ -259,7 +259,7 @@ def traced(case: Case, state: dict[str, Tensor], truth: dict[str, Tensor]) -> di
 @pytest.mark.versions
 @pytest.mark.parametrize("case", [CASE, CHUNKS], ids=lambda c: c.name)
 def test_a_trace_has_its_values_when_it_is_over(case: Case) -> None:
-    ((state, truth),) = run(1, truth_of, case)
+    state, truth = truths.once(truth_of, case)
     for found in run(case.world, traced, case, state, truth):
         assert {n: d for n, d in found.items() if not d <= 1e-5} == {}
 

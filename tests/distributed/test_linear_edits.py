@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed import matrix
-from tests.support import gpt, oracle, ranks
+from tests.support import gpt, oracle, ranks, truths
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -211,7 +211,7 @@ def wanted(case: Case, row: Row) -> Counter[int]:
 
 @pytest.fixture(scope="module")
 def one_process() -> dict[str, Any]:
-    return run(1, truth, Case("one process"))[0]
+    return truths.once(truth, Case("one process"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed import matrix, test_edits
-from tests.support import gpt, ranks
+from tests.support import gpt, ranks, truths
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -22,7 +22,7 @@ PIPED = Case("tp2 sp pp2", tp=2, sp=True, pp=2, layers=2)
 
 def test_edits_on_parts_equal_their_formulas_on_one_process(cells: list[Any]) -> None:
     names = ["scale of positions", "zero", "clamp", "neurons", "heads of queries", "noise", "mean"]
-    (want,) = run(1, test_edits.truth, PIPED.single(), names)
+    want = truths.once(test_edits.truth, PIPED.single(), names)
     answers = run(4, test_edits.sharded, PIPED, want["state"], names, "replicated", timeout=240)
     want |= {"losses": want["edited"][names[-1]][0], "parameters": want["edited"][names[-1]][1]}
     found = [c for c in matrix._effects(PIPED, names, want, answers) if c.site != "(none)"]

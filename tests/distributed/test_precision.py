@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.matrix import relative
-from tests.support import gpt, oracle, ranks
+from tests.support import gpt, oracle, ranks, truths
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -85,7 +85,7 @@ def spread(case: Case, sites: list[str], state: dict[str, Tensor]) -> dict[str, 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_bf16(case: Case) -> None:
     sites = oracle.sites_of(case)
-    (truth,) = run(1, alone, case.single(), sites)
+    truth = truths.once(alone, case.single(), sites)
     answers = run(case.world, spread, case, sites, truth["state"])
     read, far, dtypes = answers[0]["read"], [], set()
     for site in sites:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.matrix import BOUND, relative
-from tests.support import gpt, oracle, ranks
+from tests.support import gpt, ranks, truths
 from tests.support.gpt import Case
 from tests.support.pool import run
 from tests.support.wishes import Wish, wished
@@ -133,7 +133,7 @@ def compared(truth: dict[str, Any], found: dict[str, list[Tensor]], factor: floa
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_every_kind_is_what_one_process_has(case: Case) -> None:
-    (truth,) = run(1, oracle.run, case.single(), SITES, [])
+    truth = truths.of(case.single(), SITES, [])
     found = run(case.world, spread, case, truth["state"])
     compared(truth, found[0], case.cp)
     assert found[1:] == [{}] * (case.world - 1)
@@ -143,7 +143,7 @@ def test_every_kind_is_what_one_process_has(case: Case) -> None:
 def test_samples_of_all_data_parallel_ranks() -> None:
     case = Case("dp2 tp2", dp=2, tp=2, layers=2)
     whole = replace(case.single(), microbatches=case.microbatches, joint=case.dp)
-    (truth,) = run(1, oracle.run, whole, SITES, [])
+    truth = truths.of(whole, SITES, [])
     found = run(case.world, spread, case, truth["state"], True)
     compared(truth, found[0], case.dp)
     assert found[1:] == [{}] * 3

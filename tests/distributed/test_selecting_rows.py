@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.matrix import BOUND, relative
-from tests.support import gpt, oracle, ranks
+from tests.support import gpt, ranks, truths
 from tests.support.gpt import Case
 from tests.support.pool import run
 from tests.support.wishes import Wish, wished
@@ -57,7 +57,7 @@ def spread(case: Case, state: dict[str, Tensor]) -> dict[str, list[Tensor]]:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_rows_are_selected_as_on_one_process(case: Case) -> None:
     sites = sorted({w[0] for w in WISHES.values()})
-    (truth,) = run(1, oracle.run, case.single(), sites, [])
+    truth = truths.of(case.single(), sites, [])
     found, *others = run(case.world, spread, case, truth["state"])
     assert others == [{}] * (case.world - 1)
     assert set(found) == {f"{w[0]}{end}.{name}" for name, w in WISHES.items() for end in ("", ".grad")}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import gpt, oracle
+from tests.support import gpt, oracle, truths
 from tests.support import measuring as measured
 from tests.support.gpt import Case
 from tests.support.pool import run
@@ -41,7 +41,7 @@ CASES = [
 @pytest.mark.parametrize(("case", "sites", "more"), CASES)
 def test_statistics_are_those_of_one_process(case: Case, sites: Any, more: dict[str, Any]) -> None:
     every = oracle.sites_of(case)
-    (truth,) = run(1, oracle.run, case.single(), every, [])
+    truth = truths.of(case.single(), every, [])
     answers = run(case.world, measured.measuring, case, truth["state"], sites, more, timeout=300)
     total = case.single().microbatches
     for answer in answers:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.distributed import matrix
 from tests.distributed.matrix import Cell, greatest, relative
-from tests.support import gpt, oracle, probes, ranks
+from tests.support import gpt, oracle, probes, ranks, truths
 from tests.support.gpt import Case
 from tests.support.pool import run
 from tests.support.training import Trainer
@@ -82,7 +82,7 @@ def test_training_equals_one_process(case: Case, how: dict[str, Any], cells: lis
     single = case.single()
     if how.get("together"):
         single = replace(single, microbatches=case.microbatches, joint=case.dp)
-    (truth,) = run(1, probes.alone, single, per_token)
+    truth = truths.once(probes.alone, single, per_token)
     answers = run(case.world, _spread, case, truth["weights"], how, timeout=200)
     judge(compared(case, truth, answers), cells)
     trained = {n.partition(".")[0] for n in truth["gradients"][0]}
@@ -123,7 +123,7 @@ def evaluated(case: Case, weights: dict[str, Tensor]) -> Gradients:
 
 def test_losses_of_editing_functions_count_where_nothing_goes_backward(cells: list[Any]) -> None:
     case = Case("tp2 sp pp2", tp=2, sp=True, pp=2, layers=2)
-    (truth,) = run(1, probes.alone, case.single())
+    truth = truths.once(probes.alone, case.single())
     wanted = {n: g for n, g in truth["gradients"][0].items() if n.startswith(("lens", "sparse"))}
     answers = run(4, evaluated, case, truth["weights"])
     judge(of_gradients(f"{case.name}, evaluation", [(answers, wanted)]), cells)
@@ -143,7 +143,7 @@ def called(case: Case, weights: dict[str, Tensor], run_on: str) -> Gradients:
 @pytest.mark.parametrize("run_on", ["replicated", "leader"])
 def test_a_model_that_is_called_by_itself(run_on: str, cells: list[Any]) -> None:
     case = Case("tp2 sp dp2", tp=2, sp=True, dp=2, layers=2, microbatches=1)
-    (truth,) = run(1, probes.alone, case.single())
+    truth = truths.once(probes.alone, case.single())
     wanted = truth["gradients"][0]
     first, *others = run(4, called, case, truth["weights"], run_on)
     where = "" if run_on == "replicated" else f", {run_on}"
@@ -294,7 +294,7 @@ FROZEN = [
 @pytest.mark.versions
 @pytest.mark.parametrize(("case", "site"), FROZEN, ids=lambda x: getattr(x, "name", x))
 def test_a_frozen_model_passes_gradients_on(case: Case, site: str, cells: list[Any]) -> None:
-    ((wanted, weights),) = run(1, one_sided_alone, case.single(), site)
+    wanted, weights = truths.once(one_sided_alone, case.single(), site)
     answers = run(case.world, one_sided, case, site, weights)
     layer = site.split(".")[2].partition(":")[0]
     judge(of_gradients(f"{case.name}, frozen, edited in layer {layer}", [(answers, wanted)]), cells)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.matrix import BOUND, relative
-from tests.support import gpt, oracle, ranks
+from tests.support import gpt, oracle, ranks, truths
 from tests.support.gpt import Case
 from tests.support.pool import run
 from tests.support.training import Trainer
@@ -88,7 +88,7 @@ def spread(case: Case, ddp: dict[str, Any], state: dict[str, Tensor], edited: bo
 @pytest.mark.parametrize("edited", [False, True], ids=["read", "edited"])
 @pytest.mark.parametrize(("case", "ddp"), CASES, ids=lambda x: getattr(x, "name", None))
 def test_steps_of_training(case: Case, ddp: dict[str, Any], edited: bool) -> None:
-    (truth,) = run(1, alone, case.single(), edited)
+    truth = truths.once(alone, case.single(), edited)
     answers = run(case.world, spread, case, ddp, truth["state"], edited)
     leaders = sorted((a for a in answers if a["read"]), key=lambda a: a["dp"])
     assert len(leaders) == case.dp

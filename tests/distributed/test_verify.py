@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests.support import gpt, ranks, ssm
 from tests.support.gpt import Case
 from tests.support.pool import run
+from tests.support.rank import changes
 
 pytest.importorskip("megatron.core")
 VERSION = tuple(int(p) for p in importlib.metadata.version("megatron-core").split(".")[:2])
@@ -148,7 +149,7 @@ def wrong_layout(case: Case, cut: bool) -> list[str]:
     def stream(self: Layouts, sequence_parallel: bool | None = None) -> Layout:
         return Layout((self.sequence(cut), Dim("b"), Dim("h")))
 
-    Layouts.stream = stream  # type: ignore[method-assign]
+    changes.setattr(Layouts, "stream", stream)
     return told(case, nothing)
 
 
@@ -215,7 +216,7 @@ def doubled(case: Case) -> list[str]:
         undos = [install(self, fire), install(self, fire)]
         return lambda: [undo() for undo in undos]
 
-    ModuleOutput.install = twice  # type: ignore[method-assign]
+    changes.setattr(ModuleOutput, "install", twice)
     return told(case, nothing)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.matrix import _gradients, relative, whole_gradients
-from tests.support import gpt, oracle, ranks
+from tests.support import gpt, oracle, ranks, truths
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -67,7 +67,7 @@ def sharded(case: Case, state: dict[str, Tensor], local: bool) -> dict[str, Any]
 
 @pytest.mark.parametrize("local", [False, True], ids=["the whole", "ranks' parts"])
 def test_padding_is_kept_aside(local: bool) -> None:
-    ((state, losses, seen, gradients),) = run(1, single, CASE.single(), local)
+    state, losses, seen, gradients = truths.once(single, CASE.single(), local)
     answers = run(4, sharded, CASE, state, local)
     assert answers[0]["shape"] == ("s", "b", REAL)
     assert len(answers[0]["read"]) == len(seen) == CASE.microbatches
@@ -107,7 +107,7 @@ def weights(case: Case, state: dict[str, Tensor]) -> Any:
 
 
 def test_weights_come_without_padding_and_keep_it() -> None:
-    ((state, *_),) = run(1, single, CASE.single(), False)
+    state, *_ = truths.once(single, CASE.single(), False)
     for answer in run(4, weights, CASE, state):
         for name, (plain, padded, kept, doubled) in answer.items():
             assert torch.equal(plain, state[name][:REAL])

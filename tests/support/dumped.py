@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_flex.dump.layouts import from_json
 from tests.distributed.matrix import Cell, relative
-from tests.support import gpt, moe, oracle, ranks
+from tests.support import gpt, moe, oracle, ranks, truths
 
 ALL = "**:*"
 
@@ -120,10 +120,7 @@ def against_twin(case: gpt.Case, path: str | Path, twin: str | Path) -> list[Cel
 
 def truth_of(case: gpt.Case) -> dict[str, Any]:
     """The single-process run, with every site watched."""
-    from tests.support.pool import run
-
-    (truth,) = run(1, oracle.run, case.single(), oracle.sites_of(case), [])
-    return truth
+    return truths.of(case.single(), oracle.sites_of(case), [])
 
 
 class Written(NamedTuple):

@@ -62,6 +62,16 @@ class Case:
         return self.tp * self.pp * self.cp * self.dp
 
     @property
+    def topology(self) -> str:
+        """What ranks of a pool are divided into, and what they stand in for."""
+        sizes = {
+            n: getattr(self, n) for n in ("tp", "pp", "vpp", "cp", "ep", "etp") if (getattr(self, n) or 1) > 1
+        }
+        kinds = {"te": self.te, "scans": bool(self.pattern)}
+        words = [*(f"{n}{v}" for n, v in sizes.items()), *(n for n, on in kinds.items() if on)]
+        return " ".join(["megatron", *words])
+
+    @property
     def model(self) -> str:
         """What the coverage table files the case under."""
         kinds = (
@@ -80,7 +90,7 @@ class Case:
         """The same model and data on one process."""
         return replace(
             self,
-            name=f"{self.name}/single",
+            name="one process",
             tp=1,
             pp=1,
             vpp=None,
@@ -97,26 +107,48 @@ class Case:
 
 
 def initialize(case: Case) -> None:
-    """Megatron's groups and random states for a case."""
+    """Megatron's groups and random states for a case; groups that this rank has are used again."""
     if case.te:
         te.stand_in()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    kwargs: dict[str, Any] = {}
-    if "create_gloo_process_groups" in inspect.signature(parallel_state.initialize_model_parallel).parameters:
-        kwargs["create_gloo_process_groups"] = False
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=case.tp,
-        pipeline_model_parallel_size=case.pp,
-        virtual_pipeline_model_parallel_size=case.vpp,
-        context_parallel_size=case.cp,
-        expert_model_parallel_size=case.ep,
-        expert_tensor_parallel_size=case.etp,
-        **kwargs,
-    )
+    sizes: dict[str, Any] = {
+        "tensor_model_parallel_size": case.tp,
+        "pipeline_model_parallel_size": case.pp,
+        "virtual_pipeline_model_parallel_size": case.vpp,
+        "context_parallel_size": case.cp,
+        "expert_model_parallel_size": case.ep,
+        "expert_tensor_parallel_size": case.etp,
+    }
+    if parallel_state.model_parallel_is_initialized() and _sizes.get(parallel_state) != sizes:
+        forget_groups()
+    if not parallel_state.model_parallel_is_initialized():
+        known = inspect.signature(parallel_state.initialize_model_parallel).parameters
+        more = {"create_gloo_process_groups": False} if "create_gloo_process_groups" in known else {}
+        parallel_state.initialize_model_parallel(**sizes, **more)
+        _sizes.clear()
+        _sizes[parallel_state] = sizes
+    if case.vpp:
+        parallel_state.set_virtual_pipeline_model_parallel_rank(0)
+    mtp.forget_losses()
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1)
+
+
+_sizes: dict[Any, dict[str, Any]] = {}  # what Megatron's groups were made for, by its module
+
+
+def forget_groups() -> None:
+    """Close Megatron's groups, as `destroy_model_parallel` alone does not."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    held = [v for v in vars(parallel_state).values() if isinstance(v, dist.ProcessGroup)]
+    parallel_state.destroy_model_parallel()
+    for group in {id(g): g for g in held}.values():
+        if group in dist.distributed_c10d._world.pg_map and group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def config(case: Case) -> Any:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.rank import changes
+
 KV, ROTARY, PLAIN, VALUE = 16, 4, 8, 8
 UPSTREAM = "the keys' rotary part gets the gradient of a rank's own heads only (multi_latent_attention.py)"
 
@@ -65,7 +67,7 @@ class _SumOfGradients(torch.autograd.Function):
 
 
 def mend() -> None:
-    """Sum the gradient of the keys' rotary part over tensor parallel ranks; for this process's life."""
+    """Sum the gradient of the keys' rotary part over tensor parallel ranks, for this function of the rank."""
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer import multi_latent_attention as upstream
 
@@ -78,7 +80,7 @@ def mend() -> None:
         latents, rotary = whole.split([KV, ROTARY], -1)
         return torch.cat([latents, _SumOfGradients.apply(rotary)], -1)  # type: ignore[no-untyped-call]
 
-    upstream.gather_from_tensor_model_parallel_region = mended
+    changes.setattr(upstream, "gather_from_tensor_model_parallel_region", mended)
 
 
 def sites(rank: int | None, norms: bool) -> list[str]:

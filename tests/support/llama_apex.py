@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support import llama
+from tests.support.rank import changes
 
 
 def parts(sequence: bool = False, fused: bool = False) -> llama.Parts:
@@ -64,7 +65,9 @@ def initialize(tp: int, pp: int = 1) -> None:
     """Make apex's groups; it insists on NCCL, which no CPU has."""
     from apex.transformer import parallel_state
 
-    parallel_state.new_process_group = lambda ranks, backend: dist.new_group(list(ranks))
+    changes.setattr(parallel_state, "new_process_group", lambda ranks, backend: dist.new_group(list(ranks)))
+    if parallel_state.model_parallel_is_initialized():  # for another test of this rank's
+        parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tp, pp)
 
 

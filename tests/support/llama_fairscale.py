@@ -32,9 +32,11 @@ def parts(gather: bool = False, vocabulary: bool = False) -> llama.Parts:
 
 def initialize(tp: int, pp: int = 1) -> None:
     """Make fairscale's groups."""
-    from fairscale.nn.model_parallel.initialize import initialize_model_parallel
+    from fairscale.nn.model_parallel import initialize as groups
 
-    initialize_model_parallel(tp, pp)
+    if groups.model_parallel_is_initialized():  # for another test of this rank's
+        groups.destroy_model_parallel()
+    groups.initialize_model_parallel(tp, pp)
 
 
 def model(**switches: bool) -> llama.Llama:

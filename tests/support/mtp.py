@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -78,3 +79,10 @@ def sites_of(
         out += [f"{path}.{inner}:{p}" for p in ("input", "mid", "output")]
         out += [f"{path}.{inner}.{name}" for name in layer]
     return [*out, "mtp:output"] if depths else []
+
+
+def forget_losses() -> None:
+    """Empty Megatron's record of the last model's losses, which has that model's number of depths."""
+    module = sys.modules.get("megatron.core.transformer.multi_token_prediction")
+    if module is not None:
+        module.MTPLossLoggingHelper.tracker = {}

@@ -156,12 +156,20 @@ def run(case: gpt.Case, sites: list[str], edits: list[str]) -> Truth:
     ordered = {site: [found[call] for call in sorted(found)] for site, found in gradients.items()}
     truth.update(values=dict(values), gradients=ordered)
 
-    for site in edits:
-        fresh = gpt.build(case)
-        gpt.load(fresh, state)
-        install(fresh[0], site, edit)
-        truth["edited"][site] = _step(case, fresh)
+    truth["edited"] = {site: edited(case, site) for site in edits}
     return truth
+
+
+def edited(case: gpt.Case, site: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and parameter gradients of one process with `edit` at a site."""
+    from megatron_flex import cpu
+
+    cpu.enable()
+    gpt.initialize(case)
+    chunks = gpt.build(case)
+    gpt.randomize(chunks[0])
+    install(chunks[0], site, edit)
+    return _step(case, chunks)
 
 
 def _step(case: gpt.Case, chunks: list[nn.Module]) -> tuple[list[float], dict[str, Tensor]]:
@@ -207,7 +215,8 @@ def sites_of(case: gpt.Case) -> list[str]:
     out += ["decoder:output", f"decoder.{final}:input", f"decoder.{final}:output"]
     later = case.pattern.partition("/")[2]
     stack = partial(ssm.sites_of, later, attention, mlp) if later else None
-    out += mtp.sites_of(case.extra.get("mtp_num_layers"), attention + mlp, stack)
+    depths = 1 if case.extra.get("mtp_use_repeated_layer") else case.extra.get("mtp_num_layers")
+    out += mtp.sites_of(depths, attention + mlp, stack)
     out += [*(f"output_layer:{p}" for p in ("input", "gemm_input", "output")), "loss:output"]
     out = te.visible(out) if case.te else out
     return bert.sites_of(out) if case.bert else out

@@ -1,28 +1,33 @@
-"""Run a function on several gloo ranks, with a timeout, and bring back what each returned or raised.
+"""Ranks that persist: a pool of gloo processes for each topology, started once and used by every test of it.
 
-Workers are forked from a process that has torch and Megatron loaded already, which takes less time than to
-tear Megatron's groups down between tests.
+A pool's ranks are forked from a process that has loaded torch and Megatron, make their process groups once,
+and then run one function after the other. What a function leaves behind on a rank is an error of its test
+(`tests.support.rank`). A pool is thrown away when a rank fails, dies or does not answer in time.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import faulthandler
-import io
 import multiprocessing as mp
 import os
 import pickle
-import sys
+import shutil
+import signal
 import tempfile
 import time
-import traceback
+from collections import OrderedDict
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple
+
+from tests.support import rank
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["tests.support.preload"])
+
+MOST_RANKS = 24  # of all pools of this process; the pools that were used longest ago are stopped beyond
+GRACE = 5.0  # seconds in which the peers of a failed rank, which mostly wait for it, may say what they know
 
 
 class RankError(AssertionError):
@@ -33,87 +38,164 @@ class RankError(AssertionError):
         self.errors = errors
 
 
-def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Call `function(*args)` on each of `world` ranks of a fresh process group.
+class Topology(NamedTuple):
+    """What a pool is made for: how many ranks, and how their framework divides them (empty: not at all)."""
+
+    world: int
+    framework: str
+
+
+class Pool:
+    """The ranks of one topology.
+
+    Attributes:
+        calls: how many functions its ranks have run.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology, self.calls = topology, 0
+        self._folder = tempfile.mkdtemp(prefix="ranks-")
+        self._pipes: list[Connection] = []
+        self._workers: list[Any] = []
+        for number in range(topology.world):
+            ours, theirs = _context.Pipe()
+            worker = _context.Process(
+                target=rank.serve,
+                args=(number, topology.world, f"{self._folder}/store", theirs),
+                daemon=True,
+            )
+            worker.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._workers.append(worker)
+
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, alone: bool = False
+    ) -> list[Any]:
+        """What the ranks return, in order; `alone`: what a framework leaves behind is no error.
+
+        Raises:
+            RankError: some rank raised, died, did not finish in time, or was left other than it was.
+        """
+        self.calls += 1
+        self._signal(signal.SIGCONT)
+        order = pickle.dumps((function, args, alone))
+        for pipe in self._pipes:
+            try:
+                pipe.send_bytes(order)
+            except OSError:  # the rank is dead, which collecting says
+                continue
+        return self._collect(timeout)
+
+    def stop(self) -> None:
+        """End the ranks, whatever they do."""
+        for worker in self._workers:
+            worker.kill()
+        for worker, pipe in zip(self._workers, self._pipes, strict=True):
+            worker.join()
+            pipe.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def rest(self) -> None:
+        """Halt the ranks until the next `run`: gloo's threads, one a group, wake a hundred times a second."""
+        self._signal(signal.SIGSTOP)
+
+    @property
+    def alive(self) -> bool:
+        """Whether every rank can be asked."""
+        return all(w.is_alive() for w in self._workers)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for worker in self._workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, number)
+
+    def _collect(self, timeout: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        waiting = {pipe: number for number, pipe in enumerate(self._pipes)}
+        while waiting:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                for number in waiting.values():
+                    errors.setdefault(number, f"did not finish within {timeout:g} s")
+                break
+            if errors:
+                deadline = min(deadline, time.monotonic() + GRACE)
+            for pipe in wait(list(waiting), left):
+                number = waiting.pop(pipe)  # type: ignore[index]
+                try:
+                    good, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, ConnectionResetError):
+                    self._workers[number].join(5)
+                    good, value = False, f"died with exit code {self._workers[number].exitcode}"
+                (results if good else errors)[number] = value
+        if errors:
+            text = "\n".join(f"--- rank {number} ---\n{text}" for number, text in sorted(errors.items()))
+            raise RankError(text, errors)
+        return [results[number] for number in range(len(self._pipes))]
+
+
+_pools: OrderedDict[Topology, Pool] = OrderedDict()  # the one used last comes last
+
+
+def run(
+    world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, alone: bool = False
+) -> list[Any]:
+    """Call `function(*args)` on each of `world` ranks of a process group.
+
+    The ranks are those of the topology that an argument names by its attribute `topology`, or of none. A
+    function begins with the same random state on every rank and with a rendezvous store of its own.
+
+    Args:
+        world: how many ranks.
+        function: of a module, so that the ranks can import it.
+        timeout: seconds until the ranks are given up.
+        alone: on ranks of its own, which end with it: for functions that end processes, tear down process
+            groups, or load a framework that changes torch for good.
 
     Returns:
         What the ranks returned, in order.
 
     Raises:
-        RankError: some rank raised, died, or did not finish in time.
+        RankError: some rank raised, died, did not finish in time, or was left other than it was.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, workers = [], []
-        for rank in range(world):
-            ours, theirs = _context.Pipe()
-            worker = _context.Process(
-                target=_work, args=(rank, world, f"{folder}/store", theirs, function, args), daemon=True
-            )
-            worker.start()
-            theirs.close()
-            pipes.append(ours)
-            workers.append(worker)
-        try:
-            return _collect(pipes, workers, timeout)
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.join()
-
-
-def _collect(pipes: list[Connection], workers: list[Any], timeout: float) -> list[Any]:
-    results: dict[int, Any] = {}
-    errors: dict[int, str] = {}
-    deadline = time.monotonic() + timeout
-    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
-    while waiting:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            for rank in waiting.values():
-                errors.setdefault(rank, f"did not finish within {timeout:g} s")
-            break
-        if errors:  # peers of a failed rank mostly hang; give them a moment to say what they know
-            deadline = min(deadline, time.monotonic() + 5)
-        for pipe in wait(list(waiting), left):
-            rank = waiting.pop(pipe)  # type: ignore[index]
-            try:
-                good, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-            except EOFError:
-                workers[rank].join(5)
-                good, value = False, f"died with exit code {workers[rank].exitcode}"
-            if good:
-                results[rank] = value
-            else:
-                errors[rank] = value
-    if errors:
-        text = "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items()))
-        raise RankError(text, errors)
-    return [results[rank] for rank in range(len(pipes))]
-
-
-def _work(
-    rank: int, world: int, store: str, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
-    faulthandler.enable()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    if os.environ.get("FLEX_TEST_QUIET", "1") == "1":
-        sys.stdout = io.StringIO()
-    import torch.distributed as dist
-
+    topology = Topology(world, next((a.topology for a in args if hasattr(a, "topology")), ""))
+    pool = None if alone else _pools.pop(topology, None)
+    if pool is not None and not pool.alive:
+        pool.stop()
+        pool = None
+    if pool is None:
+        pool = Pool(topology)
     try:
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(store, world),
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=60),
-        )
-        answer = (True, function(*args))
-    except BaseException as error:
-        answer = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
-    try:
-        pipe.send_bytes(pickle.dumps(answer))
-    except Exception:
-        pipe.send_bytes(pickle.dumps((False, f"answer cannot be sent: {traceback.format_exc()}")))
-    with contextlib.suppress(EOFError):
-        pipe.recv()  # stay until killed: a rank that leaves early closes connections that others still make
+        answers = pool.run(function, args, timeout, alone)
+    except BaseException:
+        pool.stop()
+        raise
+    if alone or any(a.worn for a in answers):
+        pool.stop()
+    else:
+        _keep(pool)
+    return [pickle.loads(a.value) for a in answers]
+
+
+def run_alone(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    """`run` with `alone=True`: for tests of frameworks whose own state cannot be put back."""
+    return run(world, function, *args, timeout=timeout, alone=True)
+
+
+def stop() -> None:
+    """End all pools."""
+    while _pools:
+        _pools.popitem()[1].stop()
+
+
+def _keep(pool: Pool) -> None:
+    _pools[pool.topology] = pool
+    pool.rest()
+    while sum(t.world for t in _pools) > MOST_RANKS:
+        _pools.popitem(last=False)[1].stop()
+
+
+atexit.register(stop)

@@ -17,7 +17,7 @@ import megatron_flex as mf
 from megatron_flex.adapters import opened
 from tests.distributed.matrix import Cell, greatest, judge, relative
 from tests.support import llama
-from tests.support.pool import run
+from tests.support.pool import run_alone as run
 
 
 @dataclass

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.distributed.matrix import relative
-from tests.support import gpt
+from tests.support import gpt, truths
 from tests.support.conversion import LAYERS, megatron_state
-from tests.support.pool import run
 
 HEAD = gpt.HIDDEN // gpt.HEADS
 EPSILON = 1e-5  # Megatron's
@@ -244,4 +243,4 @@ def _edited(model: Any, names: list[str]) -> dict[str, Tensor]:
 @cache
 def known(family: str) -> dict[str, Any]:
     """The same, in a process of its own."""
-    return run(1, truth, family)[0]
+    return truths.once(truth, family, alone=True)

@@ -1,0 +1,181 @@
+"""One rank of a pool: runs a function, puts back what tests may change, and finds what is left behind.
+
+What a test may change, and the rank puts back: what it sets by `changes`, random states, the environment,
+`knobs`, the CPU runtime, the standard streams, the working directory; sessions still open are closed.
+Everything else must be what it was when the function is over: see `tests.support.fingerprint`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import io
+import os
+import pickle
+import random
+import sys
+import traceback
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.support import execution, fingerprint
+
+changes = pytest.MonkeyPatch()  # what a function sets through it is put back when the function is over
+SEED = 20230
+SECONDS = 60  # that a collective waits for the other ranks
+MOST_GROUPS = 40  # of a rank, each with its sockets and threads; with more it is not used again
+
+
+class Answer(NamedTuple):
+    """What a rank returned.
+
+    Attributes:
+        value: it, pickled.
+        worn: whether the rank should not be used again.
+    """
+
+    value: bytes
+    worn: bool
+
+
+def serve(number: int, world: int, store: str, pipe: Connection) -> None:
+    """Be a rank: run what comes through the pipe until it is closed."""
+    faulthandler.enable()
+    os.environ.update(RANK=str(number), WORLD_SIZE=str(world), LOCAL_RANK=str(number))
+    try:
+        import torch.distributed as dist
+
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, world),
+            rank=number,
+            world_size=world,
+            timeout=timedelta(seconds=SECONDS),
+        )
+        rank = Rank()
+        recorder = execution.start()
+    except BaseException as error:
+        pipe.send_bytes(pickle.dumps((False, _text(error))))
+        return
+    while True:
+        try:
+            order = pipe.recv_bytes()
+        except EOFError:
+            return
+        answer = pickle.dumps(rank.answer(order))
+        if recorder is not None:
+            recorder.write()
+        pipe.send_bytes(answer)
+
+
+class Rank:
+    """What a rank remembers from one function to the next."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        from megatron_flex.runtime.session import Session
+
+        self._group = dist.group.WORLD
+        self._backend, self._store = dist.distributed_c10d._world.pg_map[self._group]
+        self._sessions = _Sessions(Session)
+        self._fingerprint = fingerprint.Fingerprint()
+        self._calls = 0
+
+    def answer(self, order: bytes) -> tuple[bool, Any]:
+        """Run one function: whether it went well, and its answer, or what went wrong."""
+        try:
+            function, args, alone = pickle.loads(order)
+            with self._isolated():
+                value = pickle.dumps(function(*args))
+                self._sessions.close()
+            del args
+            left = self._left_behind(alone)
+        except BaseException as error:
+            return False, _text(error)
+        if left:
+            lines = "\n  ".join(left)
+            return False, f"{function.__module__}.{function.__name__} leaves behind on this rank:\n  {lines}"
+        return True, Answer(value, fingerprint.groups() > MOST_GROUPS)
+
+    @contextlib.contextmanager
+    def _isolated(self) -> Iterator[None]:
+        """A rendezvous store of its own, fixed random states, and back to what was there before."""
+        import numpy as np
+        import torch
+        import torch.distributed as dist
+
+        from megatron_flex.cpu import switch
+        from megatron_flex.knobs import knobs
+
+        self._calls += 1
+        known = dist.distributed_c10d._world.pg_map
+        known[self._group] = (self._backend, dist.PrefixStore(f"call{self._calls}", self._store))
+        torch.manual_seed(SEED)
+        np.random.seed(SEED)
+        random.seed(SEED)
+        environment, settings, depth = dict(os.environ), dict(vars(knobs)), switch._RUNTIME.depth
+        streams, folder, threads = (sys.stdout, sys.stderr), os.getcwd(), torch.get_num_threads()
+        dtype, deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+        if environment.get("FLEX_TEST_QUIET", "1") == "1":
+            sys.stdout = io.StringIO()
+        self._fingerprint.renew()
+        self._sessions.counts_from_zero()
+        try:
+            yield
+        finally:
+            changes.undo()
+            while switch._RUNTIME.depth > depth:
+                switch.disable()
+            sys.stdout, sys.stderr = streams
+            os.chdir(folder)
+            torch.set_grad_enabled(True)
+            torch.set_num_threads(threads)
+            torch.set_default_dtype(dtype)
+            torch.use_deterministic_algorithms(deterministic)
+            vars(knobs).update(settings)
+            if dict(os.environ) != environment:
+                os.environ.clear()
+                os.environ.update(environment)
+
+    def _left_behind(self, alone: bool) -> list[str]:
+        gc.collect()
+        return self._fingerprint.differences(ours=alone)
+
+
+class _Sessions:
+    """The sessions of this process, for a test may end with some still open."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind, self._known = kind, weakref.WeakSet[Any]()
+        made = kind.__init__
+
+        def init(session: Any, *args: Any, **kwargs: Any) -> None:
+            self._known.add(session)
+            made(session, *args, **kwargs)
+
+        kind.__init__ = init
+
+    def counts_from_zero(self) -> None:
+        """Ranks that made differently many sessions before meet again: the store is a new one."""
+        self._kind._counts.clear()
+        schedule = sys.modules.get("megatron_flex.adapters.pipelining.schedule")
+        if schedule is not None:
+            schedule.Scheduled._counts.clear()
+
+    def close(self) -> None:
+        """Close what is open, on each rank by itself."""
+        for session in list(self._known):
+            if getattr(session, "_unwatch", None) is not None:
+                session.close(failed=True)
+        self._known.clear()
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
