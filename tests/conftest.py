@@ -1,19 +1,27 @@
-"""What the whole run tells: versions at its head, the count of compared cells at its foot."""
+"""What belongs to a whole run: its tier, the order of tests, what its processes share, and its summary."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 import os
+import shutil
+import sys
+import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.support import design, execution, tiers, truths
+
 CELLS = pytest.StashKey[list[Any]]()
 FINDINGS = pytest.StashKey[list[Any]]()
 STARTED = pytest.StashKey[float]()
+RECORDER = pytest.StashKey[Any]()
 SKIPPED: dict[str, str] = {}  # file of a test to why it was skipped
 PACKAGES = (
     "megatron-core",
@@ -25,58 +33,98 @@ PACKAGES = (
     "deepspeed",
 )  # what tests run on, as far as it is installed
 
-# Compositions of what other cells hold by themselves, cells that larger ones hold too, and a test of minutes
-# beside a shorter one (kills of Megatron's own ranks): scripts/test runs them, continuous integration, which
-# has no time for all, leaves them out (`-m "not wide"`).
-WIDE = {
-    "test_matrix.py": (
-        *(
-            "test_gpt[tp2]",
-            "test_gpt[tp4]",
-            "test_gpt[pp2]",
-            "test_gpt[tp2 dp2]",
-            "test_hybrid[hybrid tp2 sp]",
-        ),
-        *("test_context_parallel[cp2]", "test_context_parallel[cp2 pp2]"),
-    ),
-    "test_moe.py": (
-        "test_experts[moe tp2 sp ep2, allgather]",
-        "test_experts[moe pp2 dp2 ep2]",
-        "test_experts[moe tp2 sp ep2, experts recomputed]",
-        "test_experts_on_four_ranks[moe tp2 sp dp2 ep2 etp2, allgather]",
-        "test_experts_on_four_ranks[moe tp2 sp dp2 ep4]",
-    ),
-    "test_models.py": (
-        "test_prediction_of_several_tokens[mtp pp2 vpp2]",
-        "test_layers_without_attention[M tp2 dp2]",
-        "test_layers_without_attention[G|*M tp2 pp2]",
-        "test_every_site_is_compared[M tp2 dp2]",
-        "test_every_site_is_compared[G|*M tp2 pp2]",
-    ),
-    "test_compare_bugs.py": tuple(
-        f"test_right_run_raises_no_alarm[{c}]"
-        for c in ("tp2", "dp2", "cp2", "pp2", "tp4 sp, q/k norm", "bf16 cp2")
-    ),
-    "test_dump_crash.py": ("test_killed_ranks_leave_no_torn_iteration_and_lose_none",),  # minutes: 200 kills
-    "test_patched.py": ("test_gpt[tp2, tied]", "test_fairscale[mp2, vocabulary]"),
-    "test_latent.py": ("test_latent_attention[mla tp2]", "test_upstream_as_it_is[mla tp2, upstream]"),
-    "test_selecting.py": ("test_every_kind_is_what_one_process_has[tp2]",),
-    "test_linear_edits.py": ("test_as_on_one_process[tp2]",),
-}
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cells", metavar="FILE", help="write every compared cell to a JSON file")
+    parser.addoption(
+        "--product", action="store_true", help="every edit in every configuration (tests/support/design.py)"
+    )
+    parser.addoption(
+        "--quick", action="store_true", help="the selection of scripts/test (tests/support/tiers.py)"
+    )
+    parser.addoption(
+        "--every-module", action="store_true", help="fail if a module of the package is not executed"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[CELLS] = []
     config.stash[FINDINGS] = []
     config.stash[STARTED] = time.monotonic()
+    if config.getoption("--product"):
+        os.environ[design.PRODUCT] = "1"
+    if not _is_worker(config):  # what processes of the run share, by variables that they inherit
+        for variable in (truths.FOLDER, execution.FOLDER):
+            os.environ[variable] = tempfile.mkdtemp(prefix="flex-tests-")
+    config.stash[RECORDER] = execution.start()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not _is_worker(config):
+        for variable in (truths.FOLDER, execution.FOLDER):
+            shutil.rmtree(os.environ.pop(variable), ignore_errors=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if "cells" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.matrix)
-        if item.name in WIDE.get(item.path.name, ()):
-            item.add_marker(pytest.mark.wide)
+        if tiers.is_product(item.path.name, item.name):
+            item.add_marker(pytest.mark.product)
+    left_out = [i for i in items if _is_left_out(config, i)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+    items[:] = sorted((i for i in items if i not in set(left_out)), key=_order)
+
+
+def _is_left_out(config: pytest.Config, item: pytest.Item) -> bool:
+    """Whether a run of this tier leaves a test out; one that is named on the command line runs in any."""
+    if any("::" in word for word in config.args):
+        return False
+    if config.getoption("--quick"):
+        return not tiers.is_quick(item)
+    return not config.getoption("--product") and item.get_closest_marker("product") is not None
+
+
+def _order(item: pytest.Item) -> tuple[int, str, str]:
+    """Files that take long first, so that no process ends up with one alone; in a file by topology."""
+    callspec = getattr(item, "callspec", None)
+    values = callspec.params.values() if callspec is not None else ()
+    topology = next((v.topology for v in values if hasattr(v, "topology")), "")
+    return tiers.place(item.path), str(item.path), topology
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    config = session.config
+    if (recorder := config.stash[RECORDER]) is not None:
+        recorder.write()
+    if _is_worker(config):  # to the process that prints and writes them
+        config.workeroutput["cells"] = [asdict(c) for c in config.stash[CELLS]]  # type: ignore[attr-defined]
+        config.workeroutput["findings"] = config.stash[FINDINGS]  # type: ignore[attr-defined]
+        return
+    if config.getoption("--every-module") and exitstatus == pytest.ExitCode.OK and _not_executed():
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    """A process of pytest-xdist has ended: what it compared is counted with the rest."""
+    output = getattr(node, "workeroutput", {})
+    node.config.stash[CELLS] += [SimpleNamespace(**c, good=_good(c)) for c in output.get("cells", ())]
+    node.config.stash[FINDINGS] += output.get("findings", ())
+
+
+def _good(cell: dict[str, Any]) -> bool:
+    return bool((cell["own"] if cell["upstream"] else cell["error"]) <= cell["bound"])
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")
+
+
+def _not_executed() -> list[str]:
+    return execution.missing(Path(os.environ[execution.FOLDER])) if hasattr(sys, "monitoring") else []
 
 
 @pytest.fixture
@@ -89,10 +137,6 @@ def cells(request: pytest.FixtureRequest) -> list[Any]:
 def findings(request: pytest.FixtureRequest) -> list[Any]:
     """Where a test of comparing dumps puts what was found of a bug, or of a right run."""
     return request.config.stash[FINDINGS]
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cells", metavar="FILE", help="write every compared cell to a JSON file")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -116,6 +160,12 @@ def _version(package: str) -> str | None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if _is_worker(config):
+        return
+    if config.getoption("--every-module"):
+        found = _not_executed()
+        terminalreporter.section("modules of the package")
+        terminalreporter.write_line(f"{len(found)} were not executed: {', '.join(found) or 'none'}")
     _told_of_bugs(terminalreporter, config.stash[FINDINGS])
     all_found = config.stash[CELLS]
     found = [c for c in all_found if not c.hidden]
