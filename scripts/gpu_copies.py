@@ -32,8 +32,8 @@ CYCLES = 400_000_000  # of a kernel that does nothing, some 0.2 s: far longer th
 WAYS = ("none", "idle", "read", "local", "linear", "general", "statistics", "dump")
 SILENT = ("idle", "local", "dump")  # ways that must not make the host wait for the device in a step
 ON_CPU = (
-    "A CPU has neither pinned memory nor streams: only a read of a tensor that is overwritten right after was "
-    "checked."
+    "A CPU has neither pinned memory nor streams: only a read of a tensor that is overwritten right after "
+    "was checked."
 )
 
 

@@ -24,7 +24,6 @@ MODULES = {
     "statistics": "gpu_sinks",
     "memory": "gpu_costs",
     "two_ranks": "gpu_values",
-    "tests": "gpu_tests",
 }
 
 
