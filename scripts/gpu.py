@@ -57,12 +57,13 @@ def flags(words: Sequence[str] | None = None) -> argparse.Namespace:
         prog="scripts/gpu",
         description="Prove megatron_flex on one GPU, in parts that are each ended at a time limit below "
         "eight minutes. A part that finished is not run again (same sources, device and torch); one that "
-        "crashes, is late or finds something wrong never stops the next. Exits with 1 if any part did not pass.",
+        "crashes, is late or finds something wrong never stops the next. Exits with 1 if any part did not "
+        "pass.",
         epilog="Without a network on the GPU's machine: `scripts/gpu --carry FOLDER` where there is a "
         "package index gathers wheels of what such a machine lacks (megatron-core and a few packages, below "
-        "60 MiB; torch is not among them: the machine has it). There, `FLEX_PYTHON=PYTHON scripts/gpu --wheels "
-        "FOLDER` with the Python that has torch makes an environment over its packages, from these wheels "
-        "alone, and runs.",
+        "60 MiB; torch is not among them: the machine has it). There, `FLEX_PYTHON=PYTHON scripts/gpu "
+        "--wheels FOLDER` with the Python that has torch makes an environment over its packages, from these "
+        "wheels alone, and runs.",
     )
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the command (default cuda)")
@@ -289,6 +290,7 @@ def show(store: Store) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     """The command."""
     args = flags(words)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the part that runs, too
     if args.list:
         show(Store(args.out, None))
         return 0

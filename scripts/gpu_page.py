@@ -45,8 +45,8 @@ def page(result: Mapping[str, Any], parts: Mapping[str, str]) -> str:
     lines = ["# On a GPU", "", _top(machine, found), ""]
     lines += [
         "`scripts/gpu` proves the package on one GPU and writes this page; raw figures are in `gpu.json` "
-        "beside it. Each part is a process of its own, which is ended at its time limit; what has finished is "
-        "not run again.",
+        "beside it. Each part is a process of its own, which is ended at its time limit; what has finished "
+        "is not run again.",
         "",
         "```bash",
         "scripts/gpu                     # everything; again, to go on after an interruption",

@@ -45,7 +45,7 @@ def carry(folder: Path) -> None:
         print(f"{wheel.stat().st_size / 2**20:7.1f} MiB  {wheel.name}")
     if nbytes > MOST_BYTES:
         raise SystemExit(
-            f"error: {folder} holds {nbytes / 2**20:.1f} MiB, more than {MOST_BYTES >> 20}: name fewer packages"
+            f"error: {folder} holds {nbytes / 2**20:.1f} MiB, at most {MOST_BYTES >> 20}: name fewer packages"
         )
     print(f"{nbytes / 2**20:7.1f} MiB in {folder}; there: scripts/gpu --wheels {folder}")
 
@@ -79,7 +79,7 @@ def environment(venv: Path, wheels: Path | None) -> str:
     (own / "machine.pth").write_text("\n".join(sorted(theirs)) + "\n", encoding="utf-8")
     if subprocess.run([str(python), "-m", "pip", "--version"], capture_output=True).returncode:
         subprocess.run([str(python), "-m", "ensurepip"], check=True, stdout=sys.stderr)
-    offline = ["install", "--no-index", "--find-links", str(wheels)]
+    offline = ["--isolated", "install", "--no-index", "--find-links", str(wheels)]
     _pip(str(python), [*offline, "--no-deps", MEGATRON])
     _pip(str(python), [*offline, *PACKAGES])
     return str(python)
@@ -95,4 +95,4 @@ def _pip(python: str, words: Sequence[str]) -> None:
         [python, *PIP, *words], stdout=sys.stderr, env={**os.environ, "PIP_PROGRESS_BAR": "off"}
     )
     if done.returncode:
-        raise SystemExit(f"error: pip {words[0]} failed, see above")
+        raise SystemExit(f"error: pip {' '.join(words)} failed, see above")
