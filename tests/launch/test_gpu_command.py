@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("copies", "dump", "statistics")
+PARTS = ("copies", "dump")
 
 
 def gpu(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
