@@ -1,6 +1,6 @@
 """scripts/bench --hooks --device cuda: the same ways on one GPU, one process, timed by CUDA events.
 
-Nothing of this has run on a GPU yet.
+What has run on a GPU, docs/gpu.md says.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 COPIES = 10  # of the bandwidth's measurement
@@ -54,9 +55,49 @@ def main(args: argparse.Namespace) -> None:
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(settings: Any) -> dict[str, Any]:
-    """Milliseconds of whole steps of one size, by way and round."""
-    import torch
+class Clock:
+    """Times of one step: until the device is through with it, and until the host has enqueued it.
+
+    Args:
+        device: `cuda`, by events; or `cpu`, where both are the same.
+    """
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self._cuda = torch.cuda if device == "cuda" else None
+
+    def start(self) -> None:
+        """Begin, when nothing is under way any more."""
+        if self._cuda is not None:
+            self._start, self._end = (self._cuda.Event(enable_timing=True) for _ in range(2))
+            self._cuda.synchronize()
+            self._start.record()
+        self._began = perf_counter()
+
+    def enqueued(self) -> float:
+        """Milliseconds since the start, by the host's clock; waits for nothing."""
+        return (perf_counter() - self._began) * 1e3
+
+    def through(self) -> float:
+        """Milliseconds from the start until the device is through with all that it was given."""
+        if self._cuda is None:
+            return self.enqueued()
+        self._end.record()
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end))
+
+
+def measure(settings: Any, device: str = "cuda") -> dict[str, Any]:
+    """Milliseconds of whole steps of one size, by way and round.
+
+    Args:
+        settings: `bench_hooks_rank.Settings`.
+        device: `cuda`, or `cpu`.
+
+    Returns:
+        `ms`, until what was read is there; `host`, until the host has enqueued the step; `sent`.
+    """
     from bench_hooks_rank import HEAD, _counted, check
     from bench_hooks_report import sent_by
     from bench_rank import _forget, build, orders
@@ -66,28 +107,29 @@ def measure(settings: Any) -> dict[str, Any]:
     logging.disable(logging.WARNING)
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    subject, step = build(settings, gated=False, head=HEAD, device="cuda")
+    subject, step = build(settings, gated=False, head=HEAD, device=device)
     made = ways(Place(settings.folder))
     bound = {n: (lambda w=w: w(subject)) for n, w in made.items() if not settings.only or n in settings.only}
     check(bound, step)
     sent = sent_by([{name: _counted(way, step, subject) for name, way in bound.items()}])
     ms: dict[str, list[float]] = {name: [] for name in bound}
+    host: dict[str, list[float]] = {name: [] for name in bound}
+    clock = Clock(device)
     gc.collect()
     for number, order in enumerate(orders(list(bound), settings.warmup + settings.rounds), -settings.warmup):
         for name in order:
             with bound[name]() as standing:
                 for again in range(2):  # the first one settles it
-                    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    torch.cuda.synchronize()
-                    start.record()
+                    clock.start()
                     step(standing.call)
+                    enqueued = clock.enqueued()
                     standing.read()
-                    end.record()
-                    end.synchronize()
+                    through = clock.through()
                     _forget(standing, subject.model)
                     if again and number >= 0:
-                        ms[name].append(start.elapsed_time(end))
-    return {"tp": 1, "mib": settings.mib, "layers": settings.layers, "ms": ms, "sent": sent}
+                        ms[name].append(through)
+                        host[name].append(enqueued)
+    return {"tp": 1, "mib": settings.mib, "layers": settings.layers, "ms": ms, "host": host, "sent": sent}
 
 
 def pinned(mib: float) -> float:

@@ -21,8 +21,8 @@ SECTION = "hooks"
 ALWAYS = ("none", "gather", "all-gather")  # by which the others are checked
 WAYS = (
     *ALWAYS,
-    *("idle", "detached", "clone", "read", "clone of one", "selected", "local by hand", "local", "linear"),
-    *("general", "statistics", "dump", "trainable", "flex-model read", "flex-model edit"),
+    *("idle", "detached", "clone", "read", "clone of one", "selected", "local by hand", "local in place"),
+    *("local", "linear", "general", "statistics", "dump", "trainable", "flex-model read", "flex-model edit"),
 )
 
 

@@ -23,7 +23,7 @@ from megatron_flex import cpu
 HEAD = 16  # size of an attention head: the model is small beside the tensors that are hooked
 COUNTED = 2  # steps whose bytes on the loopback interface are looked at: of the quieter one
 READS = ("read", "flex-model read")
-EDITS = ("local by hand", "local", "general", "flex-model edit")
+EDITS = ("local by hand", "local in place", "local", "general", "flex-model edit")
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _seen(chosen: Standings, name: str, step: Step, everywhere: bool = False) ->
         return {}
     with chosen[name]() as standing:
         step(standing.call)
-        found = {n: t.clone() for n, t in standing.read().items()}
+        found = {n: t.to("cpu", copy=True) for n, t in standing.read().items()}
         standing.forget()
     return found if everywhere or dist.get_rank() == 0 else {}
 

@@ -19,6 +19,7 @@ LABELS = {
     "clone of one": "by hand: clone of one position of the shard",
     "selected": "read of one position",
     "local by hand": "by hand: edit of the shard",
+    "local in place": "by hand: edit of the shard, in place",
     "local": "local edit, `scale`",
     "linear": "linear edit, `project_out`",
     "all-gather": "by hand: all-gather, edit, own part",

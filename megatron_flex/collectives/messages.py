@@ -93,8 +93,9 @@ class Posted:
 def to_first(mine: Tensor, rows: Sequence[Tensor], axis: Axis) -> Posted:
     """Begin to bring everyone's message to the first rank of an axis; what it gives can be waited for.
 
-    By messages from rank to rank, which gloo writes straight to `rows`: a gather of its own goes by way of
-    fresh memory. NCCL's is made of such messages anyhow.
+    On the host by messages from rank to rank, which gloo writes straight to `rows`: a gather of its own goes
+    by way of fresh memory. On a GPU by a gather: NCCL's is made of such messages anyhow, and gloo would take
+    the address of a message there for one of the host.
 
     Args:
         mine: this rank's, flat.
@@ -104,7 +105,7 @@ def to_first(mine: Tensor, rows: Sequence[Tensor], axis: Axis) -> Posted:
     out = Posted()
 
     def begin(group: Any) -> None:
-        if dist.get_backend(group) == "nccl":
+        if mine.device.type != "cpu":
             slots = None if axis.coord else [mine, *rows]
             out.works.append(dist.gather(mine, slots, axis.ranks[0], group=group, async_op=True))
         elif axis.coord:

@@ -77,7 +77,7 @@ def whole_from_stage(
         dist.broadcast(tensor, axis.ranks[stage], group=axis.group)
         return tensor
     if axis.coord == stage and whole is not None:
-        dist.send(_as_bytes(whole), axis.ranks[0], group=axis.group)
+        dist.send(_as_bytes(whole).to(_device(axis)), axis.ranks[0], group=axis.group)
     elif axis.coord == 0 and is_leader(mesh):
         buffer = _buffer(like, axis)
         dist.recv(_as_bytes(buffer), axis.ranks[stage], group=axis.group)

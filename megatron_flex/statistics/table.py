@@ -88,7 +88,8 @@ class Table:
         for place in unknown:
             rows[place, bare] = 1
         if sums:
-            at = torch.tensor(list(sums), device=device)
+            # Neither copy makes the host wait for the device.
+            at = torch.tensor(list(sums)).to(device, non_blocking=True)
             out = out.to(device, non_blocking=True)
             rows = out[HEAD:].view(len(self.entries), self.width)
             rows[at, :bare] = torch.stack([s.row[:bare] for s in sums.values()])

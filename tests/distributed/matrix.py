@@ -85,6 +85,13 @@ def compare(
     edits = design.edits(case, among or [case]) if edits is None else edits
     truth = truths.of(case.single(), sites, edits)
     answers = run(case.world, sharded, case, truth["state"], sites, edits, timeout=300)
+    return cells_of(case, sites, edits, truth, answers)
+
+
+def cells_of(
+    case: gpt.Case, sites: list[str], edits: list[str], truth: Any, answers: list[dict[str, Any]]
+) -> list[Cell]:
+    """All cells of a configuration, from what `oracle.run` and each rank's `sharded` gave."""
     found = [*_readings(case, sites, truth, answers), *_effects(case, edits, truth, answers)]
     found += [Cell(case.name, s, "hidden", 0.0, hidden=why) for s, why in answers[0]["hidden"].items()]
     return [replace(c, model=case.model) for c in found]
@@ -93,9 +100,8 @@ def compare(
 def sharded(case: gpt.Case, state: dict[str, Tensor], sites: list[str], edits: list[str]) -> dict[str, Any]:
     """What one rank of the sharded run gives back: leaders their readings, every rank its gradients."""
     import megatron_flex as mf
-    from megatron_flex import cpu
 
-    cpu.enable()
+    gpt.runtime(case)
     gpt.initialize(case)
     chunks = gpt.build(case)
     gpt.load(chunks, state)

@@ -54,6 +54,7 @@ class Case:
     q_rank: int | None = None
     bert: bool = False
     te: bool = False  # layers of Transformer Engine's spec, on its stand-ins
+    device: str = "cpu"
     extra: dict[str, Any] = field(default_factory=dict)
     split: dict[str, Any] = field(default_factory=dict)
 
@@ -104,6 +105,14 @@ class Case:
             pattern=self.pattern.replace("|", ""),
             split={},
         )
+
+
+def runtime(case: Case) -> None:
+    """What Megatron needs where there is no GPU."""
+    if case.device == "cpu":
+        from megatron_flex import cpu
+
+        cpu.enable()
 
 
 def initialize(case: Case) -> None:
@@ -213,7 +222,8 @@ def build(case: Case) -> list[nn.Module]:
     for stage in range(case.vpp or 1):
         if case.vpp:
             parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
-        out.append(_chunk(case, stage if case.vpp else None))
+        chunk = _chunk(case, stage if case.vpp else None).to(case.device)
+        out.append(chunk.bfloat16() if case.extra.get("bf16") else chunk)  # as Float16Module does it
     return out
 
 
@@ -393,7 +403,10 @@ def forward_step(iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tup
     if hasattr(model, "bert_extended_attention_mask"):
         output = bert.call(model, batch)
     else:
-        output = model(batch["tokens"][:, here], positions, mask, labels=batch["labels"][:, here])
+        tokens, labels = batch["tokens"][:, here], batch["labels"][:, here]
+        device = next(model.parameters()).device
+        tokens, positions, mask, labels = (t.to(device) for t in (tokens, positions, mask, labels))
+        output = model(tokens, positions, mask, labels=labels)
 
     def loss_function(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss = output.sum() / (samples * SEQUENCE)  # of a context parallel rank: its share of the mean

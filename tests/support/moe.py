@@ -98,14 +98,14 @@ def _experts(layer: Any, path: str, point: str, visit: Visit) -> None:
         """Token, slot and expert of each row, by token; written apart from the library's way."""
         tokens, experts = seen["map"].nonzero(as_tuple=True)
         first = torch.searchsorted(tokens, tokens)
-        return tokens, torch.arange(len(tokens)) - first, experts
+        return tokens, torch.arange(len(tokens), device=tokens.device) - first, experts
 
     def route(_: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         seen["shape"] = args[0].shape[:2]
         seen["map"] = output[1]
         if point == "indices":
             tokens, slot, experts = slots()
-            dense = torch.full((len(output[1]), TOPK), -1)
+            dense = torch.full((len(output[1]), TOPK), -1, device=tokens.device)
             dense[tokens, slot] = experts
             visit(dense.view(*seen["shape"], TOPK))
 

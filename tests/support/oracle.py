@@ -24,7 +24,7 @@ PARTS = ("q", "k", "v", "gate")
 
 def edit(tensor: Tensor) -> Tensor:
     """An edit that mixes neighbours and treats every place differently: no shard can do it alone."""
-    places = torch.arange(tensor.numel(), dtype=torch.float32).reshape(tensor.shape)
+    places = torch.arange(tensor.numel(), dtype=torch.float32, device=tensor.device).reshape(tensor.shape)
     return tensor * (1 + 0.1 * torch.cos(places)).to(tensor.dtype) + 0.05 * tensor.roll(1, -1).roll(1, 0)
 
 
@@ -125,9 +125,7 @@ def run(case: gpt.Case, sites: list[str], edits: list[str]) -> Truth:
         `state`, the weights; `losses` of each microbatch; `values` and `gradients` of each site by
         microbatch; `parameters`, their gradients; `edited`, losses and parameter gradients of each edit.
     """
-    from megatron_flex import cpu
-
-    cpu.enable()
+    gpt.runtime(case)
     gpt.initialize(case)
     chunks = gpt.build(case)
     state = gpt.randomize(chunks[0])

@@ -32,11 +32,12 @@ def install(module: nn.Module, config: Any, path: str, point: str, visit: Any) -
     places = torch.tensor(columns(config, path, point))
 
     def hook(_: nn.Module, __: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-        part = output[0].index_select(-1, places)
+        at = places.to(output[0].device)
+        part = output[0].index_select(-1, at)
         if path.endswith("linear_qkv"):
             part = part.unflatten(-1, (-1, config.kv_channels))
         new = visit(part)
         new = new.flatten(2) if path.endswith("linear_qkv") else new
-        return output[0].index_copy(-1, places, new), output[1]
+        return output[0].index_copy(-1, at, new), output[1]
 
     module.register_forward_hook(hook)
