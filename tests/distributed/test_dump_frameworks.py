@@ -25,7 +25,7 @@ from tests.distributed import (
 from tests.distributed.matrix import Cell, greatest, judge, relative
 from tests.distributed.test_same_hooks import ddp, fsdp1, fsdp2, single
 from tests.support import llama, proof, wrapping
-from tests.support.pool import run
+from tests.support.pool import run_alone as run
 
 SECTION = "Dumps, framework by framework"
 PARAMETERS = ("layers.1.attention.wq.weight", "layers.1.feed_forward.w2.weight", "norm.weight")

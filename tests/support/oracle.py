@@ -160,9 +160,7 @@ def run(case: gpt.Case, sites: list[str], edits: list[str]) -> Truth:
 
 def edited(case: gpt.Case, site: str) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and parameter gradients of one process with `edit` at a site."""
-    from megatron_flex import cpu
-
-    cpu.enable()
+    gpt.runtime(case)
     gpt.initialize(case)
     chunks = gpt.build(case)
     gpt.randomize(chunks[0])

@@ -21,7 +21,10 @@ PRODUCT = {
 QUICK: dict[str, tuple[str, ...]] = {}
 
 # Files that take more than a minute, longest first: they begin first. Then by folder.
-LONG = ()
+LONG: tuple[str, ...] = (
+    *("test_compare_bugs.py", "test_costs.py", "test_context.py", "test_parameters.py", "test_matrix.py"),
+    *("test_models.py", "test_trainable.py", "test_moe.py", "test_gpu_command.py", "test_cpu_megatron.py"),
+)
 FOLDERS = ("launch", "distributed", "browser", "contract", "unit")
 
 
