@@ -19,10 +19,11 @@ Cell = dict[str, Any]
 
 HEAD = """# Coverage
 
-Written by `scripts/coverage_matrix` from a run of the tests, never by hand: {versions}; {seconds} of tests
-on {cores} cores. Each configuration is compared with a single process of plain Megatron on the same weights
-and data, whose tensors are taken by plain PyTorch hooks (other frameworks and plain modules: with plain
-torch; where a title says so, with TransformerLens). An entry has three figures, each the greatest difference
+Written by `scripts/coverage_matrix` from a run of the tests, never by hand: {commit};
+{versions}; {seconds} of tests on {cores} cores.
+Each configuration is compared with a single process of plain Megatron on the same weights and data, whose
+tensors are taken by plain PyTorch hooks (other frameworks and plain modules: with plain torch; where a title
+says so, with TransformerLens). An entry has three figures, each the greatest difference
 relative to the greatest entry of the true tensor, over all layers and microbatches: the **value** / the
 **gradient** / the effect of an **edit** there (on the loss and on every parameter's gradient, the greater; of
 runs over tokens, on the logits). `-`: not checked there (integers have no gradient; edits are checked in the
@@ -228,7 +229,15 @@ def main(path: str) -> None:
     why = list(reasons(cells))
     minutes = f"{run['seconds'] / 60:.0f} minutes"
     sums = counts([c for c in cells if not c["hidden"]])
-    parts = [HEAD.format(versions=run["versions"], seconds=minutes, cores=run["cores"], counts=sums)]
+    parts = [
+        HEAD.format(
+            commit=run.get("commit", "an unknown commit"),
+            versions=run["versions"],
+            seconds=minutes,
+            cores=run["cores"],
+            counts=sums,
+        )
+    ]
     not_run = missing(run)
     for model in models(cells, not_run):
         parts += section(model, [c for c in cells if c["model"] == model], not_run.get(model, ""))

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.support import design, execution, tiers, truths
+from tests.support.gpt import Case
 
 CELLS = pytest.StashKey[list[Any]]()
 FINDINGS = pytest.StashKey[list[Any]]()
@@ -91,7 +93,7 @@ def _order(item: pytest.Item) -> tuple[int, str, str]:
     """Files that take long first, so that no process ends up with one alone; in a file by topology."""
     callspec = getattr(item, "callspec", None)
     values = callspec.params.values() if callspec is not None else ()
-    topology = next((v.topology for v in values if hasattr(v, "topology")), "")
+    topology = next((v.topology for v in values if isinstance(v, Case)), "")
     return tiers.place(item.path), str(item.path), topology
 
 
@@ -117,6 +119,19 @@ def pytest_testnodedown(node: Any, error: Any) -> None:
 
 def _good(cell: dict[str, Any]) -> bool:
     return bool((cell["own"] if cell["upstream"] else cell["error"]) <= cell["bound"])
+
+
+def _commit() -> str:
+    """The commit that was run, and whether the tree differs from it."""
+    git = ["git", "-C", str(Path(__file__).parents[1])]
+    try:
+        name = subprocess.run(
+            [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
+        )
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD"]).returncode != 0
+    except (OSError, subprocess.CalledProcessError):
+        return "no commit: the tree is not git's"
+    return f"commit {name.stdout.strip()}{' with changes' if changed else ''}"
 
 
 def _is_worker(config: pytest.Config) -> bool:
@@ -187,6 +202,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if path := config.getoption("--cells"):
         names = ("model", "case", "site", "check", "error", "bound", "upstream", "own", "hidden")
         run = {
+            "commit": _commit(),
             "versions": ", ".join(f"{p} {v}" for p in PACKAGES if (v := _version(p)) is not None),
             "packages": {p: _version(p) for p in PACKAGES},
             "skipped": SKIPPED,

@@ -40,12 +40,14 @@ PLAIN = [
     ),
     Case("tp4 sp, q/k norm, as many groups as ranks", tp=4, sp=True, qk_norm=True, groups=4),
     Case("tp2, tied embeddings", tp=2, tied=True),
+    Case("pp2 vpp2 dp2, all recomputed", pp=2, vpp=2, dp=2, recompute=("full",)),
 ]
 CONTEXT = [
     Case("cp2", cp=2, layers=2),
     Case("cp2 pp2", cp=2, pp=2, layers=2),
     Case("cp2 dp2", cp=2, dp=2, layers=2),
     Case("cp4, learned positions", cp=4, layers=2, rope=False),
+    Case("cp2 pp2 vpp2", cp=2, pp=2, vpp=2),
     Case("cp2 tp2 sp, all recomputed", cp=2, tp=2, sp=True, layers=2, recompute=("full",)),
 ]
 BOTH_ENDS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}

@@ -30,6 +30,7 @@ CASES = [
     of("moe tp2 sp ep2, all recomputed", tp=2, sp=True, ep=2, recompute=("full",)),
     of("moe cp2 ep2", cp=2, ep=2),
     of("moe pp2 vpp2", pp=2, vpp=2, layers=4, microbatches=2),
+    of("moe pp2 vpp2 dp2 ep2", pp=2, vpp=2, dp=2, ep=2, layers=4, microbatches=2),
     of("moe dp2 ep2, tokens dropped", dp=2, ep=2, extra={"moe_expert_capacity_factor": 0.75}),
 ]
 GROUPED = [

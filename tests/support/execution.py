@@ -8,6 +8,7 @@ variable `FLEX_EXECUTED` names. A function is noted at its first call and costs 
 from __future__ import annotations
 
 import ast
+import atexit
 import os
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ class Recorder:
         monitoring.use_tool_id(monitoring.COVERAGE_ID, "megatron_flex tests")
         monitoring.register_callback(monitoring.COVERAGE_ID, monitoring.events.PY_START, self._started)
         monitoring.set_events(monitoring.COVERAGE_ID, monitoring.events.PY_START)
+        atexit.register(monitoring.set_events, monitoring.COVERAGE_ID, 0)  # before this module is taken apart
 
     def _started(self, code: CodeType, offset: int) -> Any:
         if code.co_flags & IS_FUNCTION and code.co_filename.startswith(self._root):

@@ -33,7 +33,14 @@ def cell(model: str, site: str, check: str, error: float, bound: float = 1e-5, *
 def written(
     page: Any, tmp_path: Path, cells: list[dict[str, Any]], **more: Any
 ) -> tuple[list[str], list[str]]:
-    run = {"versions": "torch 0", "seconds": 60.0, "cores": 2, "cells": cells, **more}
+    run = {
+        "commit": "commit 0123456789ab",
+        "versions": "torch 0",
+        "seconds": 60.0,
+        "cores": 2,
+        "cells": cells,
+        **more,
+    }
     (tmp_path / "cells.json").write_text(json.dumps(run))
     page.main(str(tmp_path / "cells.json"))
     return page.PAGE.read_text().splitlines(), page.README.read_text().splitlines()
@@ -69,6 +76,7 @@ def test_models_come_first_and_features_say_their_rows_and_bounds(page: Any, tmp
         cell("GPT", "decoder.layers.1:mid", "value", 3e-5),
     ]
     found, readme = written(page, tmp_path, cells)
+    assert "never by hand: commit 0123456789ab;\ntorch 0; 1 minutes of tests on 2 cores." in "\n".join(found)
     titles = [line.removeprefix("## ") for line in found if line.startswith("## ")]
     assert titles == ["GPT", "BERT", trained, *page.FRAMEWORKS]
     assert "Rows are the modules' parameters, in several steps. Bound: 1e-4." in found
