@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 FAULTS = "tests/faults.toml"
 RECORD = "FLEX_MUTATE_RECORD"  # what scripts/mutate_record.py reads
 NOTICED = "noticed"
+WIDTH = 200  # characters that are shown of what a test said
 TAIL = 1500  # characters of pytest's output that are shown of a run that came to nothing
 
 
@@ -69,6 +70,7 @@ class Run:
         seconds: how long it took.
         passed: node ids of the tests that passed.
         failed: the same of those that failed, the first one first.
+        message: why the first one did.
         output: what it printed, the end of it.
     """
 
@@ -76,6 +78,7 @@ class Run:
     seconds: float
     passed: list[str]
     failed: list[str]
+    message: str
     output: str
 
 
@@ -89,7 +92,7 @@ class Result:
             without it, cannot be collected, or are all skipped), `anchor` (it cannot be applied), `timeout`.
         seconds: how long its tests took.
         by: the first test that failed.
-        why: more, where it was not noticed.
+        why: what that test said; or more of why it was not noticed.
         fault: what was applied.
     """
 
@@ -101,10 +104,10 @@ class Result:
     fault: dict[str, Any] = field(default_factory=dict)
 
     def line(self) -> str:
-        """The result on one line, and what pytest printed behind it where that matters."""
+        """The result as it is printed: on a line, and behind it who noticed it, or what pytest printed."""
         text = f"{self.outcome:9}{self.seconds:6.1f} s  {self.name}"
         if self.by:
-            text += f"  ({self.by})"
+            return f"{text}\n    {self.by}\n    {' '.join(self.why.split())[:WIDTH]}"
         return text + (f"\n{self.why}" if self.why else "")
 
 
@@ -255,19 +258,17 @@ def run_pytest(folder: Path, arguments: Iterable[str], limit: float) -> Run:
         record = Path(scratch) / "record"
         record.touch()
         plugins = ["-p", "no:cacheprovider", "-p", "mutate_record"]
-        if importlib.util.find_spec("hypothesis"):
-            plugins.append("--hypothesis-seed=0")  # the same examples in every run
         command = [sys.executable, "-m", "pytest", "-q", *plugins, *arguments]
         start = time.monotonic()
         env = {**environment(folder), RECORD: str(record)}
         status, output = processes.call(command, limit, cwd=folder, env=env)
         seconds = time.monotonic() - start
         lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
-    shutil.rmtree(folder / ".hypothesis", ignore_errors=True)  # no examples of another fault
     names: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
     for line in lines:
         names[line["outcome"]].append(line["test"])
-    return Run(status, seconds, names["passed"], names["failed"], output)
+    message = next((line["message"] for line in lines if line["message"]), "")
+    return Run(status, seconds, names["passed"], names["failed"], message, output)
 
 
 def belongs(test: str, argument: str) -> bool:
@@ -283,9 +284,8 @@ def control(folder: Path, faults: Sequence[Fault], limit: float) -> dict[str, st
     """
     arguments = list(dict.fromkeys(t for f in faults for t in f.tests))
     run = run_pytest(folder, arguments, limit)
-    if (
-        run.status not in (0, 1) and len(arguments) > 1
-    ):  # one that does not exist keeps pytest from running any
+    if run.status not in (0, 1) and len(arguments) > 1:
+        # one that does not exist keeps pytest from running any of them
         return {a: why for n in arguments for a, why in control(folder, [only(n)], limit).items()}
     out = {}
     for argument in arguments:
@@ -341,7 +341,7 @@ def judge(run: Run, limit: float) -> Result:
     if run.status is None:
         return Result("", "timeout", run.seconds, why=f"  its tests took more than {limit:g} s\n{run.output}")
     if run.status == 1 and run.failed:
-        return Result("", NOTICED, run.seconds, run.failed[0])
+        return Result("", NOTICED, run.seconds, run.failed[0], run.message)
     if run.status == 0 and run.passed:
         return Result("", "survived", run.seconds, why="  the tests that it names pass with it")
     return Result("", "broken", run.seconds, why=f"  pytest ended with status {run.status}\n{run.output}")

@@ -1,5 +1,9 @@
-"""pytest plugin of scripts/mutate: writes the outcome of each test to a file as soon as it is known."""
+"""pytest plugin of scripts/mutate: writes the outcome of each test to a file as soon as it is known.
 
+Property tests draw the same examples in every run, and one that fails is not made smaller.
+"""
+
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -7,11 +11,21 @@ from pathlib import Path
 import pytest
 
 RECORD = "FLEX_MUTATE_RECORD"  # environment variable that names the file
+MOST = 400  # characters that are kept of why a test failed
+
+with contextlib.suppress(ImportError):
+    from hypothesis import Phase, settings
+
+    phases = (Phase.explicit, Phase.generate)
+    settings.register_profile("mutate", phases=phases, derandomize=True, database=None, deadline=None)
+    settings.load_profile("mutate")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport):
-    outcome = report.outcome
-    if outcome == "passed" and report.when != "call":
+    if report.passed and report.when != "call":
         return
+    crash = getattr(report.longrepr, "reprcrash", None)
+    message = getattr(crash, "message", "") if report.failed else ""
+    line = {"test": report.nodeid, "outcome": report.outcome, "message": message[:MOST]}
     with Path(os.environ[RECORD]).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"test": report.nodeid, "outcome": outcome}) + "\n")
+        file.write(json.dumps(line) + "\n")
