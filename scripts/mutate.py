@@ -485,7 +485,8 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def _parser() -> argparse.ArgumentParser:
+def flags(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="scripts/mutate",
         description="Apply each fault of tests/faults.toml by itself, in a copy of the repository, and check "
@@ -509,20 +510,26 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SELECTION",
         help="arguments of pytest, run if a fault's own tests do not notice it (default: '-m versions')",
     )
-    return parser
+    return parser.parse_args(words)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def chosen(faults: Sequence[Fault], patterns: Sequence[str]) -> list[Fault]:
+    """The faults of these names or globs; all if there are none.
+
+    Raises:
+        FaultError: one of them means no fault.
+    """
+    for pattern in patterns:
+        if not fnmatch.filter([f.name for f in faults], pattern):
+            raise FaultError(f"--only {pattern}: no fault has such a name; --list prints all")
+    return [f for f in faults if not patterns or any(fnmatch.fnmatch(f.name, p) for p in patterns)]
+
+
+def main() -> int:
     """Run the command; its exit status."""
-    parser = _parser()
-    args = parser.parse_args(arguments)
+    args = flags()
     try:
-        faults = read_faults(ROOT / FAULTS)
-        if args.only:
-            for pattern in args.only:
-                if not fnmatch.filter([f.name for f in faults], pattern):
-                    parser.error(f"--only {pattern}: no fault has such a name; --list prints all")
-            faults = [f for f in faults if any(fnmatch.fnmatch(f.name, p) for p in args.only)]
+        faults = chosen(read_faults(ROOT / FAULTS), args.only or ())
         if args.list:
             for fault in faults:
                 print(f"{fault.name}\n  {fault.fault}\n  {fault.file}; {', '.join(fault.tests)}")

@@ -16,8 +16,14 @@ MOST = 400  # characters that are kept of why a test failed
 with contextlib.suppress(ImportError):
     from hypothesis import Phase, settings
 
-    phases = (Phase.explicit, Phase.generate)
-    settings.register_profile("mutate", phases=phases, derandomize=True, database=None, deadline=None)
+    settings.register_profile(
+        "mutate",
+        phases=(Phase.explicit, Phase.generate),
+        derandomize=True,
+        database=None,
+        deadline=None,
+        report_multiple_bugs=False,
+    )
     settings.load_profile("mutate")
 
 

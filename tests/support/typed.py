@@ -15,6 +15,7 @@ PARSERS = {
     "scripts/quickstart": ("quickstart", "arguments"),
     "scripts/analyses": ("analyses", "arguments"),
     "scripts/bench": ("bench", "flags"),
+    "scripts/mutate": ("mutate", "flags"),
 }
 
 
