@@ -42,7 +42,7 @@ def whole(expert: int | None) -> Tensor:
 
 
 def over_two(kind: str, expert: int | None) -> dict[str, Tensor]:
-    """Experts over two ranks of `ep`, or summands of them over two ranks of `etp`: what is found, and wanted."""
+    """Experts over two ranks of `ep`, or summands of them over two of `etp`: what is found, and wanted."""
     rank = dist.get_rank()
 
     def axis(name: str) -> Axis:
