@@ -528,6 +528,7 @@ def chosen(faults: Sequence[Fault], patterns: Sequence[str]) -> list[Fault]:
 def main() -> int:
     """Run the command; its exit status."""
     args = flags()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # in good order: tests are ended, copies removed
     try:
         faults = chosen(read_faults(ROOT / FAULTS), args.only or ())
         if args.list:
