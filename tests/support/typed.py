@@ -16,6 +16,7 @@ PARSERS = {
     "scripts/analyses": ("analyses", "arguments"),
     "scripts/bench": ("bench", "flags"),
     "scripts/gpu": ("gpu", "flags"),
+    "scripts/mutate": ("mutate", "flags"),
 }
 
 

@@ -283,6 +283,16 @@ def test_versions_that_are_not_known(dump: Path) -> None:
         mf.open_dump(dump)
 
 
+def test_a_header_that_says_something_else_has_another_checksum(dump: Path) -> None:
+    """All of it is as it may be, but for what was written."""
+    path = first_part(dump)
+    whole = path.read_bytes()
+    assert rb"\"microbatch\":0" in whole
+    path.write_bytes(whole.replace(rb"\"microbatch\":0", rb"\"microbatch\":1"))
+    with pytest.raises(DumpError, match="the checksum of its header is wrong"):
+        read_part(path)
+
+
 def test_overlapping_tensors(dump: Path) -> None:
     def change(index: dict[str, Any], told: dict[str, Any]) -> None:
         names = list(told)

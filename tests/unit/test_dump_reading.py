@@ -376,6 +376,28 @@ def test_iterations_that_are_not_whole_are_not_there(tmp_path: Path) -> None:
     assert mf.open_dump(path).iterations == [0]
 
 
+@pytest.mark.parametrize("lost", [0, 1, -1])
+def test_an_iteration_without_one_of_its_parts_is_not_there(tmp_path: Path, lost: int) -> None:
+    path = tmp_path / "d"
+    assert small(path, microbatches=4, part_bytes=100).iterations == [0, 1]
+    parts = sorted(path.glob("run-0000/0000000001/00002-*"))
+    assert len(parts) > 2
+    parts[lost].unlink()
+    assert mf.open_dump(path).iterations == [0]
+
+
+def test_copies_are_read_from_the_rank_that_wrote_them(tmp_path: Path) -> None:
+    layout = Layout((Dim("s"), Dim("b"), Dim("g", (Cut("tp", copies=2),))))
+    value = random(2, 8, 16, 8)
+    sites = {name: Given(value + n, layout) for n, name in enumerate(("a", "b"))}
+    dumps.write(tmp_path / "d", sites, mesh={"tp": 4})
+    dump = mf.open_dump(tmp_path / "d")
+    for n, name in enumerate(("a", "b")):
+        assert torch.equal(dump[name].torch(), value + n)
+    owners = [len(list((tmp_path / "d").rglob(f"0000{rank}-*"))) for rank in range(4)]
+    assert min(owners) > 0, "some rank wrote nothing, so that no copy but the first was read"
+
+
 def test_gradients_are_of_the_iterations_that_made_some(tmp_path: Path) -> None:
     value = random(3, 8, 4, 2)
     given = {"a": Given(value, gradient=value * 2)}

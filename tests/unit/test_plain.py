@@ -208,6 +208,19 @@ def test_hooks_at_one_place_run_in_the_order_of_registration() -> None:
         torch.testing.assert_close(got, plain(x))
 
 
+def test_hooks_on_one_gradient_run_in_the_order_of_registration() -> None:
+    edits: list[Edit] = [lambda t: t + 1, lambda t: t * 3]
+    for order in (edits, edits[::-1]):
+        model, x = Model(), data()
+        hooks = [HookFunction("inp", None, by(e), hook_type="full_backward_pre") for e in order]
+        with mf.attach(model, hooks):
+            model(x).sum().backward()
+        plain = Model()
+        plain.inp.register_full_backward_pre_hook(lambda m, g, o=order: (o[1](o[0](g[0])),))
+        plain(x).sum().backward()
+        torch.testing.assert_close(model.inp.weight.grad, plain.inp.weight.grad)
+
+
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,215 @@
+"""scripts/mutate: faults that are noticed, survive or cannot be tried; and that the committed list holds."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = '''"""A tiny package."""
+
+
+def double(n):
+    return 2 * n
+
+
+def half(n):
+    return n / 2
+
+
+def half_again(n):
+    return n / 2
+'''
+TESTS = """import tiny
+import pytest
+
+
+def test_double():
+    assert tiny.double(3) == 6
+
+
+def test_wrong():
+    assert tiny.double(3) == 7
+
+
+@pytest.mark.skip
+def test_skipped():
+    assert tiny.double(3) == 6
+"""
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # which take longer than what is run here
+    return importlib.import_module("mutate")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A repository with a package, its tests, and the plugin that writes down their outcomes."""
+    root = tmp_path / "checkout"
+    (root / "scripts").mkdir(parents=True)
+    plugin = (ROOT / "scripts" / "mutate_record.py").read_text()
+    for name, text in {
+        "tiny.py": SOURCE,
+        "test_tiny.py": TESTS,
+        "pytest.ini": "[pytest]\n",
+        "scripts/mutate_record.py": plugin,
+    }.items():
+        (root / name).write_text(text)
+    subprocess.run(["git", "init", "-q", str(root)], check=True)
+    return root
+
+
+def fault_of(tool: Any, name: str, before: str, after: str, test: str = "test_double") -> Any:
+    return tool.Fault(name, "It is wrong.", "tiny.py", before, after, (f"test_tiny.py::{test}",))
+
+
+def test_each_outcome_has_its_name(tool: Any, checkout: Path, tmp_path: Path) -> None:
+    faults = [
+        fault_of(tool, "noticed", "2 * n", "3 * n"),
+        fault_of(tool, "same size, at once", "2 * n", "4 * n"),
+        fault_of(tool, "survives", "return n / 2\n\n\ndef half_again", "return n / 3\n\n\ndef half_again"),
+        fault_of(tool, "missing", "5 * n", "6 * n"),
+        fault_of(tool, "twice", "n / 2", "n / 3"),
+        fault_of(tool, "nothing", "2 * n", "2 * n"),
+        fault_of(tool, "no Python", "2 * n", "2 * * n"),
+        fault_of(tool, "fails anyhow", "2 * n", "3 * n", "test_wrong"),
+        fault_of(tool, "skipped", "2 * n", "3 * n", "test_skipped"),
+        fault_of(tool, "not collected", "def double(n):", "raise ValueError\n\n\ndef double(n):"),
+    ]
+    said: list[str] = []
+    record = tool.Record(tmp_path / "results.json", "digest")
+    results = tool.mutate(checkout, faults, record, jobs=2, package="tiny", say=said.append)
+    outcomes = {r.name: r.outcome for r in results}
+    assert outcomes == {
+        "noticed": "noticed",
+        "same size, at once": "noticed",
+        "survives": "survived",
+        "missing": "anchor",
+        "twice": "anchor",
+        "nothing": "anchor",
+        "no Python": "anchor",
+        "fails anyhow": "broken",
+        "skipped": "broken",
+        "not collected": "broken",
+    }
+    whys = {r.name: r.why for r in results}
+    assert "occurs 0 times" in whys["missing"]
+    assert "occurs 2 times" in whys["twice"]
+    assert "fails without the fault" in whys["fails anyhow"]
+    assert results[0].by == "test_tiny.py::test_double"
+    assert "assert 9 == 6" in whys["noticed"]
+    assert sum("noticed" in line for line in said) == 2
+    assert "2 of 10 faults noticed" in tool.summary(results)
+    assert (checkout / "tiny.py").read_text() == SOURCE, "the checkout was changed"
+    assert {r["name"]: r["outcome"] for r in json.loads(record.path.read_text())["results"]} == outcomes
+
+
+def test_a_fault_whose_test_is_gone_does_not_hide_the_others(tool: Any, checkout: Path) -> None:
+    faults = [
+        fault_of(tool, "no such test", "2 * n", "3 * n", "test_gone"),
+        fault_of(tool, "noticed", "2 * n", "3 * n"),
+    ]
+    gone, other = tool.mutate(checkout, faults, tool.Record(None, "digest"), package="tiny", say=str)
+    assert (gone.outcome, other.outcome) == ("broken", "noticed")
+    assert "no test of test_tiny.py::test_gone runs" in gone.why
+
+
+def test_a_wider_selection_tells_who_would_notice(tool: Any, checkout: Path) -> None:
+    fault = fault_of(tool, "wrong tests", "n / 2\n\n\ndef half_again", "n / 3\n\n\ndef half_again")
+    (checkout / "test_half.py").write_text(
+        "import tiny\n\n\ndef test_half():\n    assert tiny.half(4) == 2\n"
+    )
+    record = tool.Record(None, "digest")
+    (result,) = tool.mutate(checkout, [fault], record, wide=["test_half.py"], package="tiny", say=str)
+    assert result.outcome == "survived"
+    assert "noticed by test_half.py::test_half" in result.why
+
+
+def test_a_test_that_hangs_is_ended(tool: Any, checkout: Path) -> None:
+    fault = fault_of(tool, "hangs", "return 2 * n", "while n:\n        pass")
+    record = tool.Record(None, "digest", {fault.tests[0]: ""})
+    (result,) = tool.mutate(checkout, [fault], record, limit=2, package="tiny", say=str)
+    assert result.outcome == "timeout"
+
+
+def test_results_are_used_again_only_of_the_same_state(tool: Any, checkout: Path, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    fault = fault_of(tool, "noticed", "2 * n", "3 * n")
+    record = tool.Record(path, tool.digest(checkout))
+    tool.mutate(checkout, [fault], record, package="tiny", say=str)
+
+    again = tool.Record(path, tool.digest(checkout))
+    again.load(path)
+    assert again.has(fault)
+    assert not again.has(fault_of(tool, "noticed", "2 * n", "4 * n")), "another fault of the same name"
+    assert tool.mutate(checkout, [fault], again, package="tiny", say=pytest.fail)[0].outcome == "noticed"
+
+    (checkout / "tiny.py").write_text(SOURCE.replace("n / 2", "0.5 * n"))
+    other = tool.Record(path, tool.digest(checkout))
+    other.load(path)
+    assert not other.has(fault)
+
+
+def test_another_package_than_the_copys_is_refused(tool: Any, checkout: Path) -> None:
+    record = tool.Record(None, "digest")
+    with pytest.raises(tool.FaultError, match=r"json is imported from .*, not from"):
+        tool.mutate(checkout, [fault_of(tool, "any", "2 * n", "3 * n")], record, package="json", say=str)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no \\[\\[fault\\]\\]"),
+        ('[[fault]]\nname = "a"\n', "has the fields"),
+        (
+            '[[fault]]\nname = "a"\nfault = "b"\nfile = "c"\nbefore = "d"\nafter = "e"\ntests = []\n',
+            "at least one",
+        ),
+        (
+            2 * '[[fault]]\nname = "a"\nfault = "b"\nfile = "c"\nbefore = "d"\nafter = "e"\ntests = ["f"]\n',
+            "occurs twice",
+        ),
+    ],
+)
+def test_a_list_that_cannot_be_read(tool: Any, tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "faults.toml"
+    path.write_text(text)
+    with pytest.raises(tool.FaultError, match=words):
+        tool.read_faults(path)
+
+
+def test_the_committed_list_can_be_applied(tool: Any) -> None:
+    wrong = []
+    for fault in tool.read_faults(ROOT / tool.FAULTS):
+        try:
+            tool.mutated(fault, ROOT)
+        except tool.FaultError as error:
+            wrong.append(f"{fault.name}: {error}")
+        for test in fault.tests:
+            file, _, function = test.partition("::")
+            path = ROOT / file
+            if not path.is_file():
+                wrong.append(f"{fault.name}: there is no {file}")
+            elif function and f"def {function.partition('[')[0]}(" not in path.read_text():
+                wrong.append(f"{fault.name}: {file} has no {function}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_command_lists_faults_and_refuses_names_that_there_are_not() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "mutate.py"), "--list", "--only"]
+    listed = subprocess.run([*command, "layout-*"], capture_output=True, text=True)
+    assert listed.returncode == 0
+    assert "layout-zigzag-contiguous" in listed.stdout
+    assert "gather-sum-dropped" not in listed.stdout
+    refused = subprocess.run([*command, "nothing-*"], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "no fault has such a name" in refused.stderr
