@@ -89,6 +89,10 @@ def _first_heads_of_scores(x: Tensor) -> Tensor:
     return put(x, (slice(None), [0, -1]), torch.zeros_like(x))
 
 
+def _swapped(x: Tensor) -> Tensor:
+    return torch.cat([x[:, 1:2], x[:, :1], x[:, 2:]], 1)
+
+
 STREAM, HEADS = ("sbh",), ("sbh", "sbnd")
 TABLE: dict[str, Row] = {
     "mixed": Row(lambda w: mixed, oracle.edit),
@@ -139,7 +143,7 @@ TABLE: dict[str, Row] = {
         lambda x: put(x, (slice(None), [0, -1], -1), 0.5 * x),
         ("bnss",),
     ),
-    "swap": Row(lambda w: _edits().swap(0, 1), lambda x: x[:, torch.tensor([1, 0])], HEADS),
+    "swap": Row(lambda w: _edits().swap(0, 1), _swapped, HEADS),
     "chain": Row(
         lambda w: _edits().scale(1.5) | _edits().clamp(LOW, HIGH), lambda x: (1.5 * x).clamp(LOW, HIGH)
     ),

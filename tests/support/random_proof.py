@@ -19,7 +19,6 @@ what is as sensitive as that is judged by ten times that difference.
 from __future__ import annotations
 
 import contextlib
-import logging
 import tempfile
 import time
 import warnings
@@ -166,7 +165,6 @@ def alone(draw: Draw, nudge: dict[str, Tensor] | None) -> dict[str, Any]:
         hooks; of each of `steps` the `values` and `gradients` by site, `losses` and `parameters`; `rounding`,
         of bf16.
     """
-    logging.disable(logging.WARNING)  # of what is deprecated upstream
     case = single(draw)
     chunks = ranks.start(case)
     state = gpt.randomize(chunks[0]) if nudge is None else _nudged(nudge)
@@ -315,7 +313,6 @@ def spread(
         shapes: of the sites that are edited.
         folder: where dumps go.
     """
-    logging.disable(logging.WARNING)
     case = draw.case()
     chunks = ranks.start(case)
     models = _half(chunks, draw)
