@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.support.random_cases import Draw, drawn
-from tests.support.random_proof import prove
+from tests.support import random_proof
+from tests.support.random_cases import Draw, Hook, drawn
+from tests.support.random_proof import Verdict, prove
+from tests.support.shrinker import shrink
 
 pytest.importorskip("megatron.core")
 VERSION = tuple(int(p) for p in importlib.metadata.version("megatron-core").split(".")[:2])
@@ -32,4 +34,50 @@ def test_a_random_case(draw: Draw) -> None:
 
 
 def faulty(draw: Draw, state: dict[str, Tensor], shapes: Any, folder: str) -> dict[str, Any]:
-    """Ranks on which the gather of column-parallel outputs puts the shards in the wrong order."""
+    """Ranks that put the shards of packed features (`gate|up`) together in the wrong order."""
+    from megatron_flex.collectives import send
+
+    right = send.assemble
+
+    def wrong(layout: Any, shards: list[Tensor], sizes: Any) -> Tensor:
+        packed = any(len(d.segments) > 1 for d in layout.dims)
+        return right(layout, shards[::-1] if packed else shards, sizes)
+
+    send.assemble = wrong
+    try:
+        return random_proof.spread(draw, state, shapes, folder)
+    finally:
+        send.assemble = right
+
+
+def test_a_fault_is_found_and_made_small() -> None:
+    """Of a case with other hooks, replicas, layers and recomputation, what the fault needs is left."""
+    packed = Hook("decoder.layers.1.mlp.linear_fc1:output")
+    others = (Hook("decoder.layers.0:output", "tensor"), Hook("decoder.layers.*.mlp:input", edit="softened"))
+    draw = Draw(tp=2, dp=2, layers=2, recompute=("full",), hooks=(*others, packed))
+    first = prove(draw, faulty)
+    assert {c.site for c in first.bad} == {packed.site}
+    assert all(c.check.startswith("value") for c in first.bad)
+
+    def fails(smaller: Draw) -> bool:
+        verdict = prove(smaller, faulty)
+        assert not verdict.error
+        return bool(verdict.bad)
+
+    small = shrink(draw, fails, 24)
+    assert small.draw == Draw(tp=2, hooks=(Hook("decoder.layers.0.mlp.linear_fc1:output"),))
+    assert prove(small.draw).good, "it is the fault, and not the case"
+
+
+def raising(draw: Draw, state: dict[str, Tensor], shapes: Any, folder: str) -> dict[str, Any]:
+    raise RuntimeError("as upstream refuses a model")
+
+
+def test_what_is_raised_is_a_failure() -> None:
+    verdict = prove(Draw(hooks=(Hook("decoder:output"),)), raising)
+    assert not verdict.good
+    assert "as upstream refuses a model" in verdict.told()
+
+
+def test_nothing_compared_is_no_pass() -> None:
+    assert not Verdict(Draw()).good

@@ -124,7 +124,9 @@ def _fewer_layers(draw: Draw) -> Iterator[Draw]:
     """Fewer layers; hooks of those that go are put on the last one that stays."""
     for count in sorted({draw.pp * draw.vpp, draw.layers // 2, draw.layers - 1}):
         if 0 < count < draw.layers:
-            yield replace(draw, layers=count, **_moved(draw, count))
+            fewer = replace(draw, layers=count, **_moved(draw, count))
+            yield fewer
+            yield replace(fewer, first=0)
     for n in range(len(draw.pattern)):
         yield replace(draw, pattern=draw.pattern[:n] + draw.pattern[n + 1 :])
 
@@ -142,9 +144,19 @@ def _moved(draw: Draw, count: int) -> dict[str, tuple[Hook, ...] | tuple[str, ..
 
 
 def _plain_model(draw: Draw) -> Draw:
-    """A GPT of the plainest form, with the same layers, layout and hooks."""
+    """A GPT of the plainest form, with the same layers, layout and hooks; an encoder is a decoder there."""
+    hooks = tuple(replace(h, site=h.site.replace("encoder.", "decoder.", 1)) for h in draw.hooks)
     kept = {f.name: getattr(draw, f.name) for f in fields(Draw) if f.name not in (*MODEL, "kind", "pattern")}
-    return Draw(**{**kept, "experts": 0, "ep": 1, "etp": 1, "layers": len(draw.pattern) or draw.layers})
+    return Draw(
+        **{
+            **kept,
+            "experts": 0,
+            "ep": 1,
+            "etp": 1,
+            "layers": len(draw.pattern) or draw.layers,
+            "hooks": hooks,
+        }
+    )
 
 
 def _plainer_hooks(draw: Draw) -> Iterator[Draw]:

@@ -16,7 +16,7 @@ from tests.support.random_cases import KINDS, Draw, Hook, drawn, fitted, forbidd
 from tests.support.shrinker import shrink, simpler
 
 ROOT = Path(__file__).parents[2]
-MANY = 600
+MANY = 400
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_what_cannot_be_says_why(changes: dict[str, Any], reason: str) -> None:
 
 
 def test_simpler_cases_are_possible(cases: list[Draw]) -> None:
-    for draw in cases[:60]:
+    for draw in cases[:20]:
         for candidate in simpler(draw):
             assert candidate != draw
             assert not forbidden(candidate), candidate.text()
@@ -129,7 +129,7 @@ def test_a_planted_reason_is_found(cases: list[Draw]) -> None:
         assert (small.tp, small.pp, small.vpp, small.cp, small.dp) == (2, 2, 1, 1, 1)
         assert small.layers == 2 or len(small.pattern) == 2
         assert (small.steps, small.microbatches) == (1, 1)
-        assert not (small.recompute or small.dropout or small.dump or small.statistics or small.verify)
+        assert not any((small.recompute, small.dropout, small.dump, small.statistics, small.verify))
 
 
 def test_shrinking_ends_with_its_budget(cases: list[Draw]) -> None:
