@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
+import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
@@ -77,7 +78,8 @@ class Verdict:
         lines = [
             f"{c.site}, {c.check}: relative error {c.error:.2e}, bound {c.bound:.0e}" for c in self.bad[:12]
         ]
-        return "\n".join([*lines, *([self.error] if self.error else [])])
+        raised = self.error.splitlines()
+        return "\n".join([*lines, *(raised[:3] + (["..."] + raised[-6:] if len(raised) > 9 else raised[3:]))])
 
 
 def prove(draw: Draw, sharded: Any = None) -> Verdict:
@@ -92,8 +94,9 @@ def prove(draw: Draw, sharded: Any = None) -> Verdict:
         try:
             cells, unjudged = _compared(draw, folder, sharded or spread)
             return Verdict(draw, cells, unjudged, seconds=time.monotonic() - started)
-        except RankError as error:
-            return Verdict(draw, error=str(error), seconds=time.monotonic() - started)
+        except Exception as error:  # of the ranks, or of comparing what they gave: no case may end the others
+            text = str(error) if isinstance(error, RankError) else traceback.format_exc()
+            return Verdict(draw, error=text, seconds=time.monotonic() - started)
 
 
 def _compared(draw: Draw, folder: str, sharded: Any) -> tuple[list[Cell], int]:
