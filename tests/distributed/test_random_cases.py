@@ -34,20 +34,19 @@ def test_a_random_case(draw: Draw) -> None:
 
 
 def faulty(draw: Draw, state: dict[str, Tensor], shapes: Any, folder: str) -> dict[str, Any]:
-    """Ranks that put the shards of packed features (`gate|up`) together in the wrong order."""
-    from megatron_flex.collectives import send
+    """Ranks that take the packed features `gate|up` to be cut as if they were not packed."""
+    from megatron_flex.adapters.megatron_core.layouts import Layouts
 
-    right = send.assemble
+    right = Layouts.features
 
-    def wrong(layout: Any, shards: list[Tensor], sizes: Any) -> Tensor:
-        packed = any(len(d.segments) > 1 for d in layout.dims)
-        return right(layout, shards[::-1] if packed else shards, sizes)
+    def wrong(self: Any, name: str, segments: tuple[int, ...] = (1,)) -> Any:
+        return right(self, name)
 
-    send.assemble = wrong
+    Layouts.features = wrong  # type: ignore[method-assign]
     try:
         return random_proof.spread(draw, state, shapes, folder)
     finally:
-        send.assemble = right
+        Layouts.features = right  # type: ignore[method-assign]
 
 
 def test_a_fault_is_found_and_made_small() -> None:
