@@ -157,7 +157,7 @@ def totals(records: Iterable[dict[str, Any]], seconds: float) -> Iterator[str]:
     done = list(records)
     compared, bad = sum(r["compared"] for r in done), [r for r in done if not r["good"]]
     yield f"{len(done)} cases, {compared} comparisons in {seconds / 60:.1f} minutes; {len(bad)} cases failed"
-    if unjudged := sum(r["unjudged"] for r in done):
+    if unjudged := sum(len(r["unjudged"]) for r in done):
         yield f"{unjudged} tensors are so sensitive to the last bits of the weights that they prove nothing"
     draws: Counter[str] = Counter()
     cells: Counter[str] = Counter()

@@ -27,7 +27,7 @@ def test_a_random_case(draw: Draw) -> None:
     verdict = prove(draw)
     again = f"scripts/fuzz_layouts --case '{draw.text()}'"
     assert verdict.good, f"{verdict.told()}\nmade smaller by: {again}"
-    assert verdict.unjudged <= len(verdict.cells)
+    assert len(verdict.unjudged) <= len(verdict.cells) // 4, verdict.unjudged
 
 
 # -- faults are found --------------------------------------------------------------------------------

@@ -300,7 +300,10 @@ def _rules(d: Draw) -> Iterator[tuple[bool, str]]:
         ("the tests' specs of these models have one form"),
     )
     yield d.qk_norm and model in ("hybrid", "bert"), "these specs have no norms of queries"
-    yield model == "latent" and d.qk_norm and not d.q_rank, "upstream: norms of queries are those of their rank"
+    yield (
+        model == "latent" and d.qk_norm and not d.q_rank,
+        "upstream: norms of queries are those of their rank",
+    )
     yield bool(d.q_rank) and model != "latent", "queries' rank is multi-latent attention's"
     yield bool(d.depths) != (model == "prediction"), "a model of prediction has depths"
     yield (

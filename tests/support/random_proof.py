@@ -43,6 +43,7 @@ SENSITIVE = 10.0  # times what a change of the weights' last bits makes
 HOPELESS = 1e-2  # what is more sensitive than that proves nothing
 HALF_EPS = 2.0**-9  # of bf16
 TIMEOUT = 240.0
+DUMPED = {"dump": "values", "dump of gradients": "gradients"}  # by check
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,14 @@ class Verdict:
     Attributes:
         draw: the case.
         cells: what was compared.
-        unjudged: how many tensors are too sensitive to say anything.
+        unjudged: what is too sensitive to say anything.
         error: what was raised, if something was.
         seconds: how long it took.
     """
 
     draw: Draw
     cells: list[Cell] = field(default_factory=list)
-    unjudged: int = 0
+    unjudged: list[str] = field(default_factory=list)
     error: str = ""
     seconds: float = 0.0
 
@@ -99,28 +100,44 @@ def prove(draw: Draw, sharded: Any = None) -> Verdict:
             return Verdict(draw, error=text, seconds=time.monotonic() - started)
 
 
-def _compared(draw: Draw, folder: str, sharded: Any) -> tuple[list[Cell], int]:
+def _compared(draw: Draw, folder: str, sharded: Any) -> tuple[list[Cell], list[str]]:
     (truth,) = run(1, alone, replace(draw, dropout=0.0), None, timeout=TIMEOUT)
     answers = run(draw.world, sharded, draw, truth["state"], truth["shapes"], folder, timeout=TIMEOUT)
     if draw.dropout:
-        return _against_twin(draw, answers), 0
+        return _against_twin(draw, answers), []
     want, got = wanted(draw, truth), found(draw, answers)
-    cells, unjudged = [], 0
-    nudged: Tensors = {}
-    for at in sorted(want.keys() | got.keys()):
-        error, bound = _distance(got.get(at), want.get(at)), _bound(draw, truth, at)
-        if error > bound and error != float("inf"):
-            if not nudged:
-                (other,) = run(1, alone, draw, truth["state"], timeout=TIMEOUT)
-                nudged = wanted(draw, other)
-            sensitivity = _distance(nudged.get(at), want[at])
-            bound = max(bound, SENSITIVE * sensitivity)
-            if sensitivity > HOPELESS:
-                unjudged += 1
-                continue
-        cells.append(Cell(draw.layout, *at, error, bound, model=draw.kind))
-    cells += _unchanged(draw, answers)
-    return [*cells, *_dumps(draw, truth, folder), *_statistics(draw, truth, answers)], unjudged
+    cells = [
+        Cell(draw.layout, *at, _distance(got.get(at), want.get(at)), _bound(draw, truth, at), model=draw.kind)
+        for at in sorted(want.keys() | got.keys())
+    ]
+    cells, unjudged = _weighed(draw, truth, want, [*cells, *_dumps(draw, truth, folder)])
+    return [*cells, *_unchanged(draw, truth, answers), *_statistics(draw, truth, answers)], unjudged
+
+
+def _weighed(
+    draw: Draw, truth: dict[str, Any], want: Tensors, cells: list[Cell]
+) -> tuple[list[Cell], list[str]]:
+    """The same with the bounds of what is sensitive to its last bits; and what is too much so, by itself."""
+    if not any(c.bound < c.error < float("inf") for c in cells):
+        return cells, []
+    (other,) = run(1, alone, draw, truth["state"], timeout=TIMEOUT)
+    nudged = wanted(draw, other)
+    judged, unjudged = [], []
+    for cell in cells:
+        if not cell.bound < cell.error < float("inf"):
+            judged.append(cell)
+            continue
+        at = (cell.site, cell.check)
+        if cell.check in DUMPED:
+            first, second = (t["steps"][0][DUMPED[cell.check]].get(cell.site) for t in (other, truth))
+            sensitivity = _distance(first, second)
+        else:
+            sensitivity = _distance(nudged.get(at), want.get(at))
+        if sensitivity > HOPELESS:
+            unjudged.append(f"{cell.site}, {cell.check}")
+        else:
+            judged.append(replace(cell, bound=max(cell.bound, SENSITIVE * sensitivity)))
+    return judged, unjudged
 
 
 def _distance(got: list[Tensor] | None, want: list[Tensor] | None) -> float:
@@ -130,13 +147,20 @@ def _distance(got: list[Tensor] | None, want: list[Tensor] | None) -> float:
 
 
 def _bound(draw: Draw, truth: dict[str, Any], at: tuple[str, str]) -> float:
-    """fp32's; in bf16 what the roundings make of one process, as often as the run rounds more."""
+    """fp32's; in bf16 what the roundings make of one process, as often as the run rounds more.
+
+    Where no rank sums a part, values and losses have the same bits.
+    """
     if not draw.bf16:
         return BOUND
     summands = draw.tp * draw.cp
-    if summands * draw.dp == 1 or (draw.tp == draw.cp == 1 and at[0] != "(all)"):
+    if summands == 1 and at[1].startswith(("value", "losses")):
         return 0.0
-    return (summands + 1) * max(truth["rounding"], HALF_EPS)
+    return (summands + 1) * _rounded(truth)
+
+
+def _rounded(truth: dict[str, Any]) -> float:
+    return max(float(truth["rounding"]), HALF_EPS)
 
 
 # -- one process ---------------------------------------------------------------------------------------
@@ -506,29 +530,24 @@ def _losses(draw: Draw, answers: list[dict[str, Any]], pick: Any) -> list[float]
     return [x for losses in each for x in losses]
 
 
-def _unchanged(draw: Draw, answers: list[dict[str, Any]]) -> list[Cell]:
+def _unchanged(draw: Draw, truth: dict[str, Any], answers: list[dict[str, Any]]) -> list[Cell]:
     """Hooks that only read change no bit; with those on gradients, sums may be taken in another order."""
     if draw.edits:
         return []
-    bound = BOUND if any(h.backward for h in draw.hooks) or draw.dump or draw.statistics else 0.0
-    if draw.bf16:
-        bound = 0.0 if bound == 0.0 else 3 * HALF_EPS
+    reordered = any(h.backward for h in draw.hooks) or draw.dump or draw.statistics
+    bound = 0.0 if not reordered else 2 * _rounded(truth) if draw.bf16 else BOUND
     out = []
     for a in answers:
         losses, before = a["plain"]
         for after, behind in a["steps"]:
             same = 0.0 if losses == after else float("inf")
             out.append(Cell(draw.layout, "(all)", "losses unchanged by reading", same, 0.0, model=draw.kind))
-            far = (
-                [relative(behind[n][1], g) for n, (_, g) in before.items()]
-                if before.keys() == behind.keys()
-                else []
-            )
-            far = far or [0.0] * draw.forward_only
-            error = matrix.greatest(far) if before else 0.0
-            out.append(
-                Cell(draw.layout, "(all)", "gradients unchanged by reading", error, bound, model=draw.kind)
-            )
+            if draw.forward_only:
+                continue
+            pairs = [(behind.get(n), g) for n, (_, g) in before.items()]
+            error = matrix.greatest(relative(b[1], g) if b else float("inf") for b, g in pairs)
+            check = "parameters' gradients unchanged by reading"
+            out.append(Cell(draw.layout, "(all)", check, error, bound, model=draw.kind))
     return out
 
 
@@ -554,24 +573,19 @@ def _statistics(draw: Draw, truth: dict[str, Any], answers: list[dict[str, Any]]
         have = {"values": step["values"], "gradients": step["gradients"]}
         real = draw.vocabulary - draw.padding if draw.padding else None
         want = measuring.expected(have, rows, total, real)
-        names = {n for s in draw.statistics for n in (s, f"{s}.grad") if n in rows or not n.endswith(".grad")}
-        for name in sorted(names):
-            wrong = (
-                measuring.differences(rows[name], measuring.numbers(want[name]), total)
-                if name in want
-                else ["absent"]
-            )
-            error = float("inf") if wrong else 0.0
-            out.append(
-                Cell(draw.layout, name, f"statistics {' '.join(wrong)}".strip(), error, model=draw.kind)
-            )
+        names = [*draw.statistics, *(f"{s}.grad" for s in draw.statistics if s in step["gradients"])]
+        for name in names:
+            numbers = measuring.numbers(want[name]) if name in want else None
+            wrong = measuring.differences(rows[name], numbers, total) if numbers else ["absent"]
+            check = " ".join([f"statistics step {number}", *wrong])
+            out.append(Cell(draw.layout, name, check, float("inf") if wrong else 0.0, model=draw.kind))
     return out
 
 
 def _against_twin(draw: Draw, answers: list[dict[str, Any]]) -> list[Cell]:
     """With dropout: a run beside its twin of the same random numbers."""
     if not draw.edits:
-        return _unchanged(draw, answers)
+        return _unchanged(draw, {}, answers)
     twins = [a["twin"] for a in answers]
     got, want = found(draw, answers), found(draw, twins)
     return [
