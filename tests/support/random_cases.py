@@ -302,7 +302,7 @@ def _rules(d: Draw) -> Iterator[tuple[bool, str]]:
     yield d.qk_norm and model in ("hybrid", "bert"), "these specs have no norms of queries"
     yield (
         model == "latent" and d.qk_norm and not d.q_rank,
-        "upstream: norms of queries are those of their rank",
+        "upstream: their rank has the norms",
     )
     yield bool(d.q_rank) and model != "latent", "queries' rank is multi-latent attention's"
     yield bool(d.depths) != (model == "prediction"), "a model of prediction has depths"

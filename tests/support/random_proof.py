@@ -80,7 +80,9 @@ class Verdict:
             f"{c.site}, {c.check}: relative error {c.error:.2e}, bound {c.bound:.0e}" for c in self.bad[:12]
         ]
         raised = self.error.splitlines()
-        return "\n".join([*lines, *(raised[:3] + (["..."] + raised[-6:] if len(raised) > 9 else raised[3:]))])
+        if len(raised) > 10:
+            raised[3:-6] = ["..."]
+        return "\n".join([*lines, *raised])
 
 
 def prove(draw: Draw, sharded: Any = None) -> Verdict:
