@@ -321,6 +321,11 @@ def _rules(d: Draw) -> Iterator[tuple[bool, str]]:
         d.cp > 1 and model in ("latent", "hybrid", "bert"),
         ("the tests' CP attention is causal with one head size; the package refuses CP inside Mamba"),
     )
+    yield model == "prediction" and d.cp > 1, "upstream: a CP rank's loss of depths is of its own tokens"
+    yield (
+        model == "prediction" and d.pp > 1 and not d.rope,
+        ("upstream: the two stages with embeddings sum no gradients of positions"),
+    )
     yield d.forward_only and bool(d.recompute), "without a backward pass nothing is recomputed"
     yield bool(set(d.recompute) - set(RECOMPUTE[model])), f"recomputed in {model}: {RECOMPUTE[model]}"
     yield "moe" in d.recompute and not d.experts, "no experts to recompute"

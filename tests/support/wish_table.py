@@ -33,6 +33,10 @@ def _nothing(reduce: Any, width: int) -> None:
     return None
 
 
+def _dots(tensor: Tensor) -> Tensor:
+    return (tensor.float() @ directions(tensor.shape[-1]).T).to(tensor.dtype)
+
+
 STREAM, HEADS = ("sbh",), ("sbh", "sbnd")
 TABLE: dict[str, Wish] = {
     "last": Wish(HEADS, {"positions": -1}, _nothing, lambda t: t[-1:]),
@@ -53,7 +57,7 @@ TABLE: dict[str, Wish] = {
     "top": Wish(
         STREAM, {}, lambda r, w: r.topk(2, -1), lambda t: t.sort(-1, descending=True).values[..., :2]
     ),
-    "dot": Wish(STREAM, {}, lambda r, w: r.dot(directions(w)), lambda t: t @ directions(t.shape[-1]).T),
+    "dot": Wish(STREAM, {}, lambda r, w: r.dot(directions(w)), _dots),
 }
 
 
