@@ -53,6 +53,7 @@ class Case:
     mla: str = ""  # multi-latent attention as "upstream" has it, or "mended"
     q_rank: int | None = None
     bert: bool = False
+    vocabulary: int = VOCABULARY
     te: bool = False  # layers of Transformer Engine's spec, on its stand-ins
     device: str = "cpu"
     extra: dict[str, Any] = field(default_factory=dict)
@@ -242,7 +243,7 @@ def _chunk(case: Case, stage: int | None) -> nn.Module:
     first, last = _ends(stage)
     common: dict[str, Any] = {
         "config": config(case),
-        "vocab_size": VOCABULARY,
+        "vocab_size": case.vocabulary,
         "max_sequence_length": SEQUENCE,
         "pre_process": first,
         "post_process": last,

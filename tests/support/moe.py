@@ -90,9 +90,10 @@ def _router(router: Any, point: str, visit: Visit) -> None:
 def _experts(layer: Any, path: str, point: str, visit: Visit) -> None:
     """One process sorts its rows by expert and then by token; here they go by token and then by expert.
 
-    A token has TOPK slots, of which dropping may leave some empty: zeros, or -1 for a number.
+    A token has `moe_router_topk` slots, of which dropping may leave some empty: zeros, or -1 for a number.
     """
     seen: dict[str, Any] = {}
+    top_k = layer.config.moe_router_topk
 
     def slots() -> tuple[Tensor, Tensor, Tensor]:
         """Token, slot and expert of each row, by token; written apart from the library's way."""
@@ -105,18 +106,18 @@ def _experts(layer: Any, path: str, point: str, visit: Visit) -> None:
         seen["map"] = output[1]
         if point == "indices":
             tokens, slot, experts = slots()
-            dense = torch.full((len(output[1]), TOPK), -1, device=tokens.device)
+            dense = torch.full((len(output[1]), top_k), -1, device=tokens.device)
             dense[tokens, slot] = experts
-            visit(dense.view(*seen["shape"], TOPK))
+            visit(dense.view(*seen["shape"], top_k))
 
     layer.router.register_forward_hook(route)
 
     def through(rows: Tensor) -> Tensor:
         tokens, slot, experts = slots()
         sorting = torch.argsort(experts * len(seen["map"]) + tokens)  # the layer's order, out of by-token
-        dense = rows.new_zeros(len(seen["map"]), TOPK, *rows.shape[1:])
+        dense = rows.new_zeros(len(seen["map"]), top_k, *rows.shape[1:])
         dense = dense.index_put((tokens, slot), rows[torch.argsort(sorting)])
-        whole = visit(dense.view(*seen["shape"], TOPK, *rows.shape[1:]))
+        whole = visit(dense.view(*seen["shape"], top_k, *rows.shape[1:]))
         return whole.reshape(dense.shape)[tokens, slot][sorting]
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> Any:

@@ -1,0 +1,82 @@
+"""Law 1 where nobody chose the case: models, layouts, hooks, edits and schedules drawn at random."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.support import random_proof
+from tests.support.random_cases import Draw, Hook, drawn
+from tests.support.random_proof import Verdict, prove
+from tests.support.shrinker import shrink
+
+pytest.importorskip("megatron.core")
+VERSION = tuple(int(p) for p in importlib.metadata.version("megatron-core").split(".")[:2])
+pytestmark = pytest.mark.skipif(VERSION < (0, 19), reason="some of the models drawn came with 0.19")
+
+SEED, COUNT = 0, 40
+CASES = sorted(itertools.islice(drawn(SEED), COUNT), key=lambda d: (d.world, d.layout))
+
+
+@pytest.mark.parametrize("draw", CASES, ids=lambda d: d.layout)
+def test_a_random_case(draw: Draw) -> None:
+    verdict = prove(draw)
+    again = f"scripts/fuzz_layouts --case '{draw.text()}'"
+    assert verdict.good, f"{verdict.told()}\nmade smaller by: {again}"
+    assert len(verdict.unjudged) <= len(verdict.cells) // 4, verdict.unjudged
+
+
+# -- faults are found --------------------------------------------------------------------------------
+
+
+def faulty(draw: Draw, state: dict[str, Tensor], shapes: Any, folder: str) -> dict[str, Any]:
+    """Ranks that take the packed features `gate|up` to be cut as if they were not packed."""
+    from megatron_flex.adapters.megatron_core.layouts import Layouts
+
+    right = Layouts.features
+
+    def wrong(self: Any, name: str, segments: tuple[int, ...] = (1,)) -> Any:
+        return right(self, name)
+
+    Layouts.features = wrong  # type: ignore[method-assign]
+    try:
+        return random_proof.spread(draw, state, shapes, folder)
+    finally:
+        Layouts.features = right  # type: ignore[method-assign]
+
+
+def test_a_fault_is_found_and_made_small() -> None:
+    """Of a case with other hooks, replicas, layers and recomputation, what the fault needs is left."""
+    packed = Hook("decoder.layers.1.mlp.linear_fc1:output")
+    others = (Hook("decoder.layers.0:output", "tensor"), Hook("decoder.layers.*.mlp:input", edit="softened"))
+    draw = Draw(tp=2, dp=2, layers=2, recompute=("full",), hooks=(*others, packed))
+    first = prove(draw, faulty)
+    assert {c.site for c in first.bad} == {packed.site}
+    assert all(c.check.startswith("value") for c in first.bad)
+
+    def fails(smaller: Draw) -> bool:
+        verdict = prove(smaller, faulty)
+        assert not verdict.error
+        return bool(verdict.bad)
+
+    small = shrink(draw, fails, 24)
+    assert small.draw == Draw(tp=2, hooks=(Hook("decoder.layers.0.mlp.linear_fc1:output"),))
+    assert prove(small.draw).good, "it is the fault, and not the case"
+
+
+def raising(draw: Draw, state: dict[str, Tensor], shapes: Any, folder: str) -> dict[str, Any]:
+    raise RuntimeError("as upstream refuses a model")
+
+
+def test_what_is_raised_is_a_failure() -> None:
+    verdict = prove(Draw(hooks=(Hook("decoder:output"),)), raising)
+    assert not verdict.good
+    assert "as upstream refuses a model" in verdict.told()
+
+
+def test_nothing_compared_is_no_pass() -> None:
+    assert not Verdict(Draw()).good
