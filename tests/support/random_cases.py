@@ -123,6 +123,11 @@ class Draw:
         return self.tp * self.pp * self.cp * self.dp
 
     @property
+    def topology(self) -> str:
+        """What ranks of a pool are divided into."""
+        return self.case().topology
+
+    @property
     def edits(self) -> bool:
         """Whether any hook edits."""
         return any(h.edit for h in self.hooks)
