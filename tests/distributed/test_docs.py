@@ -22,7 +22,7 @@ from tests.distributed import test_pipelining
 from tests.support import distribution, fairscaled, gpt, handmade, llama, moe, ranks
 from tests.support.gpt import Case
 from tests.support.pages import mine as blocks
-from tests.support.pool import run
+from tests.support.pool import run_alone as run  # as a person runs them
 
 ROOT = Path(__file__).parents[2]
 
@@ -245,7 +245,7 @@ def test_the_page_on_adapters_runs(tmp_path: Path) -> None:
     (line,) = re.findall(r"^toy = .*", page.read_text(encoding="utf-8"), re.MULTILINE)
     distribution.install(tmp_path, "toy_flex", adapter, line.replace('"', ""))
     (tmp_path / "toy.py").write_text(toy, encoding="utf-8")
-    (again, first, *read), (_, *others) = run(2, _run_adapter, use, detect, str(tmp_path), alone=True)
+    (again, first, *read), (_, *others) = run(2, _run_adapter, use, detect, str(tmp_path))
     assert again == first
     (shown,) = blocks(page, "text")
     told = set(shown.splitlines())
@@ -387,7 +387,7 @@ def test_the_page_on_deepspeed_runs() -> None:
     if find_spec("deepspeed") is None:  # not importorskip: importing it here would patch this process
         pytest.skip("deepspeed is not installed")
     (code,) = blocks(ROOT / "docs" / "deepspeed.md")
-    assert run(1, _run_deepspeed, code, alone=True) == [False]
+    assert run(1, _run_deepspeed, code) == [False]
 
 
 def _run_deepspeed(code: str) -> Any:
