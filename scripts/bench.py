@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure everything."""
     from bench_rank import Settings, measure
 
-    from tests.support.pool import run as run_ranks
+    from tests.support.pool import run_alone as run_ranks
 
     settings = {name: getattr(args, name) for name in Settings.__dataclass_fields__}
     load = [os.getloadavg()[0]]

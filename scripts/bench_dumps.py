@@ -253,7 +253,7 @@ LABELS = {
 
 def run(args: Any) -> dict[str, Any]:
     """Measure everything."""
-    from tests.support.pool import run as run_ranks
+    from tests.support.pool import run_alone as run_ranks
 
     settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
     with tempfile.TemporaryDirectory(dir=args.folder) as place:

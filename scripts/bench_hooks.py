@@ -97,7 +97,7 @@ def run(args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> dic
     from bench_hooks_rank import Settings, measure, measure_steps
     from bench_hooks_report import sent_by
 
-    from tests.support.pool import run as run_ranks
+    from tests.support.pool import run_alone as run_ranks
 
     hooks: list[dict[str, Any]] = []
     steps: list[dict[str, Any]] = []

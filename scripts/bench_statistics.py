@@ -170,7 +170,7 @@ def _opened(folder: Path) -> Iterator[tuple[list[str], Any]]:
 
 def run(args: Any) -> dict[str, Any]:
     """Measure everything."""
-    from tests.support.pool import run as run_ranks
+    from tests.support.pool import run_alone as run_ranks
 
     settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
     ranks = run_ranks(args.tp, measure, settings, timeout=args.timeout)

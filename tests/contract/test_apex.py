@@ -19,7 +19,7 @@ import megatron_flex as mf
 from megatron_flex import cpu
 from tests.support import llama, proof
 from tests.support import llama_apex as parallel
-from tests.support.pool import run
+from tests.support.pool import run_alone as run
 
 
 def _there() -> bool:

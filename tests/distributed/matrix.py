@@ -84,7 +84,9 @@ def compare(
     sites = oracle.sites_of(case) if sites is None else sites
     edits = design.edits(case, among or [case]) if edits is None else edits
     truth = truths.of(case.single(), sites, edits)
-    answers = run(case.world, sharded, case, truth["state"], sites, edits, timeout=300)
+    answers = run(
+        case.world, sharded, case, truth["state"], sites, edits, timeout=300, alone=truths.is_alone(case)
+    )
     return cells_of(case, sites, edits, truth, answers)
 
 

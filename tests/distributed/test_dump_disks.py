@@ -16,6 +16,7 @@ from torch import nn
 
 import megatron_flex as mf
 from tests.support.pool import run
+from tests.support.rank import changes
 
 STEPS = 8
 
@@ -45,7 +46,7 @@ def broken(what: str, iterations: range) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return good(path, *args, **kwargs)
 
-    setattr(parts.os, what, call)
+    changes.setattr(parts.os, what, call)
 
 
 def with_a_full_disk(path: str, on_error: str) -> dict[str, Any]:
@@ -115,7 +116,7 @@ def with_a_slow_disk(path: str) -> list[int]:
         rename(*args)
 
     if dist.get_rank() == 1:
-        parts.os.rename = slow  # type: ignore[assignment]
+        changes.setattr(parts.os, "rename", slow)
     dump = mf.Dump(path, ["0"], when_full="drop", queue_bytes=2000)
     with mf.attach(net, dumps=dump) as flex:
         for number in range(STEPS):

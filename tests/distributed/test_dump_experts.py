@@ -20,7 +20,7 @@ from tests.distributed.test_moe import GROUPED, of
 from tests.support import gpt, oracle, ranks
 from tests.support.dump_cells import compare
 from tests.support.gpt import Case
-from tests.support.pool import run
+from tests.support.pool import run_alone as run
 
 pytest.importorskip("megatron.core")
 AUXILIARY = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2}

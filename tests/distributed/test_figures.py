@@ -17,7 +17,7 @@ from megatron_flex.figures import FigureError
 from tests.distributed.test_docs import ROOT, blocks, execute
 from tests.support import gpt, oracle, ranks, truths
 from tests.support.gpt import Case
-from tests.support.pool import run
+from tests.support.pool import run_alone as run
 
 pytest.importorskip("megatron.core")
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import megatron_flex as mf
 from megatron_flex.adapters.pipelining import Stages
 from tests.support import llama, proof
-from tests.support.pool import run
+from tests.support.pool import run_alone as run
 
 CPU = torch.device("cpu")
 

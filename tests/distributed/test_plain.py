@@ -16,7 +16,7 @@ from tests.distributed.matrix import Cell, greatest, relative
 from tests.support import handmade
 from tests.support.handmade import IN, OUT, SAMPLES, TOKENS, WIDE
 from tests.support.oracle import edit as mix
-from tests.support.pool import run
+from tests.support.pool import run_alone as run
 
 PLACES = {  # the whole's shape, and whether it is cut
     "norm:output": ((None, None, IN), False),

@@ -27,7 +27,7 @@ from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.runtime.captures import Captures, Key
 from megatron_flex.runtime.recorder import Recorder
 from tests.support.counting import counting
-from tests.support.pool import run
+from tests.support.pool import run_alone as run
 
 B, H = Dim("b"), Dim("h")
 LAYOUTS = {

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.support import gpt, ranks
 from tests.support.gpt import Case
-from tests.support.pool import run
+from tests.support.pool import run_alone as run
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.versions

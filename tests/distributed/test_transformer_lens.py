@@ -15,7 +15,7 @@ from tests.distributed.matrix import BOUND, Cell, relative
 from tests.support import theirs
 from tests.support.conversion import FAMILIES, LAYERS, converted
 from tests.support.gpt import Case
-from tests.support.pool import run
+from tests.support.pool import run_alone as run
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.skipif(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.support import gpt, ranks, ssm
 from tests.support.gpt import Case
-from tests.support.pool import run
+from tests.support.pool import run_alone as run
 from tests.support.rank import changes
 
 pytest.importorskip("megatron.core")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.distributed.matrix import Cell, relative
 from tests.support import gpt, oracle, ranks, truths
-from tests.support.pool import run
+from tests.support.pool import run_alone as run
 
 
 def compare(case: gpt.Case, sites: list[str] | None = None, **settings: Any) -> list[Cell]:

@@ -22,6 +22,7 @@ from typing import Any
 PACKAGES = ("megatron", "megatron_flex", "fairscale", "apex", "deepspeed", "accelerate")
 OF_TORCH = ("torch.autograd.", "torch.distributed.", "torch.nn.parallel.")  # and all below these
 THESE = (
+    *("builtins", "os", "shutil", "socket", "subprocess", "sys", "tempfile", "threading", "time"),
     *(
         "torch",
         "torch.autograd",
@@ -58,16 +59,9 @@ class Fingerprint:
         self._attributes.take()
         self._rest = self._all_else()
 
-    def differences(self, ours: bool = False) -> list[str]:
-        """What is other than it was, a line each; empty where nothing is.
-
-        Args:
-            ours: only attributes that hold a function or class of megatron_flex now, where a framework may
-                have changed anything else.
-        """
+    def differences(self) -> list[str]:
+        """What is other than it was, a line each; empty where nothing is."""
         out = self._attributes.changed()
-        if ours:
-            return [line for line in out if " is megatron_flex." in line]
         threads = self._rest["threads"]
         out += _threads(threads)
         now = self._all_else()
@@ -86,7 +80,6 @@ class Fingerprint:
             "handlers of signals": {s.name: _identity(signal.getsignal(s)) for s in SIGNALS},
             "handlers of exceptions": {n: _identity(getattr(sys, n)) for n in HANDLERS},
             "finders of imports": {str(i): _identity(f) for i, f in enumerate(sys.meta_path)},
-            "path of imports": dict(enumerate(sys.path)),
             "threads": {t.ident: t.name for t in threading.enumerate()},
         }
 

@@ -58,8 +58,10 @@ def both(elsewhere: Elsewhere) -> Callable[..., list[Any]]:
     The single-process truth is asked of what is installed only.
     """
 
-    def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-        here = pool.run(world, function, *args, timeout=timeout)
+    def run(
+        world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, alone: bool = True
+    ) -> list[Any]:
+        here = pool.run(world, function, *args, timeout=timeout, alone=alone)
         if function is oracle.run:
             return here
         there = elsewhere.run(world, function, *args, timeout=timeout)

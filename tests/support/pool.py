@@ -72,7 +72,7 @@ class Pool:
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, alone: bool = False
     ) -> list[Any]:
-        """What the ranks return, in order; `alone`: what a framework leaves behind is no error.
+        """What the ranks return, in order; `alone`: they end then, so that they may leave anything behind.
 
         Raises:
             RankError: some rank raised, died, did not finish in time, or was left other than it was.

@@ -1,7 +1,7 @@
 """One rank of a pool: runs a function, puts back what tests may change, and finds what is left behind.
 
 What a test may change, and the rank puts back: what it sets by `changes`, random states, the environment,
-`knobs`, the CPU runtime, the standard streams, the working directory; sessions still open are closed.
+`knobs`, the CPU runtime, the standard streams, the working directory, `sys.path`; open sessions are closed.
 Everything else must be what it was when the function is over: see `tests.support.fingerprint`.
 """
 
@@ -115,9 +115,10 @@ class Rank:
             function, args, alone = pickle.loads(order)
             with self._isolated():
                 value = pickle.dumps(function(*args))
-                self._sessions.close()
+                if not alone:
+                    self._sessions.close()
             del args
-            left = self._left_behind(alone)
+            left = [] if alone else self._left_behind()
         except BaseException as error:
             return False, _text(error)
         if left:
@@ -143,6 +144,7 @@ class Rank:
         random.seed(SEED)
         environment, settings, depth = dict(os.environ), dict(vars(knobs)), switch._RUNTIME.depth
         streams, folder, threads = (sys.stdout, sys.stderr), os.getcwd(), torch.get_num_threads()
+        path = list(sys.path)
         dtype, deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
         if environment.get("FLEX_TEST_QUIET", "1") == "1":
             sys.stdout = io.StringIO()
@@ -155,6 +157,7 @@ class Rank:
             while switch._RUNTIME.depth > depth:
                 switch.disable()
             sys.stdout, sys.stderr = streams
+            sys.path[:] = path
             os.chdir(folder)
             torch.set_grad_enabled(True)
             torch.set_num_threads(threads)
@@ -165,9 +168,9 @@ class Rank:
                 os.environ.clear()
                 os.environ.update(environment)
 
-    def _left_behind(self, alone: bool) -> list[str]:
+    def _left_behind(self) -> list[str]:
         gc.collect()
-        return self._fingerprint.differences(ours=alone)
+        return self._fingerprint.differences()
 
 
 class _Sessions:

@@ -243,4 +243,4 @@ def _edited(model: Any, names: list[str]) -> dict[str, Tensor]:
 @cache
 def known(family: str) -> dict[str, Any]:
     """The same, in a process of its own."""
-    return truths.once(truth, family, alone=True)
+    return truths.once(truth, family)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.pool import run
+from tests.support.pool import run_alone as run
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 Load = Callable[[str], Any]
