@@ -15,10 +15,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.support import design, execution, tiers, truths
 from tests.support.gpt import Case
+
+# Machines are shared and several processes run at once: how long drawing takes says nothing.
+hypothesis.settings.register_profile(
+    "shared machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("shared machine")
 
 CELLS = pytest.StashKey[list[Any]]()
 FINDINGS = pytest.StashKey[list[Any]]()
