@@ -330,9 +330,7 @@ def _rules(d: Draw) -> Iterator[tuple[bool, str]]:
     yield bool(set(d.recompute) - set(RECOMPUTE[model])), f"recomputed in {model}: {RECOMPUTE[model]}"
     yield (
         "mlp" in d.recompute and d.bias,
-        (
-            "upstream: a recomputed MLP hands its bias out of the checkpoint, whose backward calls itself for ever"
-        ),
+        ("upstream: a recomputed MLP gives its bias out of the checkpoint, whose backward then never ends"),
     )
     yield "moe" in d.recompute and not d.experts, "no experts to recompute"
     # -- what is compared
