@@ -333,6 +333,10 @@ def _rules(d: Draw) -> Iterator[tuple[bool, str]]:
     )
     yield d.forward_only and bool(d.recompute), "without a backward pass nothing is recomputed"
     yield bool(set(d.recompute) - set(RECOMPUTE[model])), f"recomputed in {model}: {RECOMPUTE[model]}"
+    yield (
+        "mlp" in d.recompute and d.bias,
+        ("upstream: a recomputed MLP gives its bias out of the checkpoint, whose backward then never ends"),
+    )
     yield "moe" in d.recompute and not d.experts, "no experts to recompute"
     # -- what is compared
     yield bool(d.dropout) and (d.bf16 or d.forward_only or d.gathered), "dropout is drawn in plain training"
