@@ -40,6 +40,29 @@ def test_replicas(case: str, cells: list[Any]) -> None:
 # -- what is averaged, and over whom -------------------------------------------------------------------
 
 
+def frozen_for_a_while() -> list[bool]:
+    """Whether the gradients of all replicas are the same, in a step behind one of a frozen model."""
+    model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    flex = mf.FlexModel(model)
+    same = []
+    for freezes in (True, False):
+        if freezes:
+            flex.freeze()
+        inputs = torch.full((3, 4), 1.0 + dist.get_rank(), requires_grad=True)
+        model(inputs).sum().backward()
+        if freezes:
+            flex.unfreeze()
+            continue
+        found = [torch.empty_like(model.module.weight) for _ in range(2)]
+        dist.all_gather(found, model.module.weight.grad)
+        same.append(torch.equal(*found))
+    return same
+
+
+def test_gradients_are_averaged_again_behind_freezing() -> None:
+    assert run(2, frozen_for_a_while) == [[True], [True]]
+
+
 def said(call: Callable[[], Any]) -> str:
     """What an error says; empty if there is none."""
     try:

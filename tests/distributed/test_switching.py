@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_flex.errors import FlexError
 from tests.support import gpt, ranks
 from tests.support.gpt import Case
 from tests.support.pool import run_alone as run
@@ -235,3 +236,25 @@ def test_a_file_that_cannot_be_at_the_start_and_the_price_of_listening(tmp_path:
     assert "at the start: hooks that are on: edit 1 of 1, all 1 of 1" in told[0]
     assert "iteration 2, SIGUSR1: hooks that are on: edit 0 of 1" in told[1]
     assert answers[1][-1] == ""
+
+
+# -- errors before there is a model ----------------------------------------------------------------------
+
+
+def failing_on(rank: int) -> str:
+    from megatron_flex.launch.agreeing import job, together
+
+    def act() -> int:
+        if dist.get_rank() == rank:
+            raise FlexError("no such file")
+        return rank
+
+    try:
+        return str(together(job(), act))
+    except FlexError as error:
+        return str(error)
+
+
+def test_what_fails_on_one_rank_is_raised_on_all() -> None:
+    assert run(2, failing_on, 1) == ["no such file (rank 1)", "no such file"]
+    assert run(2, failing_on, 2) == ["2", "2"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -208,17 +210,51 @@ def test_hooks_at_one_place_run_in_the_order_of_registration() -> None:
         torch.testing.assert_close(got, plain(x))
 
 
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda t: t.double(), "returned dtype torch.float64 for torch.float32"),
+        (lambda t: t[:2], r"returned shape \(2, 2\) for \(5, 2\)"),
+        (lambda t: None, "returned NoneType"),
+    ],
+)
+def test_an_edit_returns_what_is_like_what_it_got(edit: Any, said: str) -> None:
+    calls: list[int] = []
+
+    def late(tensor: Tensor) -> Any:
+        calls.append(0)  # so that it is not tried before the step
+        return edit(tensor)
+
+    flex = mf.attach(Model(), [HookFunction("out", None, by(late))])
+    with pytest.raises(mf.HookError, match=said):
+        flex(data())
+    flex.session.close()
+
+
+def test_an_edit_that_draws_leaves_all_generators_as_they_were() -> None:
+    def noisy(tensor: Tensor) -> Tensor:
+        return tensor + torch.rand_like(tensor) + random.random() + numpy.random.rand()
+
+    model, x = Model(), data()
+    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+    with mf.attach(model, [HookFunction("inp", None, by(noisy))]):
+        model(x)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert numpy.random.get_state()[1].tolist() == before[2]
+
+
 def test_hooks_on_one_gradient_run_in_the_order_of_registration() -> None:
     edits: list[Edit] = [lambda t: t + 1, lambda t: t * 3]
     for order in (edits, edits[::-1]):
         model, x = Model(), data()
-        hooks = [HookFunction("inp", None, by(e), hook_type="full_backward_pre") for e in order]
+        hooks = [HookFunction("out", None, by(e), hook_type="full_backward_pre") for e in order]
         with mf.attach(model, hooks):
             model(x).sum().backward()
         plain = Model()
-        plain.inp.register_full_backward_pre_hook(lambda m, g, o=order: (o[1](o[0](g[0])),))
+        plain.out.register_full_backward_pre_hook(lambda m, g, o=order: (o[1](o[0](g[0])),))
         plain(x).sum().backward()
-        torch.testing.assert_close(model.inp.weight.grad, plain.inp.weight.grad)
+        torch.testing.assert_close(model.out.weight.grad, plain.out.weight.grad)
 
 
 class Twice(nn.Module):
