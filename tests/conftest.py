@@ -27,6 +27,10 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("shared machine")
 
+# Tests read what is printed for a program: how wide and colourful a terminal would be is not inherited.
+for _variable in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"):
+    os.environ.pop(_variable, None)
+
 CELLS = pytest.StashKey[list[Any]]()
 FINDINGS = pytest.StashKey[list[Any]]()
 STARTED = pytest.StashKey[float]()
