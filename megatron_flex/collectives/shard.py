@@ -58,14 +58,20 @@ class Shard:
         """This rank's part of a constant that stands for a whole by broadcasting, to stand for the part.
 
         Args:
-            constant: of the whole's shape or of its last dims; dims of length one stay.
+            constant: of the whole's shape or of its last dims; dims of length one stay, unless the whole's
+                are that long too and are cut.
 
         Returns:
             Its entries that belong to this rank's; zeros beside padding. The constant itself if no dim of it
             is cut.
         """
         first = len(self.whole) - constant.ndim
-        return self._part(constant, {at: first + at for at, n in enumerate(constant.shape) if n != 1})
+        along = {
+            at: first + at
+            for at, n in enumerate(constant.shape)
+            if n != 1 or (self.whole[first + at] == 1 and self.axes([first + at]))
+        }
+        return self._part(constant, along)
 
     def rows(self, constant: Tensor, dim: int = -1) -> Tensor:
         """This rank's rows of a constant matrix whose rows are the whole's entries along a dim.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -118,8 +118,13 @@ def is_sum(layout: Layout) -> bool:
     return bool(layout.partial) or any(c.partial for d in layout.dims for c in d.cuts)
 
 
+# One entry on the first of four ranks, and padding on the others.
+ONE_ENTRY = Layout((Dim("s", (Cut("c"),), keep=1),)), (1,)
+
+
 @settings(max_examples=25, deadline=None)
 @given(named())
+@example(ONE_ENTRY)
 def test_parts_make_what_the_whole_makes(drawn: tuple[Layout, tuple[int, ...]]) -> None:
     layout, shape = drawn
     whole, local = make(layout, shape)
