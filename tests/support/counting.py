@@ -92,12 +92,8 @@ def counting() -> Iterator[list[Call]]:
     depth = [0]
     c10d = dist.distributed_c10d
     known = {name: getattr(c10d, name) for name in (*TENSORS, *OBJECTS) if hasattr(c10d, name)}
-    changed: list[tuple[ModuleType, str, Any]] = []
     by_id = {id(f): _counted(name, f, calls, depth) for name, f in known.items()}
-    for module in [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]:
-        for name, value in list(vars(module).items()):
-            if callable(value) and id(value) in by_id:
-                changed.append((module, name, value))
+    changed = [(m, n, vars(m)[n]) for m, n in _places(frozenset(by_id)) if id(vars(m).get(n)) in by_id]
     for module, name, value in changed:
         setattr(module, name, by_id[id(value)])
     try:
@@ -105,6 +101,19 @@ def counting() -> Iterator[list[Call]]:
     finally:
         for module, name, value in changed:
             setattr(module, name, value)
+
+
+_known: dict[tuple[frozenset[int], int], list[tuple[ModuleType, str]]] = {}
+
+
+def _places(wanted: frozenset[int]) -> list[tuple[ModuleType, str]]:
+    """Where loaded modules hold these objects; looked for anew when modules were loaded meanwhile."""
+    key = wanted, len(sys.modules)
+    if key not in _known:
+        modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
+        _known.clear()
+        _known[key] = [(m, n) for m in modules for n, value in vars(m).items() if id(value) in wanted]
+    return _known[key]
 
 
 def added(having: list[Call], without: list[Call]) -> Counter[Call]:
