@@ -82,7 +82,7 @@ def compare(
         among: the configurations that the design divides edits between; with none, all are its own.
     """
     sites = oracle.sites_of(case) if sites is None else sites
-    edits = design.edits(case, among or [case]) if edits is None else edits
+    edits = design.together(design.edits(case, among or [case]) if edits is None else edits)
     truth = truths.of(case.single(), sites, edits)
     answers = run(
         case.world, sharded, case, truth["state"], sites, edits, timeout=300, alone=truths.is_alone(case)
@@ -122,10 +122,10 @@ def sharded(case: gpt.Case, state: dict[str, Tensor], sites: list[str], edits: l
             assert gpt.step(case, chunks, rank) == answer["plain"][0], "reading changes nothing"
             answer["read"].update({n: list(r) for n, r in flex.output_dict.items()})
     answer["edited"] = {}
-    for site in edits:
-        hook = mf.HookFunction(site, editing_function=_edit, save=False)
-        with mf.attach(chunks, hooks=[hook]) as flex:
-            answer["edited"][site] = gpt.step(case, chunks, rank), _gradients(flex, chunks)
+    for together in edits:
+        hooks = [mf.HookFunction(s, editing_function=_edit, save=False) for s in design.apart(together)]
+        with mf.attach(chunks, hooks=hooks) as flex:
+            answer["edited"][together] = gpt.step(case, chunks, rank), _gradients(flex, chunks)
     return answer
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed import matrix
-from tests.support import gpt, ranks, sharing, truths
+from tests.support import design, gpt, ranks, sharing, truths
 from tests.support.gpt import Case
 from tests.support.pool import run
 from tests.support.rank import changes
@@ -41,41 +41,57 @@ CASES = [
 ]
 
 OLD = ("pp2 vpp2", "tp2 sp pp2, all recomputed")
+Shared = tuple[str, tuple[str, ...]]  # a scenario, and where its edits run
 
 
-def sharded(case: Case, state: dict[str, Tensor], names: list[str], runs: list[list[str]]) -> dict[str, Any]:
+def _offered(names: list[str], runs: list[list[str]]) -> list[Shared]:
+    return [(name, tuple(where)) for name in names for where in runs]
+
+
+def _elements(number: int, item: Shared) -> set[tuple[Any, ...]]:
+    name, where = item
+    axes = design.axes(CASES[number][0])
+    return {(name, where)} | {(name, axis) for axis in axes} | {(where, axis) for axis in axes}
+
+
+def sharded(case: Case, state: dict[str, Tensor], asked: list[Shared]) -> dict[str, Any]:
     import megatron_flex as mf
 
     chunks = ranks.start(case)
     gpt.load(chunks, state)
     dp = ranks.mine(chunks)
     answer: dict[str, Any] = {"edited": {}}
-    for name in names:
-        for where in runs:
-            with mf.attach(chunks, sharing.hooks(name, where)) as flex:
-                mesh = flex.session.mesh
-                answer |= {"coords": dict(mesh.coords), "sizes": dict(mesh.sizes), "dp": dp}
-                result = gpt.step(case, chunks, dp), matrix._gradients(flex, chunks)
-                answer["edited"][f"{name}, {'/'.join(where)}"] = answer["plain"] = result
-                if name != "gradients":
-                    assert gpt.step(case, chunks, dp, forward_only=True) == pytest.approx(result[0])
+    for name, where in asked:
+        with mf.attach(chunks, sharing.hooks(name, list(where))) as flex:
+            mesh = flex.session.mesh
+            answer |= {"coords": dict(mesh.coords), "sizes": dict(mesh.sizes), "dp": dp}
+            result = gpt.step(case, chunks, dp), matrix._gradients(flex, chunks)
+            answer["edited"][f"{name}, {'/'.join(where)}"] = answer["plain"] = result
+            if name != "gradients":
+                assert gpt.step(case, chunks, dp, forward_only=True) == pytest.approx(result[0])
     return answer
 
 
 @pytest.mark.parametrize(
-    ("case", "names", "runs"),
-    [pytest.param(*c, id=c[0].name, marks=[pytest.mark.versions] if c[0].name in OLD else []) for c in CASES],
+    ("case", "number"),
+    [
+        pytest.param(c[0], n, id=c[0].name, marks=[pytest.mark.versions] if c[0].name in OLD else [])
+        for n, c in enumerate(CASES)
+    ],
 )
-def test_shared_values_are_those_of_one_process(
-    case: Case, names: list[str], runs: list[list[str]], cells: list[Any]
-) -> None:
-    truth = truths.once(sharing.truth, case.single(), names)
-    answers = run(case.world, sharded, case, truth["state"], names, runs, timeout=100)
+def test_shared_values_are_those_of_one_process(case: Case, number: int, cells: list[Any]) -> None:
+    asked = design.part([_offered(names, runs) for _, names, runs in CASES], number, _elements)
+    names = list(dict.fromkeys(name for name, _ in asked))
+    truth = {
+        "state": truths.once(sharing.weights, case.single()),
+        "edited": truths.each(sharing.truth, case.single(), names),
+    }
+    answers = run(case.world, sharded, case, truth["state"], asked, timeout=100)
     edits = list(answers[0]["edited"])
     truth["edited"] = {edit: truth["edited"][edit.rpartition(", ")[0]] for edit in edits}
     truth |= {"losses": truth["edited"][edits[-1]][0], "parameters": truth["edited"][edits[-1]][1]}
     found = [c for c in matrix._effects(case, edits, truth, answers) if c.site != "(none)"]
-    assert len(found) == 2 * len(names) * len(runs)
+    assert len(found) == 2 * len(asked)
     matrix.judge([_filed(c) for c in found], cells)
 
 

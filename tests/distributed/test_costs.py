@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.distributed.test_docs import ROOT, blocks, execute
-from tests.support import gpt, planned, ranks
+from tests.support import design, gpt, planned, ranks
 from tests.support.counting import Call, added, counting
 from tests.support.gpt import Case
 from tests.support.pool import run
@@ -44,7 +44,7 @@ def _told(calls: Counter[Call], axes: dict[tuple[int, ...], str]) -> Counter[Tol
     return out
 
 
-def count(case: Case, hooks: dict[str, Callable[[Any], None]] | Callable[[], Any]) -> dict[str, Any]:
+def count(case: Case, hooks: dict[str, Callable[[Any], None]]) -> dict[str, Any]:
     """On each rank: by name of a hook what a step has more with it."""
     from megatron_flex import FlexModel
 
@@ -54,7 +54,7 @@ def count(case: Case, hooks: dict[str, Callable[[Any], None]] | Callable[[], Any
     with counting() as without:
         gpt.step(case, chunks, mine)
     out = {}
-    for name, register in (hooks if isinstance(hooks, dict) else hooks()).items():
+    for name, register in hooks.items():
         with FlexModel(chunks) as flex:
             mesh = flex.session.mesh
             axes = {a.ranks: a.name for a in mesh if a.size > 1} | {tuple(range(case.world)): "all"}
@@ -96,12 +96,23 @@ EDITS = (
 SURE = (f"{FC1}=local", f"{FC1}=scale=1.01", f"{LAYER}=local", f"{LAYER}=scale=1.01 | clamp=-3@3")
 CAN_FAIL = tuple(e for e in EDITS if e not in SURE)
 CASES = [
-    Case("tp2", tp=2, layers=1),
-    Case("tp2 sp", tp=2, sp=True, layers=1),
     Case("tp2 cp2 sp", tp=2, cp=2, sp=True, layers=1),
     Case("tp4, two groups", tp=4, layers=1),
+    Case("tp2", tp=2, layers=1),
+    Case("tp2 sp", tp=2, sp=True, layers=1),
     Case("tp8 sp", tp=8, sp=True, layers=1, groups=8, extra={"num_attention_heads": 8, "kv_channels": 4}),
 ]
+
+
+def _part(case: Case, hooks: Iterable[str], among: list[Case]) -> list[str]:
+    """Which hooks are counted in a case: each along every axis, and where some groups are copies."""
+
+    def elements(number: int, hook: str) -> set[tuple[str, str]]:
+        copies = {"copies"} if (among[number].groups or 0) < among[number].tp else set()
+        return {(hook, axis) for axis in design.axes(among[number]) | copies}
+
+    every = list(hooks)
+    return design.part([every] * len(among), among.index(case), elements)
 
 
 def _whole(module: Any, inputs: torch.Tensor, save_ctx: Any, modules: Any) -> torch.Tensor:
@@ -156,13 +167,15 @@ def _counted(case: Case, words: list[str]) -> dict[str, Any]:
 def test_counted_is_what_the_plan_says(case: Case) -> None:
     from megatron_flex.launch.planning import costs
 
-    answers = run(case.world, _counted, case, [*READS, *EDITS], timeout=300)
-    found = costs(planned.told(case), read=READS, edit=EDITS)
-    want: dict[str, Counter[Told]] = {w: Counter() for w in (*READS, *EDITS)}
+    words = _part(case, (*READS, *EDITS), CASES)
+    answers = run(case.world, _counted, case, words, timeout=300)
+    reads, changed = [w for w in words if w in READS], [w for w in words if w in EDITS]
+    found = costs(planned.told(case), read=reads, edit=changed)
+    want: dict[str, Counter[Told]] = {w: Counter() for w in words}
     for cost in found.hooks:
         for sent in cost.each.collectives:
             want[cost.hook.partition(" ")[2]][sent.op, sent.axis, sent.nbytes] += cost.times
-    for hook in CAN_FAIL:
+    for hook in set(CAN_FAIL) & set(words):
         want[hook].update({("flags", a, FLAGS): 1 for a in ("tp", "cp") if found.mesh[a] > 1})
     for rank, answer in enumerate(answers):
         wrong = {w: (c, dict(want[w])) for w, c in answer.items() if c != want[w]}
@@ -210,8 +223,17 @@ def _kinds(folder: str, width: int) -> dict[str, Callable[[Any], None]]:
     }
 
 
-def _every(folder: str, width: int, case: Case) -> dict[str, Any]:
-    return count(case, lambda: _kinds(folder, width))
+KINDS = (
+    *("read, cut", "read, replicated or cut by sequence parallelism", "read, two sites", "read, selected"),
+    *("read, reduced", "read of a gradient", "local edit", "local edit of some neurons", "linear edit"),
+    *("general edit", "general edit of the layer's output", "dump", "statistics", "idle"),
+)
+
+
+def _these(folder: str, width: int, case: Case, names: list[str]) -> dict[str, Any]:
+    every = _kinds(folder, width)
+    assert tuple(every) == KINDS
+    return count(case, {n: every[n] for n in names})
 
 
 NOTHING: dict[Told, int] = {}
@@ -252,8 +274,10 @@ HELD: dict[str, dict[str, dict[Told, int]]] = {
 
 @pytest.mark.parametrize("case", CASES[:4], ids=lambda c: c.name)
 def test_no_hook_sends_more_than_it_did(case: Case, tmp_path: Path) -> None:
-    answers = run(case.world, _every, str(tmp_path / "dump"), WIDE, case, timeout=300)
+    kinds = _part(case, KINDS, CASES[:4])
+    answers = run(case.world, _these, str(tmp_path / "dump"), WIDE, case, kinds, timeout=300)
     for rank, answer in enumerate(answers):
+        assert list(answer) == kinds
         wrong = {
             k: (c, HELD[case.name].get(k, NOTHING))
             for k, c in answer.items()
@@ -330,7 +354,14 @@ def _other(module: Any, inputs: torch.Tensor, save_ctx: Any, modules: Any) -> to
     return inputs + 1
 
 
-def _lived(case: Case, folder: str) -> dict[str, Any]:
+TOGETHER = (
+    *("edit that saves", "two edits of one whole", "a preset beside one that needs the whole", "presets"),
+    *("on the leader", "of a gradient, on the leader", "of a gradient"),
+)
+LIVE = [CASES[0], CASES[2], CASES[3]]
+
+
+def _lived(case: Case, folder: str, names: list[str]) -> dict[str, Any]:
     """By name of a hook what is counted, what the live model said before, and of a dump what it writes."""
     said: dict[str, Any] = {}
 
@@ -351,13 +382,15 @@ def _lived(case: Case, folder: str) -> dict[str, Any]:
         return both
 
     every = _mixed(folder, WIDE)
-    counted = count(case, lambda: {n: asked(n, r) for n, r in every.items()})
+    assert tuple(every) == KINDS + TOGETHER
+    counted = count(case, {n: asked(n, every[n]) for n in names})
     return {"counted": counted, "said": said}
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[2]], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", LIVE, ids=lambda c: c.name)
 def test_counted_is_what_a_live_model_says(case: Case, tmp_path: Path) -> None:
-    answers = run(case.world, _lived, case, str(tmp_path / "dump"), timeout=300)
+    names = _part(case, KINDS + TOGETHER, LIVE)
+    answers = run(case.world, _lived, case, str(tmp_path / "dump"), names, timeout=300)
     everyones = "tp" if case.cp == 1 else "all"  # what all ranks are called when they are counted
     for rank, answer in enumerate(answers):
         for name, found in answer["said"].items():
@@ -380,7 +413,7 @@ def test_counted_is_what_a_live_model_says(case: Case, tmp_path: Path) -> None:
 def test_a_live_model_says_what_its_dump_writes(tmp_path: Path) -> None:
     from safetensors import safe_open
 
-    case, folder = CASES[1], tmp_path / "dump"
+    case, folder = CASES[3], tmp_path / "dump"
     found = run(case.world, _lived_dump, case, str(folder))[0]
     written = 0
     for file in folder.rglob("*.safetensors"):

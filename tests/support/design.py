@@ -2,21 +2,29 @@
 
 Every configuration compares the values and gradients of every site. Edits are dearer, a run of the model
 each, so a configuration edits what no configuration before it in its list has edited along one of its axes,
-and a share of the rest. `pytest --product` (scripts/coverage_matrix) makes the full product.
+and a share of the rest, several sites in one run. Other tests of (configuration, hook) choose in the same
+way, by `part`.
+`pytest --product` (scripts/coverage_matrix) makes the full product.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import combinations
+from typing import TypeVar
 
 from tests.support import oracle
 from tests.support.gpt import Case
 
 PRODUCT = "FLEX_PRODUCT"  # the variable that is 1 in a run of the full product
 SHARE = 6  # of the edits that other configurations make, one in so many is made all the same
+
+AT_ONCE = 8  # sites that are edited in one run of a model
+AND = " + "  # between the names of sites that are edited in one run
+
+Item = TypeVar("Item")
 
 
 def is_product() -> bool:
@@ -50,19 +58,70 @@ def edits(case: Case, among: Sequence[Case]) -> list[str]:
         among: configurations in the order in which they are considered, those of simpler models first: a
             site that two models have is the same code.
     """
-    mine = oracle.edits_of(case)
-    if is_product():
-        return mine
-    covered: set[tuple[str, str]] = set()
     number = [c.name for c in among].index(case.name)
-    for other in among[:number]:
-        covered |= _elements(other, oracle.edits_of(other))
+    return part([oracle.edits_of(c) for c in among], number, lambda n, site: _elements(among[n], [site]))
+
+
+def together(sites: Sequence[str]) -> list[str]:
+    """Sites to edit, several in one run: what one edit does wrong shows in losses and gradients all the same.
+
+    Sites of one run are far apart in the model, and of different modules: which of two edits at one place
+    runs first is not compared. In a run of the product each site is edited alone.
+
+    Args:
+        sites: their names, in the model's order.
+
+    Returns:
+        For each run the names of its sites, with `AND` between them.
+    """
+    if is_product():
+        return list(sites)
+    groups: list[list[str]] = [[] for _ in range(-(-len(sites) // AT_ONCE))]
+    for i, site in enumerate(sites):
+        turns = [groups[(i + n) % len(groups)] for n in range(len(groups))]
+        fits = (g for g in turns if len(g) < AT_ONCE and _module(site) not in map(_module, g))
+        group = next(fits, None)
+        if group is None:
+            groups.append(group := [])
+        group.append(site)
+    return [AND.join(g) for g in groups if g]
+
+
+def apart(sites: str) -> list[str]:
+    """The sites of one run."""
+    return sites.split(AND)
+
+
+def _module(site: str) -> str:
+    return site.partition(":")[0]
+
+
+def part(
+    offers: Sequence[Sequence[Item]],
+    number: int,
+    elements: Callable[[int, Item], Iterable[Hashable]],
+) -> list[Item]:
+    """What one configuration takes of what it could test: all in a run of the product, and else its part.
+
+    Args:
+        offers: for each configuration what it could test, those first that should test the most.
+        number: which of them.
+        elements: of a configuration's number and an item: what is covered by testing that item there.
+
+    Returns:
+        The items that cover what no configuration before it covers, and one in `SHARE` of the others.
+    """
+    mine = offers[number]
+    if is_product():
+        return list(mine)
+    # A configuration covers all that it can: what none before it covers, it takes itself.
+    covered = {e for n in range(number) for item in offers[n] for e in elements(n, item)}
     out = []
-    for i, site in enumerate(mine):
-        elements = _elements(case, [site])
-        if (i + number) % SHARE == 0 or not elements <= covered:
-            out.append(site)
-            covered |= elements
+    for i, item in enumerate(mine):
+        found = set(elements(number, item))
+        if (i + number) % SHARE == 0 or not found <= covered:
+            out.append(item)
+            covered |= found
     return out
 
 

@@ -154,18 +154,27 @@ def run(case: gpt.Case, sites: list[str], edits: list[str]) -> Truth:
     ordered = {site: [found[call] for call in sorted(found)] for site, found in gradients.items()}
     truth.update(values=dict(values), gradients=ordered)
 
-    truth["edited"] = {site: edited(case, site) for site in edits}
+    truth["edited"] = edited(case, edits)
     return truth
 
 
-def edited(case: gpt.Case, site: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and parameter gradients of one process with `edit` at a site."""
+def edited(case: gpt.Case, sites: list[str]) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
+    """Losses and parameter gradients of one process with `edit` at sites, each alone or several together.
+
+    Args:
+        case: a case of one process.
+        sites: one name for each run, or several (`design.together`).
+    """
     gpt.runtime(case)
     gpt.initialize(case)
-    chunks = gpt.build(case)
-    gpt.randomize(chunks[0])
-    install(chunks[0], site, edit)
-    return _step(case, chunks)
+    found = {}
+    for together in sites:
+        chunks = gpt.build(case)
+        gpt.randomize(chunks[0])
+        for site in together.split(" + "):
+            install(chunks[0], site, edit)
+        found[together] = _step(case, chunks)
+    return found
 
 
 def _step(case: gpt.Case, chunks: list[nn.Module]) -> tuple[list[float], dict[str, Tensor]]:

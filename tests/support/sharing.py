@@ -126,22 +126,25 @@ SCENARIOS: dict[str, list[Placed]] = {
 }
 
 
+def weights(case: gpt.Case) -> dict[str, Tensor]:
+    """The weights of a model of one process."""
+    gpt.runtime(case)
+    gpt.initialize(case)
+    return gpt.randomize(gpt.build(case)[0])
+
+
 def truth(case: gpt.Case, names: list[str]) -> dict[str, Any]:
     """Losses and parameter gradients of each scenario on one process, the context a Namespace."""
-    from megatron_flex import cpu
-
-    cpu.enable()
+    gpt.runtime(case)
     gpt.initialize(case)
-    chunks = gpt.build(case)
-    state = gpt.randomize(chunks[0])
     found: dict[str, Any] = {}
     for name in names:
         fresh = gpt.build(case)
-        gpt.load(fresh, state)
+        gpt.randomize(fresh[0])
         _install(fresh[0], SCENARIOS[name])
         losses = gpt.step(case, fresh, 0)
         found[name] = losses, {n: p.grad.clone() for n, p in gpt.global_names(fresh[0]) if p.grad is not None}
-    return {"state": state, "edited": found}
+    return found
 
 
 def _install(root: nn.Module, placed: list[Placed]) -> None:

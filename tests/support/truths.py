@@ -31,16 +31,39 @@ def once(function: Callable[..., Any], *args: Any, timeout: float = 120.0, alone
     Returns:
         A copy of the answer, so that a test may change it.
     """
-    name = hashlib.sha256(pickle.dumps((function.__module__, function.__qualname__, args))).hexdigest()[:32]
-    path = _folder() / name
+    path = _path(function, *args)
     if not path.exists():
         with FileLock(f"{path}.lock", timeout=600):
             if not path.exists():
                 (answer,) = run(1, function, *args, timeout=timeout, alone=alone)
-                draft = path.with_suffix(".draft")
-                draft.write_bytes(pickle.dumps(answer))
-                draft.rename(path)
+                _keep(path, answer)
     return pickle.loads(path.read_bytes())
+
+
+def each(
+    function: Callable[..., Any], case: Case, items: list[str], timeout: float = 120.0, alone: bool = True
+) -> dict[str, Any]:
+    """What `function(case, items)` returns, which has an answer for each item; each item is computed once.
+
+    Args:
+        function: of a module; its answer for an item depends on the case and on that item only.
+        case: a case of one process.
+        items: the items, such as sites.
+        timeout: seconds that all items may take together.
+        alone: whether it runs in a process of its own, which ends with it.
+
+    Returns:
+        A copy of the answers, by item.
+    """
+    paths = {item: _path(function, case, item) for item in items}
+    if not all(p.exists() for p in paths.values()):
+        with FileLock(f"{_path(function, case)}.lock", timeout=600):
+            missing = [item for item, path in paths.items() if not path.exists()]
+            if missing:
+                (answers,) = run(1, function, case, missing, timeout=timeout, alone=alone)
+                for item in missing:
+                    _keep(paths[item], answers[item])
+    return {item: pickle.loads(path.read_bytes()) for item, path in paths.items()}
 
 
 def of(case: Case, sites: list[str], edits: list[str]) -> oracle.Truth:
@@ -60,13 +83,25 @@ def of(case: Case, sites: list[str], edits: list[str]) -> oracle.Truth:
     truth: oracle.Truth = once(oracle.run, case, [*known, *more], [], alone=alone)
     for what in ("values", "gradients"):
         truth[what] = {s: t for s, t in truth[what].items() if s in sites}
-    truth["edited"] = {s: once(oracle.edited, case, s, alone=alone) for s in edits}
+    truth["edited"] = each(oracle.edited, case, edits, timeout=300, alone=alone)
     return truth
 
 
 def is_alone(case: Case) -> bool:
     """Whether a case needs ranks of its own: what stands in for Transformer Engine stays in Megatron."""
     return case.te or bool(case.mla)
+
+
+def _path(function: Callable[..., Any], *args: Any) -> Path:
+    """Where an answer is kept."""
+    name = hashlib.sha256(pickle.dumps((function.__module__, function.__qualname__, args))).hexdigest()[:32]
+    return _folder() / name
+
+
+def _keep(path: Path, answer: Any) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_bytes(pickle.dumps(answer))
+    draft.rename(path)
 
 
 def _folder() -> Path:

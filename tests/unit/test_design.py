@@ -75,6 +75,33 @@ def test_every_axis_and_pair_of_axes_is_read() -> None:
             assert NEEDS.get(axis, set()) <= design.axes(case)
 
 
+@pytest.mark.parametrize("case", [*GPT[:3], *test_moe.EXPERTS[-2:]], ids=lambda c: c.name)
+def test_each_site_is_edited_in_one_run_with_others_of_other_modules(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites = oracle.edits_of(case)
+    runs = [design.apart(r) for r in design.together(sites)]
+    assert sorted(s for r in runs for s in r) == sorted(sites)
+    assert len(runs) <= 1 + len(sites) // design.AT_ONCE
+    for run in runs:
+        assert len({s.partition(":")[0] for s in run}) == len(run) <= design.AT_ONCE
+    monkeypatch.setenv(design.PRODUCT, "1")
+    assert design.together(sites) == sites
+
+
+def test_a_part_covers_what_the_whole_does_and_takes_a_share_of_the_rest() -> None:
+    offers = [list(range(60)), list(range(40, 100)), list(range(100))]
+
+    def elements(number: int, item: int) -> set[int]:
+        return {item, 1000 + item % 7}
+
+    parts = [design.part(offers, n, elements) for n in range(3)]
+    assert parts[0] == offers[0]
+    assert {i for p in parts for i in p} == set(range(100))
+    assert set(parts[1]) >= set(range(60, 100))
+    assert len(parts[2]) == len([i for i in range(100) if (i + 2) % design.SHARE == 0])
+
+
 def test_a_configuration_that_is_not_listed_is_an_error() -> None:
     with pytest.raises(ValueError, match="not in list"):
         design.edits(Case("other", tp=2), GPT)
