@@ -86,6 +86,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.matrix)
         if tiers.is_product(item.path.name, item.name):
             item.add_marker(pytest.mark.product)
+    if config.getoption("--quick") and (unknown := tiers.unknown(items)):
+        raise pytest.UsageError(f"tests/support/tiers.py names tests that do not exist: {'; '.join(unknown)}")
     left_out = [i for i in items if _is_left_out(config, i)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

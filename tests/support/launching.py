@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
@@ -9,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
+
+from tests.support import execution
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "scripts" / "pretraining.py"
@@ -137,6 +140,8 @@ def _forked(rank: int, job: dict) -> int:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["world"]))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(job["port"]))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is served as torchrun does
+    if (recorder := execution.start()) is not None:
+        atexit.register(recorder.write)
     sys.argv[:] = ["launch", *job["words"]]
     if job["plain"]:
         import runpy

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,67 +17,83 @@ PRODUCT = {
     "test_dump_crash.py": ("test_killed_ranks_leave_no_torn_iteration_and_lose_none",),
 }
 
-# Of tests/distributed, tests/launch and tests/browser; all of tests/unit and tests/contract are quick. A file
-# with no names is quick as a whole; a name without brackets stands for all its parameters.
+# Of all folders but tests/unit, which is quick as a whole. A file with no names is quick as a whole too; a
+# name without brackets stands for all its parameters.
 QUICK: dict[str, tuple[str, ...]] = {
+    # Facts about the frameworks.
+    "test_flags.py": (),
+    "test_models.py": (  # in tests/contract and in tests/distributed
+        *("test_scans_pack_their_projections_rank_by_rank", "test_mamba[M*|-M tp2 pp2]"),
+        "test_bert[bert tp2 pp2]",
+    ),
+    "test_wrappers.py": (),
+    "test_megatron_core.py": (),
+    "test_megatron_moe.py": (),
+    "test_cpu_megatron.py": ("test_what_is_imported_meanwhile_is_put_right",),
     # Every site kind of a TP2 x PP2 x SP model, of experts and of the other layers: values, gradients, edits.
     "test_matrix.py": ("test_gpt_on_every_version[tp2 sp pp2]", "test_gpt_on_every_version[cp2 tp2 sp]"),
     "test_moe.py": ("test_experts_on_every_version", "test_collectives_of_a_hook"),
-    "test_models.py": (
-        *("test_mamba[M*|-M tp2 pp2]", "test_bert[bert tp2 pp2]", "test_one_layer_for_two_depths"),
-        "test_layers_without_attention[G- tp2 sp]",
-    ),
     "test_latent.py": ("test_latent_attention[mla tp2, up projections recomputed]",),
-    "test_transformer_engine.py": ("test_te_layers_on_every_version",),
     "test_parts.py": ("test_fewer_groups_than_ranks[tp4 sp, fewer groups than ranks]",),
     "test_random_cases.py": ("test_what_is_raised_is_a_failure", "test_nothing_compared_is_no_pass"),
     # Hooks, edits and what they share.
     "test_pool.py": (),
-    "test_hooks.py": (),
-    "test_idle.py": (),
+    "test_hooks.py": (
+        *("test_restore_leaves_nothing[tp2 sp]", "test_what_each_hook_sends"),
+        *("test_gathering_is_bitwise", "test_names_do_not_show_wrappers"),
+        "test_several_hooks_one_stream_of_random_numbers_and_edited_gradients",
+    ),
+    "test_idle.py": ("test_modules_are_as_they_were_but_where_a_hook_is[tp2 sp]",),
     "test_groups.py": (),
     "test_errors.py": ("test_what_goes_wrong_in_a_step_is_raised_by_all_ranks_at_its_end",),
     "test_edits.py": (
-        "test_presets_equal_their_formulas_on_one_process[tp2 sp]",
+        "test_presets_equal_their_formulas_on_one_process[tp2 sp-False-replicated]",
         "test_presets_on_plain_modules",
     ),
     "test_local.py": ("test_edits_on_parts_equal_their_formulas_on_one_process",),
-    "test_linear_edits.py": ("test_as_on_one_process[tp2 sp pp2]", "test_as_on_one_process[tp2]"),
+    "test_linear_edits.py": ("test_as_on_one_process[tp2 sp]",),
     "test_leader.py": ("test_an_edit_that_would_differ_between_ranks",),
     "test_context.py": (
         "test_shared_values_are_those_of_one_process[pp2]",
         "test_a_message_left_behind_is_not_taken_for_another",
     ),
     "test_skipping.py": ("test_rows_of_an_expert", "test_values_of_on_error"),
-    "test_selecting.py": ("test_beside_edits_and_wholes_and_how_much_is_kept",),
-    "test_gradients.py": ("test_gradients_on_the_scale_of_the_loss",),
+    "test_selecting.py": ("test_every_kind_is_what_one_process_has[tp2 sp]",),
+    "test_gradients.py": ("test_gradients_on_the_scale_of_the_loss[tp2 sp, scaled-1024.0-pair]",),
     "test_trainable.py": (
         *("test_training_equals_one_process[tp2 sp pp2, leader-how8]", "test_what_is_refused"),
         "test_freezing_under_megatrons_wrappers[dp2, overlapped-ddp1]",
     ),
-    "test_parameters.py": ("test_every_weight_on_every_version", "test_a_parameter_that_some_ranks_own"),
+    "test_parameters.py": (
+        *("test_every_weight_on_every_version[tp2 sp pp2]", "test_a_parameter_that_some_ranks_own"),
+    ),
     "test_verify.py": (
         "test_a_tap_that_fires_twice",
         "test_a_shard_that_drifted_apart_over_data_parallel_ranks",
+        "test_a_sound_run_of_another_model_has_no_findings[prediction tp2 pp2]",
     ),
-    "test_understanding.py": (),
+    "test_understanding.py": (
+        *("test_edits_in_place_are_edits_like_others[replicated]", "test_what_is_said_at_registration"),
+    ),
     "test_debugging.py": (
-        "test_what_is_sent_is_what_was_planned",
+        "test_what_is_sent_is_what_was_planned[tp2 sp-leader-forward]",
         "test_a_line_for_each_firing_on_each_rank",
     ),
     "test_collectives.py": (),
     "test_routes.py": (),
-    "test_shards.py": (),
+    "test_shards.py": ("test_on_shards_as_on_the_whole[2-2]",),
     "test_coalescing.py": (),
     "test_shared.py": ("test_every_layout_with_no_collective", "test_two_nodes_send_once"),
     "test_data_parallel.py": ("test_replicas_may_have_different_numbers_of_samples",),
-    "test_vocabulary.py": ("test_padding_is_kept_aside",),
+    "test_vocabulary.py": ("test_padding_is_kept_aside[the whole]",),
     # Dumps, comparison, statistics, figures, pages.
-    "test_dumps.py": ("test_a_dump_is_what_one_process_has[tp2 sp pp2]", "test_dumping_changes_no_bit"),
-    "test_dump_experts.py": ("test_what_is_kept_of_experts",),
-    "test_dump_parameters.py": ("test_parameters_and_their_gradients",),
-    "test_dump_taking.py": ("test_nothing_is_communicated", "test_the_life_of_dumps"),
-    "test_dump_selection.py": ("test_only_what_is_selected_is_written",),
+    "test_dumps.py": (
+        *("test_a_dump_is_what_one_process_has[tp2 sp pp2 dp2]", "test_dumping_changes_no_bit[tp2 sp]"),
+    ),
+    "test_dump_experts.py": ("test_what_is_kept_of_experts[moe dp2 ep2, some of it]",),
+    "test_dump_parameters.py": ("test_parameters_and_their_gradients[split experts, distributed]",),
+    "test_dump_taking.py": ("test_nothing_is_communicated[tp2 pp2]", "test_the_life_of_dumps"),
+    "test_dump_selection.py": ("test_only_what_is_selected_is_written[tp2 sp]",),
     "test_compare_bugs.py": (
         *("test_bug_is_found_and_localised[wrong zigzag order]", "test_right_run_raises_no_alarm[tp2 sp]"),
     ),
@@ -84,35 +101,53 @@ QUICK: dict[str, tuple[str, ...]] = {
     "test_figures.py": ("test_norms", "test_heat"),
     "test_page.py": ("test_one_replica_writes",),
     "test_show.py": (),
-    "test_costs.py": ("test_counted_is_what_the_plan_says[tp2 sp]",),
-    "test_plan.py": ("test_plan_of_gpt[tp2 sp pp2]", "test_plan_of_experts[ep2 dp2]"),
-    "test_lens.py": ("test_a_cache_has_what_one_process_has[tp2 sp pp2]",),
-    "test_lens_use.py": ("test_names_choose_what_is_kept", "test_a_trace_has_its_values_when_it_is_over"),
-    "test_patched.py": ("test_on_every_version", "test_points_are_what_stands_and_nothing_stays"),
+    "test_costs.py": (
+        *("test_counted_is_what_the_plan_says[tp2 sp]", "test_a_live_model_says_what_its_dump_writes"),
+    ),
+    "test_plan.py": ("test_plan_of_gpt[tp2 sp pp2 dp2]", "test_plan_of_experts[ep2 dp2]"),
+    "test_lens.py": (
+        "test_a_cache_has_what_one_process_has[tp2 sp pp2]",
+        "test_decompositions_sum_to_what_one_process_has[tp2 sp pp2]",
+    ),
+    "test_lens_use.py": ("test_names_choose_what_is_kept",),
     "test_switching.py": ("test_a_file_that_changes_while_a_model_trains",),
     # Each framework once, and the predecessor's interface.
     "test_same_hooks.py": (),
     "test_accelerate.py": ("test_prepared[DDP]",),
     "test_ddp.py": ("test_a_wrapper_over_some_ranks",),
     "test_fsdp.py": ("test_replicas_gathered",),
-    "test_dtensor_inside.py": (),
+    "test_dtensor_inside.py": ("test_inside_of_linears[True]", "test_placements", "test_uneven_parts"),
     "test_device_mesh.py": (),
     "test_device_map.py": (),
-    "test_pipelining.py": ("test_what_edits_share_goes_from_stage_to_stage", "test_three_dims"),
+    "test_pipelining.py": (
+        "test_schedules[pp2 1F1B-2-1F1B-2-1]",
+        "test_what_edits_share_goes_from_stage_to_stage[GPipe-1-False]",
+    ),
     "test_deepspeed.py": ("test_zero[3]", "test_pipeline[2-0]"),
-    "test_fairscale.py": (),
-    "test_fairscale_pipe.py": ("test_matrix[never]",),
-    "test_transformers_tp.py": (),
-    "test_following.py": (),
-    "test_plain.py": (),
+    "test_fairscale.py": ("test_matrix[mp2 dp2, DDP]", "test_inside[False]"),
+    "test_fairscale_pipe.py": ("test_matrix[True-never]",),
+    "test_transformers_tp.py": ("test_plan[sdpa]",),
+    "test_following.py": ("test_the_model[2]", "test_inside_attention", "test_one_call_is_followed"),
+    "test_plain.py": (
+        "test_tensors_cut_by_hand_equal_those_of_one_process[2-2]",
+        "test_wrapping_often_makes_groups_once",
+    ),
     "test_bridge.py": (),
-    "test_compat.py": ("test_registered_hooks_read_the_whole", "test_registered_hooks_edit_the_whole"),
+    "test_compat.py": (
+        "test_registered_hooks_read_the_whole[register_forward_hook-tp2 sp pp2]",
+        "test_registered_hooks_read_the_whole[register_full_backward_hook-tp2 sp]",
+        "test_registered_hooks_edit_the_whole[register_forward_hook-tp2 sp]",
+    ),
     "test_compat_groups.py": (),
-    "test_compat_distributed.py": (),
+    "test_compat_distributed.py": ("test_initialize_distributed_state", "test_all_gather"),
     "test_compat_demos.py": (),
     # As people run it.
     "test_docs.py": ("test_the_readme_runs", "test_the_page_on_dumps_runs"),
-    "test_runner.py": ("test_flags_absent", "test_reading_only", "test_bad_input_before_anything_is_built"),
+    "test_runner.py": (
+        "test_sites_and_plans",
+        "test_install_and_uninstall",
+        "test_bad_input_that_the_model_shows",
+    ),
     "test_quickstart.py": (),
     "test_pages.py": ("test_a_page_opens_quietly_and_can_be_read[quick-light]",),
 }
@@ -133,10 +168,20 @@ def is_product(file: str, name: str) -> bool:
 def is_quick(item: Any) -> bool:
     """Whether a test is in the selection of scripts/test."""
     folder, file = item.path.parent.name, item.path.name
-    if folder in ("unit", "contract"):
+    if folder == "unit":
         return True
     names = QUICK.get(file)
     return names is not None and (not names or item.name in names or item.name.partition("[")[0] in names)
+
+
+def unknown(items: Iterable[Any]) -> list[str]:
+    """What is said to be quick of the files of these tests, and is no test of theirs."""
+    found: dict[str, set[str]] = {}
+    for item in items:
+        found.setdefault(item.path.name, set()).update((item.name, item.name.partition("[")[0]))
+    return [
+        f"{file}: {n}" for file, names in QUICK.items() if file in found for n in set(names) - found[file]
+    ]
 
 
 def place(path: Path) -> int:

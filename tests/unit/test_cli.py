@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from megatron_flex.cli import main
+from megatron_flex.cli.running import command_of
+from megatron_flex.errors import FlexError
 from tests.support import dumps
 from tests.support.commands import Command, kept
 from tests.support.dumps import COLUMN, NORM, SEQUENCE, WEIGHT, Given, random
@@ -259,3 +261,28 @@ def test_sites_that_cannot_be_shown_are_told_in_one_line(command, dump, words, s
     assert done.status == 2
     assert said in done.err
     assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["pretrain.py", "--lr", "1"], ["-m", "megatron_flex.launch", "pretrain.py", "--lr", "1"]),
+        (
+            ["--nproc-per-node", "8", "pretrain.py", "--flex-dump", "out"],
+            ["--nproc-per-node", "8", "-m", "megatron_flex.launch", "pretrain.py", "--flex-dump", "out"],
+        ),
+        (["-m", "mine.train", "x"], ["-m", "megatron_flex.launch", "-m", "mine.train", "x"]),
+        (
+            ["--standalone", "--", "pretrain.py", "-m"],
+            ["--standalone", "-m", "megatron_flex.launch", "pretrain.py", "-m"],
+        ),
+    ],
+)
+def test_the_runner_stands_behind_torchruns_options(words: list[str], command: list[str]) -> None:
+    assert command_of(words) == [sys.executable, "-m", "torch.distributed.run", *command]
+
+
+@pytest.mark.parametrize("words", [[], ["--flex-dump", "out", "pretrain.py"], ["--no-python", "pretrain.py"]])
+def test_what_leaves_no_place_for_the_runner_is_an_error(words: list[str]) -> None:
+    with pytest.raises(FlexError, match=r"no script|leave it out"):
+        command_of(words)

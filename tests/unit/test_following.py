@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from megatron_flex.adapters.following.call import flat
+from megatron_flex.adapters.following.functions import REGIONS
 from megatron_flex.adapters.following.shapes import landing
 from megatron_flex.adapters.following.trace import Trace
 from megatron_flex.adapters.spread import WHOLE, Spread, Told, Unknown
@@ -345,3 +346,30 @@ def test_places() -> None:
     assert landing("view", (2, 3, 1, 4), 2, (2, 3, 4), 2) == 2
     assert landing("view", (2, 3, 8), 2, (6, 8)) == 1
     assert landing("view", (2, 3, 8), 1, (6, 8)) is None
+
+
+# -- ways into and out of tensor parallel regions --------------------------------------------------------
+
+PARTIAL = Spread(partial=("tp",))
+# What a region makes of a matrix's parts on two ranks: `whole` of the results is what one process has.
+MADE: dict[str, list[tuple[Told, Told | None]]] = {
+    "_CopyToModelParallelRegion": [(WHOLE, WHOLE), (cut(1), cut(1))],
+    "_ReduceFromModelParallelRegion": [(PARTIAL, WHOLE), (WHOLE, WHOLE)],
+    "_GatherFromModelParallelRegion": [(cut(1), WHOLE), (cut(0), None)],
+    "_ScatterToModelParallelRegion": [(WHOLE, cut(1)), (cut(0), None)],
+    "_GatherFromSequenceParallelRegion": [(cut(0), WHOLE), (cut(1), None)],
+    "_ScatterToSequenceParallelRegion": [(WHOLE, cut(0)), (cut(1), None)],
+    "_ReduceScatterToSequenceParallelRegion": [(PARTIAL, cut(0)), (cut(1), None)],
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_regions_lead_from_one_layout_to_another(name: str) -> None:
+    """None: what comes of such parts is nothing that one process has, and is not said to be."""
+    assert MADE.keys() == REGIONS.keys()
+    unknown = Unknown("as it was")
+    for before, behind in MADE[name]:
+        told = REGIONS[name](before, 2)
+        assert isinstance(told, Unknown) if behind is None else told == behind
+    if name != "_ReduceFromModelParallelRegion":
+        assert REGIONS[name](unknown, 2) is unknown
