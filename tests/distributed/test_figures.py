@@ -17,7 +17,8 @@ from megatron_flex.figures import FigureError
 from tests.distributed.test_docs import ROOT, blocks, execute
 from tests.support import gpt, oracle, ranks, truths
 from tests.support.gpt import Case
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
+from tests.support.rank import changes
 
 pytest.importorskip("megatron.core")
 
@@ -49,7 +50,7 @@ def repeated(count: int) -> list[dict[str, Tensor]]:
 
 
 def truth_of(case: Case) -> Any:
-    gpt.data = repeated
+    changes.setattr(gpt, "data", repeated)
     return oracle.run(
         case, [*STREAM, "decoder.layers.0:input", *PROBS, "output_layer:output", MEASURED[1]], []
     )
@@ -64,8 +65,8 @@ def record(case: Case, state: dict[str, Tensor], folder: str, parameters: list[s
     if real:
         import megatron.training.global_vars as known
 
-        known._GLOBAL_TOKENIZER = SimpleNamespace(vocab_size=real)
-    gpt.data = repeated
+        changes.setattr(known, "_GLOBAL_TOKENIZER", SimpleNamespace(vocab_size=real))
+    changes.setattr(gpt, "data", repeated)
     chunks = ranks.start(case)
     gpt.load(chunks, state)
     dump = mf.Dump(f"{folder}/dump", SITES, parameters=parameters, order="blocks")
@@ -344,7 +345,7 @@ def test_the_page_on_plots_runs(tmp_path: Path) -> None:
     caption = "norm of decoder.layers.*:output · iterations 0-1 · [s, b, h] · s over tp"
     lens = f"(0, 1, 2, 3, 4) {(5, gpt.SEQUENCE, 3)}"
     assert printed == [caption, f"{tuple(STREAM)} (0, 1) (2, 4)", lens]
-    answers = run(4, execute, folder + cached)
+    answers = run(4, execute, folder + cached, alone=True)  # matplotlib keeps its fonts open
     assert all(
         "mean over 2 samples · [b, n, s, s] · n over tp" in answer[0].replace("\n", " ") for answer in answers
     )

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 # Packages whose modules and classes are compared; of torch those that anyone patches.
-PACKAGES = ("megatron", "megatron_flex", "fairscale", "apex", "deepspeed", "accelerate")
+PACKAGES = ("megatron", "megatron_flex", "fairscale", "apex", "deepspeed", "accelerate", "tests")
 OF_TORCH = ("torch.autograd.", "torch.distributed.", "torch.nn.parallel.")  # and all below these
 THESE = (
     *("builtins", "os", "shutil", "socket", "subprocess", "sys", "tempfile", "threading", "time"),
@@ -71,8 +71,11 @@ class Fingerprint:
         return out
 
     def _all_else(self) -> dict[str, dict[Any, Any]]:
+        import torch.distributed
+
         return {
             **_modes(),
+            "default process group": {"is there": torch.distributed.is_initialized()},
             "process groups of megatron_flex": self._groups.made(),
             "files": _files(),
             "shared memory": _shared(),

@@ -17,7 +17,7 @@ import megatron_flex as mf
 from megatron_flex.adapters import opened
 from tests.distributed.matrix import Cell, greatest, judge, relative
 from tests.support import llama
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 
 @dataclass
@@ -152,6 +152,7 @@ def compare(
     edits: Sequence[str] = llama.EDITED,
     parameter: Callable[[str], str] = lambda name: name,
     timeout: float = 240.0,
+    alone: bool = False,
 ) -> list[Cell]:
     """All cells of one configuration of a framework.
 
@@ -163,8 +164,11 @@ def compare(
         sites: of the single-process model.
         edits: likewise.
         parameter: a parameter's name here to that of the single process.
+        timeout: seconds until the ranks are given up.
+        alone: on ranks of its own: for frameworks whose own state cannot be put back.
     """
-    answers = run(world, answer, build, args, list(sites), list(edits), timeout=timeout)
+    given = build, args, list(sites), list(edits)
+    answers = run(world, answer, *given, timeout=timeout, alone=alone)
     replicas = 1 + max(a["replica"] for a in answers)
     wanted = llama.truth(replicas, sites, edits, answers[0]["microbatches"])
     found: list[Cell] = []

@@ -8,12 +8,14 @@ Everything else must be what it was when the function is over: see `tests.suppor
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import io
 import os
 import pickle
 import random
+import signal
 import sys
 import traceback
 import weakref
@@ -29,6 +31,7 @@ from tests.support import execution, fingerprint
 changes = pytest.MonkeyPatch()  # what a function sets through it is put back when the function is over
 SEED = 20230
 SECONDS = 60  # that a collective waits for the other ranks
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 MOST_GROUPS = 40  # of a rank, each with its sockets and threads; with more it is not used again
 
 
@@ -47,6 +50,7 @@ class Answer(NamedTuple):
 def serve(number: int, world: int, store: str, pipe: Connection) -> None:
     """Be a rank: run what comes through the pipe until it is closed."""
     faulthandler.enable()
+    _end_with_parent()
     os.environ.update(RANK=str(number), WORLD_SIZE=str(world), LOCAL_RANK=str(number))
     try:
         import torch.distributed as dist
@@ -73,6 +77,12 @@ def serve(number: int, world: int, store: str, pipe: Connection) -> None:
         if recorder is not None:
             recorder.write()
         pipe.send_bytes(answer)
+
+
+def _end_with_parent() -> None:
+    """Die with the process that forks ranks: halted ones would outlive a test run that is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def share_device() -> None:
