@@ -17,10 +17,10 @@ from megatron_flex.dump.reading.shards import Files
 from tests.distributed.matrix import BOUND, judge, relative
 from tests.distributed.test_matrix import VERSION
 from tests.distributed.test_moe import GROUPED, of
-from tests.support import gpt, oracle, ranks
+from tests.support import design, gpt, oracle, ranks
 from tests.support.dump_cells import compare
 from tests.support.gpt import Case
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
 AUXILIARY = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2}
@@ -47,7 +47,7 @@ FOUR = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_experts(case: Case, cells: list[Any]) -> None:
-    judge(compare(case), cells)
+    judge(compare(case, design.sites(case, CASES)), cells)
 
 
 @pytest.mark.skipif(VERSION < (0, 19), reason="a spec puts TEGroupedMLP together in another way before")

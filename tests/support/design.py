@@ -62,6 +62,17 @@ def edits(case: Case, among: Sequence[Case]) -> list[str]:
     return part([oracle.edits_of(c) for c in among], number, lambda n, site: _elements(among[n], [site]))
 
 
+def sites(case: Case, among: Sequence[Case]) -> list[str]:
+    """Which sites a test looks at that is too dear for all of them in each configuration.
+
+    Args:
+        case: one of `among`.
+        among: the configurations of the test.
+    """
+    number = [c.name for c in among].index(case.name)
+    return part([oracle.sites_of(c) for c in among], number, lambda n, site: _elements(among[n], [site]))
+
+
 def together(sites: Sequence[str]) -> list[str]:
     """Sites to edit, several in one run: what one edit does wrong shows in losses and gradients all the same.
 

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from tests.distributed.matrix import Cell, relative
 from tests.support import gpt, oracle, ranks, truths
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 
 def compare(case: gpt.Case, sites: list[str] | None = None, **settings: Any) -> list[Cell]:
     """Dump sites and gradients of a case, and of its one-rank twin; each is as one process has it."""
-    sites = oracle.sites_of(case) if sites is None else sites
-    truth = truths.of(case.single(), sites, [])
+    every = oracle.sites_of(case)  # who is routed where, too, by which experts' rows are put in order
+    sites = every if sites is None else sites
+    truth = truths.of(case.single(), every, [])
     with tempfile.TemporaryDirectory() as folder:
         for one in (case, case.single()):
             path = str(Path(folder) / ("one" if one is not case else "many"))
