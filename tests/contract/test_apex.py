@@ -118,7 +118,9 @@ INPUTS = ("layers.0.attention.wq:input", "layers.1.feed_forward.w1:input", "outp
 def test_matrix(case: str, cells: list[Any]) -> None:
     tp, dp, switches = CASES[case]
     sites = (*llama.SITES, *INPUTS)
-    found = proof.compare("apex", case, tp * dp, build, tp, switches, sites=sites, parameter=_plain)
+    found = proof.compare(
+        "apex", case, tp * dp, build, tp, switches, sites=sites, parameter=_plain, alone=True
+    )
     proof.judge(found, cells)
 
 
@@ -146,7 +148,9 @@ def test_inside(sequence: bool, cells: list[Any]) -> None:
     case = "tp2, inside" + (", sequence parallel" if sequence else "")
     switches = {"sequence": sequence}
     places = list(INNER)
-    found = proof.compare("apex", case, 2, inside, 2, switches, sites=places, edits=places, parameter=_plain)
+    found = proof.compare(
+        "apex", case, 2, inside, 2, switches, sites=places, edits=places, parameter=_plain, alone=True
+    )
     proof.judge(found, cells)
 
 

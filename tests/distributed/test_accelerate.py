@@ -63,7 +63,9 @@ def build(kind: str) -> proof.Built:
 @pytest.mark.parametrize("kind", ["DDP", "FSDP1", "FSDP2"])
 def test_prepared(kind: str, cells: list[Any]) -> None:
     case = f"accelerate, {kind} dp2"
-    found = proof.compare("Hugging Face", case, 2, build, kind, sites=wrapping.FEW, edits=wrapping.FEW[2:3])
+    found = proof.compare(
+        "Hugging Face", case, 2, build, kind, sites=wrapping.FEW, edits=wrapping.FEW[2:3], alone=True
+    )
     proof.judge(found, cells)
 
 

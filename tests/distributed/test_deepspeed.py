@@ -71,7 +71,7 @@ def build(stage: int) -> proof.Built:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero(stage: int, cells: list[Any]) -> None:
-    proof.judge(proof.compare("DeepSpeed", f"ZeRO-{stage} dp2", 2, build, stage), cells)
+    proof.judge(proof.compare("DeepSpeed", f"ZeRO-{stage} dp2", 2, build, stage, alone=True), cells)
 
 
 class Layer(llama.Block):
@@ -143,7 +143,7 @@ def build_pipeline(stages: int, zero: int) -> proof.Built:
 @pytest.mark.parametrize(("world", "zero"), [(2, 0), (4, 1)])
 def test_pipeline(world: int, zero: int, cells: list[Any]) -> None:
     case = f"pipeline pp2 dp{world // 2}" + (" ZeRO-1" if zero else "")
-    found = proof.compare("DeepSpeed", case, world, build_pipeline, 2, zero, parameter=single)
+    found = proof.compare("DeepSpeed", case, world, build_pipeline, 2, zero, parameter=single, alone=True)
     proof.judge(found, cells)
 
 
@@ -172,7 +172,7 @@ def microbatches() -> Any:
 
 
 def test_microbatches_of_a_pipeline() -> None:
-    (leader, read, gradients, evaluated), (other, *_) = proof.run(2, microbatches)
+    (leader, read, gradients, evaluated), (other, *_) = proof.run(2, microbatches, alone=True)
     assert leader
     assert not other
     for readings in read.values():

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.distributed.matrix import Cell, judge, relative
 from tests.support import gpt, ranks, truths, wrapped
 from tests.support.gpt import Case
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
 

@@ -11,7 +11,7 @@ import pytest
 from tests.distributed.matrix import BOUND, judge
 from tests.support import dumped, oracle
 from tests.support.gpt import Case
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
 VERSION = tuple(int(p) for p in importlib.metadata.version("megatron-core").split(".")[:2])

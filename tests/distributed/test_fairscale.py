@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import megatron_flex as mf
 from tests.support import llama, proof
 from tests.support import llama_fairscale as parallel
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 pytest.importorskip("fairscale")
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import megatron_flex as mf
 from tests.support import fairscaled, llama, proof
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 pytest.importorskip("fairscale")
 

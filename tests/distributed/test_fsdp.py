@@ -12,7 +12,7 @@ from torch import Tensor
 import megatron_flex as mf
 from tests.distributed.matrix import relative
 from tests.support import llama, proof, uneven, wrapping
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 BOUND = 1e-5
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.distributed.matrix import BOUND, relative
 from tests.support import gpt, oracle, ranks, truths
 from tests.support.gpt import Case
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.versions

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support import gpt, ranks
 from tests.support.gpt import Case
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.distributed import matrix
 from tests.support import gpt, oracle, ranks, truths
 from tests.support.gpt import Case
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
 
@@ -90,7 +90,7 @@ def noisy(case: Case, run_on: str) -> tuple[list[float], list[Tensor], int]:
     kept: list[Tensor] = []
 
     def edit(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
-        kept.append(inputs)
+        kept.append(inputs.detach())
         noise = torch.from_numpy(generator.standard_normal(inputs.shape)).to(inputs.dtype)
         return inputs + 0.1 * len(kept) * noise
 

@@ -14,7 +14,7 @@ from tests.distributed.matrix import BOUND, Cell, greatest
 from tests.distributed.test_matrix import VERSION
 from tests.support import gpt, oracle, ranks, ssm, truths
 from tests.support.gpt import Case
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.distributed.test_lens import B, H, S, V, far, lens, tokens, truth_of
 from tests.support import gpt, ranks, truths, wrapped
 from tests.support.gpt import Case
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
 

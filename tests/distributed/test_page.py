@@ -13,7 +13,7 @@ from tests.distributed.test_docs import ROOT, blocks, execute
 from tests.support import gpt, ranks
 from tests.support.counting import counting
 from tests.support.gpt import Case
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 from tests.unit.test_page import Elements
 
 pytest.importorskip("megatron.core")

@@ -10,7 +10,7 @@ from tests.distributed import matrix
 from tests.distributed.test_matrix import VERSION, check
 from tests.support import gpt, oracle, truths
 from tests.support.gpt import Case
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
 

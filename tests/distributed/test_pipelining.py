@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import megatron_flex as mf
 from megatron_flex.adapters.pipelining import Stages
 from tests.support import llama, proof
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 CPU = torch.device("cpu")
 
@@ -296,7 +296,7 @@ def traced() -> proof.Built:
 
 
 def test_a_traced_model(cells: list[Any]) -> None:
-    proof.judge(proof.compare("PyTorch", "pp2 GPipe, traced", 2, traced), cells)
+    proof.judge(proof.compare("PyTorch", "pp2 GPipe, traced", 2, traced, alone=True), cells)
 
 
 # -- three dims -----------------------------------------------------------------------------------------

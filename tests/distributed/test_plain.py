@@ -16,7 +16,7 @@ from tests.distributed.matrix import Cell, greatest, relative
 from tests.support import handmade
 from tests.support.handmade import IN, OUT, SAMPLES, TOKENS, WIDE
 from tests.support.oracle import edit as mix
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 PLACES = {  # the whole's shape, and whether it is cut
     "norm:output": ((None, None, IN), False),
@@ -303,7 +303,7 @@ def wrapped_often() -> tuple[int, int, int]:
 
 
 def test_wrapping_often_makes_groups_once() -> None:
-    for before, once, often in run(4, wrapped_often):
+    for before, once, often in run(4, wrapped_often, alone=True):
         assert (once - before, often) == (2, once)
 
 

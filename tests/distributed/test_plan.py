@@ -12,7 +12,7 @@ import torch
 
 from tests.support import planned, ssm
 from tests.support.gpt import Case
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
 VERSION = tuple(int(p) for p in importlib.metadata.version("megatron-core").split(".")[:2])

@@ -10,7 +10,7 @@ from megatron_flex.collectives import Dispatch, Route
 from megatron_flex.collectives.routes import gather_rows, scatter_rows
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Axis, Mesh
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 TOKENS, EXPERTS, SLOTS = 8, 4, 2
 ROWS = Layout((Dim("t"), Dim("h")))

@@ -13,7 +13,7 @@ import megatron_flex as mf
 from tests.distributed import test_dtensor
 from tests.distributed.matrix import Cell, judge, relative
 from tests.support import llama, llama_fairscale, proof, same, wrapping
-from tests.support.pool import run_alone as run
+from tests.support.pool import run_alone as run  # frameworks with groups of their own
 
 SECTION = "The same hooks, framework by framework"
 SITES = tuple(s for s in llama.SITES if not s.endswith("act:output"))  # which Megatron has fused away

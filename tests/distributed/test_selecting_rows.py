@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.distributed.matrix import BOUND, relative
 from tests.support import gpt, ranks, truths
 from tests.support.gpt import Case
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 from tests.support.wishes import Wish, wished
 
 pytest.importorskip("megatron.core")

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import megatron_flex as mf
 from tests.distributed.matrix import relative
 from tests.support import llama, uneven, wrapping
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 BOUND = 1e-5
 

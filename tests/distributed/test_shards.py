@@ -16,7 +16,7 @@ from megatron_flex import edits
 from megatron_flex.layout import Cut, Layout
 from megatron_flex.runtime.locally import decide
 from tests.support import shards
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 from tests.support.ranks import counting
 
 MESHES = [(1, 4), (2, 2), (2, 4)]  # of how many ranks the context parallel ones are, and of all

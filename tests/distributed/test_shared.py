@@ -27,7 +27,8 @@ from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.runtime.captures import Captures, Key
 from megatron_flex.runtime.recorder import Recorder
 from tests.support.counting import counting
-from tests.support.pool import run_alone as run
+from tests.support.pool import run_alone as run  # what nodes share is kept for good
+from tests.support.rank import changes
 
 B, H = Dim("b"), Dim("h")
 LAYOUTS = {
@@ -279,7 +280,7 @@ def no_room() -> Any:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    os.posix_fallocate = full
+    changes.setattr(os, "posix_fallocate", full)
     return lacking("/dev/shm", 4 << 30)
 
 

@@ -13,7 +13,7 @@ from tests.support import gpt, ranks
 from tests.support.commands import kept
 from tests.support.gpt import Case
 from tests.support.markup import Shown
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
 

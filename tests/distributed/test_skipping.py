@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.support import gpt, ranks
 from tests.support.gpt import Case
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.versions

@@ -11,7 +11,7 @@ import torch
 from tests.support import gpt, oracle, truths
 from tests.support import measuring as measured
 from tests.support.gpt import Case
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
 

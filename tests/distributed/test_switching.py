@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_flex.errors import FlexError
 from tests.support import gpt, ranks
 from tests.support.gpt import Case
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.versions
@@ -165,7 +165,7 @@ def by_signal(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def test_a_signal_to_one_rank(tmp_path: Path) -> None:
-    first, second = run(2, by_signal, TP2, tmp_path)
+    first, second = run(2, by_signal, TP2, tmp_path, alone=True)
     on, out = [True, False, False], [False, False, False]
     for answer in (first, second):
         assert [states for states, _ in answer["seen"]] == [on, out, out, out, on]

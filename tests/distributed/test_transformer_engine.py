@@ -13,7 +13,7 @@ import pytest
 from tests.distributed.test_matrix import check
 from tests.support import gpt
 from tests.support.gpt import Case
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
 

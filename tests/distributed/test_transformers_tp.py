@@ -36,5 +36,6 @@ def test_plan(attention: str, tmp_path: Path, cells: list[Any]) -> None:
         hf_llama.save(tmp_path),
         attention,
         parameter=hf_llama.ours,
+        alone=True,
     )
     proof.judge(found, cells)

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.distributed.matrix import _gradients, relative, whole_gradients
 from tests.support import gpt, oracle, ranks, truths
 from tests.support.gpt import Case
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("megatron.training", reason="the number of tokens is megatron.training's to know")

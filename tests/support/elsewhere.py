@@ -62,7 +62,7 @@ class Elsewhere:
 
 def serve(pipe: Connection) -> None:
     """Run what is asked for until nobody is there to ask."""
-    from tests.support.pool import run_alone as run
+    from tests.support.pool import run
 
     while True:
         try:

@@ -13,7 +13,7 @@ import pytest
 from tests.support import dumps, gpt
 from tests.support.dumps import Given, random
 from tests.support.gpt import Case
-from tests.support.pool import run_alone as run
+from tests.support.pool import run
 
 TP2PP2 = Case("tp2 sp pp2", tp=2, pp=2, sp=True, layers=4)
 ITERATIONS = 3
