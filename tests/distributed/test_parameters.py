@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.matrix import BOUND, relative
-from tests.support import gpt, ranks, ssm, truths, wrapped
+from tests.support import design, gpt, ranks, ssm, truths, wrapped
 from tests.support.gpt import Case
 from tests.support.pool import run
 from tests.support.rank import changes
@@ -49,24 +49,26 @@ def changed(value: Tensor) -> Tensor:
 
 
 def single(case: Case) -> dict[str, Any]:
-    """Weights, losses and gradients; and the losses with one parameter changed after the other."""
+    """Weights, losses, gradients; and losses with parameters changed, as `design.together` puts them."""
     chunks = ranks.start(case)
     state = gpt.randomize(chunks[0])
     losses = gpt.step(case, chunks, 0)
     held = dict(gpt.global_names(chunks[0]))
     gradients = {n: p.grad.clone() for n, p in held.items()}
     after = {}
-    for name, parameter in held.items():
-        parameter.data.copy_(changed(state[name]))
-        after[name] = gpt.step(case, chunks, 0, forward_only=True)
-        parameter.data.copy_(state[name])
+    for names in design.together(sorted(held)):
+        for name in design.apart(names):
+            held[name].data.copy_(changed(state[name]))
+        after[names] = gpt.step(case, chunks, 0, forward_only=True)
+        for name in design.apart(names):
+            held[name].data.copy_(state[name])
     return {"state": state, "losses": losses, "gradients": gradients, "after": after}
 
 
 # -- weights -----------------------------------------------------------------------------------------
 
 
-def weights(case: Case, state: dict[str, Tensor]) -> dict[str, Any]:
+def weights(case: Case, state: dict[str, Tensor], together: list[str]) -> dict[str, Any]:
     """Every parameter is set, read, and set to another value; the leader alone has the values."""
     import megatron_flex as mf
 
@@ -81,10 +83,12 @@ def weights(case: Case, state: dict[str, Tensor]) -> dict[str, Any]:
     answer["listed"] = dict(flex.named_whole_parameters())
     answer["everywhere"] = dict(flex.named_whole_parameters(everywhere=True))
     answer["after"] = {}
-    for name, value in state.items():
-        flex.set_module_parameter(name, changed(value))
-        answer["after"][name] = gpt.step(case, chunks, dp, forward_only=True)
-        flex.set_module_parameter(name, value)
+    for names in together:
+        for name in design.apart(names):
+            flex.set_module_parameter(name, changed(state[name]))
+        answer["after"][names] = gpt.step(case, chunks, dp, forward_only=True)
+        for name in design.apart(names):
+            flex.set_module_parameter(name, state[name])
     answer["unknown"] = flex.parameters_without_layout()
     flex.restore()
     return answer
@@ -103,8 +107,9 @@ def test_every_weight(case: Case) -> None:
 
 def check_weights(case: Case) -> None:
     truth = truths.once(single, case.single())
-    answers = run(case.world, weights, case, truth["state"], timeout=300)
     state = truth["state"]
+    assert sorted(n for names in truth["after"] for n in design.apart(names)) == sorted(state)
+    answers = run(case.world, weights, case, state, list(truth["after"]), timeout=300)
     for answer in answers:
         assert answer["unknown"] == {}
         assert answer["everywhere"].keys() == state.keys()
@@ -119,10 +124,11 @@ def check_weights(case: Case) -> None:
     assert sum(a["leader"] for a in answers) == case.dp
     last = [next(a for a in answers if a["dp"] == dp and a["losses"]) for dp in range(case.dp)]
     assert [x for a in last for x in a["losses"]] == pytest.approx(truth["losses"], rel=BOUND)
-    for name, losses in truth["after"].items():
-        assert [x for a in last for x in a["after"][name]] == pytest.approx(losses, rel=BOUND), name
+    for names, losses in truth["after"].items():
+        assert [x for a in last for x in a["after"][names]] == pytest.approx(losses, rel=BOUND), names
         # what predicts further tokens has losses of its own, which do not come back with these
-        assert losses != truth["losses"] or name.startswith("mtp."), name
+        own = all(n.startswith("mtp.") for n in design.apart(names))
+        assert losses != truth["losses"] or own, names
 
 
 # -- gradients ---------------------------------------------------------------------------------------

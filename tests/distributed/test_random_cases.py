@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.support import random_proof
-from tests.support.random_cases import Draw, Hook, drawn
+from tests.support import design, edit_table, random_proof
+from tests.support.random_cases import GRADIENTS, VALUES, Draw, Hook, drawn
 from tests.support.random_proof import Verdict, prove
 from tests.support.shrinker import shrink
 
@@ -18,8 +18,26 @@ pytest.importorskip("megatron.core")
 VERSION = tuple(int(p) for p in importlib.metadata.version("megatron-core").split(".")[:2])
 pytestmark = pytest.mark.skipif(VERSION < (0, 19), reason="some of the models drawn came with 0.19")
 
-SEED, COUNT = 0, 40
-CASES = sorted(itertools.islice(drawn(SEED), COUNT), key=lambda d: (d.world, d.layout))
+# Of so many draws of a seed the fewest, on up to four ranks, that have each kind of hook, with an edit and
+# without, and each edit along each axis that any of the draws has them on.
+SEED, DRAWS, RANKS = 0, 600, 4
+AMONG = [d for d in itertools.islice(drawn(SEED), DRAWS) if d.world <= RANKS]
+CASES = design.least(AMONG, lambda d: d.elements, lambda d: 1 + d.world / 2)
+CASES.sort(key=lambda d: (d.world, d.layout))
+AXES = ("tp", "sp", "pp", "vpp", "cp", "dp", "ep", "recompute")
+KINDS = (*VALUES, *GRADIENTS)
+
+
+def test_each_kind_of_hook_and_of_edit_is_there_along_each_axis() -> None:
+    covered = set().union(*(d.elements for d in CASES))
+    assert covered == set().union(*(d.elements for d in AMONG))
+    assert covered >= {("hook", kind, axis) for kind in KINDS[:-1] for axis in AXES}
+    assert covered >= {("hook", "parameter", axis) for axis in AXES if axis != "ep"}
+    assert covered >= {("edited", kind, axis) for kind in KINDS[:-1] for axis in AXES}
+    assert covered >= {(run, axis) for run in ("replicated", "leader") for axis in AXES}
+    for name in edit_table.TABLE:
+        assert len({axis for axis in AXES if ("edit", name, axis) in covered}) >= len(AXES) - 1, name
+    assert len(CASES) >= 40
 
 
 @pytest.mark.parametrize("draw", CASES, ids=lambda d: d.layout)

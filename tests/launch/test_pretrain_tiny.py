@@ -16,7 +16,7 @@ import torch
 
 import megatron_flex as mf
 from megatron_flex.compare import compare
-from tests.launch.test_quickstart import SCRIPTS, has_pretrain
+from tests.support.launching import SCRIPTS, has_pretrain
 
 ROOT = SCRIPTS.parent
 SCRIPT = SCRIPTS / "pretrain_tiny.py"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import importlib.util
 import re
 import subprocess
 import sys
@@ -17,9 +15,10 @@ from torch import Tensor
 
 from megatron_flex import open_dump
 from tests.browser.conftest import Open
+from tests.launch import test_analyses
 from tests.support import pages
+from tests.support.launching import SCRIPTS, has_pretrain
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 SITES = [
     *(f"decoder.layers.{n}:output" for n in range(4)),
     *(f"decoder.layers.{n}.mlp.linear_fc1:output" for n in range(4)),
@@ -27,16 +26,6 @@ SITES = [
     "loss:output",
 ]
 LOSSES = ["unedited", "MLP of layer 1 zeroed", "steered after layer 2"]
-
-
-def has_pretrain() -> bool:
-    """Whether this environment has the training code of megatron-core 0.19 or newer."""
-    try:
-        version = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    recent = tuple(int(p) for p in version.split(".")[:2]) >= (0, 19)
-    return recent and importlib.util.find_spec("megatron.training") is not None
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +128,12 @@ sys.exit(quickstart_compare.main(here))
     )
     assert done.returncode == 1, done.stderr
     assert done.stdout.rstrip().endswith(f"1 of 13 differ by more than 1e-05 relative: {name}")
+
+
+@pytest.mark.timeout(600)
+def test_analyses_of_its_weights_say_what_they_found(run: tuple[str, Path]) -> None:
+    _, folder = run
+    test_analyses.check("--weights", str(folder))
 
 
 def tensors(loss: float = 2.0, entry: float = 1.0) -> dict[str, Tensor]:

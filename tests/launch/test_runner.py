@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from megatron_flex import open_dump
-from tests.launch.test_quickstart import has_pretrain
 from tests.support.dumps import Given, random, write
-from tests.support.launching import MODEL, SCRIPT, Done, Server, torchrun
+from tests.support.launching import MODEL, SCRIPT, Done, Server, has_pretrain, torchrun
 
 pytestmark = pytest.mark.skipif(not has_pretrain(), reason="needs megatron.training of 0.19 or newer")
 NORM, FC1 = "decoder.layers.0.input_layernorm.weight", "decoder.layers.0.mlp.linear_fc1.weight"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from itertools import combinations
 from typing import TypeVar
 
@@ -133,6 +133,26 @@ def part(
         if (i + number) % SHARE == 0 or not found <= covered:
             out.append(item)
             covered |= found
+    return out
+
+
+def least(
+    candidates: Iterable[Item], elements: Callable[[Item], Set[Hashable]], cost: Callable[[Item], float]
+) -> list[Item]:
+    """Few candidates that cover what all of them do: always the one that covers most of the rest at its cost.
+
+    Args:
+        candidates: what there is to choose from.
+        elements: what one of them covers.
+        cost: of one of them, such as its number of ranks.
+    """
+    every = [(item, elements(item), cost(item)) for item in candidates]
+    left = set[Hashable]().union(*(found for _, found, _ in every))
+    out = []
+    while left:
+        item, found, _ = max(every, key=lambda e: len(e[1] & left) / e[2])
+        out.append(item)
+        left -= found
     return out
 
 

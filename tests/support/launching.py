@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import importlib.metadata
+import importlib.util
 import json
 import os
 import socket
@@ -14,6 +16,7 @@ from typing import NamedTuple
 from tests.support import execution
 
 ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts"
 SCRIPT = Path(__file__).parent / "scripts" / "pretraining.py"
 FLAGS = """
 --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 16
@@ -26,6 +29,16 @@ NullTokenizer --vocab-size 64 --make-vocab-size-divisible-by 64 --micro-batch-si
 """
 MODEL = FLAGS.split()
 SECONDS = 240  # for a launch; a quiet machine needs a fraction of it
+
+
+def has_pretrain() -> bool:
+    """Whether this environment has the training code of megatron-core 0.19 or newer."""
+    try:
+        version = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    recent = tuple(int(p) for p in version.split(".")[:2]) >= (0, 19)
+    return recent and importlib.util.find_spec("megatron.training") is not None
 
 
 class Done(NamedTuple):

@@ -132,6 +132,24 @@ class Draw:
         """Whether any hook edits."""
         return any(h.edit for h in self.hooks)
 
+    @property
+    def axes(self) -> list[str]:
+        """The axes that it has more than one rank or stage along, and `recompute`."""
+        names = [n for n in ("tp", "pp", "vpp", "cp", "dp", "ep", "etp") if getattr(self, n) > 1]
+        return [*names, *(["sp"] if self.sp else []), *(["recompute"] if self.recompute else [])]
+
+    @property
+    def elements(self) -> frozenset[tuple[str, ...]]:
+        """What is proven by it, for a covering design: each kind of hook and of edit along each axis."""
+        found: set[tuple[str, ...]] = {("model", self.kind)}
+        found |= {(n,) for n in ("forward_only", "bf16", "dropout", "verify", "gathered") if getattr(self, n)}
+        for hook in self.hooks:
+            for axis in self.axes or ["one rank"]:
+                found.add(("hook", hook.kind, axis))
+                if hook.edit:
+                    found |= {("edit", hook.edit, axis), ("edited", hook.kind, axis), (hook.run, axis)}
+        return frozenset(found)
+
     def case(self) -> gpt.Case:
         """The model and its layout as the other tests have them."""
         extra: dict[str, Any] = {"moe_router_topk": self.top_k} if self.experts else {}

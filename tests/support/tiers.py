@@ -15,6 +15,8 @@ from typing import Any
 # Megatron's own ranks).
 PRODUCT = {
     "test_dump_crash.py": ("test_killed_ranks_leave_no_torn_iteration_and_lose_none",),
+    "test_analyses.py": ("test_analyses_of_a_model_that_they_train",),
+    "test_memory.py": ("test_memory_is_flat_over_many_forwards[1000]",),
 }
 
 # Of all folders but tests/unit, which is quick as a whole. A file with no names is quick as a whole too; a
@@ -148,7 +150,10 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_install_and_uninstall",
         "test_bad_input_that_the_model_shows",
     ),
-    "test_quickstart.py": (),
+    "test_quickstart.py": (
+        *("test_training_is_dumped", "test_a_page_is_written_and_named", "test_every_site_and_loss_agrees"),
+        *("test_a_site_a_rank_and_a_layer_of_its_page_are_shown", "test_loss_falls_and_edits_change_it"),
+    ),
     "test_pages.py": ("test_a_page_opens_quietly_and_can_be_read[quick-light]",),
 }
 
