@@ -20,7 +20,7 @@ class Taker(Protocol):
 
     first: bool
 
-    def take(self, key: Key, local: Tensor, layout: Layout, route: Route | None, factor: float = 1.0) -> None:
+    def take(self, key: Key, local: Tensor, layout: Layout, route: Route | None, factor: float = 1.0) -> str:
         """Take what is wanted of a local tensor. Nothing is communicated, and no error is raised.
 
         Args:
@@ -29,6 +29,9 @@ class Taker(Protocol):
             layout: of it.
             route: of experts' rows, whose layout is that of each row.
             factor: what a gradient is to be divided by, to be that of the microbatch's own loss.
+
+        Returns:
+            Why it cannot be taken, where that is an error of the step (`leaves_out`); else nothing.
         """
 
     def leaves_out(self, name: str, why: str) -> bool:

@@ -94,7 +94,7 @@ def one_process() -> list[Any]:
 
 
 def test_a_script_without_a_launcher_is_one_process() -> None:
-    assert run(1, one_process) == [[True, False]]
+    assert run(1, one_process, alone=True) == [[True, False]]
 
 
 # -- names -------------------------------------------------------------------------------------------

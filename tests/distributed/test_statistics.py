@@ -170,3 +170,29 @@ def test_of_many_ranks_maxima_go_by_themselves() -> None:
         assert more == 2
         assert [r.site for r in rows] == [r.site for r in alone]
         assert all(math.isclose(a.absmax, b.absmax, rel_tol=1e-4) for a, b in zip(rows, alone, strict=True))
+
+
+def summands(case: Case, site: str) -> str:
+    """What a step says in which an expert's summands should be measured."""
+    import megatron_flex as mf
+    from megatron_flex.statistics import Statistics
+    from tests.support import ranks
+
+    chunks = ranks.start(case)
+    with mf.attach(chunks) as flex:
+        flex.register_statistics(Statistics("nowhere", site), measured.Kept())
+        try:
+            gpt.step(case, chunks, ranks.mine(chunks))
+        except mf.HookError as error:
+            return str(error)
+    return ""
+
+
+def test_summands_of_an_expert_are_an_error_where_they_are_named() -> None:
+    """And no row that is quietly not there."""
+    case = Case("tp2 sp etp2", tp=2, sp=True, etp=2, experts=4, layers=1)
+    expert = "decoder.layers.0.mlp.experts.local_experts.1"
+    for said in run(2, summands, case, f"{expert}:output"):
+        assert f"{expert}:output" in said
+        assert "ranks hold summands there" in said
+    assert run(2, summands, case, f"{expert}.linear_fc2:input") == ["", ""]

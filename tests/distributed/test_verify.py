@@ -269,3 +269,31 @@ def one_rank_only() -> str:
 def test_verify_on_one_rank_only_is_told() -> None:
     for text in run(2, one_rank_only):
         assert "hooks differ between ranks" in text or "did not compare" in text
+
+
+def rows_of_an_expert(case: Case, verify: bool) -> tuple[list[Tensor], list[str]]:
+    """What is read of one expert in four steps, of which the first two are verified, and what stays."""
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    place = "decoder.layers.0.mlp.experts.local_experts.1:input"
+    read = []
+    with mf.attach(chunks, [mf.HookFunction(place)]) as flex:
+        if verify:
+            flex.verify(steps=2)
+        for _ in range(4):
+            gpt.step(case, chunks, ranks.mine(chunks))
+            read += [t.clone() for t in dict(flex.output_dict).get(place, [])]
+            flex.output_dict.clear()
+    return read, [path for path, module in chunks[0].named_modules() if "_flex_watch" in vars(module)]
+
+
+def test_a_hook_goes_on_where_verifying_ended() -> None:
+    """Both stand at the same tap of a layer of experts; the first to leave leaves the other its watch."""
+    case = Case("experts dp2 ep2", dp=2, ep=2, experts=4, layers=1)
+    plain, verified = (run(2, rows_of_an_expert, case, verify) for verify in (False, True))
+    assert sum(len(read) for read, _ in plain) == 4 * case.microbatches * case.dp
+    for (want, _), (got, left) in zip(plain, verified, strict=True):
+        assert len(got) == len(want)
+        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+        assert left == []

@@ -365,7 +365,18 @@ def _rules(d: Draw) -> Iterator[tuple[bool, str]]:
     yield d.gathered and (d.dp == 1 or bool(d.experts)), "samples are gathered over data parallel ranks"
     yield d.gathered and bool(d.dump or d.statistics), "these are of each replica, gathered or not"
     yield d.forward_only and bool(d.statistics), "statistics are taken in training"
+    yield (
+        any(_is_summed(d, s) for s in d.statistics),
+        "summands are refused, of a gradient too",
+    )
     yield d.verify and (d.gathered or bool(d.dropout)), "verified in plain runs"
+
+
+def _is_summed(d: Draw, site: str) -> bool:
+    """Whether ranks hold summands of a site's value or gradient."""
+    if ".local_experts." in site:
+        return d.etp > 1 and site.endswith(("linear_fc2:output", ":output")) and "linear_fc1" not in site
+    return d.tp > 1 and site.endswith(":gemm_input")
 
 
 _SIZES = (gpt.HIDDEN, gpt.HEADS, gpt.FFN, gpt.GROUPS)

@@ -133,7 +133,8 @@ class _Watch:
     def __init__(self, layer: Any) -> None:
         self.layer = layer
         self.dispatch: Dispatch | None = None
-        self._users: dict[Any, Callable[[Dispatch], Any] | None] = {}
+        # By what each `add` made: one tap may be added twice, by a hook and by what checks hooks.
+        self._users: dict[object, tuple[Rows | Chosen, Callable[[Dispatch], Any] | None]] = {}
         dispatcher = layer.token_dispatcher
         method = next(m for m in METHODS if hasattr(dispatcher, m))
         self._signature = inspect.signature(getattr(dispatcher, method))
@@ -149,10 +150,11 @@ class _Watch:
 
     def add(self, tap: Rows | Chosen, tell: Callable[[Dispatch], Any] | None = None) -> Undo:
         """Keep watching for `tap`, and tell it of each dispatch."""
-        self._users[tap] = tell
+        user = object()
+        self._users[user] = tap, tell
 
         def undo() -> None:
-            del self._users[tap]
+            del self._users[user]
             if not self._users:
                 self._restore()
                 del vars(self.layer)["_flex_watch"]
@@ -162,7 +164,7 @@ class _Watch:
     def _around(self, dispatch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = self._signature.bind(*args, **kwargs).arguments
         tokens, chosen = next(iter(given.values())), given["routing_map"]
-        tap = next(iter(self._users))
+        tap, _ = next(iter(self._users.values()))
         self.dispatch = Dispatch(
             chosen.detach(),
             (int(tokens.shape[0]), int(tokens.shape[1])),
@@ -171,7 +173,7 @@ class _Watch:
             "AlltoAll" in type(self.layer.token_dispatcher).__name__,
             tap.mesh,
         )
-        for tell in self._users.values():
+        for _, tell in self._users.values():
             if tell is not None:
                 tell(self.dispatch)
         return dispatch(*args, **kwargs)

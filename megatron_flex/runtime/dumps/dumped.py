@@ -245,20 +245,20 @@ class Dumped:
 
     # -- on the way of a tensor ------------------------------------------------------------------------
 
-    def take(self, key: Key, local: Tensor, layout: Layout, route: Route | None, factor: float = 1.0) -> None:
-        """Write what passes, as far as it is wanted and this rank's to write."""
+    def take(self, key: Key, local: Tensor, layout: Layout, route: Route | None, factor: float = 1.0) -> str:
+        """Write what passes, as far as it is wanted and this rank's to write; as `Taker.take`."""
         name = key.site.removesuffix(GRAD)
         self._passed.add(name)
         taking = self._taking
         if taking is None or not self.dump.wants_microbatch(key.microbatch):
-            return
+            return ""
         if not self.active or key.step != self._step:
             self._say(
                 "late",
                 f"gradients of step {key.step} came when it was over, and are not in the dump; take calls "
                 "whose backward passes come later, or twice, together in `with flex.step():`",
             )
-            return
+            return ""
         kind = GRADIENT if key.site.endswith(GRAD) else VALUE
         told = over = None
         turn, self._turns = self._turns, self._turns + 1
@@ -269,7 +269,7 @@ class Dumped:
                 [self.mesh["etp"]],
             )
             if told is None:
-                return
+                return ""
         elif not any(d.name for d in layout.dims):
             layout = batch_first(layout)  # no framework says what its dims are
         unnamed = route is None and not all(d.name for d in layout.dims) and dim_of(layout, TOKEN) is None
@@ -279,7 +279,8 @@ class Dumped:
         try:
             taking.take(entry, local, layout, key.iteration, factor, over)
         except FlexError as error:  # other ranks go on, so this one does
-            self.leaves_out(name, str(error))
+            return "" if self.leaves_out(name, str(error)) else str(error)
+        return ""
 
     def leaves_out(self, name: str, why: str) -> bool:
         """Whether a place that cannot be dumped is left out, with a warning; else it is an error.

@@ -221,8 +221,8 @@ class Measurer:
 
     # -- on the way of a tensor ------------------------------------------------------------------------
 
-    def take(self, key: Key, local: Tensor, layout: Layout, route: Route | None, factor: float = 1.0) -> None:
-        """Measure what of it is this rank's to count."""
+    def take(self, key: Key, local: Tensor, layout: Layout, route: Route | None, factor: float = 1.0) -> str:
+        """Measure what of it is this rank's to count; as `Taker.take`."""
         name = key.site.removesuffix(GRAD)
         place = self._place["gradient" if key.site.endswith(GRAD) else "value", key.site]
         if not self.active or key.step != self._step:
@@ -231,19 +231,20 @@ class Measurer:
                 f"gradients of step {key.step} came when it was over, and are not measured; take calls whose "
                 "backward passes come later, or twice, together in `with flex.step():`",
             )
-            return
+            return ""
         over = None
         if route is not None:
             layout, over = route.layout, [self.mesh["etp"]]
             if not route.here:
-                return
+                return ""
         elif not any(d.name for d in layout.dims):
             layout = batch_first(layout)
         try:
             self._add(place, counted(local.detach(), layout, self.mesh, over), factor)
         except FlexError as error:  # other ranks go on, so this one does
             self._unknown.add(place)
-            self.leaves_out(name, str(error))
+            return "" if self.leaves_out(name, str(error)) else str(error)
+        return ""
 
     def leaves_out(self, name: str, why: str) -> bool:
         """Whether a place that cannot be measured is left out, with a warning; else it is an error.
