@@ -48,6 +48,22 @@ def test_a_random_case(draw: Draw) -> None:
     assert len(verdict.unjudged) <= len(verdict.cells) // 4, verdict.unjudged
 
 
+FC1, QKV = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0.self_attention.linear_qkv"
+PARTS_OF_ONE = [
+    (Hook(f"{FC1}:output"), Hook(f"{FC1}:up", edit="scale")),
+    (Hook(f"{FC1}:output", edit="scale"), Hook(f"{FC1}:gate", edit="softened", run="leader")),
+    (Hook(f"{QKV}:output"), Hook(f"{QKV}:q", edit="scale"), Hook(f"{QKV}:v")),
+]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("hooks", PARTS_OF_ONE, ids=["read and edit", "two edits", "three places"])
+def test_places_of_one_module_fire_in_the_models_order(hooks: tuple[Hook, ...], turned: bool) -> None:
+    """A linear's output before its parts, in whichever order hooks were registered."""
+    verdict = prove(Draw(tp=2, layers=1, hooks=hooks[::-1] if turned else hooks))
+    assert verdict.good, verdict.told()
+
+
 # -- faults are found --------------------------------------------------------------------------------
 
 
