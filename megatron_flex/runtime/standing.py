@@ -32,58 +32,30 @@ class Standing:
         self.registry, self.firing, self.editing, self._mesh = registry, firing, firing.editing, mesh
         self.own = {s.name: s for s in sites}
         self._own_parameters = {p.name: p for p in parameters}
-        self._order = {name: number for number, name in enumerate(self.own)}
         self._taps: dict[str, Undo] = {}
-        self._tapped: dict[str, Site] = {}
         self._judged: set[HookFunction] = set()
 
     def retap(self) -> None:
-        """Have taps where active hooks stand, and nowhere else.
-
-        Places of one module fire in the model's order, a linear's output before its parts, whatever the order
-        in which hooks were registered.
-        """
+        """Have taps where active hooks stand, and nowhere else."""
         for name in [n for n in self._taps if not self.registry.at(n)]:
             self._taps.pop(name)()
-        new: dict[str, Site] = {}
         for entry in self.registry.active:
             for site in entry.sites:
                 first = self.own.get(site.place)
                 own = first and first.leaf(site.index)
                 if own is not None and own.tap is not None and own.name not in self._taps:
-                    new[own.name] = own
+                    self._taps[own.name] = own.tap.install(Place(self.firing, own))
             for told in entry.parameters:
                 mine = self._own_parameters.get(told.name)
                 if mine is not None and mine.parameter is not None and mine.name not in self._taps:
                     react = partial(self.firing.parameter, mine)
                     self._taps[mine.name] = mine.parameter.register_hook(react).remove
-        self._install(new)
-
-    def _install(self, new: dict[str, Site]) -> None:
-        """Put taps in, and those of the same modules anew that come behind one of them."""
-        if not new:
-            return
-        before: dict[str, int] = {}
-        for site in new.values():
-            at = self._order[site.place]
-            before[site.module] = min(at, before.get(site.module, at))
-        for name, site in list(self._tapped.items()):
-            if name not in self._taps:
-                del self._tapped[name]
-            elif self._order[site.place] > before.get(site.module, len(self._order)):
-                self._taps.pop(name)()
-                new[name] = site
-        for site in sorted(new.values(), key=lambda s: (self._order[s.place], s.index)):
-            if site.tap is not None:
-                self._taps[site.name] = site.tap.install(Place(self.firing, site))
-                self._tapped[site.name] = site
 
     def take_out(self) -> None:
         """Take all taps out."""
         for undo in self._taps.values():
             undo()
         self._taps.clear()
-        self._tapped.clear()
 
     def judge(self, hooks: Iterable[HookFunction]) -> None:
         """Hooks have stood through a whole step: something should have passed them."""

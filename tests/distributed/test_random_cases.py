@@ -58,8 +58,10 @@ PARTS_OF_ONE = [
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("hooks", PARTS_OF_ONE, ids=["read and edit", "two edits", "three places"])
-def test_places_of_one_module_fire_in_the_models_order(hooks: tuple[Hook, ...], turned: bool) -> None:
-    """A linear's output before its parts, in whichever order hooks were registered."""
+def test_places_of_one_module_fire_in_the_order_of_registration(
+    hooks: tuple[Hook, ...], turned: bool
+) -> None:
+    """Each sees what those before it left, a linear's output what an edit of one of its parts made."""
     verdict = prove(Draw(tp=2, layers=1, hooks=hooks[::-1] if turned else hooks))
     assert verdict.good, verdict.told()
 

@@ -284,8 +284,9 @@ class _Watch:
             self.hooks[site] += []
 
     def order(self) -> list[str]:
-        """The sites in the order of the forward pass, where several are of one module."""
-        sites = [s for s in random_cases.sites_of(self.draw) if s in self.hooks]
+        """The sites in the order in which hooks were first registered there, as places of one module fire."""
+        known = set(random_cases.sites_of(self.draw))
+        sites = [s for s in self.hooks if s in known]
         return sorted(sites, key=lambda s: not s.endswith("word_embeddings:partial"))
 
     def note(self, parameter: str) -> Any:

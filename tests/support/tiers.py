@@ -19,8 +19,11 @@ PRODUCT = {
     "test_memory.py": ("test_memory_is_flat_over_many_forwards[1000]",),
 }
 
-# Of all folders but tests/unit, which is quick as a whole. A file with no names is quick as a whole too; a
-# name without brackets stands for all its parameters.
+# Of tests/unit, what takes longer than others: the site of the documents, and tools of ours.
+NOT_QUICK = ("test_site.py", "test_mutate.py", "test_gpu_command.py", "test_design.py")
+
+# Of all folders but tests/unit, which is quick but for these files. A file with no names is quick as a whole
+# too; a name without brackets stands for all its parameters.
 QUICK: dict[str, tuple[str, ...]] = {
     # Facts about the frameworks.
     "test_flags.py": (),
@@ -36,7 +39,6 @@ QUICK: dict[str, tuple[str, ...]] = {
     "test_matrix.py": ("test_gpt_on_every_version[tp2 sp pp2]", "test_gpt_on_every_version[cp2 tp2 sp]"),
     "test_moe.py": ("test_experts_on_every_version", "test_collectives_of_a_hook"),
     "test_latent.py": ("test_latent_attention[mla tp2, up projections recomputed]",),
-    "test_parts.py": ("test_fewer_groups_than_ranks[tp4 sp, fewer groups than ranks]",),
     "test_random_cases.py": ("test_what_is_raised_is_a_failure", "test_nothing_compared_is_no_pass"),
     # Hooks, edits and what they share.
     "test_pool.py": (),
@@ -174,7 +176,7 @@ def is_quick(item: Any) -> bool:
     """Whether a test is in the selection of scripts/test."""
     folder, file = item.path.parent.name, item.path.name
     if folder == "unit":
-        return True
+        return file not in NOT_QUICK
     names = QUICK.get(file)
     return names is not None and (not names or item.name in names or item.name.partition("[")[0] in names)
 
