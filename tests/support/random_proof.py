@@ -284,10 +284,13 @@ class _Watch:
             self.hooks[site] += []
 
     def order(self) -> list[str]:
-        """The sites in the order in which hooks were first registered there, as places of one module fire."""
+        """The sites in the order in which hooks were first registered there, as places of one module fire.
+
+        Summands come before their sum, and what a linear gets before what of it is multiplied.
+        """
         known = set(random_cases.sites_of(self.draw))
-        sites = [s for s in self.hooks if s in known]
-        return sorted(sites, key=lambda s: not s.endswith("word_embeddings:partial"))
+        turns = {"partial": 0, "gemm_input": 2}
+        return sorted((s for s in self.hooks if s in known), key=lambda s: turns.get(s.partition(":")[2], 1))
 
     def note(self, parameter: str) -> Any:
         def hook(grad: Tensor) -> None:
