@@ -166,7 +166,7 @@ def half() -> Any:
 
 
 def test_half_precision_keeps_its_small_gradients() -> None:
-    ((raw, loss, count),) = run(1, half)
+    ((raw, loss, count),) = run(1, half, alone=True)
     assert raw.dtype == torch.float16
     assert loss.dtype == torch.float32
     assert torch.equal(loss * 2.0**16 / count, raw.float())
