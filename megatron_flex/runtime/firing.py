@@ -95,7 +95,7 @@ class Firing(Changing):
                 self.editing.fired.add(hook)
                 factor = self.clock.gradient_factor if hook.backward else 1.0
                 if why := hook.taker.take(key, local, layout, route, factor):
-                    self.editing.guard(hook, key, partial(_not_taken, why))
+                    self.editing.guard(hook, key, partial(_not_recorded, why))
 
     def _turned(self, site: Site, layout: Layout) -> Callable[[], Layout | str]:
         """What tells the gradient's layout, or why it is not known, once the whole forward pass is."""
@@ -249,8 +249,8 @@ def _no_share(name: str, why: str) -> None:
     raise HookError(f"the gradient at {name} is not whole, {why}; use trainable modules elsewhere")
 
 
-def _not_taken(why: str) -> None:
-    raise HookError(f"this place cannot be taken: {why}; name another one")
+def _not_recorded(why: str) -> None:
+    raise HookError(f"the site cannot be recorded: {why}")
 
 
 def _no_gradient(name: str, why: str) -> None:

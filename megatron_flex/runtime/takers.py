@@ -21,7 +21,7 @@ class Taker(Protocol):
     first: bool
 
     def take(self, key: Key, local: Tensor, layout: Layout, route: Route | None, factor: float = 1.0) -> str:
-        """Take what is wanted of a local tensor. Nothing is communicated, and no error is raised.
+        """Record what is wanted of a local tensor. Nothing is communicated, and no error is raised.
 
         Args:
             key: which tensor it is; a gradient's site ends with GRAD.
@@ -31,7 +31,7 @@ class Taker(Protocol):
             factor: what a gradient is to be divided by, to be that of the microbatch's own loss.
 
         Returns:
-            Why it cannot be taken, where that is an error of the step (`leaves_out`); else nothing.
+            Why the tensor cannot be recorded, if that is an error of the step (`leaves_out`); else empty.
         """
 
     def leaves_out(self, name: str, why: str) -> bool:

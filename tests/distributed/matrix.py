@@ -123,7 +123,7 @@ def sharded(case: gpt.Case, state: dict[str, Tensor], sites: list[str], edits: l
             answer["read"].update({n: list(r) for n, r in flex.output_dict.items()})
     answer["edited"] = {}
     for together in edits:
-        hooks = [mf.HookFunction(s, editing_function=_edit, save=False) for s in design.apart(together)]
+        hooks = [mf.HookFunction(s, editing_function=_edit, save=False) for s in oracle.apart(together)]
         with mf.attach(chunks, hooks=hooks) as flex:
             answer["edited"][together] = gpt.step(case, chunks, rank), _gradients(flex, chunks)
     return answer

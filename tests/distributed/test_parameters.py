@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.matrix import BOUND, relative
-from tests.support import design, gpt, ranks, ssm, truths, wrapped
+from tests.support import design, gpt, oracle, ranks, ssm, truths, wrapped
 from tests.support.gpt import Case
 from tests.support.pool import run
 from tests.support.rank import changes
@@ -57,10 +57,10 @@ def single(case: Case) -> dict[str, Any]:
     gradients = {n: p.grad.clone() for n, p in held.items()}
     after = {}
     for names in design.together(sorted(held)):
-        for name in design.apart(names):
+        for name in oracle.apart(names):
             held[name].data.copy_(changed(state[name]))
         after[names] = gpt.step(case, chunks, 0, forward_only=True)
-        for name in design.apart(names):
+        for name in oracle.apart(names):
             held[name].data.copy_(state[name])
     return {"state": state, "losses": losses, "gradients": gradients, "after": after}
 
@@ -84,10 +84,10 @@ def weights(case: Case, state: dict[str, Tensor], together: list[str]) -> dict[s
     answer["everywhere"] = dict(flex.named_whole_parameters(everywhere=True))
     answer["after"] = {}
     for names in together:
-        for name in design.apart(names):
+        for name in oracle.apart(names):
             flex.set_module_parameter(name, changed(state[name]))
         answer["after"][names] = gpt.step(case, chunks, dp, forward_only=True)
-        for name in design.apart(names):
+        for name in oracle.apart(names):
             flex.set_module_parameter(name, state[name])
     answer["unknown"] = flex.parameters_without_layout()
     flex.restore()
@@ -108,7 +108,7 @@ def test_every_weight(case: Case) -> None:
 def check_weights(case: Case) -> None:
     truth = truths.once(single, case.single())
     state = truth["state"]
-    assert sorted(n for names in truth["after"] for n in design.apart(names)) == sorted(state)
+    assert sorted(n for names in truth["after"] for n in oracle.apart(names)) == sorted(state)
     answers = run(case.world, weights, case, state, list(truth["after"]), timeout=300)
     for answer in answers:
         assert answer["unknown"] == {}
@@ -127,7 +127,7 @@ def check_weights(case: Case) -> None:
     for names, losses in truth["after"].items():
         assert [x for a in last for x in a["after"][names]] == pytest.approx(losses, rel=BOUND), names
         # what predicts further tokens has losses of its own, which do not come back with these
-        own = all(n.startswith("mtp.") for n in design.apart(names))
+        own = all(n.startswith("mtp.") for n in oracle.apart(names))
         assert losses != truth["losses"] or own, names
 
 

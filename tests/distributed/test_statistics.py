@@ -172,8 +172,8 @@ def test_of_many_ranks_maxima_go_by_themselves() -> None:
         assert all(math.isclose(a.absmax, b.absmax, rel_tol=1e-4) for a, b in zip(rows, alone, strict=True))
 
 
-def summands(case: Case, site: str) -> str:
-    """What a step says in which an expert's summands should be measured."""
+def error_of(case: Case, site: str) -> str:
+    """The error of a step in which a site of experts is measured; empty if there is none."""
     import megatron_flex as mf
     from megatron_flex.statistics import Statistics
     from tests.support import ranks
@@ -188,11 +188,11 @@ def summands(case: Case, site: str) -> str:
     return ""
 
 
-def test_summands_of_an_expert_are_an_error_where_they_are_named() -> None:
-    """And no row that is quietly not there."""
+def test_partial_sums_of_an_expert_are_an_error_where_the_site_is_named() -> None:
+    """Every rank raises; the statistics do not leave the row out."""
     case = Case("tp2 sp etp2", tp=2, sp=True, etp=2, experts=4, layers=1)
     expert = "decoder.layers.0.mlp.experts.local_experts.1"
-    for said in run(2, summands, case, f"{expert}:output"):
-        assert f"{expert}:output" in said
-        assert "ranks hold summands there" in said
-    assert run(2, summands, case, f"{expert}.linear_fc2:input") == ["", ""]
+    for message in run(2, error_of, case, f"{expert}:output"):
+        assert f"{expert}:output" in message
+        assert "partial sum" in message
+    assert run(2, error_of, case, f"{expert}.linear_fc2:input") == ["", ""]

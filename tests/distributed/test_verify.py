@@ -272,7 +272,7 @@ def test_verify_on_one_rank_only_is_told() -> None:
 
 
 def rows_of_an_expert(case: Case, verify: bool) -> tuple[list[Tensor], list[str]]:
-    """What is read of one expert in four steps, of which the first two are verified, and what stays."""
+    """The rows of one expert in four steps, two of them verified; then the layers still watched."""
     import megatron_flex as mf
 
     chunks = ranks.start(case)
@@ -288,8 +288,8 @@ def rows_of_an_expert(case: Case, verify: bool) -> tuple[list[Tensor], list[str]
     return read, [path for path, module in chunks[0].named_modules() if "_flex_watch" in vars(module)]
 
 
-def test_a_hook_goes_on_where_verifying_ended() -> None:
-    """Both stand at the same tap of a layer of experts; the first to leave leaves the other its watch."""
+def test_a_hook_still_reads_after_verify_has_ended() -> None:
+    """Both install the same tap of a layer of experts, and `verify()` removes its own only."""
     case = Case("experts dp2 ep2", dp=2, ep=2, experts=4, layers=1)
     plain, verified = (run(2, rows_of_an_expert, case, verify) for verify in (False, True))
     assert sum(len(read) for read, _ in plain) == 4 * case.microbatches * case.dp

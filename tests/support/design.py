@@ -22,7 +22,6 @@ PRODUCT = "FLEX_PRODUCT"  # the variable that is 1 in a run of the full product
 SHARE = 6  # of the edits that other configurations make, one in so many is made all the same
 
 AT_ONCE = 8  # sites that are edited in one run of a model
-AND = " + "  # between the names of sites that are edited in one run
 
 Item = TypeVar("Item")
 
@@ -58,8 +57,7 @@ def edits(case: Case, among: Sequence[Case]) -> list[str]:
         among: configurations in the order in which they are considered, those of simpler models first: a
             site that two models have is the same code.
     """
-    number = [c.name for c in among].index(case.name)
-    return part([oracle.edits_of(c) for c in among], number, lambda n, site: _elements(among[n], [site]))
+    return _share(case, among, oracle.edits_of)
 
 
 def sites(case: Case, among: Sequence[Case]) -> list[str]:
@@ -69,8 +67,17 @@ def sites(case: Case, among: Sequence[Case]) -> list[str]:
         case: one of `among`.
         among: the configurations of the test.
     """
+    return _share(case, among, oracle.sites_of)
+
+
+def _share(case: Case, among: Sequence[Case], sites_of: Callable[[Case], list[str]]) -> list[str]:
+    """A case's part of some sites: each kind of site along each axis."""
+
+    def elements(number: int, site: str) -> set[tuple[str, str]]:
+        return {(kind(site), axis) for axis in axes(among[number])}
+
     number = [c.name for c in among].index(case.name)
-    return part([oracle.sites_of(c) for c in among], number, lambda n, site: _elements(among[n], [site]))
+    return part([sites_of(c) for c in among], number, elements)
 
 
 def together(sites: Sequence[str]) -> list[str]:
@@ -83,7 +90,7 @@ def together(sites: Sequence[str]) -> list[str]:
         sites: their names, in the model's order.
 
     Returns:
-        For each run the names of its sites, with `AND` between them.
+        For each run the names of its sites, with `oracle.AND` between them.
     """
     if is_product():
         return list(sites)
@@ -95,12 +102,7 @@ def together(sites: Sequence[str]) -> list[str]:
         if group is None:
             groups.append(group := [])
         group.append(site)
-    return [AND.join(g) for g in groups if g]
-
-
-def apart(sites: str) -> list[str]:
-    """The sites of one run."""
-    return sites.split(AND)
+    return [oracle.AND.join(g) for g in groups if g]
 
 
 def _module(site: str) -> str:
@@ -154,8 +156,3 @@ def least(
         out.append(item)
         left -= found
     return out
-
-
-def _elements(case: Case, sites: Iterable[str]) -> set[tuple[str, str]]:
-    """What is edited, along which axis."""
-    return {(kind(site), axis) for site in sites for axis in axes(case)}

@@ -116,6 +116,12 @@ def _mid(layer: Any, visit: Visit) -> None:
 
 
 Truth = dict[str, Any]
+AND = " + "  # between the names of sites that are edited in one run
+
+
+def apart(sites: str) -> list[str]:
+    """The sites that are edited in one run."""
+    return sites.split(AND)
 
 
 def run(case: gpt.Case, sites: list[str], edits: list[str]) -> Truth:
@@ -163,7 +169,7 @@ def edited(case: gpt.Case, sites: list[str]) -> dict[str, tuple[list[float], dic
 
     Args:
         case: a case of one process.
-        sites: one name for each run, or several (`design.together`).
+        sites: for each run the name of a site, or of several with `AND` between them.
     """
     gpt.runtime(case)
     gpt.initialize(case)
@@ -171,7 +177,7 @@ def edited(case: gpt.Case, sites: list[str]) -> dict[str, tuple[list[float], dic
     for together in sites:
         chunks = gpt.build(case)
         gpt.randomize(chunks[0])
-        for site in together.split(" + "):
+        for site in apart(together):
             install(chunks[0], site, edit)
         found[together] = _step(case, chunks)
     return found

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
-from tests.support import edit_table, gpt, moe, oracle, ssm, wish_table
+from tests.support import design, edit_table, gpt, moe, oracle, ssm, wish_table
 
 KINDS = ("gpt", "experts", "hybrid", "latent", "prediction", "bert")
 VALUES = ("forward", "forward_pre")
@@ -133,18 +133,12 @@ class Draw:
         return any(h.edit for h in self.hooks)
 
     @property
-    def axes(self) -> list[str]:
-        """The axes that it has more than one rank or stage along, and `recompute`."""
-        names = [n for n in ("tp", "pp", "vpp", "cp", "dp", "ep", "etp") if getattr(self, n) > 1]
-        return [*names, *(["sp"] if self.sp else []), *(["recompute"] if self.recompute else [])]
-
-    @property
     def elements(self) -> frozenset[tuple[str, ...]]:
         """What is proven by it, for a covering design: each kind of hook and of edit along each axis."""
         found: set[tuple[str, ...]] = {("model", self.kind)}
         found |= {(n,) for n in ("forward_only", "bf16", "dropout", "verify", "gathered") if getattr(self, n)}
         for hook in self.hooks:
-            for axis in self.axes or ["one rank"]:
+            for axis in design.axes(self.case()):
                 found.add(("hook", hook.kind, axis))
                 if hook.edit:
                     found |= {("edit", hook.edit, axis), ("edited", hook.kind, axis), (hook.run, axis)}
@@ -366,14 +360,14 @@ def _rules(d: Draw) -> Iterator[tuple[bool, str]]:
     yield d.gathered and bool(d.dump or d.statistics), "these are of each replica, gathered or not"
     yield d.forward_only and bool(d.statistics), "statistics are taken in training"
     yield (
-        any(_is_summed(d, s) for s in d.statistics),
-        "summands are refused, of a gradient too",
+        any(_is_partial(d, s) for s in d.statistics),
+        "statistics of partial sums are refused, of a gradient too",
     )
     yield d.verify and (d.gathered or bool(d.dropout)), "verified in plain runs"
 
 
-def _is_summed(d: Draw, site: str) -> bool:
-    """Whether ranks hold summands of a site's value or gradient."""
+def _is_partial(d: Draw, site: str) -> bool:
+    """Whether ranks hold partial sums of a site's value or gradient."""
     if ".local_experts." in site:
         return d.etp > 1 and site.endswith(("linear_fc2:output", ":output")) and "linear_fc1" not in site
     return d.tp > 1 and site.endswith(":gemm_input")

@@ -133,7 +133,7 @@ class _Watch:
     def __init__(self, layer: Any) -> None:
         self.layer = layer
         self.dispatch: Dispatch | None = None
-        # By what each `add` made: one tap may be added twice, by a hook and by what checks hooks.
+        # By a key for each call of `add`: a hook and `verify()` may both install the same tap.
         self._users: dict[object, tuple[Rows | Chosen, Callable[[Dispatch], Any] | None]] = {}
         dispatcher = layer.token_dispatcher
         method = next(m for m in METHODS if hasattr(dispatcher, m))

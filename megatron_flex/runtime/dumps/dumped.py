@@ -246,7 +246,7 @@ class Dumped:
     # -- on the way of a tensor ------------------------------------------------------------------------
 
     def take(self, key: Key, local: Tensor, layout: Layout, route: Route | None, factor: float = 1.0) -> str:
-        """Write what passes, as far as it is wanted and this rank's to write; as `Taker.take`."""
+        """Write this rank's part of a tensor, as far as the dump selects it; see `Taker.take`."""
         name = key.site.removesuffix(GRAD)
         self._passed.add(name)
         taking = self._taking

@@ -12,7 +12,7 @@ from megatron_flex.errors import LayoutError
 from megatron_flex.layout import Dim, Layout, is_sum, parts, spans
 from megatron_flex.mesh import Axis, Mesh
 
-SUM = "ranks hold summands there, whose sum nobody has: hook what the collective behind it gives"
+SUM = "each rank holds a partial sum there; name a site after the reduction"
 
 
 def counted(local: Tensor, layout: Layout, mesh: Mesh, over: Sequence[Axis] | None = None) -> Tensor:

@@ -222,7 +222,7 @@ class Measurer:
     # -- on the way of a tensor ------------------------------------------------------------------------
 
     def take(self, key: Key, local: Tensor, layout: Layout, route: Route | None, factor: float = 1.0) -> str:
-        """Measure what of it is this rank's to count; as `Taker.take`."""
+        """Count this rank's part of a tensor; see `Taker.take`."""
         name = key.site.removesuffix(GRAD)
         place = self._place["gradient" if key.site.endswith(GRAD) else "value", key.site]
         if not self.active or key.step != self._step:
