@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.support import dumped, gpt, ranks
 from tests.support.gpt import Case
 from tests.support.pool import run
+from tests.support.rank import changes
 
 pytest.importorskip("megatron.core")
 
@@ -255,7 +256,7 @@ def runs(case: Case, path: str) -> list[str]:
 
     state: Any = types.ModuleType("megatron.training.global_vars")
     state._GLOBAL_ARGS = types.SimpleNamespace(curr_iteration=7)
-    sys.modules["megatron.training.global_vars"] = state
+    changes.setitem(sys.modules, "megatron.training.global_vars", state)
     chunks = ranks.start(case)
     rank = ranks.mine(chunks)
     dumps = [mf.Dump(f"{path}/{r}", [LOSS], runs=r, every=7) for r in ("first", "all")]

@@ -166,8 +166,7 @@ def half() -> Any:
 
 
 def test_half_precision_keeps_its_small_gradients() -> None:
-    # On ranks of its own: behind some tests of a pool `loss` came in fp16, for a reason that is not known.
-    ((raw, loss, count),) = run(1, half, alone=True)
+    ((raw, loss, count),) = run(1, half)
     assert raw.dtype == torch.float16
     assert loss.dtype == torch.float32
     assert torch.equal(loss * 2.0**16 / count, raw.float())

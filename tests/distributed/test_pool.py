@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import threading
 import time
+import types
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.pool import RankError, run
-from tests.support.rank import changes
+from tests.support.rank import SECONDS, changes
 
 KEPT: list[Any] = []  # by which a function holds on to what it made
 
@@ -49,8 +51,10 @@ def failing(rank: int) -> None:
 
 def test_a_pool_that_failed_is_not_used_again() -> None:
     before = run(2, identity)
+    began = time.monotonic()
     with pytest.raises(RankError, match="ValueError: on purpose"):
         run(2, failing, 1)
+    assert time.monotonic() - began < SECONDS, "its peers are not waited for until their collectives end"
     assert {p for p, _, _ in run(2, identity)}.isdisjoint(p for p, _, _ in before)
     assert run(2, reduced) == [2.0, 2.0]
 
@@ -135,9 +139,33 @@ def moded() -> None:
     KEPT.append(Mode().__enter__())
 
 
+def constant() -> None:
+    from megatron_flex.adapters import registry
+
+    registry.BUILT_IN = ()
+
+
+def registered() -> None:
+    from megatron_flex.adapters import register_adapter
+
+    register_adapter(lambda chunks, said, group: None, "left")
+
+
+def stand_in() -> None:
+    sys.modules["megatron.left"] = types.ModuleType("megatron.left")
+
+
+def removed() -> None:
+    del sys.modules["megatron_flex.errors"]
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
+        (constant, r"attribute megatron_flex\.adapters\.registry\.BUILT_IN is"),
+        (registered, "adapters: left was absent and is registered"),
+        (stand_in, r"modules that were not imported: megatron\.left was absent"),
+        (removed, r"module megatron_flex\.errors is gone"),
         (patched, r"attribute torch\.distributed\.all_reduce is tests\.distributed\.test_pool\.reduced"),
         (method, r"attribute torch\.nn\.modules\.module\.Module\.half is"),
         (thread, "thread left"),

@@ -428,7 +428,7 @@ def test_a_killed_rank_leaves_nothing_and_nobody_hangs(victim: int, tmp_path: Pa
 
 
 def silent() -> Any:
-    notes.SECONDS = 0.5
+    changes.setattr(notes, "SECONDS", 0.5)
     made, _ = recorder(mesh_of(2, 1))
     one(made, 0, 64)
     said = ""

@@ -12,6 +12,7 @@ from tests.support import gpt, oracle, truths
 from tests.support import measuring as measured
 from tests.support.gpt import Case
 from tests.support.pool import run
+from tests.support.rank import changes
 
 pytest.importorskip("megatron.core")
 
@@ -147,7 +148,7 @@ def many(case: Case, state: Any) -> Any:
     from megatron_flex.statistics import Statistics, table
     from tests.support import ranks
 
-    table.APART = 1
+    changes.setattr(table, "APART", 1)
     chunks = ranks.start(case)
     if state is None:
         state = gpt.randomize(chunks[0])

@@ -16,6 +16,7 @@ from tests.distributed.test_errors import told
 from tests.support import gpt, ranks
 from tests.support.gpt import Case
 from tests.support.pool import run
+from tests.support.rank import changes
 
 pytest.importorskip("megatron.core")
 
@@ -210,7 +211,7 @@ def known_lengths(case: Case) -> tuple[str, str]:
     chunks = ranks.start(case)
     state = types.ModuleType("megatron.training.global_vars")
     state._GLOBAL_ARGS = types.SimpleNamespace(seq_length=gpt.SEQUENCE, micro_batch_size=gpt.BATCH)
-    sys.modules["megatron.training.global_vars"] = state
+    changes.setitem(sys.modules, "megatron.training.global_vars", state)
 
     def wrong(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
         return inputs * torch.ones(17, 1, 1)

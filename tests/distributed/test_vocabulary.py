@@ -13,6 +13,7 @@ from tests.distributed.matrix import _gradients, relative, whole_gradients
 from tests.support import gpt, oracle, ranks, truths
 from tests.support.gpt import Case
 from tests.support.pool import run
+from tests.support.rank import changes
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("megatron.training", reason="the number of tokens is megatron.training's to know")
@@ -48,7 +49,7 @@ def sharded(case: Case, state: dict[str, Tensor], local: bool) -> dict[str, Any]
     cpu.enable()
     import megatron.training.global_vars as known
 
-    known._GLOBAL_TOKENIZER = SimpleNamespace(vocab_size=REAL)
+    changes.setattr(known, "_GLOBAL_TOKENIZER", SimpleNamespace(vocab_size=REAL))
     chunks = ranks.start(case)
     gpt.load(chunks, state)
     flex = mf.FlexModel(chunks)
@@ -90,7 +91,7 @@ def weights(case: Case, state: dict[str, Tensor]) -> Any:
 
     import megatron_flex as mf
 
-    known._GLOBAL_TOKENIZER = SimpleNamespace(vocab_size=REAL)
+    changes.setattr(known, "_GLOBAL_TOKENIZER", SimpleNamespace(vocab_size=REAL))
     chunks = ranks.start(case)
     gpt.load(chunks, state)
     flex = mf.FlexModel(chunks)

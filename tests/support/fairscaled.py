@@ -13,6 +13,7 @@ from megatron_flex.adapters.rules import Rule
 from megatron_flex.adapters.spread import WHOLE, Spread
 from megatron_flex.layout import Cut, Dim, Layout
 from tests.support import llama
+from tests.support.rank import changes
 
 LAST = Spread(((-1, "tp"),))
 ROWS = Layout((Dim("", (Cut("tp"),)), Dim()))
@@ -66,12 +67,12 @@ def load(model: nn.Module, whole: nn.Module, size: int, rank: int) -> None:
 
 
 def take_over() -> None:
-    """Have these rules for every model of this process, and no other adapter."""
+    """Have these rules for every model that the running function makes, and no other adapter."""
 
     def claim(chunks: list[Any], said: Any, group: Any) -> registry.Found:
         return registry.Found("followed", "a test says so", lambda: adapter(chunks, said, group))
 
-    registry.BUILT_IN = (("torch", claim),)
+    changes.setattr(registry, "BUILT_IN", (("torch", claim),))
 
 
 def adapter(chunks: list[Any], said: Any, group: Any = None) -> Modules:

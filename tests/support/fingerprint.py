@@ -1,8 +1,9 @@
 """What a process is, as far as hooks could change it: take a `Fingerprint`, and see its `differences` later.
 
 Compared are functions and classes that modules and classes of torch and of the frameworks hold (so every
-patched attribute), global hooks of modules, modes of torch, process groups that megatron_flex made, threads,
-open files, shared memory, child processes, handlers of signals and of exceptions, and finders of imports.
+patched attribute), constants of megatron_flex, adapters that are registered, stand-ins for modules, global
+hooks of modules, modes of torch, process groups that megatron_flex made, threads, open files, shared memory,
+child processes, handlers of signals and of exceptions, and finders of imports.
 Objects are compared by identity. What is imported meanwhile is new, and no difference.
 """
 
@@ -39,6 +40,7 @@ CODE = (
     *(classmethod, staticmethod),
 )
 GLOBAL_HOOKS = "torch.nn.modules.module"
+GLOBALS = "megatron.training.global_vars"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCHLD)
 HANDLERS = ("excepthook", "unraisablehook", "displayhook")
 PATIENCE = 2.0  # seconds until a thread that ends must have ended
@@ -73,8 +75,13 @@ class Fingerprint:
     def _all_else(self) -> dict[str, dict[Any, Any]]:
         import torch.distributed
 
+        from megatron_flex.adapters.registry import known_adapters
+
         return {
             **_modes(),
+            "modules that were not imported": dict.fromkeys(_stand_ins(), 1),
+            "globals of megatron.training": _globals(),
+            "adapters": {known.name: known.origin for known in known_adapters()},
             "default process group": {"is there": torch.distributed.is_initialized()},
             "process groups of megatron_flex": self._groups.made(),
             "files": _files(),
@@ -138,11 +145,11 @@ def _identity(value: Any) -> str:
 
 
 class Attributes:
-    """Functions and classes that modules, and classes of modules, hold under their names."""
+    """Functions, classes and constants that modules, and classes of modules, hold under their names."""
 
     def __init__(self) -> None:
         self._modules = 0
-        # By owner: its module, its dictionary, and the code in it.
+        # By owner: its module, its dictionary, and the code and the constants in it.
         self._held: dict[str, tuple[types.ModuleType, Any, dict[str, Any]]] = {}
 
     def take(self) -> None:
@@ -151,13 +158,15 @@ class Attributes:
             self._modules = len(sys.modules)
             for name, module, now in _owners():
                 if name not in self._held or self._held[name][0] is not module:
-                    self._held[name] = module, now, {n: v for n, v in now.items() if isinstance(v, CODE)}
+                    self._held[name] = module, now, {n: v for n, v in now.items() if _stays(module, n, v)}
 
     def changed(self) -> list[str]:
         """What is other than when it was taken."""
         out: list[str] = []
         for owner, (module, now, before) in self._held.items():
-            if sys.modules.get(module.__name__) is not module:  # it was imported anew
+            if sys.modules.get(module.__name__) is not module:  # imported anew, or gone
+                if owner == module.__name__ and owner not in sys.modules:
+                    out.append(f"module {owner} is gone")
                 continue
             for name, old in before.items():
                 new = now.get(name)
@@ -168,6 +177,24 @@ class Attributes:
 
 def _name_of(value: Any) -> str:
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+def _stays(module: types.ModuleType, name: str, value: Any) -> bool:
+    """Whether a name of a module or class should go on meaning this value: code, or a constant of ours."""
+    ours = module.__name__.startswith("megatron_flex")
+    return isinstance(value, CODE) or (ours and name.isupper())
+
+
+def _stand_ins() -> list[str]:
+    """Modules of the compared packages that no import loaded: a test put them there."""
+    loaded = list(sys.modules.items())
+    return [n for n, m in loaded if n.partition(".")[0] in PACKAGES and getattr(m, "__spec__", None) is None]
+
+
+def _globals() -> dict[str, str]:
+    """What Megatron's training loop has told the whole process, such as its arguments."""
+    held = vars(sys.modules[GLOBALS]) if GLOBALS in sys.modules else {}
+    return {n: _identity(v) for n, v in held.items() if n.startswith("_GLOBAL_") and v is not None}
 
 
 def _owners() -> Iterator[tuple[str, types.ModuleType, Any]]:

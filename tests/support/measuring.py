@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.support import gpt, ranks, wrapped
+from tests.support.rank import changes
 
 
 class Kept:
@@ -50,7 +51,7 @@ def measuring(case: gpt.Case, state: dict[str, Tensor], sites: Any, more: dict[s
     if "real" in more:
         import megatron.training.global_vars as known
 
-        known._GLOBAL_TOKENIZER = SimpleNamespace(vocab_size=more["real"])
+        changes.setattr(known, "_GLOBAL_TOKENIZER", SimpleNamespace(vocab_size=more["real"]))
     chunks = ranks.start(case)
     gpt.load(chunks, state)
     chunks = wrapped.ddp(chunks, True, **more["ddp"]) if "ddp" in more else chunks

@@ -116,13 +116,13 @@ class Pool:
         deadline = time.monotonic() + timeout
         waiting = {pipe: number for number, pipe in enumerate(self._pipes)}
         while waiting:
+            if errors:
+                deadline = min(deadline, time.monotonic() + GRACE)
             left = deadline - time.monotonic()
             if left <= 0:
                 for number in waiting.values():
                     errors.setdefault(number, f"did not finish within {timeout:g} s")
                 break
-            if errors:
-                deadline = min(deadline, time.monotonic() + GRACE)
             for pipe in wait(list(waiting), left):
                 number = waiting.pop(pipe)  # type: ignore[index]
                 try:

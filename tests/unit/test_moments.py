@@ -165,7 +165,7 @@ def test_each_entry_of_the_whole_is_counted_once(drawn: tuple[Layout, tuple[int,
     whole, local = make(layout, shape)
     if is_sum(layout, SIZES):
         mesh = mesh_of(SIZES, dict.fromkeys(SIZES, 0))
-        with pytest.raises(LayoutError, match="summands"):
+        with pytest.raises(LayoutError, match="partial sum"):
             counted(extract(layout, whole, mesh.coords, SIZES, local), layout, mesh)
         return
     found, parts = [], []
