@@ -100,6 +100,8 @@ def check(value: Any, form: Form, at: str = "") -> None:
         types = _types(form)
         if type(value) not in types and object not in types:
             raise ValueError(f"{at or 'it'} is {str(value)[:40]!r}, and not {form}")
+        if type(value) is str and not value.isprintable():
+            raise ValueError(f"{at or 'it'} is {value[:40]!r}, which no name or word is")
         if type(value) is int and not -MOST <= value <= MOST:
             raise ValueError(f"{at} is out of range")
     elif isinstance(form, list):

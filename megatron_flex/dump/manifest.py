@@ -36,6 +36,10 @@ class Place:
     chunk: int = 0
     inferred: bool = False
 
+    def __post_init__(self) -> None:
+        if not self.name.isprintable():
+            raise DumpError(f"{self.name!r} cannot be dumped: a name must be printable; rename the module")
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:

@@ -240,6 +240,22 @@ def test_manifests_of_other_values(dump: Path, data: st.DataObject) -> None:
         path.write_text(before)
 
 
+def test_a_name_that_cannot_be_printed(dump: Path) -> None:
+    """Neither the writer nor the reader has such a name, so that every message is one line."""
+    with pytest.raises(DumpError, match=r"'a\\nb' cannot be dumped: .*rename the module"):
+        Place("a\nb", {}, ())
+    path = dump / "run-0000" / "manifest.json"
+    before = path.read_text()
+    told = json.loads(before)
+    told["sites"][0]["name"] = "\n"
+    try:
+        path.write_text(json.dumps(told))
+        with pytest.raises(DumpError, match=r"name is .*n., which no name or word is"):
+            mf.open_dump(dump)
+    finally:
+        path.write_text(before)
+
+
 def first_part(dump: Path) -> Path:
     return sorted(dump.rglob("*.safetensors"))[0]
 
