@@ -8,6 +8,7 @@ those that end in `?` may be missing.
 from __future__ import annotations
 
 import json
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -79,6 +80,7 @@ TYPES: dict[str, type] = {
     "any": object,
 }
 MOST = 1 << 62  # of an integer
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # which would break a line of a message
 
 
 def loads(text: str | bytes) -> Any:
@@ -100,8 +102,8 @@ def check(value: Any, form: Form, at: str = "") -> None:
         types = _types(form)
         if type(value) not in types and object not in types:
             raise ValueError(f"{at or 'it'} is {str(value)[:40]!r}, and not {form}")
-        if type(value) is str and not value.isprintable():
-            raise ValueError(f"{at or 'it'} is {value[:40]!r}, which no name or word is")
+        if type(value) is str and CONTROL.search(value):
+            raise ValueError(f"{at or 'it'} is {value[:40]!r}, and has a control character")
         if type(value) is int and not -MOST <= value <= MOST:
             raise ValueError(f"{at} is out of range")
     elif isinstance(form, list):

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_flex.dump.files import FORMAT, MANIFEST, VERSION
+from megatron_flex.dump.forms import CONTROL, check, loads
 from megatron_flex.dump.forms import MANIFEST as FORM
-from megatron_flex.dump.forms import check, loads
 from megatron_flex.errors import DumpError
 
 
@@ -37,8 +37,8 @@ class Place:
     inferred: bool = False
 
     def __post_init__(self) -> None:
-        if not self.name.isprintable():
-            raise DumpError(f"{self.name!r} cannot be dumped: a name must be printable; rename the module")
+        if CONTROL.search(self.name):
+            raise DumpError(f"{self.name!r} cannot be dumped: it has a control character; rename the module")
 
 
 @dataclass(frozen=True, slots=True)
