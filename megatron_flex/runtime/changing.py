@@ -19,6 +19,7 @@ from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.runtime.locally import Locally, Way
 from megatron_flex.runtime.reading import Reading
 from megatron_flex.runtime.recorder import Recorder
+from megatron_flex.runtime.weak import weakly
 from megatron_flex.sites import EDITED
 
 
@@ -59,6 +60,9 @@ class Changing(Reading):
             self.keep(hooks, key, whole, layout)
         return self.scatter(self.edit(hooks, key, module, whole, layout, record), local, layout, route)
 
+    def _backward_came(self, _: Any) -> None:
+        self._backward_seen()
+
     def on_part(
         self, hooks: list[HookFunction], key: Key, module: Any, local: Tensor, way: Way, record: bool
     ) -> Tensor:
@@ -92,7 +96,7 @@ class Changing(Reading):
             if self._over_data and "dp" not in layout.axes and self.mesh["dp"].size > 1:
                 self.editing.guard(hooks[0], key, partial(_not_together, key.site))
             # Outside a schedule all ranks must know of this backward pass, also where one rank edits for all.
-            edited.register_hook(lambda _: self._backward_seen())
+            edited.register_hook(weakly(self._backward_came))
         if record and any(h.behind for h in hooks) and not hooks[0].backward:
             kept = [h for h in hooks if h.behind]
             self.keep(kept, key._replace(site=key.site + EDITED), edited, layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -22,6 +23,7 @@ from megatron_flex.runtime.editing import Editing
 from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.runtime.recorder import Recorder
 from megatron_flex.runtime.registry import Registry
+from megatron_flex.runtime.weak import weakly
 from megatron_flex.sites import GRAD, Site
 
 
@@ -66,7 +68,7 @@ class Firing(Changing):
         out = self._forward(module, hooks, key, local, layout, route)
         if site.followed and self.editing.modules and out.requires_grad:
             turned = self._turned(site, layout)
-            out.register_hook(partial(self._trains_whole, site.name, turned, layout, key))
+            out.register_hook(weakly(self._trains_whole, site.name, turned, layout, key))
         # In the first pass of a checkpointed region nothing is differentiated; its replay gets the hook.
         if not later or not torch.is_grad_enabled():
             return out
@@ -83,7 +85,8 @@ class Firing(Changing):
             dumped = turned
             if any(h.taker for h in later) and own != layout:
                 dumped = self._turned(site, own)
-            out.register_hook(partial(self._came_back, site.name, turned, dumped, module, seen, back))
+            owner = None if module is None else weakref.ref(module)
+            out.register_hook(weakly(self._came_back, site.name, turned, dumped, owner, seen, back))
         return out
 
     def _hand(
@@ -122,7 +125,7 @@ class Firing(Changing):
         name: str,
         turned: Callable[[], Layout | str],
         dumped: Callable[[], Layout | str],
-        module: Any,
+        owner: Callable[[], Any] | None,
         key: Key,
         route: Route | None,
         grad: Tensor,
@@ -137,7 +140,7 @@ class Firing(Changing):
             self.declared.told(name + GRAD, layout, grad)
         if isinstance(own, Layout):
             self._hand([h for h in self.registry.at(name) if h.backward], key, grad, own, route)
-        return self.gradient(name, layout, module, key, grad, route)
+        return self.gradient(name, layout, owner and owner(), key, grad, route)
 
     def _refuses(self, hook: HookFunction, name: str, key: Key, why: str, refuse: Callable[[], None]) -> None:
         """A place whose layout is not known is an error; a dump of a pattern leaves it out."""

@@ -19,6 +19,7 @@ from megatron_flex.adapters import Adapter, Undo
 from megatron_flex.collectives import Agreement, any_rank, checksum, combine, differing, make_equal, summed
 from megatron_flex.errors import HookError
 from megatron_flex.runtime.clock import Clock
+from megatron_flex.runtime.weak import weakly
 
 OUTSIDE = (
     "a gradient reached trainable parameter {name} outside the schedule, where it is not known which of "
@@ -155,7 +156,7 @@ class Trainable:
     def contain(self, whole: Tensor) -> None:
         """Make it an error that the loss of an editing function goes backward beyond what it was given."""
         if whole.grad_fn is not None:
-            whole.grad_fn.register_prehook(self._contained)
+            whole.grad_fn.register_prehook(weakly(self._contained))
 
     def _contained(self, _: Any) -> None:
         if self._doing:

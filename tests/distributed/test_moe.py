@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.test_matrix import GPT, VERSION, check
 from tests.support import gpt, oracle, ranks
@@ -89,10 +92,44 @@ def test_experts_on_eight_ranks(case: Case, cells: list[Any]) -> None:
     check(case, cells, None, edits)
 
 
-# -- what it costs, and what is refused ------------------------------------------------------------------
+# -- what is left, what it costs, and what is refused ---------------------------------------------------
 
 
 LAYER = "decoder.layers.0.mlp"
+ROUTER = f"{LAYER}.router:logits"
+
+
+def scaled(module: Any, inputs: Any, save_ctx: Any, modules: Any) -> Any:
+    return inputs * modules["scale"].weight
+
+
+def freed(case: Case, kind: str) -> tuple[bool, bool]:
+    """Whether a session, and the model, are freed once nobody has them."""
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    edits: dict[str, dict[str, Any]] = {
+        "gradient": {"hook_type": "tensor"},
+        "edited gradient": {"hook_type": "tensor", "editing_function": halved},
+        "leader": {"editing_function": halved, "run": "leader"},
+        "trained": {"editing_function": scaled},
+    }
+    flex = mf.FlexModel(chunks)
+    if kind == "trained":
+        flex.register_trainable_module("scale", torch.nn.Linear(1, 1, bias=False))
+    flex.register_hook(mf.HookFunction(ROUTER, **edits[kind]))
+    gpt.step(case, chunks, ranks.mine(chunks))
+    flex.restore()
+    found = [weakref.ref(flex.session), weakref.ref(chunks[0])]
+    del flex, chunks, edits
+    gc.collect()
+    return found[0]() is None, found[1]() is None
+
+
+@pytest.mark.parametrize("kind", ["gradient", "edited gradient", "leader", "trained"])
+def test_hooks_do_not_keep_a_model_of_experts(kind: str) -> None:
+    """Its dispatcher keeps the router's tensors with their graph, whose hooks must keep nothing."""
+    assert run(2, freed, of("moe tp2 ep2", tp=2, sp=True, ep=2, layers=1), kind) == [(True, True)] * 2
 
 
 def halved(module: Any, inputs: Any, save_ctx: Any, modules: Any) -> Any:

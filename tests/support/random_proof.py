@@ -35,8 +35,7 @@ from torch import Tensor, nn
 from tests.distributed import matrix
 from tests.distributed.matrix import BOUND, Cell, relative
 from tests.support import dumped, edit_table, gpt, measuring, oracle, random_cases, ranks, wish_table
-from tests.support.pool import RankError
-from tests.support.pool import run_alone as run  # shared memory stays mapped in some cases of experts
+from tests.support.pool import RankError, run
 from tests.support.random_cases import QUIET, Draw, Hook, matched
 
 Tensors = dict[tuple[str, str], list[Tensor]]  # by site and check

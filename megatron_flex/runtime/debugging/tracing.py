@@ -15,6 +15,7 @@ from megatron_flex.runtime.debugging.telling import to_stderr
 from megatron_flex.runtime.firing import Firing
 from megatron_flex.runtime.hooks import HookFunction, name_of
 from megatron_flex.runtime.locally import Way
+from megatron_flex.runtime.weak import weakly
 
 
 @dataclass
@@ -136,7 +137,7 @@ class Tracer:
         self.say(seen.describe())
         self._follow(seen, out)
         if whole.grad_fn is not None:
-            _deepest(whole.grad_fn).register_hook(lambda *_: self._close())
+            _deepest(whole.grad_fn).register_hook(weakly(self._close))
         return out
 
     def _on_part(
@@ -162,7 +163,7 @@ class Tracer:
         if out is not local:
             self._follow(seen, out)
             if local.grad_fn is not None:
-                local.grad_fn.register_prehook(lambda _: self._close())
+                local.grad_fn.register_prehook(weakly(self._close))
         return out
 
     def _follow(self, seen: Pass, out: Tensor) -> None:
@@ -171,14 +172,14 @@ class Tracer:
         if first is None:
             return
 
-        def begins(_: Any) -> None:
-            self._close()
-            self._open = seen
-            meter.sink = seen.back.append
+        first.register_prehook(weakly(self._begin, seen))
 
-        first.register_prehook(begins)
+    def _begin(self, seen: Pass, _: Any) -> None:
+        self._close()
+        self._open = seen
+        meter.sink = seen.back.append
 
-    def _close(self) -> None:
+    def _close(self, *_: Any) -> None:
         if self._open is not None:
             seen, self._open, meter.sink = self._open, None, None
             self.say(seen.describe_back())

@@ -242,17 +242,17 @@ class Scopes:
                 tickets = [ticket for ticket, _ in mine]
                 # Of what every rank has made, the leader alone may have read: then its account counts.
                 spread = self.led and self.shared and not led and not self.alone
-                take = partial(self._take, self.begin(), tickets, holders if spread else None, leads)
+                take = partial(_take, self.begin(), tickets, holders if spread else None, leads)
                 whole = cast(Tensor, Anchor.apply(whole, take, *(t for _, t in mine)))  # type: ignore[no-untyped-call]
         return whole
 
-    def _take(
-        self, micro: Micro, tickets: list[Ticket], holders: Mesh | None, leads: bool
-    ) -> list[Tensor | None]:
-        found = {n: micro.account.pop(t) for n, t in enumerate(tickets) if t in micro.account}
-        if holders is not None:
-            found = unpack(share(pack(found, _impossible) if leads else None, holders))
-        return [found.get(n) for n in range(len(tickets))]
+
+def _take(micro: Micro, tickets: list[Ticket], holders: Mesh | None, leads: bool) -> list[Tensor | None]:
+    """Gradients of saved tensors, in the order of their tickets; None for one that nobody used."""
+    found = {n: micro.account.pop(t) for n, t in enumerate(tickets) if t in micro.account}
+    if holders is not None:
+        found = unpack(share(pack(found, _impossible) if leads else None, holders))
+    return [found.get(n) for n in range(len(tickets))]
 
 
 def _unchanged(frame: Frame, function: Callable[[], Tensor]) -> Tensor:
