@@ -176,6 +176,7 @@ def in_words(pattern: Pattern) -> str:
     )
 
 
+GLOB = re.compile(r"[*?\[]")  # what makes a name a pattern
 GLOBS = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
 
 
@@ -207,6 +208,9 @@ class SiteTable:
             if site.name in self._sites:
                 raise SiteError(f"site {site.name!r} was found twice; a name must stand for one place")
             self._sites[site.name] = site
+        self._of_module: dict[str, list[Site]] = {}
+        for site in self:
+            self._of_module.setdefault(site.module, []).append(site)
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self._sites.values())
@@ -246,9 +250,10 @@ class SiteTable:
             return self._chosen(pattern, point)
         path, colon, named = pattern.partition(":")
         wanted = named if colon else point
+        here = self if GLOB.search(path) else self._of_module.get(path, ())
         found = [
             s
-            for s in self
+            for s in here
             if _glob(path).fullmatch(s.module) and (wanted is None or _glob(wanted).fullmatch(s.point))
         ]
         if not found:

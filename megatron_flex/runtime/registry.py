@@ -88,7 +88,9 @@ class Registry:
         self._check_kept(entry)
         hook.stand([*entry.sites, *(Site(p.name, p.layout, p.shape, p.stage) for p in entry.parameters)])
         self._expected |= self._shapes(entry)
-        self._set([*self.entries, entry])
+        self.entries = [*self.entries, entry]
+        self.version += 1
+        self._put(entry)
         return entry
 
     def _leaf(self, site: Site, index: int) -> Site:
@@ -204,16 +206,26 @@ class Registry:
         self._stand()
 
     def _stand(self) -> None:
-        self._wanted = [e for e in self.entries if e.always or self._takes(e.hook.tags, e.hook.enabled)]
-        self.active = [e for e in self._wanted if e.hook not in self._resting]
-        self._at = {}
-        for entry in self.active:
-            for name in entry.names:
-                self._at.setdefault(name, []).append(entry.hook)
-        self._standing = {
-            n: ([h for h in hooks if not h.backward], [h for h in hooks if h.backward])
-            for n, hooks in self._at.items()
-        }
+        self._wanted, self.active, self._at, self._standing = [], [], {}, {}
+        for entry in self.entries:
+            self._put(entry)
+
+    def _put(self, entry: Registered) -> None:
+        """Let a hook stand behind those that do, if groups and switches let it."""
+        if not (entry.always or self._takes(entry.hook.tags, entry.hook.enabled)):
+            return
+        self._wanted.append(entry)
+        if entry.hook in self._resting:
+            return
+        self.active.append(entry)
+        for name in entry.names:
+            forward, backward = self._standing.get(name, NONE)
+            self._at[name] = [*self._at.get(name, ()), entry.hook]
+            if entry.hook.backward:
+                backward = [*backward, entry.hook]
+            else:
+                forward = [*forward, entry.hook]
+            self._standing[name] = forward, backward
 
     def groups(self) -> dict[str, list[HookFunction]]:
         """The hooks of each group, in the order of registration; a group without any does not exist."""

@@ -124,7 +124,8 @@ class Session:
         except Exception:
             self.registry.remove(hook)
             raise
-        self.standing.retap()
+        if any(e is entry for e in self.registry.active[-1:]):
+            self.standing.tap(entry)
 
     def remove(self, hook: HookFunction) -> None:
         """Take a hook out, on every rank alike; a tap that no hook needs goes with it."""

@@ -10,7 +10,7 @@ from megatron_flex.collectives import any_rank, everyone
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.firing import Firing, Place
 from megatron_flex.runtime.hooks import HookFunction
-from megatron_flex.runtime.registry import Registry
+from megatron_flex.runtime.registry import Registered, Registry
 from megatron_flex.sites import Site
 
 
@@ -40,16 +40,20 @@ class Standing:
         for name in [n for n in self._taps if not self.registry.at(n)]:
             self._taps.pop(name)()
         for entry in self.registry.active:
-            for site in entry.sites:
-                first = self.own.get(site.place)
-                own = first and first.leaf(site.index)
-                if own is not None and own.tap is not None and own.name not in self._taps:
-                    self._taps[own.name] = own.tap.install(Place(self.firing, own))
-            for told in entry.parameters:
-                mine = self._own_parameters.get(told.name)
-                if mine is not None and mine.parameter is not None and mine.name not in self._taps:
-                    react = partial(self.firing.parameter, mine)
-                    self._taps[mine.name] = mine.parameter.register_hook(react).remove
+            self.tap(entry)
+
+    def tap(self, entry: Registered) -> None:
+        """Have taps where a hook stands that is active."""
+        for site in entry.sites:
+            first = self.own.get(site.place)
+            own = first and first.leaf(site.index)
+            if own is not None and own.tap is not None and own.name not in self._taps:
+                self._taps[own.name] = own.tap.install(Place(self.firing, own))
+        for told in entry.parameters:
+            mine = self._own_parameters.get(told.name)
+            if mine is not None and mine.parameter is not None and mine.name not in self._taps:
+                react = partial(self.firing.parameter, mine)
+                self._taps[mine.name] = mine.parameter.register_hook(react).remove
 
     def take_out(self) -> None:
         """Take all taps out."""
