@@ -75,7 +75,8 @@ PY
 
 make_venv() { # NAME PYTHON EXTRAS [REQUIREMENT...] -> path of the environment's Python
   # Installs this repository (editable) with those extras, such as megatron,dev. Does nothing where a stamp says that
-  # the same was installed before; a new Python or a half-made environment starts afresh; anything else is installed on top.
+  # the same was installed before; a new Python or a half-made environment starts afresh; anything else, such as another
+  # checkout that has the same FLEX_VENVS, is installed on top.
   local name=$1 python=$2 extras=$3
   shift 3
   local dir=$FLEX_VENVS/$name base want began=$SECONDS
@@ -83,8 +84,8 @@ make_venv() { # NAME PYTHON EXTRAS [REQUIREMENT...] -> path of the environment's
   exec 9>"$FLEX_VENVS/$name.lock"
   "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' # held by descriptor 9: a second run waits for the first
 
-  base=$(hash_of "$python" "$FLEX_ROOT" "$dir")
-  want="$base $(hash_of "$python" "$extras" "$@" "@$FLEX_ROOT/setup.py" "@$FLEX_ROOT/megatron_flex/version.py" \
+  base=$(hash_of "$python" "$dir")
+  want="$base $(hash_of "$python" "$FLEX_ROOT" "$extras" "$@" "@$FLEX_ROOT/setup.py" "@$FLEX_ROOT/megatron_flex/version.py" \
     "@$FLEX_ROOT/scripts/constraints.txt")"
   if ! [ -x "$dir/bin/python" ] || [ "$(cut -d' ' -f1 "$dir/flex-stamp" 2>/dev/null)" != "$base" ]; then
     say "making the environment $name with $python …"
