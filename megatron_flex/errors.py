@@ -42,3 +42,16 @@ def nearest(name: str, names: Iterable[str], count: int = 3) -> str:
     """Return `": nearest are a, b"` for the names closest to `name`, or an empty string."""
     found = get_close_matches(name, list(names), n=count, cutoff=0.4)
     return f"; nearest: {', '.join(found)}" if found else ""
+
+
+def described(error: BaseException) -> str:
+    """An error's kind and text in one line; its kind alone if the text cannot be had.
+
+    The error may be of a person's own class, whose `__str__` raises: no rank may stop over that.
+    """
+    kind = "" if isinstance(error, FlexError) else type(error).__name__
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # of a person's own class
+        text = ""
+    return f"{kind}: {text}" if kind and text else kind or text

@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from megatron_flex.collectives import from_leader, leads, replicas, towards_leader
-from megatron_flex.errors import FlexError, HookError
+from megatron_flex.errors import FlexError, HookError, described
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
@@ -168,7 +168,7 @@ class Editing:
     def _refused(self, hook: HookFunction, key: Key, name: str, error: Exception) -> None:
         self.note(
             f"{_where(hook, key)}: save_ctx.{name} cannot be sent to the other ranks of the stage "
-            f"({type(error).__name__}: {error}); save tensors, numbers, strings or what can be pickled",
+            f"({described(error)}); save tensors, numbers, strings or what can be pickled",
             error,
         )
 
@@ -198,8 +198,7 @@ class Editing:
         if error is None:
             return f"{_where(hook, key)}: {ELSEWHERE}"
         line = "" if isinstance(error, FlexError) else f" in {users_line(error)}"
-        kind = "" if isinstance(error, FlexError) else f"{type(error).__name__}: "
-        return f"{_where(hook, key)}: {kind}{' '.join(str(error).split())}{line}"
+        return f"{_where(hook, key)}: {described(error)}{line}"
 
     def check_shapes(self, hooks: list[HookFunction], key: Key, shape: Sequence[int]) -> None:
         """Compare a whole's shape with what hooks expect."""

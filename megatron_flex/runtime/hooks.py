@@ -9,7 +9,7 @@ from typing import Literal, cast
 
 from torch import Tensor, nn
 
-from megatron_flex.errors import FlexError, HookError
+from megatron_flex.errors import FlexError, HookError, described
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.groups import checked_tags
 from megatron_flex.runtime.selecting import INDICES, Reduction, Select, Wanted
@@ -223,7 +223,7 @@ def for_site(edit: EditingFunction, site: Site) -> EditingFunction:
         raise
     except Exception as error:  # what a person wrote, before any step: it never stands, whatever on_error
         raise HookError(
-            f"{name_of(edit)} cannot stand at {site.name}: for_site raised {type(error).__name__}: {error}"
+            f"{name_of(edit)} cannot stand at {site.name}: for_site raised {described(error)}"
         ) from error
 
 

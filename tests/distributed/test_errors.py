@@ -296,3 +296,53 @@ def test_packed_sequences_under_context_parallelism() -> None:
     said = run(4, packed, Case("cp2 pp2", cp=2, pp=2, layers=2))
     assert all("do without packing" in s for s in said), said
     assert run(1, packed, Case("cp1", layers=2)) == [""]
+
+
+# -- edits without a file, and errors without a text --------------------------------------------------
+
+
+SOURCE = """
+def edit(module, inputs, save_ctx, modules):
+    if fails:
+        raise error
+    return inputs
+"""
+
+
+class Mute(Exception):
+    """An error of a person's own, whose text cannot be had."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def without_a_file(case: Case, file: str, error: Exception, stage: int) -> str:
+    """What a step says whose edit, compiled from a text, fails on one stage; dry runs do not find it."""
+    import megatron_flex as mf
+
+    chunks = ranks.start(case)
+    knobs.dry_run = False
+    names = {"fails": False, "error": error}
+    exec(compile(SOURCE, file, "exec"), names)
+    flex = mf.FlexModel(chunks)
+    edit: Any = names["edit"]
+    flex.register_forward_hook(mf.HookFunction(f"decoder.layers.{1 + 2 * stage}", editing_function=edit))
+    names["fails"] = True
+    return ranks.step_says(case, chunks, flex)
+
+
+@pytest.mark.parametrize("file", ["<string>", "<stdin>", "script.py", "./script.py", "", "<frozen mine>"])
+def test_an_edit_without_a_folder_fails_on_all_ranks(file: str) -> None:
+    """As of `python -c`, a prompt, `exec`, and a script that is run by a relative path."""
+    for stage in (0, 1):
+        answers = run(4, without_a_file, GRID, file, ValueError("on purpose"), stage, timeout=60)
+        assert len(set(answers)) == 1
+        assert "ValueError: on purpose in " in answers[0]
+        if not file.startswith("<frozen"):
+            assert f"in {file}:4" in answers[0]
+
+
+def test_an_error_without_a_text_is_raised_on_all_ranks() -> None:
+    answers = run(4, without_a_file, GRID, __file__, Mute(), 0, timeout=60)
+    assert len(set(answers)) == 1
+    assert ": Mute in " in answers[0]

@@ -26,16 +26,27 @@ def users_place(error: BaseException) -> tuple[str, int] | None:
     """File and line of the person's code in which an error came up, and not of what that called.
 
     Of their files those in the folder of the first one, and below it, count as theirs; torch, the standard
-    library and this package do not.
+    library and this package do not. Code without a file (`python -c`, `exec`, a prompt) is by itself.
     """
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [f for f in frames if not _library(f.filename)]
     if not theirs:
         return None
-    home = str(Path(theirs[0].filename).parent)
-    near = [f for f in theirs if f.filename.startswith(home)]
-    frame = [f for f in near if INSTALLED in home or INSTALLED not in f.filename][-1]
+    first = theirs[0].filename
+    home = _folder(first)
+    near = [f for f in theirs if f.filename == first or (home is not None and _is_below(f.filename, home))]
+    frame = [f for f in near if INSTALLED in first or INSTALLED not in f.filename][-1]
     return frame.filename, frame.lineno or 0
+
+
+def _folder(file: str) -> Path | None:
+    """The folder of a file; None of what a traceback names in angle brackets, which is no file."""
+    return None if file.startswith("<") else Path(file).absolute().parent
+
+
+def _is_below(file: str, home: Path) -> bool:
+    folder = _folder(file)
+    return folder is not None and folder.is_relative_to(home)
 
 
 def _library(file: str) -> bool:

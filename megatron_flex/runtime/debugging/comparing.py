@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.collectives import gather_whole
+from megatron_flex.errors import described
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.editing import call_editing
 from megatron_flex.runtime.firing import Firing
@@ -54,7 +55,7 @@ class Comparing:
                         with same_stream(key, index, whole):
                             whole = call_editing(find, module, whole.clone(), Namespace(), nn.ModuleDict())
             except Exception as error:  # a person's function, which had parts before; no rank may stop here
-                self._note(key, f"{words} ran on ranks' parts, but fails on the whole: {error}")
+                self._note(key, f"{words} ran on ranks' parts, but fails on the whole: {described(error)}")
                 return
             far, most = difference(got, whole)
         room = max(BOUND, 8 * torch.finfo(got.dtype).eps) * most if got.is_floating_point() else 0.0

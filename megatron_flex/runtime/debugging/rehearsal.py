@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron_flex.adapters import Adapter, ParameterSite
 from megatron_flex.collectives import everyone, is_leader
-from megatron_flex.errors import FlexWarning, HookError
+from megatron_flex.errors import FlexWarning, HookError, described
 from megatron_flex.knobs import knobs
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
@@ -213,7 +213,7 @@ def _failure(
     own = (function.__code__.co_filename, function.__code__.co_firstlineno) if function else ("<unknown>", 0)
     wrong = isinstance(error, HookError)
     place = own if wrong else users_place(error) or own
-    what = str(error) if wrong else f"{type(error).__name__}: {error}".replace("\n", " ")
+    what = described(error)
     where = f"{name_of(edit)} ({place[0]}:{place[1]})"
     text = f"hook ({hook.describe()}) tried at {site.name} on {dtype} {tuple(shape)}: {what}, in {where}"
     return Failure(text, wrong, error, place)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_flex.collectives import Message, Relay, is_leader, pack, replicas, share, unpack
+from megatron_flex.errors import described
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.clock import Clock
@@ -237,7 +238,7 @@ class Passing:
 
     def _refused(self, key: Any, error: Exception) -> None:
         self._note(
-            f"save_ctx.{key[1]} cannot be sent to the next pipeline stage ({type(error).__name__}: {error}), "
+            f"save_ctx.{key[1]} cannot be sent to the next pipeline stage ({described(error)}), "
             f"iteration {self.clock.iteration}, microbatch {self.clock.microbatch}; save tensors, numbers, "
             "strings or what can be pickled",
             error,
