@@ -79,6 +79,20 @@ class Part(NamedTuple):
     why: str
 
 
+class FollowedGradient(Protocol):
+    """Tells in which layout the gradient of a parameter comes."""
+
+    def want(self) -> Undo:
+        """Have calls of the model followed until the returned function is called."""
+
+    def gradient(self, layout: Layout) -> Layout | str:
+        """The layout of the gradient of one backward pass, or why it is not known.
+
+        Args:
+            layout: the parameter's.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterSite:
     """A parameter, whose gradient can be hooked.
@@ -99,6 +113,8 @@ class ParameterSite:
             says what is cut. `layout` and `shape` are then those of the local parameter.
         local: the shape of what `Adapter.value` gives for it.
         sharded: whether `parameter` is only a part of that, or is kept in a form of its own.
+        followed: what tells in which layout its gradient comes, where that depends on how the model uses it;
+            None where `layout` tells.
     """
 
     name: str
@@ -113,10 +129,11 @@ class ParameterSite:
     chunk: int = 0
     local: tuple[int, ...] = ()
     sharded: bool = False
+    followed: FollowedGradient | None = field(default=None, compare=False, repr=False)
 
     def remote(self) -> ParameterSite:
         """The parameter as ranks know it that do not own it."""
-        return replace(self, parameter=None)
+        return replace(self, parameter=None, followed=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +231,10 @@ class Adapter(Protocol):
         """
 
     def shares(self, name: str) -> tuple[str, ...] | None:
-        """The axes over which each rank has a summand of a parameter's gradient that nothing adds up.
+        """The axes over which each rank has a share of a parameter's gradient that nothing has added up.
 
-        Beside those that its layout names; None where that is not known yet.
+        Of what is left behind the backward pass, beside the axes that its layout names. None where that is
+        not known, or not yet.
         """
 
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:

@@ -254,6 +254,10 @@ class Styles:
             rule = replace(rule, outputs=self._local(last.device_mesh, last.outputs, _width(module)))
         return rule
 
+    def sums_gradients(self, module: nn.Module) -> bool:
+        """Whether the gradients of its parameters are summed over the ranks behind the backward pass."""
+        return transformers_tp.sums_gradients(module)
+
     def opened(self, tap: Tap) -> Tap:
         """A tap that opens DTensors."""
         return Open(tap, self.mesh)

@@ -28,7 +28,7 @@ from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Site, Tap
 
 if TYPE_CHECKING:
-    from megatron_flex.adapters.following import Follower
+    from megatron_flex.adapters.following import FollowedParameter, Follower
 
 
 class Modules:
@@ -68,6 +68,10 @@ class Modules:
         owned = (f"{n}.{own}" for n, m in self._named if m in placing for own in m._parameters)
         told = (k.name for k in self.keeping.parameters() if k.layout is not None)
         self._settled = {*owned, *told, *self._layouts()}
+        # Parameters whose gradients a module of theirs sums over tensor parallel ranks, once they are there.
+        sums = getattr(self.rules, "sums_gradients", None)
+        summing = ((n, m) for n, m in self._named if sums is not None and sums(m))
+        self._summed = {f"{n}.{own}" if n else own for n, m in summing for own in m._parameters}
 
     def rename(self, own: str) -> None:
         """Give the outermost module a name."""
@@ -160,7 +164,8 @@ class Modules:
             shape = whole_shape(layout, kept.shape, self.mesh.sizes)
             said = found is None and self.follower is None  # by a person, or nobody
             site = ParameterSite(kept.name, layout, shape, kept.parameter, stage, inferred=said)
-            out.append(replace(site, hidden=kept.hidden, local=kept.shape, sharded=kept.sharded))
+            site = replace(site, hidden=kept.hidden, local=kept.shape, sharded=kept.sharded)
+            out.append(replace(site, followed=self._followed(kept.name)))
         return out
 
     def _layouts(self) -> dict[str, Layout]:
@@ -188,9 +193,17 @@ class Modules:
         """A parameter, whole but for tensor parallelism."""
         return self.keeping.value(parameter)
 
+    def _followed(self, name: str) -> FollowedParameter | None:
+        """What tells the layout of a parameter's gradient, if neither a layout nor a module does."""
+        if self.follower is None or name in self._settled:
+            return None
+        from megatron_flex.adapters.following import FollowedParameter
+
+        return FollowedParameter(self.follower, name)
+
     def shares(self, name: str) -> tuple[str, ...] | None:
         """Of a parameter between parallel modules: what was found when a call was followed."""
-        if self.follower is None or name in self._settled:
+        if self.follower is None or name in self._settled or name in self._summed:
             return ()
         return self.follower.shared.get(name, ()) if self.follower.calls else None
 

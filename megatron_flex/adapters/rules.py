@@ -65,6 +65,9 @@ class Rules(Protocol):
         """What is known of a module; None of one that is not the framework's.
 
         What happens inside of a known module is its own; between known modules, layouts are followed.
+        Rules may have two methods more: `opened(tap)`, the tap as tensors that tell their layouts want it,
+        and `sums_gradients(module)`, whether the gradients of a module's parameters are summed over the
+        tensor parallel ranks behind the backward pass.
         """
 
 

@@ -114,33 +114,36 @@ class Sharded:
             return Kept(name, parameter, tuple(parameter.shape))
         dims = [Dim() for _ in placing.shape]
         shape = list(placing.shape)
-        for placement, axis in self._placed(name, placing):
-            dim, size = placement.dim, self.mesh[axis].size
+        for dim, pieces, axis in self._placed(name, placing):
+            size = self.mesh[axis].size
             length = -(-shape[dim] // size)
             keep = None if shape[dim] % size == 0 else shape[dim]
-            dims[dim], shape[dim] = Dim("", (Cut(axis),), keep=keep), length
+            dims[dim], shape[dim] = Dim("", (Cut(axis),), segments=(1,) * pieces, keep=keep), length
         hidden = BESIDE if self.units else WRAPPED
         return Kept(name, parameter, tuple(shape), hidden, Layout(tuple(dims)), sharded=True)
 
-    def _placed(self, name: str, placing: Placing) -> Iterator[tuple[Any, str]]:
-        """The placements that cut a parameter over other than data parallel ranks.
+    def _placed(self, name: str, placing: Placing) -> Iterator[tuple[int, int, str]]:
+        """How a parameter is cut beside data parallel ranks: which dim, in how many pieces, over which axis.
+
+        Several pieces are those of packed weights, `[gate | up]`, of which a rank has a part of each.
 
         Raises:
             FlexError: it is cut in a way that no layout tells.
         """
-        from torch.distributed.tensor import Shard
-
         cut: set[int] = set()
         for placement, axis in zip(placing.placements, self._axes(placing), strict=True):
             if axis in ("", "dp") or placement.is_replicate():
                 continue
-            if type(placement) is not Shard or placement.dim in cut:
+            pieces = _pieces(placement)
+            dim = placement.dim % len(placing.shape) if pieces else -1
+            even = pieces == 1 or (pieces and placing.shape[dim] % (pieces * self.mesh[axis].size) == 0)
+            if not even or dim in cut:
                 raise FlexError(
                     f"{name} is placed as {placing.placements} over {axis}, and how that cuts it is not "
                     "known; cut each dim over one axis of the mesh, in equal parts"
                 )
-            cut.add(placement.dim)
-            yield placement, axis
+            cut.add(dim)
+            yield dim, pieces, axis
 
     def _axes(self, placing: Placing) -> list[str]:
         return axes_of(placing.device_mesh, self.mesh)
@@ -229,8 +232,8 @@ class Sharded:
     def _unpadded(self, parameter: Any, placing: Placing) -> tuple[int, ...]:
         """This rank's part of the shape that `value` gives, where that does not divide."""
         shape = list(self._shape(parameter))
-        for placement, axis in self._placed("", placing):
-            dim, at = placement.dim, self.mesh[axis].coord
+        for dim, _, axis in self._placed("", placing):
+            at = self.mesh[axis].coord
             shape[dim] = max(0, min(shape[dim], placing.shape[dim] - at * shape[dim]))
         return tuple(shape)
 
@@ -284,6 +287,16 @@ class Sharded:
     def _groups(self) -> Iterator[Any]:
         for unit in self.units:
             yield from _groups_of(unit)
+
+
+def _pieces(placement: Any) -> int:
+    """How many pieces of a dim a placement cuts, each over all ranks of its axis; 0 if it cuts otherwise."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if isinstance(placement, _StridedShard):
+        return int(placement.split_factor)
+    return int(type(placement) is Shard)
 
 
 def _dtensor(local: Tensor, placing: Placing, placements: Sequence[Any]) -> Any:

@@ -42,6 +42,18 @@ def style_of(module: nn.Module) -> tuple[Any, Any] | None:
     return style, device_mesh
 
 
+def sums_gradients(module: nn.Module) -> bool:
+    """Whether a style sums the gradients of a module's parameters over the ranks behind the backward pass.
+
+    `ReplicatedWithGradAllReduce` does, of norms over the heads of a rank: each rank's gradient comes as a
+    share, and what is left in `.grad` is the sum.
+    """
+    forward = vars(module).get("forward")
+    made = getattr(forward, "__qualname__", "").partition(".")[0]
+    ours = getattr(forward, "__module__", "") == f"{PACKAGE}.tensor_parallel"
+    return ours and made == "ReplicatedWithGradAllReduce"
+
+
 def rule_of(module: nn.Module, tell: Any) -> Rule | None:
     """What a module's style says; None if tensors pass the module as they came.
 

@@ -185,7 +185,13 @@ class Firing(Changing):
         """Pass a parameter's local gradient through the hooks that want it."""
         key = self.clock.key(site.name + GRAD)
         layout = self.declared.layout(site, key, grad) if site.inferred else site.layout
-        return self.gradient(site.name, layout.gradient(), None, key, grad)
+        found = layout.gradient() if site.followed is None else site.followed.gradient(layout)
+        if isinstance(found, str):
+            for hook in (h for h in self.registry.at(site.name) if h.backward):
+                self._refuses(hook, site.name, key, found, partial(_no_gradient, site.name, found))
+            self._backward_seen()
+            return None
+        return self.gradient(site.name, found, None, key, grad)
 
     def gradient(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 
+from torch import Tensor
+
 from megatron_flex.adapters import ParameterSite, Undo
 from megatron_flex.collectives import any_rank, everyone
 from megatron_flex.mesh import Mesh
@@ -52,8 +54,19 @@ class Standing:
         for told in entry.parameters:
             mine = self._own_parameters.get(told.name)
             if mine is not None and mine.parameter is not None and mine.name not in self._taps:
-                react = partial(self.firing.parameter, mine)
-                self._taps[mine.name] = mine.parameter.register_hook(react).remove
+                self._taps[mine.name] = self._hooked(mine, mine.parameter)
+
+    def _hooked(self, site: ParameterSite, parameter: Tensor) -> Undo:
+        """Pass a parameter's gradients on, and have the calls followed that tell their layout."""
+        undo = parameter.register_hook(partial(self.firing.parameter, site)).remove
+        forget = None if site.followed is None else site.followed.want()
+
+        def remove() -> None:
+            undo()
+            if forget is not None:
+                forget()
+
+        return remove
 
     def take_out(self) -> None:
         """Take all taps out."""

@@ -226,9 +226,9 @@ class Survey:
         wrong = [name for name, axes in zip(names, found, strict=True) if axes]
         if wrong:
             raise FlexError(
-                f"each rank has another gradient of {wrong[0]}, and how they make the whole is not known "
-                "before a call of the model was followed; have a hook at some module's input or output while "
-                "it runs"
+                f"each rank has another gradient of {wrong[0]}, and how they make the whole is not known: no "
+                "call of the model was followed, or those that were do not tell; have a hook at some "
+                "module's input or output while it runs, or read the ranks' shares yourself"
             )
 
     def _copy(self, name: str, axes: set[str]) -> dict[str, int]:

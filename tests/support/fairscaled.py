@@ -36,11 +36,14 @@ class Rules:
 
 
 def start(size: int) -> None:
-    """Fairscale's groups: all ranks in one."""
+    """Fairscale's groups: all ranks in one, whatever an earlier test of these ranks had."""
     from fairscale.nn.model_parallel import initialize
 
-    if not initialize.model_parallel_is_initialized():
-        initialize.initialize_model_parallel(size)
+    if initialize.model_parallel_is_initialized():
+        if initialize.get_model_parallel_world_size() == size:
+            return
+        initialize.destroy_model_parallel()
+    initialize.initialize_model_parallel(size)
 
 
 def parts(gather: bool = True) -> llama.Parts:

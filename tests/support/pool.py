@@ -120,8 +120,9 @@ class Pool:
                 deadline = min(deadline, time.monotonic() + GRACE)
             left = deadline - time.monotonic()
             if left <= 0:
+                why = "waited for a rank that failed" if errors else f"did not finish within {timeout:g} s"
                 for number in waiting.values():
-                    errors.setdefault(number, f"did not finish within {timeout:g} s")
+                    errors.setdefault(number, why)
                 break
             for pipe in wait(list(waiting), left):
                 number = waiting.pop(pipe)  # type: ignore[index]

@@ -40,7 +40,7 @@ NOT_DRAWN = {"compat", "cpu", "version"}  # the diagram of the README may leave 
 MAY_IMPORT_ANYTHING = {"__init__", "__main__"}  # files directly in megatron_flex
 MAY_IMPORT_UPSTREAM = {"adapters", "launch", "cpu"}  # and the folder patches/
 
-MAX_FILE_LINES = 350
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 
 
@@ -145,7 +145,7 @@ def check_sizes(path: str, source: str) -> list[str]:
     wrong = []
     lines = len(source.splitlines())
     if lines > MAX_FILE_LINES:
-        wrong.append(f"{path}: {lines} lines, at most {MAX_FILE_LINES}: there is a second room in it")
+        wrong.append(f"{path}: {lines} lines, at most {MAX_FILE_LINES}: it holds a second idea")
     for node in ast.walk(ast.parse(source, path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = node.end_lineno - node.lineno + 1

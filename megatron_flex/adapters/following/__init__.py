@@ -5,6 +5,6 @@ in a call of the model: `rules` tell the mark of a result by those of the operan
 was found.
 """
 
-from megatron_flex.adapters.following.follower import Followed, Follower
+from megatron_flex.adapters.following.follower import Followed, FollowedParameter, Follower
 
-__all__ = ["Followed", "Follower"]
+__all__ = ["Followed", "FollowedParameter", "Follower"]

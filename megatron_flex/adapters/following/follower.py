@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Fire
 
 Place = tuple[str, int]  # a site, and which of the tensors that pass there
+PARAMETER = -1  # in place of that number: the site is a parameter
 
 
 @dataclass
@@ -94,14 +96,39 @@ class Followed:
     def install(self, fire: Fire) -> Undo:
         """Inject `fire` by way of the other tap."""
         undo = cast(Undo, self.tap.install(Telling(fire, self)))
-        self.follower.wanted[self.place] += 1
+        forget = self.follower.want(self.place)
 
         def remove() -> None:
             undo()
-            self.follower.wanted[self.place] -= 1
-            self.follower.wanted += Counter()  # drops what is not wanted any more
+            forget()
 
         return remove
+
+
+@dataclass(frozen=True, eq=False)
+class FollowedParameter:
+    """A parameter between parallel modules, whose uses say of what kind its gradient is.
+
+    Attributes:
+        follower: whom it asks.
+        name: the parameter's.
+    """
+
+    follower: Follower
+    name: str
+
+    @property
+    def place(self) -> Place:
+        """What it is called among places."""
+        return self.name, PARAMETER
+
+    def want(self) -> Undo:
+        """Have calls followed until the returned function is called."""
+        return self.follower.want(self.place)
+
+    def gradient(self, layout: Layout) -> Layout | str:
+        """The layout in which the gradient of one backward pass comes, or why it is not known."""
+        return self.follower.turned_at(self.place, layout)
 
 
 class Follower:
@@ -114,8 +141,8 @@ class Follower:
         root: the model.
         known: the modules of which rules tell.
         wanted: the places that are hooked.
-        shared: the parameters of which each rank has a share of the gradient, and over which axes; as far as
-            calls were followed.
+        shared: the parameters of which each rank has a share of the gradient, and over which axes; None of
+            those whose uses do not tell. As far as calls were followed.
         calls: how many were.
         entering: what is told of the first tensors that the model is called with; those that nobody tells of
             all ranks of a sample have alike.
@@ -125,7 +152,7 @@ class Follower:
     def __init__(self, root: nn.Module, known: Mapping[nn.Module, Rule], mesh: Mesh) -> None:
         self.root, self.known, self.mesh = root, known, mesh
         self.wanted: Counter[Place] = Counter()
-        self.shared: dict[str, tuple[str, ...]] = {}
+        self.shared: dict[str, tuple[str, ...] | None] = {}
         self.calls = 0
         self._answers: dict[Hashable, dict[Place, list[Answer]]] = {}
         self._now: dict[Place, list[Answer]] = {}  # of this kind of call, or the last one
@@ -153,6 +180,16 @@ class Follower:
             beside: what that rule says of the tensors behind the first.
         """
         return Followed(tap, self, site, rule, gets, beside=beside)
+
+    def want(self, place: Place) -> Undo:
+        """Have calls followed that pass a place, until the returned function is called."""
+        self.wanted[place] += 1
+
+        def forget() -> None:
+            self.wanted[place] -= 1
+            self.wanted += Counter()  # drops what is not wanted any more
+
+        return forget
 
     # -- at a place ------------------------------------------------------------------------------------
 
@@ -206,13 +243,14 @@ class Follower:
             return layout.gradient
         here = self._all(tap.place) if replaying() or not self._calls else self._now
 
-        def tell() -> Layout | str:
-            kinds = {a.ends or frozenset() for a in here.get(tap.place, [])}
-            if len(kinds) > 1:
-                return "it is used differently each time that the module runs"
-            return turned(next(iter(kinds), frozenset()), layout)
+        return partial(_turned, here, tap.place, layout)
 
-        return tell
+    def turned_at(self, place: Place, layout: Layout) -> Layout | str:
+        """Likewise of a parameter, in the backward pass of calls that were followed."""
+        here = self._all(place)
+        if not here[place]:
+            return "the model was called before the hook was there, or a part of it by itself; call the model"
+        return _turned(here, place, layout)
 
     def _all(self, place: Place) -> dict[Place, list[Answer]]:
         """What was found at a place in all kinds of calls: recomputation does not tell of which it is."""
@@ -252,14 +290,26 @@ class Follower:
                 self._answers.pop(kind, None)
         self.calls += 1
         for name, tensor in named_parameters(self.root):
-            found = turned(trace.mark(tensor).node.found(), Layout(()))
-            if isinstance(found, Layout) and found.partial:
+            ends = trace.mark(tensor).node.found()
+            if (name, PARAMETER) in self.wanted:
+                self._now[name, PARAMETER] = [Answer(WHOLE, tensor.ndim, ends)]
+            found = turned(ends, Layout(()))
+            if isinstance(found, str):
+                self.shared[name] = None
+            elif found.partial:
                 self.shared[name] = found.partial
         for answers in self._now.values():
             for answer in answers:
                 if answer.window is not None:
                     answer.ends, answer.window = answer.window.found(), None
         return output
+
+
+def _turned(here: Mapping[Place, list[Answer]], place: Place, layout: Layout) -> Layout | str:
+    kinds = {a.ends or frozenset() for a in here.get(place, [])}
+    if len(kinds) > 1:
+        return "it is used differently each time that the module runs"
+    return turned(next(iter(kinds), frozenset()), layout)
 
 
 def turned(ends: Ends, layout: Layout) -> Layout | str:
