@@ -49,6 +49,10 @@ class Standing(Points):
         super().__init__(*declared.names)
         self.fires: dict[str, list[Fire]] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In a copy of the module, or one from a pickle, no hook stands."""
+        return Points, self.names
+
     def stands(self, name: str) -> bool:
         """Whether a hook stands at a point."""
         return name in self.fires
@@ -102,7 +106,7 @@ def place(module: nn.Module, name: str, fire: Fire) -> Callable[[], None]:
     """
     own = vars(module)
     standing = own.get(ATTRIBUTE)
-    if standing is None:
+    if not isinstance(standing, Standing):  # none, or what a copy has of the one of its original
         standing = own[ATTRIBUTE] = Standing(getattr(type(module), ATTRIBUTE))
     standing.fires.setdefault(name, []).append(fire)
 

@@ -18,6 +18,7 @@ from megatron_flex.adapters import transformers_tp
 from megatron_flex.adapters.base import Adapter, Undo
 from megatron_flex.adapters.composing import compose
 from megatron_flex.adapters.device_mesh import NAMES, axes_of, mesh_of, uses_in
+from megatron_flex.adapters.inert import behind
 from megatron_flex.adapters.leaves import AnyInput
 from megatron_flex.adapters.naming import named_modules, unwrap
 from megatron_flex.adapters.registry import Found
@@ -223,7 +224,7 @@ class Computed:
             new = fire(output)
             return None if new is output else new
 
-        return self.module.register_forward_hook(hook, prepend=True).remove
+        return behind(self.module, hook, prepend=True)
 
 
 # -- rules -------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron_flex import points
 from megatron_flex.adapters.base import Undo
+from megatron_flex.adapters.inert import before, behind
 from megatron_flex.adapters.spread import Tell, Told, Unknown
 from megatron_flex.adapters.trees import position, tensors, with_tensor
 from megatron_flex.layout import Layout
@@ -40,7 +41,7 @@ class AnyOutput:
         def hook(_: nn.Module, __: Any, output: Any) -> Any:
             return _passed(output, self.index, fire)
 
-        return self.module.register_forward_hook(hook).remove
+        return behind(self.module, hook)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +66,7 @@ class AnyInput:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _passed((args, kwargs), self.index, fire)
 
-        return self.module.register_forward_pre_hook(hook, with_kwargs=True).remove
+        return before(self.module, hook, with_kwargs=True)
 
 
 class About:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, update_wrapper
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron_flex import points
 from megatron_flex.adapters.base import Undo, leaf, with_leaf
+from megatron_flex.adapters.inert import before, behind
 from megatron_flex.adapters.leaves import AnyOutput
 from megatron_flex.layout import Layout
 from megatron_flex.sites import Fire
@@ -47,7 +48,7 @@ class ModuleInput:
             found = leaf(kwargs.get(self.keyword), None)
             return None if found is None else (args, {**kwargs, self.keyword: fire(found)})
 
-        return self.module.register_forward_pre_hook(hook, with_kwargs=True).remove
+        return before(self.module, hook, with_kwargs=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +84,7 @@ class ModuleOutput:
             new = fire(found, self.resolve(kwargs) if self.resolve else None)
             return None if new is found else with_leaf(output, self.index, new)
 
-        return self.module.register_forward_hook(hook, with_kwargs=True).remove
+        return behind(self.module, hook, with_kwargs=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,12 +203,21 @@ class CalledName:
         return undo
 
 
+def _same(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
 class _Chain:
     """Stands in an object's place for one of its callables and runs arounds about the original."""
 
-    def __init__(self, original: Callable[..., Any]) -> None:
-        self.original = original
+    def __init__(self, original: Callable[..., Any], owner: Any, name: str, had: bool) -> None:
+        update_wrapper(self, original, updated=())  # signatures are looked at: datasets drop columns by them
+        self.original, self.owner, self.name, self.had = original, owner, name, had
         self.arounds: list[Around] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In a copy of the owner, or one from a pickle: what its class has, or what it had itself."""
+        return (_same, (self.original,)) if self.had else (getattr, (self.owner, self.name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self.original
@@ -231,7 +241,7 @@ def intercept(owner: Any, name: str, around: Around) -> Undo:
     chain = own.get(name)
     if not isinstance(chain, _Chain):
         had = name in own
-        chain = _Chain(getattr(owner, name))
+        chain = _Chain(getattr(owner, name), owner, name, had)
         vars(chain)["restore"] = (
             partial(setattr, owner, name, chain.original) if had else partial(delattr, owner, name)
         )

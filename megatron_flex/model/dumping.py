@@ -31,6 +31,7 @@ class Dumps:
             DumpError: on all ranks: it cannot be written there.
         """
         session = self.session
+        session.check_open()
         sites, exact = chosen_sites(session, dump.sites, DUMPS)
         chosen = Chosen(sites, exact, chosen_parameters(session.survey, dump.parameters))
         config = getattr(self.chunks[0], "config", getattr(session.adapter, "config", None))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron_flex.adapters import detect, opened
 from megatron_flex.dump import Dump
@@ -82,7 +83,7 @@ class FlexModel(  # type: ignore[misc]
         verify: bool = False,
     ) -> None:
         super().__init__()
-        self._given = module
+        vars(self)["_given"] = module  # no submodule: `chunks` has its modules
         chunks = opened(module)
         self.chunks = nn.ModuleList(chunks)
         sizes = {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "dp": data_parallel_size}
@@ -103,6 +104,53 @@ class FlexModel(  # type: ignore[misc]
                 f"{len(self.chunks)} virtual chunks cannot be called; run the framework's schedule over them"
             )
         return self.chunks[0](*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the model, under its own names; this rank's, as without hooks.
+
+        Several virtual chunks have the same names: those of chunk 1 begin with `model1.`, as in Megatron's
+        checkpoints. Trainable modules have one of their own, `trainable_modules.state_dict()`.
+
+        Args:
+            args: of `nn.Module.state_dict`, likewise `kwargs`.
+        """
+        if len(self.chunks) == 1:
+            return self.chunks[0].state_dict(*args, **kwargs)
+        prefix = kwargs.pop("prefix", "")
+        out: dict[str, Any] = kwargs.pop("destination", None) or {}
+        for number, chunk in enumerate(self.chunks):
+            out.update(chunk.state_dict(*args, prefix=f"{prefix}model{number}.", **kwargs))
+        return out
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
+        """Load what `state_dict()` gave.
+
+        Args:
+            state_dict: by the model's own names.
+            strict: whether all of them must be there, and no others.
+            assign: whether the tensors themselves become the model's.
+
+        Returns:
+            Names that are missing, and names that are too many, as `nn.Module.load_state_dict` does.
+
+        Raises:
+            RuntimeError: names or shapes do not fit.
+        """
+        if len(self.chunks) == 1:
+            return cast(_IncompatibleKeys, self.chunks[0].load_state_dict(state_dict, strict, assign))
+        heads = [f"model{n}." for n in range(len(self.chunks))]
+        over = [n for n in state_dict if not n.startswith(tuple(heads))]
+        if strict and over:
+            raise RuntimeError(f"{over[0]!r} is of none of the {len(heads)} chunks; names begin with model0.")
+        missing: list[str] = []
+        for head, chunk in zip(heads, self.chunks, strict=True):
+            own = {n.removeprefix(head): v for n, v in state_dict.items() if n.startswith(head)}
+            found = chunk.load_state_dict(own, strict, assign)
+            missing += [head + n for n in found.missing_keys]
+            over += [head + n for n in found.unexpected_keys]
+        return _IncompatibleKeys(missing, over)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -189,6 +237,14 @@ class FlexModel(  # type: ignore[misc]
         if unverified:
             raise HookError("verify() was asked for and no step ran after it; call it before a step")
         return self._given
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A session has taps in one model, and is neither copied nor pickled.
+
+        Raises:
+            HookError: always.
+        """
+        raise HookError("a FlexModel can be neither copied nor pickled; copy the model that it was given")
 
     def __enter__(self) -> FlexModel:
         return self

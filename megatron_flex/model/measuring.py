@@ -40,6 +40,7 @@ class Measures:
             FlexError: on all ranks: they cannot be written there.
         """
         session = self.session
+        session.check_open()
         values, exact = chosen_sites(session, statistics.sites, STATISTICS, self._bars)
         gradients = self._gradients(values, exact) if statistics.gradients else ()
         parameters = chosen_parameters(session.survey, statistics.parameters, STATISTICS.what)

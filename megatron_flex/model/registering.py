@@ -104,8 +104,9 @@ class Registering:
         no hook is active the model runs as if none were there. Scopes may be nested; the inner one counts.
 
         Args:
-            groups: names of groups, whose union it is; with a `-` in front, without those. `all` is every
-                hook, and what is meant where only groups to leave out are named.
+            groups: names of groups, whose union it is: without any name, no hook is active. With a `-` in
+                front, without those. `all` is every hook, and what is meant where only groups to leave out
+                are named.
             complement: the other hooks instead.
 
         Raises:

@@ -47,7 +47,7 @@ class Selection:
 
 
 def selection(names: Iterable[str], known: Iterable[str], complement: bool) -> Selection:
-    """What was asked for, `"-steer"` meaning without that group.
+    """What was asked for, `"-steer"` meaning without that group; without any name no hook.
 
     Raises:
         HookError: a group that no hook is in.
@@ -59,7 +59,7 @@ def selection(names: Iterable[str], known: Iterable[str], complement: bool) -> S
             raise HookError(f"no hook is in a group {name!r}{nearest(name, known)}")
     without = frozenset(p for n, p in zip(names, plain, strict=True) if n != p)
     groups = frozenset(p for n, p in zip(names, plain, strict=True) if n == p)
-    return Selection(groups or frozenset({ALL}), without, complement)
+    return Selection(frozenset({ALL}) if without and not groups else groups, without, complement)
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,12 +111,22 @@ class Session:
 
     # -- registering -----------------------------------------------------------------------------------
 
+    def check_open(self) -> None:
+        """Refuse what needs the model, once it is restored.
+
+        Raises:
+            HookError: it is.
+        """
+        if self._unwatch is None:
+            raise HookError("the model was restored, and nothing can be registered any more; attach it again")
+
     def add(self, hook: HookFunction, always: bool = False) -> None:
         """Register a hook, on every rank alike; `always`: active whatever groups are selected.
 
         Raises:
-            HookError: it cannot stand there, or its editing function would not do.
+            HookError: it cannot stand there, its editing function would not do, or the model was restored.
         """
+        self.check_open()
         entry = self.registry.add(hook, always)
         self.editing.skipping.expect(hook)
         try:
@@ -134,6 +144,7 @@ class Session:
 
     def register_trainable(self, name: str, module: nn.Module) -> None:
         """Register a trainable module, on every rank alike."""
+        self.check_open()
         self._agreement.compare(self.trainable.check(name, module))
         self.trainable.add(name, module)
 
@@ -145,6 +156,7 @@ class Session:
 
     def verify(self, steps: int) -> None:
         """Watch all sites for the next steps, on every rank alike."""
+        self.check_open()
         self.watch.begin(self._plain, self.survey, self.firing, steps)
         self._agreed = -1
 

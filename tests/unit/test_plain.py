@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
 import random
 import re
 from collections.abc import Callable
@@ -17,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import megatron_flex as mf
 from megatron_flex import HookError, HookFunction, SiteError
 from megatron_flex.runtime.registry import Registry
+from megatron_flex.statistics import Statistics
 
 Edit = Callable[[Tensor], Tensor]
 
@@ -582,3 +586,82 @@ def test_attaching_a_hook_leaves_those_that_stand_alone(monkeypatch: pytest.Monk
         assert placed == hooks
         model(torch.ones(1, 2)).sum().backward()
         assert len(flex.output_dict) == 40
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, scale: float = 1.0, *, shift: Tensor | None = None) -> Tensor:
+        return self.second(self.first(x)) * scale + (0.0 if shift is None else shift)
+
+
+def _pickled(module: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(module))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, _pickled])
+def test_a_copy_of_a_model_has_no_hooks(copied: Any) -> None:
+    model, x = Scaled(), torch.ones(2, 4)
+    plain, signature = model(x, 2.0), inspect.signature(model.forward)
+    hooks = [mf.HookFunction("first", editing_function=by(double)), mf.HookFunction("second:input")]
+    hooks += [mf.HookFunction("second", hook_type="tensor"), mf.HookFunction("root:input")]
+    with mf.attach(model, hooks) as flex:
+        assert inspect.signature(model.forward) == signature
+        twin = copied(model)
+        assert torch.equal(twin(x, 2.0), plain)
+        assert not flex.output_dict, "what the copy does is not read"
+        assert not torch.equal(model(x, 2.0), plain)
+        model(x).sum().backward()
+        with mf.attach(twin, [mf.HookFunction("first")]) as other:
+            twin(x)
+            assert list(other.output_dict) == ["first:output"]
+        with pytest.raises(HookError, match="neither copied nor pickled; copy the model"):
+            copied(flex)
+    assert torch.equal(twin(x, 2.0), plain)
+    assert torch.equal(copied(model)(x, 2.0), plain)
+
+
+def test_a_restored_model_takes_no_hook_and_its_session_no_more() -> None:
+    model = Scaled()
+    flex = mf.FlexModel(model)
+    flex.register_forward_hook(mf.HookFunction("first"))
+    model(torch.ones(2, 4))
+    flex.restore()
+    for register in (
+        lambda: flex.register_forward_hook(mf.HookFunction("second")),
+        lambda: flex.register_trainable_module("probe", nn.Linear(4, 4)),
+        lambda: flex.register_dump(mf.Dump("nowhere", ["first:output"])),
+        lambda: flex.register_statistics(Statistics("nowhere", ["first:output"])),
+        flex.verify,
+    ):
+        with pytest.raises(HookError, match=r"the model was restored.*attach it again"):
+            register()
+    assert list(flex.output_dict) == ["first:output"], "what was read stays"
+    assert not model.second._forward_hooks
+
+
+def test_hooks_without_names_are_none() -> None:
+    model, x = Scaled(), torch.ones(2, 4)
+    plain = model(x)
+    with mf.attach(model, [mf.HookFunction("first", editing_function=by(double), save=False)]) as flex:
+        with flex.hooks():
+            assert torch.equal(model(x), plain)
+        for names, complement in ((("all",), False), ((), True)):
+            with flex.hooks(*names, complement=complement):
+                assert not torch.equal(model(x), plain)
+
+
+def test_a_state_dict_is_the_models() -> None:
+    model = Scaled()
+    want = {n: t.clone() for n, t in model.state_dict().items()}
+    with mf.FlexModel(model) as flex:
+        flex.register_trainable_module("probe", nn.Linear(4, 4))
+        assert list(flex.state_dict()) == list(want)
+        flex.load_state_dict({n: t + 1 for n, t in want.items()})
+        assert all(torch.equal(t, want[n] + 1) for n, t in model.state_dict().items())
+        with pytest.raises(RuntimeError, match="second"):
+            flex.load_state_dict({n: t for n, t in want.items() if n.startswith("first")})
+        holder = nn.ModuleDict({"inside": flex})
+        assert list(holder.state_dict()) == [f"inside.{n}" for n in want]

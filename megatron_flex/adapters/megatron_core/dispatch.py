@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters.base import Undo
+from megatron_flex.adapters.inert import before
 from megatron_flex.adapters.taps import intercept
 from megatron_flex.collectives import Dispatch, Route
 from megatron_flex.layout import Layout
@@ -108,7 +109,7 @@ class Tokens:
         """Inject `fire`."""
         seen: list[tuple[int, int]] = []
 
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def measure(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             tokens = args[0] if args else kwargs["input"]
             seen[:] = [tuple(tokens.shape[:2])]
 
@@ -117,12 +118,12 @@ class Tokens:
             passed = fire(dense)
             return local if passed is dense else passed.reshape(local.shape)
 
-        watch = self.module.register_forward_pre_hook(before, with_kwargs=True)
+        unwatch = before(self.module, measure, with_kwargs=True)
         restore = self.tap.install(shaped)
 
         def undo() -> None:
             restore()
-            watch.remove()
+            unwatch()
 
         return undo
 
@@ -140,11 +141,14 @@ class _Watch:
         self._signature = inspect.signature(getattr(dispatcher, method))
         self._restore = intercept(dispatcher, method, self._around)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
     @staticmethod
     def on(layer: nn.Module) -> _Watch:
         """The layer's; made where it has none yet."""
         own = vars(layer)
-        if "_flex_watch" not in own:
+        if own.get("_flex_watch") is None:  # a copy of a watched layer has None
             own["_flex_watch"] = _Watch(layer)
         return own["_flex_watch"]  # type: ignore[no-any-return]
 

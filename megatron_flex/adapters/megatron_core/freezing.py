@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters.base import Undo
+from megatron_flex.adapters.inert import behind
 
 
 def freeze(roots: list[nn.Module], wrappers: list[Any]) -> Undo:
@@ -59,7 +60,7 @@ def open_recomputed(roots: list[nn.Module]) -> Undo:
         config: Any = root.config
         embedding = getattr(root, "embedding", None)
         if config.recompute_granularity is not None and isinstance(embedding, nn.Module):
-            undos.append(embedding.register_forward_hook(_require).remove)
+            undos.append(behind(embedding, _require))
     return lambda: _all(undos)
 
 

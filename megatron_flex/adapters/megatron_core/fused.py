@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters.base import Undo, leaf, with_leaf
+from megatron_flex.adapters.inert import behind
 from megatron_flex.adapters.megatron_core.build import Builder
 from megatron_flex.adapters.megatron_core.taps import group_argument
 from megatron_flex.layout import Dim, Layout
@@ -79,7 +80,7 @@ class FusedPart:
             joined = self.packing.join(parts)
             return with_leaf(output, 0, self._own(joined, local) if self.gathered else joined)
 
-        return self.module.register_forward_hook(hook).remove
+        return behind(self.module, hook)
 
     def _group(self) -> Any:
         for name in ("tp_group", "_tp_group"):

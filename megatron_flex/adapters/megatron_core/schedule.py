@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from megatron_flex.adapters.base import Listener, Undo
+from megatron_flex.adapters.inert import before, behind
 from megatron_flex.adapters.megatron_core.kinds import unwrap
 from megatron_flex.adapters.taps import intercept
 from megatron_flex.errors import FlexError
@@ -40,8 +41,8 @@ def watch(roots: list[nn.Module], context_parallel: int, listener: Listener) -> 
     undos.append(intercept(schedules, "forward_step", state.forward))
     undos.append(intercept(schedules, "backward_step", state.backward))
     for root in roots:
-        undos.append(root.register_forward_pre_hook(state.before_call, with_kwargs=True).remove)
-        undos.append(root.register_forward_hook(state.after_call, always_call=True).remove)
+        undos.append(before(root, state.before_call, with_kwargs=True))
+        undos.append(behind(root, state.after_call, always_call=True))
 
     def undo() -> None:
         for u in reversed(undos):

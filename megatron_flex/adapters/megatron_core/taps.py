@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron_flex import points
 from megatron_flex.adapters.base import Undo
+from megatron_flex.adapters.inert import before, behind
 from megatron_flex.adapters.taps import ModuleInput, ModuleOutput, SourcePoint, intercept
 from megatron_flex.layout import Layout
 from megatron_flex.sites import Fire
@@ -46,8 +47,8 @@ class Outside:
             return local if inside else fire(local, layout, route)
 
         undos = [
-            self.running.register_forward_pre_hook(lambda *_: inside.append(True)).remove,
-            self.running.register_forward_hook(lambda *_: inside.clear(), always_call=True).remove,
+            before(self.running, lambda *_: inside.append(True)),
+            behind(self.running, lambda *_: inside.clear(), always_call=True),
             self.tap.install(outside),
         ]
 
