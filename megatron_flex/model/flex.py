@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
@@ -109,17 +109,15 @@ class FlexModel(  # type: ignore[misc]
         """That of the model, under its own names; this rank's, as without hooks.
 
         Several virtual chunks have the same names: those of chunk 1 begin with `model1.`, as in Megatron's
-        checkpoints. Trainable modules have one of their own, `trainable_modules.state_dict()`.
+        checkpoints. What belongs to trainable modules begins with `trainable_modules.`.
 
         Args:
             args: of `nn.Module.state_dict`, likewise `kwargs`.
         """
-        if len(self.chunks) == 1:
-            return self.chunks[0].state_dict(*args, **kwargs)
         prefix = kwargs.pop("prefix", "")
-        out: dict[str, Any] = kwargs.pop("destination", None) or {}
-        for number, chunk in enumerate(self.chunks):
-            out.update(chunk.state_dict(*args, prefix=f"{prefix}model{number}.", **kwargs))
+        out: Any = kwargs.pop("destination", None)
+        for head, module in self._heads():
+            out = module.state_dict(*args, destination=out, prefix=prefix + head, **kwargs)
         return out
 
     def load_state_dict(
@@ -128,7 +126,7 @@ class FlexModel(  # type: ignore[misc]
         """Load what `state_dict()` gave.
 
         Args:
-            state_dict: by the model's own names.
+            state_dict: by the same names.
             strict: whether all of them must be there, and no others.
             assign: whether the tensors themselves become the model's.
 
@@ -138,19 +136,23 @@ class FlexModel(  # type: ignore[misc]
         Raises:
             RuntimeError: names or shapes do not fit.
         """
-        if len(self.chunks) == 1:
-            return cast(_IncompatibleKeys, self.chunks[0].load_state_dict(state_dict, strict, assign))
-        heads = [f"model{n}." for n in range(len(self.chunks))]
-        over = [n for n in state_dict if not n.startswith(tuple(heads))]
-        if strict and over:
-            raise RuntimeError(f"{over[0]!r} is of none of the {len(heads)} chunks; names begin with model0.")
         missing: list[str] = []
-        for head, chunk in zip(heads, self.chunks, strict=True):
-            own = {n.removeprefix(head): v for n, v in state_dict.items() if n.startswith(head)}
-            found = chunk.load_state_dict(own, strict, assign)
+        over: list[str] = []
+        left = dict(state_dict)
+        for head, module in reversed(self._heads()):  # the model's own head may be empty: what is left is its
+            own = {n.removeprefix(head): left.pop(n) for n in list(left) if n.startswith(head)}
+            found = module.load_state_dict(own, strict, assign)
             missing += [head + n for n in found.missing_keys]
             over += [head + n for n in found.unexpected_keys]
-        return _IncompatibleKeys(missing, over)
+        if strict and left:
+            raise RuntimeError(f"{next(iter(left))!r} is of none of the chunks; names begin with model0.")
+        return _IncompatibleKeys(missing, [*over, *left])
+
+    def _heads(self) -> list[tuple[str, nn.Module]]:
+        """What names in a state dict begin with, and whose they are."""
+        one = len(self.chunks) == 1
+        chunks = [("" if one else f"model{n}.", chunk) for n, chunk in enumerate(self.chunks)]
+        return [*chunks, ("trainable_modules.", self.trainable_modules)]
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -657,11 +657,18 @@ def test_a_state_dict_is_the_models() -> None:
     model = Scaled()
     want = {n: t.clone() for n, t in model.state_dict().items()}
     with mf.FlexModel(model) as flex:
-        flex.register_trainable_module("probe", nn.Linear(4, 4))
         assert list(flex.state_dict()) == list(want)
-        flex.load_state_dict({n: t + 1 for n, t in want.items()})
+        probe = nn.Linear(4, 4)
+        flex.register_trainable_module("probe", probe)
+        found = flex.state_dict()
+        more = [f"trainable_modules.probe.{n}" for n in ("weight", "bias")]
+        assert list(found) == [*want, *more]
+        missing, over = flex.load_state_dict({n: t + 1 for n, t in found.items()})
+        assert missing == over == []
         assert all(torch.equal(t, want[n] + 1) for n, t in model.state_dict().items())
+        assert torch.equal(flex.trainable_modules.probe.weight, probe.weight)
         with pytest.raises(RuntimeError, match="second"):
-            flex.load_state_dict({n: t for n, t in want.items() if n.startswith("first")})
+            flex.load_state_dict({n: t for n, t in found.items() if not n.startswith("second")})
+        assert flex.load_state_dict(want | {"third": probe.weight}, strict=False) == (more, ["third"])
         holder = nn.ModuleDict({"inside": flex})
-        assert list(holder.state_dict()) == [f"inside.{n}" for n in want]
+        assert list(holder.state_dict()) == [f"inside.{n}" for n in found]
