@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -61,4 +62,19 @@ class Unknown:
 
 
 Told = Spread | Unknown
+
+
+def to_plain(told: Told) -> dict[str, Any]:
+    """In values of JSON's, which other ranks read."""
+    return asdict(told)
+
+
+def from_plain(values: Mapping[str, Any]) -> Told:
+    """What `to_plain` gave, after JSON."""
+    if "why" in values:
+        return Unknown(values["why"])
+    cuts = tuple((int(dim), str(axis)) for dim, axis in values["cuts"])
+    return Spread(cuts, tuple(values["partial"]), tuple(values["shared"]), bool(values["uneven"]))
+
+
 Tell = Callable[[Tensor], Told]  # asked for each tensor that passes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
+import json
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -116,9 +116,9 @@ class Agreement:
 
 
 def leave(key: str, value: Any) -> None:
-    """Let other ranks find a small value in the rendezvous store."""
+    """Let other ranks find a small value in the rendezvous store, as JSON: whoever reads it runs no code."""
     store: Any = dist.distributed_c10d._get_default_store()
-    store.set(f"megatron_flex/{key}", pickle.dumps(value))
+    store.set(f"megatron_flex/{key}", json.dumps(value))
 
 
 def find(key: str, seconds: float) -> Any:
@@ -134,7 +134,7 @@ def find(key: str, seconds: float) -> Any:
         raise HookError(
             f"another rank did not tell {key} within {seconds:g} s; run all ranks alike"
         ) from error
-    return pickle.loads(store.get(f"megatron_flex/{key}"))
+    return json.loads(store.get(f"megatron_flex/{key}"))
 
 
 def _some(ranks: Sequence[int]) -> str:

@@ -20,6 +20,9 @@ from megatron_flex.layout import Layout
 CHUNK = 32 << 20  # bytes in one call to the system, so that a slow disk is told from a dead one
 VECTORS = 512  # pieces in one call; Linux allows 1024
 
+# Of a draft: in a folder that others may write to, nobody has put a file or a link of that name there.
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
 
 @dataclass(slots=True, eq=False)
 class Running:
@@ -123,7 +126,9 @@ def write_part(folder: Path, part: Part, durable: bool, moves: Callable[[], None
     name = part_name(index.rank, index.part, index.parts)
     rough, path = where / f".{name}.tmp", where / name
     try:
-        file = os.open(rough, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        with suppress(FileNotFoundError):  # what a writer left that was killed
+            rough.unlink()
+        file = os.open(rough, NEW, 0o666)
         try:
             _write([memoryview(front), *(views[n] for n in stored)], file, moves)
             if durable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
@@ -223,6 +224,16 @@ def talk(read: Any, write: Any, commands: list[str], heard: list[str]) -> None:
         write(f"{command}\n")
 
 
+def refused(address: tuple[str, int], words: bytes) -> list[str]:
+    """What a debugger says to somebody who does not know the word: nothing."""
+    with socket.create_connection(address) as line:
+        line.sendall(words)
+        with contextlib.suppress(ConnectionResetError):
+            if said := line.recv(100):
+                return [said.decode()]
+    return []
+
+
 def debugged(
     case: Case, way: str, run_on: str, commands: list[str]
 ) -> tuple[list[float], list[str], list[str], str]:
@@ -253,7 +264,16 @@ def debugged(
         def connect() -> None:
             while len(told) < 2:
                 time.sleep(0.05)
-            with socket.create_connection(("127.0.0.1", int(told[-1].rpartition(" ")[2]))) as line:
+            found = re.search(r"nc 127\.0\.0\.1 (\d+), and type (\w+)$", told[-1])
+            assert found is not None
+            address, word = ("127.0.0.1", int(found[1])), found[2].encode()
+            silent = socket.create_connection(address)
+            for wrong in (b"p 1\n", b"0" * len(word) + b"\n", word[:-1] + b"\n", word + b"x\n"):
+                heard.extend(refused(address, wrong))
+            with silent, socket.create_connection(address) as line:
+                line.sendall(word[:5])
+                time.sleep(0.1)
+                line.sendall(word[5:] + b"\n")
                 talk(lambda: line.recv(4096).decode(), lambda t: line.sendall(t.encode()), commands, heard)
                 while line.recv(4096):
                     pass

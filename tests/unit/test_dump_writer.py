@@ -125,6 +125,25 @@ def test_a_commit_is_durable_before_it_counts(
     assert calls == (steps if durable else steps[2:3])
 
 
+@pytest.mark.parametrize("left", ["a file", "a link"])
+def test_a_draft_is_a_file_of_the_writers_own(tmp_path: Path, left: str) -> None:
+    """A killed writer's draft is replaced; a link that somebody put there is not written through."""
+    theirs = tmp_path / "theirs"
+    theirs.write_text("precious")
+    at = writer(tmp_path / "run")
+    draft = tmp_path / "run" / "0000000000" / ".00000-000-of-001.safetensors.tmp"
+    draft.parent.mkdir()
+    if left == "a link":
+        draft.symlink_to(theirs)
+    else:
+        draft.write_bytes(b"x" * 100_000)
+    step(at, 0)
+    at.close()
+    assert theirs.read_text() == "precious"
+    assert whole(tmp_path / "run") == [0]
+    assert not any(f.is_symlink() for f in draft.parent.iterdir())
+
+
 def test_every_dtype_and_form_comes_back(tmp_path: Path) -> None:
     at = writer(tmp_path)
     given = {str(d): torch.arange(24).reshape(4, 6).to(d) for d in NAMES}

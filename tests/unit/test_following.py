@@ -7,6 +7,7 @@ results must be true, however little it is; and of what models do all day it mus
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from megatron_flex.adapters.following.call import flat
 from megatron_flex.adapters.following.functions import REGIONS
 from megatron_flex.adapters.following.shapes import landing
 from megatron_flex.adapters.following.trace import Trace
-from megatron_flex.adapters.spread import WHOLE, Spread, Told, Unknown
+from megatron_flex.adapters.spread import WHOLE, Spread, Told, Unknown, from_plain, to_plain
 from megatron_flex.errors import LayoutError
 from megatron_flex.layout import assemble, extract
 from megatron_flex.mesh import Axis, Mesh
@@ -373,3 +374,10 @@ def test_regions_lead_from_one_layout_to_another(name: str) -> None:
         assert isinstance(told, Unknown) if behind is None else told == behind
     if name != "_ReduceFromModelParallelRegion":
         assert REGIONS[name](unknown, 2) is unknown
+
+
+@pytest.mark.parametrize(
+    "told", [WHOLE, PARTIAL, Unknown("why not"), Spread(((0, "cp"), (-1, "tp")), shared=("tp",), uneven=True)]
+)
+def test_what_is_told_of_a_tensor_goes_by_json(told: Any) -> None:
+    assert from_plain(json.loads(json.dumps(to_plain(told)))) == told

@@ -16,7 +16,7 @@ from megatron_flex.adapters.base import Listener, Undo
 from megatron_flex.adapters.driving import Called
 from megatron_flex.adapters.leaves import About
 from megatron_flex.adapters.pipelining.stages import Stages
-from megatron_flex.adapters.spread import Unknown
+from megatron_flex.adapters.spread import Unknown, from_plain, to_plain
 from megatron_flex.adapters.taps import intercept
 from megatron_flex.adapters.trees import tensors, with_tensor
 from megatron_flex.collectives import find, leave
@@ -136,7 +136,8 @@ class Scheduled:
         if follower is None:
             return
         if not stage.is_first:
-            follower.entering = find(self._key(stage.stage_index - 1), knobs.agree_seconds)
+            told = find(self._key(stage.stage_index - 1), knobs.agree_seconds)
+            follower.entering = [from_plain(one) for one in told]
         follower.left = None
 
     def _leaves(self, stage: Any) -> None:
@@ -144,7 +145,8 @@ class Scheduled:
         self._told.add(stage.stage_index)
         follower = self.followers[stage.stage_index]
         if any(self.mesh[axis].size > 1 for axis in ("tp", "cp")):
-            leave(self._key(stage.stage_index), [NOBODY] if follower is None else follower.left)
+            told = [NOBODY] if follower is None else follower.left or []
+            leave(self._key(stage.stage_index), [to_plain(one) for one in told])
 
     def _key(self, index: int) -> str:
         """What the layout at the end of a stage is called by the ranks of this pipeline."""

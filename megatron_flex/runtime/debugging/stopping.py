@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import pdb
+import secrets
+import selectors
 import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from megatron_flex.collectives import is_leader
 from megatron_flex.errors import HookError
@@ -108,13 +111,49 @@ def _terminal() -> tuple[TextIO, TextIO] | None:
 
 
 def _served(port: int) -> tuple[TextIO, TextIO]:
-    """Wait on a port of localhost until somebody connects."""
-    with socket.create_server(("127.0.0.1", port)) as server:
-        to_stderr(f"waiting for a debugger: nc 127.0.0.1 {server.getsockname()[1]}")
-        connection, _ = server.accept()
+    """Wait on a port of localhost until somebody connects who types a word that this process tells.
+
+    Anybody on the machine can connect, and a debugger runs what it is told. Others are let go; one that
+    connects and says nothing keeps nobody waiting.
+    """
+    word = secrets.token_hex(8)
+    with socket.create_server(("127.0.0.1", port)) as server, selectors.DefaultSelector() as waiting:
+        waiting.register(server, selectors.EVENT_READ, b"")
+        to_stderr(f"waiting for a debugger: nc 127.0.0.1 {server.getsockname()[1]}, and type {word}")
+        connection = None
+        while connection is None:
+            connection = _who_knows(word.encode(), server, waiting)
+        for key in list(waiting.get_map().values()):
+            if key.fileobj not in (server, connection):
+                cast(socket.socket, key.fileobj).close()
+    connection.setblocking(True)
     reading, writing = connection.makefile("r"), connection.makefile("w")
     connection.close()  # the files hold it
     return reading, writing
+
+
+def _who_knows(word: bytes, server: socket.socket, waiting: selectors.BaseSelector) -> socket.socket | None:
+    """Hear what connections say next; the one that has typed the word, if one has."""
+    for key, _ in waiting.select():
+        if key.fileobj is server:
+            new, _ = server.accept()
+            new.setblocking(False)
+            waiting.register(new, selectors.EVENT_READ, b"")
+            continue
+        one = cast(socket.socket, key.fileobj)
+        try:  # to the end of the word and its line, and no further: what follows is for the debugger
+            came = one.recv(len(word) + 1 - len(key.data))
+        except OSError:
+            came = b""
+        said = key.data + came
+        if came and len(said) <= len(word) and b"\n" not in said:
+            waiting.modify(one, selectors.EVENT_READ, said)
+        elif hmac.compare_digest(said, word + b"\n"):
+            return one
+        else:
+            waiting.unregister(one)
+            one.close()
+    return None
 
 
 class _Debugger(pdb.Pdb):
