@@ -152,7 +152,7 @@ def _sizes(folders: list[RunFolder]) -> Counter[str]:
 def _row(dump: OpenDump, name: str, kind: str, sizes: Counter[str]) -> TensorRow:
     row = TensorRow(name, kind, nbytes=sizes[name])
     if not dump.passes:  # then only what was known before the run is
-        place = next(p for m in dump.manifests for p in (*m.sites, *m.parameters) if p.name == name)
+        place = dump.place(name)
         row.dims = [str(dim.get("name", "")) for dim in place.layout["dims"]]
         row.shape = list(place.shape)
         return row
@@ -208,8 +208,7 @@ def _calls(dump: OpenDump, name: str) -> list[int]:
 
 
 def _entries(dump: OpenDump, which: tuple[int, int], name: str, kind: str) -> Iterator[Entry]:
-    written = dump.written(which)
-    places = {p.name: p.stage for m in dump.manifests for p in (*m.sites, *m.parameters)}
+    written, place = dump.written(which), dump.place(name)
     for replica in written.run.replicas:
-        for _, entry, _, _ in dump.entries(written, name, kind, places[name], replica):
+        for _, entry, _, _ in dump.entries(written, name, kind, place.stage, replica):
             yield entry

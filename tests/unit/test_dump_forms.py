@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 
 import megatron_flex as mf
 from megatron_flex.dump import Entry, Manifest, Place, forms
+from megatron_flex.dump.contents import contents
 from megatron_flex.dump.files import VERSION, Index, Part, read_part
+from megatron_flex.dump.reading import OpenDump
 from megatron_flex.errors import DumpError
 from tests.support import dumps
 from tests.support.dumps import SEQUENCE, WEIGHT, Given, random
@@ -254,6 +256,25 @@ def test_a_name_with_a_control_character(dump: Path) -> None:
             mf.open_dump(dump)
     finally:
         path.write_text(before)
+
+
+def test_listing_reads_the_names_once_and_not_for_each_name(
+    dump: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manifest of two megabytes, with names that no part has, took half a minute to list."""
+    path = dump / "run-0000" / "manifest.json"
+    told = json.loads(path.read_text())
+    asked = []
+    manifests = OpenDump.manifests.fget
+    monkeypatch.setattr(OpenDump, "manifests", property(lambda o: asked.append(o) or manifests(o)))
+    counts = []
+    for more in (10, 20):
+        many = [told["sites"][0] | {"name": f"x{n}"} for n in range(more)]
+        path.write_text(json.dumps(told | {"sites": [*told["sites"], *many]}))
+        asked.clear()
+        assert len(contents(dump).tensors) > more
+        counts.append(len(asked))
+    assert counts[0] == counts[1] > 0
 
 
 def first_part(dump: Path) -> Path:

@@ -117,6 +117,15 @@ class OpenDump:
     def _parameter_places(self) -> dict[str, Place]:
         return {p.name: p for m in reversed(self.manifests) for p in m.parameters}
 
+    def place(self, name: str) -> Place:
+        """Of a site or a parameter, what the manifests say.
+
+        Raises:
+            KeyError: no manifest has the name.
+        """
+        found = self.places.get(name)
+        return self._parameter_places[name] if found is None else found
+
     @property
     def sites(self) -> list[str]:
         """The names of what was dumped, in model order, each followed by its gradient if that was."""
