@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,20 @@ def test_counted_is_what_the_plan_says(case: Case) -> None:
     for rank, answer in enumerate(answers):
         wrong = {w: (c, dict(want[w])) for w, c in answer.items() if c != want[w]}
         assert not wrong, f"counted, and planned, on rank {rank}"
+
+
+@needs_arguments
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_the_whole_of_an_edit_is_what_one_device_has(case: Case) -> None:
+    """However many ranks hold copies of a head of keys and values."""
+    from megatron_flex.launch.planning import costs
+
+    points = (":q", ":k", ":v", ":output")
+    edits = [f"decoder.layers.0.self_attention.linear_qkv{p}=general" for p in points]
+    alone = replace(case, tp=1, cp=1, sp=False)
+    found, want = ([c.each.whole for c in costs(planned.told(c), edit=edits).hooks] for c in (case, alone))
+    assert found == want
+    assert len(want) == len(edits)
 
 
 # -- what each kind of hook costs, held exactly --------------------------------------------------------

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import megatron_flex as mf
+from tests.distributed.matrix import relative
 from tests.support import llama, proof
+from tests.support.pool import run
 
 # Not imported in this process: it replaces functions of torch's.
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -72,6 +74,28 @@ def build(stage: int) -> proof.Built:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero(stage: int, cells: list[Any]) -> None:
     proof.judge(proof.compare("DeepSpeed", f"ZeRO-{stage} dp2", 2, build, stage, alone=True), cells)
+
+
+SITE = "layers.1:output"
+
+
+def accumulated(steps: int) -> tuple[int, Tensor]:
+    """The gradient at a site, as that of a microbatch's own loss, in the first of several microbatches."""
+    import megatron_flex as mf
+
+    engine = initialize(llama.single(), 2, steps)
+    hook = mf.HookFunction(SITE, hook_type="tensor", gradient_scale="loss")
+    with mf.attach(engine, [hook]) as flex:
+        replica = flex.session.mesh["dp"].coord
+        stepping(engine)(*llama.batch(replica))
+        return replica, flex.output_dict[f"{SITE}.grad"][0].clone()
+
+
+def test_gradients_of_a_microbatchs_own_loss() -> None:
+    """DeepSpeed divides the loss by the number of microbatches whose gradients it accumulates."""
+    wanted = llama.truth(2, [SITE], [], 1)
+    for replica, gradient in run(2, accumulated, 4, alone=True):
+        assert relative(gradient, wanted[replica]["gradients"][SITE]) < 1e-5
 
 
 class Layer(llama.Block):
