@@ -189,11 +189,14 @@ def test_the_whole_of_an_edit_is_what_one_device_has(case: Case) -> None:
     """However many ranks hold copies of a head of keys and values."""
     from megatron_flex.launch.planning import costs
 
-    points = (":q", ":k", ":v", ":output")
-    edits = [f"decoder.layers.0.self_attention.linear_qkv{p}=general" for p in points]
+    points = ("linear_qkv:q", "linear_qkv:k", "core_attention:q", "core_attention:k", "core_attention:v")
+    edits = [f"decoder.layers.0.self_attention.{p}=general" for p in points]
     alone = replace(case, tp=1, cp=1, sp=False)
-    found, want = ([c.each.whole for c in costs(planned.told(c), edit=edits).hooks] for c in (case, alone))
-    assert found == want
+    found, want = ([c.each for c in costs(planned.told(c), edit=edits).hooks] for c in (case, alone))
+    assert [e.whole for e in found] == [e.whole for e in want]
+    assert [e.device for e in found] == [2 * e.whole + e.part for e in found], (
+        "gathered, edited, and put back"
+    )
     assert len(want) == len(edits)
 
 
