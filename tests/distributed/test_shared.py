@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives.shared import notes, slots
+from megatron_flex.collectives.shared import notes
+from megatron_flex.collectives.shared import slots
 from megatron_flex.errors import FlexError, FlexWarning
 from megatron_flex.knobs import knobs
 from megatron_flex.layout import Cut, Dim, Layout, assemble, coordinates, extract

@@ -22,7 +22,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_flex.dump import REPLICA, VALUE, Dump, Entry, Writer, background, parts
+from megatron_flex.dump import REPLICA
+from megatron_flex.dump import VALUE
+from megatron_flex.dump import Dump
+from megatron_flex.dump import Entry
+from megatron_flex.dump import Writer
+from megatron_flex.dump import background
+from megatron_flex.dump import parts
 from megatron_flex.dump.files import NAMES, read_part, whole_parts
 from megatron_flex.dump.staging import SLAB, Buffers, Side
 from megatron_flex.errors import DumpError, FlexWarning
