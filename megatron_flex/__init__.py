@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_flex.adapters.detection import Detection, detect
-from megatron_flex.adapters.registry import register_adapter
+from megatron_flex.adapters.adapter_registry import register_adapter
 from megatron_flex.dump import Dump, sampled
 from megatron_flex.errors import (
     DumpError,
@@ -20,16 +20,16 @@ from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.model import FlexModel, attach
 from megatron_flex.runtime import Captures, HookFunction, Key, Readings
 from megatron_flex.runtime.debugging.stopping import breakpoint
-from megatron_flex.runtime.selecting import Select, reduce
+from megatron_flex.runtime.selection import Select, reduce
 from megatron_flex.sites import Site
 from megatron_flex.statistics import Statistics
 from megatron_flex.version import __version__
 
 if TYPE_CHECKING:
     from megatron_flex import edits, figures, plot
-    from megatron_flex.dump.reading import DumpArray, OpenDump, open_dump
+    from megatron_flex.dump.reader import DumpArray, OpenDump, open_dump
     from megatron_flex.edits import local
-    from megatron_flex.launch.parsing import add_flex_args
+    from megatron_flex.launch.argparse_flags import add_flex_args
     from megatron_flex.statistics.reading import OpenStatistics, open_statistics
 
 __all__ = [
@@ -82,9 +82,9 @@ def __getattr__(name: str) -> Any:
     if name == "local":
         return import_module("megatron_flex.edits").local
     if name in ("DumpArray", "OpenDump", "open_dump"):
-        return getattr(import_module("megatron_flex.dump.reading"), name)
+        return getattr(import_module("megatron_flex.dump.reader"), name)
     if name == "add_flex_args":
-        return import_module("megatron_flex.launch.parsing").add_flex_args
+        return import_module("megatron_flex.launch.argparse_flags").add_flex_args
     if name in ("OpenStatistics", "open_statistics"):
         return getattr(import_module("megatron_flex.statistics.reading"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

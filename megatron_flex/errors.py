@@ -38,7 +38,7 @@ class FlexWarning(UserWarning):
     """Something that works, and may not do what its author thinks; it is shown at the author's line."""
 
 
-def nearest(name: str, names: Iterable[str], count: int = 3) -> str:
+def suggest_nearest(name: str, names: Iterable[str], count: int = 3) -> str:
     """Return `": nearest are a, b"` for the names closest to `name`, or an empty string."""
     found = get_close_matches(name, list(names), n=count, cutoff=0.4)
     return f"; nearest: {', '.join(found)}" if found else ""

@@ -81,14 +81,14 @@ class Mesh:
             " x ".join(f"{a.name}={a.size}" for a in (*self.axes, *self.experts) if a.size > 1) or "one rank"
         )
 
-    def check_sizes(self, said: Mapping[str, int | None]) -> None:
+    def check_sizes(self, given: Mapping[str, int | None]) -> None:
         """Compare sizes that a person gave with those that were found.
 
         Raises:
             FlexError: they differ; the message has all differences.
         """
         wrong = [
-            f"{n}={v} (found {self[n].size})" for n, v in said.items() if v is not None and v != self[n].size
+            f"{n}={v} (found {self[n].size})" for n, v in given.items() if v is not None and v != self[n].size
         ]
         if wrong:
             raise FlexError(

@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TextIO, TypeVar
 
-from megatron_flex.knobs import knobs
+from megatron_flex.config import flex_config
 
 AFTER = 0.5  # seconds of work before a bar is drawn: what is over sooner shows none
 EVERY = 0.1  # seconds between two drawings
-PARTS = 10  # lines that are written in all where there is no terminal to draw on
+LOG_LINES = 10  # lines that are written in all where there is no terminal to draw on
 BYTES = "B"  # the unit of bytes
-_one = threading.Lock()  # held while a bar is open: a terminal has room for one
+_bar_lock = threading.Lock()  # held while a bar is open: a terminal has room for one
 
 T = TypeVar("T")
 
 
-class Bar:
+class ProgressBar:
     """What is told how far the work is; any thread may tell it.
 
     Attributes:
@@ -40,7 +40,7 @@ class Bar:
     def __init__(self, what: str, total: float | None = None, unit: str = "") -> None:
         self.what, self.total, self.unit = what, total, unit
         self.done, self.more = 0.0, ""
-        self.shown: Shown | None = None
+        self.shown: SafeDrawing | None = None
         self._lock = threading.Lock()
 
     def advance(self, count: float = 1, more: str | None = None) -> None:
@@ -63,28 +63,28 @@ class Bar:
     def describe(self) -> str:
         """How far it is, in words: `3 of 10 sites`, `1.50 GiB of 3.00 GiB`."""
         if self.unit == BYTES:
-            of = "" if self.total is None else f" of {in_bytes(self.total)}"
-            told = in_bytes(self.done) + of
+            of = "" if self.total is None else f" of {format_bytes(self.total)}"
+            told = format_bytes(self.done) + of
         else:
             of = "" if self.total is None else f" of {self.total:,.0f}"
             told = f"{self.done:,.0f}{of} {self.unit}".rstrip()
         return f"{told} {self.more}".rstrip()
 
 
-class Drawing(Protocol):
+class BarDrawing(Protocol):
     """A bar as it is shown."""
 
-    def draw(self, bar: Bar) -> None:
+    def draw(self, bar: ProgressBar) -> None:
         """Show how far it is."""
         ...
 
-    def end(self, bar: Bar) -> None:
+    def end(self, bar: ProgressBar) -> None:
         """Nothing more comes: leave the terminal as it was."""
         ...
 
 
 @contextmanager
-def progress(what: str, total: float | None = None, unit: str = "") -> Iterator[Bar]:
+def progress(what: str, total: float | None = None, unit: str = "") -> Iterator[ProgressBar]:
     """Show how far a piece of work is. Communicates nothing; any rank may call it alone.
 
     Nothing is shown where stderr is no terminal, on other ranks than the first, with FLEX_PROGRESS=0, or
@@ -96,23 +96,23 @@ def progress(what: str, total: float | None = None, unit: str = "") -> Iterator[
         total: how much there is to do; None where nobody knows.
         unit: what is counted; `B` for bytes.
     """
-    bar = Bar(what, total, unit)
-    if not _one.acquire(blocking=False):
+    bar = ProgressBar(what, total, unit)
+    if not _bar_lock.acquire(blocking=False):
         yield bar
         return
     try:
-        shown = _drawing()
-        bar.shown = None if shown is None else Shown(shown)
+        shown = _choose_drawing()
+        bar.shown = None if shown is None else SafeDrawing(shown)
         yield bar
     finally:
         try:
             if bar.shown is not None:
                 bar.shown.end(bar)
         finally:
-            _one.release()
+            _bar_lock.release()
 
 
-def tracked(items: Iterable[T], what: str, total: float | None = None, unit: str = "") -> Iterator[T]:
+def track(items: Iterable[T], what: str, total: float | None = None, unit: str = "") -> Iterator[T]:
     """Give what is in `items`, and show how far that is; where they have a length it is the total."""
     known = len(items) if total is None and isinstance(items, Sized) else total
     with progress(what, known, unit) as bar:
@@ -121,15 +121,15 @@ def tracked(items: Iterable[T], what: str, total: float | None = None, unit: str
             bar.advance()
 
 
-class Shown:
+class SafeDrawing:
     """Draws now and then, whoever tells; what goes wrong in it ends the drawing, and not the work."""
 
-    def __init__(self, drawing: Drawing) -> None:
-        self._drawing: Drawing | None = drawing
+    def __init__(self, drawing: BarDrawing) -> None:
+        self._drawing: BarDrawing | None = drawing
         self._next = time.monotonic() + AFTER
         self._lock = threading.Lock()
 
-    def moved(self, bar: Bar) -> None:
+    def moved(self, bar: ProgressBar) -> None:
         """The bar has come further."""
         now = time.monotonic()
         if now < self._next or not self._lock.acquire(blocking=False):
@@ -140,13 +140,13 @@ class Shown:
         finally:
             self._lock.release()
 
-    def end(self, bar: Bar) -> None:
+    def end(self, bar: ProgressBar) -> None:
         """Nothing more comes."""
         with self._lock:
             self._try(bar, lambda drawing: drawing.end(bar))
             self._drawing = None
 
-    def _try(self, bar: Bar, do: Callable[[Drawing], None]) -> None:
+    def _try(self, bar: ProgressBar, do: Callable[[BarDrawing], None]) -> None:
         drawing = self._drawing
         if drawing is None:
             return
@@ -158,13 +158,13 @@ class Shown:
                 drawing.end(bar)
 
 
-def _drawing() -> Drawing | None:
+def _choose_drawing() -> BarDrawing | None:
     """How this process shows bars; None if it does not."""
     file: TextIO | None = sys.stderr  # None in a process without one
-    if file is None or knobs.progress == 0 or not _is_first():
+    if file is None or flex_config.progress == 0 or not _is_first():
         return None
     if not _is_terminal(file):
-        return Lines(file) if knobs.progress > 0 else None
+        return LogDrawing(file) if flex_config.progress > 0 else None
     try:
         return Rich(file)
     except ImportError:
@@ -213,7 +213,7 @@ class Rich:
         )
         self._task: Any = None
 
-    def draw(self, bar: Bar) -> None:
+    def draw(self, bar: ProgressBar) -> None:
         """Show how far it is."""
         if self._task is None:
             self._task = self._progress.add_task(bar.what, total=bar.total, told="")
@@ -222,7 +222,7 @@ class Rich:
             self._task, completed=bar.done, total=bar.total, told=bar.describe(), refresh=True
         )
 
-    def end(self, bar: Bar) -> None:
+    def end(self, bar: ProgressBar) -> None:
         """Take it away."""
         if self._task is not None:
             self._progress.stop()
@@ -234,12 +234,12 @@ class Line:
     def __init__(self, file: TextIO) -> None:
         self._file, self._wide = file, 0
 
-    def draw(self, bar: Bar) -> None:
+    def draw(self, bar: ProgressBar) -> None:
         """Show how far it is."""
-        wide = max(20, _columns(self._file) - 1)
+        wide = max(20, _terminal_columns(self._file) - 1)
         self._write(f"{bar.what}: {bar.describe()}"[:wide])
 
-    def end(self, bar: Bar) -> None:
+    def end(self, bar: ProgressBar) -> None:
         """Take it away."""
         if self._wide:
             self._write("")
@@ -252,24 +252,24 @@ class Line:
         self._wide = len(text)
 
 
-class Lines:
+class LogDrawing:
     """A line now and then, for a log."""
 
     def __init__(self, file: TextIO) -> None:
         self._file, self._next, self._last = file, 0.0, ""
 
-    def draw(self, bar: Bar) -> None:
+    def draw(self, bar: ProgressBar) -> None:
         """Write a line if enough more is done."""
         if bar.done >= self._next:
-            self._next = bar.done + bar.total / PARTS if bar.total else max(1.0, 2 * bar.done)
+            self._next = bar.done + bar.total / LOG_LINES if bar.total else max(1.0, 2 * bar.done)
             self._write(bar)
 
-    def end(self, bar: Bar) -> None:
+    def end(self, bar: ProgressBar) -> None:
         """Write the last one, where there are others."""
         if self._last:
             self._write(bar)
 
-    def _write(self, bar: Bar) -> None:
+    def _write(self, bar: ProgressBar) -> None:
         text = f"{bar.what}: {bar.describe()}\n"
         if text != self._last:
             self._last = text
@@ -277,14 +277,14 @@ class Lines:
             self._file.flush()
 
 
-def _columns(file: TextIO) -> int:
+def _terminal_columns(file: TextIO) -> int:
     try:
         return os.get_terminal_size(file.fileno()).columns or 80
     except (OSError, ValueError):
         return 80
 
 
-def in_bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
     """A number of bytes, such as `1.50 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(count) < 1024:

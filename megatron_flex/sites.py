@@ -13,17 +13,17 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from megatron_flex.errors import SiteError, nearest
+from megatron_flex.errors import SiteError, suggest_nearest
 from megatron_flex.layout import Layout
-from megatron_flex.markup import counted, fragment, table
+from megatron_flex.notebook_html import count_words, html_fragment, html_table
 
-GRAD = ".grad"  # what a gradient's name has behind the name of its site
-EDITED = ".edited"  # likewise what left the edits there
-HEADS = ("n", "g", "heads")  # dims that count heads; `g` those of keys and values
-PACKED = ("nd", "n*d")  # dims in which heads lie one behind the other
+GRADIENT_SUFFIX = ".grad"  # what a gradient's name has behind the name of its site
+EDITED_SUFFIX = ".edited"  # likewise what left the edits there
+HEAD_DIMS = ("n", "g", "heads")  # dims that count heads; `g` those of keys and values
+PACKED_HEAD_DIMS = ("nd", "n*d")  # dims in which heads lie one behind the other
 
 
-class Fire(Protocol):
+class TapCallback(Protocol):
     """What a tap calls with the local tensor; it returns the tensor that goes on, mostly the same."""
 
     def __call__(self, local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
@@ -40,7 +40,7 @@ class Fire(Protocol):
 class Tap(Protocol):
     """How to get at a tensor in a framework's forward path."""
 
-    def install(self, fire: Fire) -> Callable[[], None]:
+    def install(self, fire: TapCallback) -> Callable[[], None]:
         """Inject `fire`; the returned function takes it out again, leaving nothing behind."""
         ...
 
@@ -130,7 +130,7 @@ class Site:
         return replace(self, tap=None)
 
 
-class Named(Protocol):
+class NamedSite(Protocol):
     """A site, a parameter."""
 
     @property
@@ -149,7 +149,7 @@ class Named(Protocol):
         ...
 
 
-def model_order(site: Named) -> tuple[int, int]:
+def model_order(site: NamedSite) -> tuple[int, int]:
     """A key to sort sites of all stages and chunks by: embeddings, layers by number, and what follows.
 
     What plain modules tell is in order already, but for chunks.
@@ -167,7 +167,7 @@ def model_order(site: Named) -> tuple[int, int]:
 Pattern = str | re.Pattern[str] | Callable[[Site], bool]  # what names places
 
 
-def in_words(pattern: Pattern) -> str:
+def describe_pattern(pattern: Pattern) -> str:
     """A pattern as people write it."""
     if isinstance(pattern, str):
         return pattern
@@ -183,20 +183,20 @@ GLOBS = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
 @cache
 def _glob(pattern: str) -> re.Pattern[str]:
     tokens = re.findall(r"\*\*|\[!?[^\]]+\]|.", pattern)
-    return re.compile("".join(_token(t) for t in tokens))
+    return re.compile("".join(_glob_token(t) for t in tokens))
 
 
-def _token(token: str) -> str:
+def _glob_token(token: str) -> str:
     if token in GLOBS:
         return GLOBS[token]
     return token.replace("[!", "[^") if len(token) > 1 else re.escape(token)
 
 
-class Sites(list[Site]):
+class SiteList(list[Site]):
     """A list of sites; in a notebook a table."""
 
     def _repr_html_(self) -> str:
-        return _in_html(counted(len(self), "site"), self)
+        return _sites_html(count_words(len(self), "site"), self)
 
 
 class SiteTable:
@@ -223,13 +223,13 @@ class SiteTable:
 
     def __getitem__(self, name: str) -> Site:
         if name not in self._sites:
-            raise SiteError(f"no site {name!r}{nearest(name, self._sites)}")
+            raise SiteError(f"no site {name!r}{suggest_nearest(name, self._sites)}")
         return self._sites[name]
 
     def _repr_html_(self) -> str:
-        return _in_html(f"SiteTable · {counted(len(self), 'site')}", list(self))
+        return _sites_html(f"SiteTable · {count_words(len(self), 'site')}", list(self))
 
-    def match(self, pattern: Pattern, point: str | None = None) -> Sites:
+    def match(self, pattern: Pattern, point: str | None = None) -> SiteList:
         """Find sites.
 
         Args:
@@ -258,9 +258,9 @@ class SiteTable:
         ]
         if not found:
             raise SiteError(self._nothing(pattern, path, wanted))
-        return Sites(found)
+        return SiteList(found)
 
-    def _chosen(self, pattern: re.Pattern[str] | Callable[[Site], bool], point: str | None) -> Sites:
+    def _chosen(self, pattern: re.Pattern[str] | Callable[[Site], bool], point: str | None) -> SiteList:
         if not isinstance(pattern, re.Pattern):
             found = [s for s in self if pattern(s)]
         elif ":" in pattern.pattern.replace("(?:", ""):
@@ -269,19 +269,19 @@ class SiteTable:
             found = [s for s in self if pattern.fullmatch(s.module) and point in (None, s.point)]
         if not found:
             raise SiteError(
-                f"{in_words(pattern)!r} matches none of {len(self)} sites; flex.sites() lists them"
+                f"{describe_pattern(pattern)!r} matches none of {len(self)} sites; flex.sites() lists them"
             )
-        return Sites(found)
+        return SiteList(found)
 
     def _nothing(self, pattern: str, path: str, point: str | None) -> str:
         points = sorted({s.point for s in self if _glob(path).fullmatch(s.module)})
         if points:
             return f"{pattern!r} has no point {point!r}; it has {', '.join(points)}"
         names = [s.name for s in self] if ":" in pattern else list(dict.fromkeys(s.module for s in self))
-        return f"pattern {pattern!r} matches no site{nearest(pattern, names)}"
+        return f"pattern {pattern!r} matches no site{suggest_nearest(pattern, names)}"
 
 
-def _in_html(head: str, sites: Sequence[Site]) -> str:
+def _sites_html(head: str, sites: Sequence[Site]) -> str:
     """A table of sites, for notebooks."""
     hidden = sum(bool(s.hidden) for s in sites)
     rows = (
@@ -295,5 +295,5 @@ def _in_html(head: str, sites: Sequence[Site]) -> str:
         for s in sites
     )
     rest = "name fewer (flex.sites('decoder.layers.0.**')), or fold layers by flex.show()"
-    told = table(("site", "layout", "whole", ">stage", ""), rows, len(sites), rest)
-    return fragment(f"{head}, {hidden} of them hidden", told)
+    content = html_table(("site", "layout", "whole", ">stage", ""), rows, len(sites), rest)
+    return html_fragment(f"{head}, {hidden} of them hidden", content)

@@ -187,7 +187,7 @@ def _visit(writing: Writing, step: Callable[[], None], model: nn.Module) -> tupl
 
 def throughput(place: Path, mib: int = 128, rounds: int = 5) -> dict[str, list[float]]:
     """MiB/s of one process: the writer and plain writes; the reader and a copy out of a mapping."""
-    from megatron_flex.dump import VALUE, Dump, Entry, Writer
+    from megatron_flex.dump import VALUE, Dump, ShardEntry, DumpWriter
     from megatron_flex.layout import replicated
 
     tensors = [torch.randn(512, 4, 1024) for _ in range(mib // 8)]
@@ -201,13 +201,13 @@ def throughput(place: Path, mib: int = 128, rounds: int = 5) -> dict[str, list[f
         out["raw write"].append(mib / (perf_counter() - start))
         (folder / "run").mkdir()
         start = perf_counter()
-        writer = Writer(
+        writer = DumpWriter(
             folder / "run", 0, {}, Dump(folder, ["x"], queue_bytes=128 << 20, part_bytes=64 << 20)
         )
         writer.begin(0, 0, True, 1)
         for number, tensor in enumerate(tensors):
             writer.put(
-                Entry("x", VALUE, number, 0, 0, tuple(tensor.shape), ""), replicated("s", "b", "h"), tensor
+                ShardEntry("x", VALUE, number, 0, 0, tuple(tensor.shape), ""), replicated("s", "b", "h"), tensor
             )
         writer.finish()
         writer.close()

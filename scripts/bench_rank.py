@@ -19,7 +19,7 @@ from bench_variants import Standing, Subject, Variant, in_order
 from torch import Tensor, nn
 
 from megatron_flex import cpu
-from megatron_flex.progress import tracked
+from megatron_flex.progress import track
 from tests.support import gpt
 
 HEAD = 64  # size of an attention head
@@ -96,7 +96,7 @@ def orders(letters: list[str], rounds: int, what: str = "measuring") -> Iterator
 
     Who watches the first rank's terminal sees how far it is, under the name of `what`.
     """
-    for number in tracked(range(rounds), what, unit="rounds"):
+    for number in track(range(rounds), what, unit="rounds"):
         at = number % len(letters)
         order = letters[at:] + letters[:at]
         yield order[::-1] if number % 2 else order

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import megatron_flex as mf
 from megatron_flex import cpu
-from megatron_flex.collectives.meter import Moved, meter
+from megatron_flex.collectives.meter import CollectiveCall, meter
 
 SITES = [
     "embedding",
@@ -129,7 +129,7 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 def _counted(variant: Variant, step: Callable[..., None]) -> dict[str, float]:
     """Of the second of two steps: collectives of ours, their bytes, tensors, and bytes on disk."""
-    seen: list[Moved] = []
+    seen: list[CollectiveCall] = []
     with variant() as standing:
         step(standing.call)
         meter.sink = seen.append

@@ -22,10 +22,10 @@ from gpu_part import alone
 from torch import Tensor
 
 import megatron_flex as mf
-from megatron_flex.collectives.shared.pinned import Copies
-from megatron_flex.collectives.shared.segment import Segment, create
-from megatron_flex.dump.staging import Side
-from megatron_flex.knobs import knobs
+from megatron_flex.collectives.transport.device_copies import DeviceCopies
+from megatron_flex.collectives.shared.segment import Segment, create_segment_file
+from megatron_flex.dump.staging import CopyStream
+from megatron_flex.config import flex_config
 
 MIB = 32  # of a copy: what fits the shared memory of most containers
 CYCLES = 400_000_000  # of a kernel that does nothing, some 0.2 s: far longer than a copy
@@ -106,7 +106,7 @@ def _rate(nbytes: int, start: Callable[[], object], finish: Callable[[], object]
 def _to_shared(findings: Findings) -> dict[str, float]:
     """Reads of several ranks of a node: registered pages that they share, straight and row by row."""
     nbytes, found = MIB << 20, {}
-    segment, roads = _segment(2 * nbytes), Copies(torch.device("cuda", 0))
+    segment, roads = _segment(2 * nbytes), DeviceCopies(torch.device("cuda", 0))
     columns = 1024
     rows = nbytes // 4 // columns
     wide = segment.tensor(0, (rows, 2 * columns), torch.float32)
@@ -127,9 +127,9 @@ def _to_shared(findings: Findings) -> dict[str, float]:
 
 
 def _segment(nbytes: int) -> Segment:
-    for folder in (knobs.shared_folder, tempfile.gettempdir()):
+    for folder in (flex_config.shared_folder, tempfile.gettempdir()):
         try:
-            return Segment(create(folder, nbytes), nbytes)
+            return Segment(create_segment_file(folder, nbytes), nbytes)
         except OSError as error:
             why = error
     raise RuntimeError(f"no folder has room for {nbytes} bytes of shared memory: {why}")
@@ -138,7 +138,7 @@ def _segment(nbytes: int) -> Segment:
 def _to_buffers(findings: Findings) -> dict[str, float]:
     """Dumps: pinned buffers."""
     host = torch.empty(MIB << 18, dtype=torch.float32, pin_memory=True)
-    side = Side(torch.device("cuda", 0))
+    side = CopyStream(torch.device("cuda", 0))
     source = torch.randn(host.shape, device="cuda")
 
     def start() -> None:

@@ -102,7 +102,7 @@ def work(rank: int, folder: str, steps: int) -> None:
     losses = train(model, [replica], steps)
     dist.all_reduce(losses, group=group)
     with mf.FlexModel(model) as flex:
-        weights = {name: whole.clone() for name, whole in flex.named_whole_parameters(everywhere=True)}
+        weights = {name: whole.clone() for name, whole in flex.named_full_parameters(everywhere=True)}
     found, leads = look(model)
     if leads and replica == 0:
         torch.save((weights, found | ends(losses / REPLICAS)), f"{folder}/parallel")

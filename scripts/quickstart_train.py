@@ -169,7 +169,7 @@ def main() -> None:
     results = experiment(watch)
     # One file to look at: the model, the ranks, and what the dump has. One rank writes it.
     watch.flex.to_html(args.folder / "page.html", watch.dump.path, title="quick start")
-    weights = dict(watch.flex.named_whole_parameters())
+    weights = dict(watch.flex.named_full_parameters())
     if torch.distributed.get_rank() == 0:
         save(args.folder / "weights", weights)
         save(args.folder / "parallel", results)

@@ -23,15 +23,15 @@ from megatron_flex.adapters.base import (
 from megatron_flex.adapters.composing import compose
 from megatron_flex.adapters.detection import Detection
 from megatron_flex.adapters.driving import Driving
-from megatron_flex.adapters.keeping import Keeping, Kept
+from megatron_flex.adapters.parameter_storage import Keeping, Kept
 from megatron_flex.adapters.leaves import AnyInput, AnyOutput
 from megatron_flex.adapters.modules import Modules
 from megatron_flex.adapters.pipelining import opened
 from megatron_flex.adapters.plain import mesh_of
 from megatron_flex.adapters.ranks import axis_of
-from megatron_flex.adapters.registry import Finder, Found, register_adapter
+from megatron_flex.adapters.adapter_registry import Finder, Found, register_adapter
 from megatron_flex.adapters.rules import Point, Rule, Rules
-from megatron_flex.adapters.searching import find
+from megatron_flex.adapters.searching import find_framework
 from megatron_flex.adapters.spread import WHOLE, Spread, Unknown
 from megatron_flex.adapters.taps import intercept
 from megatron_flex.adapters.writers import training_writers
@@ -86,4 +86,4 @@ def detect(
         FlexError: sizes contradict, the module can be hooked neither as a framework's nor as a plain one, two
             frameworks claim it, or one is of a version that no test has run on.
     """
-    return find(chunks, sizes or {}, process_group).make()
+    return find_framework(chunks, sizes or {}, process_group).make()

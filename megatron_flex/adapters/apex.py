@@ -18,77 +18,77 @@ from torch import Tensor, nn
 
 from megatron_flex.adapters.base import LocalGradient, Undo
 from megatron_flex.adapters.composing import compose
-from megatron_flex.adapters.keeping import Keeping, Kept
+from megatron_flex.adapters.parameter_storage import Keeping, Kept
 from megatron_flex.adapters.modules import Modules
 from megatron_flex.adapters.ranks import axis_of
-from megatron_flex.adapters.registry import Found, Said
+from megatron_flex.adapters.adapter_registry import Found, AxisSizes
 from megatron_flex.adapters.rules import Point, Rule
 from megatron_flex.adapters.spread import WHOLE, Spread
-from megatron_flex.adapters.taps import CalledName, intercept
+from megatron_flex.adapters.taps import UpstreamFunction, intercept
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import Fire
+from megatron_flex.sites import TapCallback
 
 COLUMN, ROW, VOCABULARY = "ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"
 PARALLEL = (COLUMN, ROW, VOCABULARY)
 NORMS = ("FusedLayerNorm", "FusedRMSNorm", "FastLayerNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm")
-LAYERS = "apex.transformer.tensor_parallel.layers"
-SEQUENCE = (
+LAYERS_MODULE = "apex.transformer.tensor_parallel.layers"
+SEQUENCE_PARALLEL = (
     "sequence_parallel_enabled"  # an attribute of layers and of the parameters whose gradients are shares
 )
 
 # From the outermost to the innermost: ranks are numbered so.
-GROUPS = {
+GROUP_GETTERS = {
     "pp": "get_pipeline_model_parallel_group",
     "dp": "get_data_parallel_group",
     "tp": "get_tensor_model_parallel_group",
 }
 
 STRIDED = "stride={} gives each rank several pieces of its features; hook the modules before and behind it"
-LAST, FIRST = Spread(cuts=((-1, "tp"),)), Spread(cuts=((0, "tp"),))
-SUMMAND, SHARED = Spread(partial=("tp",)), Spread(shared=("tp",))
+LAST_DIM_CUT, FIRST_DIM_CUT = Spread(cuts=((-1, "tp"),)), Spread(cuts=((0, "tp"),))
+PARTIAL, SHARED = Spread(partial=("tp",)), Spread(shared=("tp",))
 
 
-def is_a(module: Any, *names: str) -> bool:
+def is_apex(module: Any, *names: str) -> bool:
     """Whether a module's class, or one that it derives from, is apex's class of one of these names."""
     return any(c.__name__ in names and c.__module__.startswith("apex.") for c in type(module).__mro__)
 
 
-def find(chunks: list[nn.Module], said: Said, process_group: Any) -> Found | None:
+def find_apex(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> Found | None:
     """A model with apex's parallel layers in it, or a stage of a pipeline that apex made."""
     modules = [m for chunk in chunks for m in chunk.modules()]
-    layer = next((m for m in modules if is_a(m, *PARALLEL)), None)
+    layer = next((m for m in modules if is_apex(m, *PARALLEL)), None)
     if layer is not None:
         why = f"it holds a {type(layer).__name__} of apex's"
-    elif _stages() > 1:
-        why = f"apex was initialized with {_stages()} pipeline stages"
+    elif _pipeline_size() > 1:
+        why = f"apex was initialized with {_pipeline_size()} pipeline stages"
     else:
         return None
-    return Found("apex", why, partial(_make, chunks, modules, said))
+    return Found("apex", why, partial(_make_adapter, chunks, modules, axis_sizes))
 
 
-def _stages() -> int:
+def _pipeline_size() -> int:
     state: Any = sys.modules.get("apex.transformer.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
         return 1
     return int(dist.get_world_size(state.get_pipeline_model_parallel_group()))
 
 
-def _make(chunks: list[nn.Module], modules: list[nn.Module], said: Said) -> Modules:
+def _make_adapter(chunks: list[nn.Module], modules: list[nn.Module], axis_sizes: AxisSizes) -> Modules:
     if len(chunks) != 1:
         raise FlexError(
             f"{len(chunks)} virtual chunks of an apex model, whose interleaved schedule is not known; have "
             "one chunk on each rank, with virtual_pipeline_model_parallel_size_=None"
         )
-    mesh = mesh_of()
-    mesh.check_sizes(said)
-    adapter = compose(chunks[0], mesh, Apex(), "apex")
-    adapter.keeping = Accumulating(adapter.keeping, modules)
+    mesh = apex_mesh()
+    mesh.check_sizes(axis_sizes)
+    adapter = compose(chunks[0], mesh, ApexRules(), "apex")
+    adapter.keeping = MainGradParameters(adapter.keeping, modules)
     return adapter
 
 
-def mesh_of() -> Mesh:
+def apex_mesh() -> Mesh:
     """The axes of the run, of the groups that apex's layers use.
 
     Raises:
@@ -101,56 +101,56 @@ def mesh_of() -> Mesh:
             "the model has apex's parallel layers, but apex's groups are not there; call "
             "apex.transformer.parallel_state.initialize_model_parallel before"
         )
-    return Mesh(tuple(axis_of(name, getattr(parallel_state, getter)()) for name, getter in GROUPS.items()))
+    return Mesh(tuple(axis_of(name, getattr(parallel_state, getter)()) for name, getter in GROUP_GETTERS.items()))
 
 
-class Apex:
+class ApexRules:
     """The rules of apex's parallel layers, and of norms on a sequence that is cut."""
 
     def of(self, path: str, module: nn.Module) -> Rule | None:
         """What is known of one of them."""
-        if is_a(module, COLUMN, ROW):
-            rule = _column(module) if is_a(module, COLUMN) else _row(module)
+        if is_apex(module, COLUMN, ROW):
+            rule = _column_rule(module) if is_apex(module, COLUMN) else _row_rule(module)
             stride = getattr(module.weight, "partition_stride", 1)
             return rule if stride == 1 else replace(rule, points=(), hidden=STRIDED.format(stride))
-        if is_a(module, VOCABULARY):
-            tap = CalledName(module, LAYERS, "reduce_from_tensor_model_parallel_region", before=True)
-            return Rule(WHOLE, WHOLE, {"weight": _of(module, "weight", 0)}, (Point("partial", SUMMAND, tap),))
-        shares = {n: _of(module, n, None) for n, p in module.named_parameters(recurse=False) if _shared(p)}
-        if is_a(module, *NORMS):
+        if is_apex(module, VOCABULARY):
+            tap = UpstreamFunction(module, LAYERS_MODULE, "reduce_from_tensor_model_parallel_region", before=True)
+            return Rule(WHOLE, WHOLE, {"weight": _parameter_layout(module, "weight", 0)}, (Point("partial", PARTIAL, tap),))
+        shares = {n: _parameter_layout(module, n, None) for n, p in module.named_parameters(recurse=False) if _has_shared_gradient(p)}
+        if is_apex(module, *NORMS):
             return Rule(parameters=shares, follows=len(getattr(module, "normalized_shape", (0,))))
         return Rule(parameters=shares) if shares else None
 
 
-def _column(module: Any) -> Rule:
-    inputs = FIRST if getattr(module, SEQUENCE, False) else WHOLE
-    points = [Point("gemm_input", SHARED, Gemm(module, True))]
+def _column_rule(module: Any) -> Rule:
+    inputs = FIRST_DIM_CUT if getattr(module, SEQUENCE_PARALLEL, False) else WHOLE
+    points = [Point("gemm_input", SHARED, ApexGemm(module, True))]
     if module.gather_output:
-        points.append(Point("local", LAST, Gemm(module, False)))
-    parameters = {name: _of(module, name, 0) for name in ("weight", "bias")}
-    return Rule(inputs, WHOLE if module.gather_output else LAST, parameters, tuple(points), beside=(LAST,))
+        points.append(Point("local", LAST_DIM_CUT, ApexGemm(module, False)))
+    parameters = {name: _parameter_layout(module, name, 0) for name in ("weight", "bias")}
+    return Rule(inputs, WHOLE if module.gather_output else LAST_DIM_CUT, parameters, tuple(points), beside=(LAST_DIM_CUT,))
 
 
-def _row(module: Any) -> Rule:
-    points = [Point("partial", SUMMAND, Gemm(module, False))]
+def _row_rule(module: Any) -> Rule:
+    points = [Point("partial", PARTIAL, ApexGemm(module, False))]
     if not module.input_is_parallel:
-        points.insert(0, Point("gemm_input", LAST, Gemm(module, True)))
-    parameters = {"weight": _of(module, "weight", 1), "bias": _of(module, "bias", None)}
+        points.insert(0, Point("gemm_input", LAST_DIM_CUT, ApexGemm(module, True)))
+    parameters = {"weight": _parameter_layout(module, "weight", 1), "bias": _parameter_layout(module, "bias", None)}
     return Rule(
-        LAST if module.input_is_parallel else WHOLE,
-        FIRST if getattr(module, SEQUENCE, False) else WHOLE,
+        LAST_DIM_CUT if module.input_is_parallel else WHOLE,
+        FIRST_DIM_CUT if getattr(module, SEQUENCE_PARALLEL, False) else WHOLE,
         parameters,
         tuple(points),
-        beside=(SHARED if _shared(module.bias) else WHOLE,),
+        beside=(SHARED if _has_shared_gradient(module.bias) else WHOLE,),
     )
 
 
-def _shared(parameter: Any) -> bool:
+def _has_shared_gradient(parameter: Any) -> bool:
     """Whether each rank has only its part of the sequence's share of a parameter's gradient."""
-    return bool(getattr(parameter, SEQUENCE, False))
+    return bool(getattr(parameter, SEQUENCE_PARALLEL, False))
 
 
-def _of(module: Any, name: str, cut: int | None) -> Layout:
+def _parameter_layout(module: Any, name: str, cut: int | None) -> Layout:
     """The layout of a parameter that is cut along a dim.
 
     Where a linear is strided, `partition_stride` parts of it are cut each by itself.
@@ -161,12 +161,12 @@ def _of(module: Any, name: str, cut: int | None) -> Layout:
     strided = Dim("", (Cut("tp"),), segments=(1,) * stride)
     return Layout(
         tuple(strided if i == cut else Dim() for i in range(dims)),
-        shared=("tp",) if _shared(parameter) else (),
+        shared=("tp",) if _has_shared_gradient(parameter) else (),
     )
 
 
 @dataclass(frozen=True, eq=False)
-class Gemm:
+class ApexGemm:
     """What enters a parallel linear's multiplication, or what leaves it before any collective.
 
     Attributes:
@@ -177,20 +177,20 @@ class Gemm:
     module: nn.Module
     before: bool
 
-    def install(self, fire: Fire) -> Undo:
+    def install(self, fire: TapCallback) -> Undo:
         """Inject `fire` about the function that the linear calls with keywords."""
 
         def around(gemm: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
             if not self.before:
                 return fire(gemm(*args, **kwargs))
-            kwargs = _with_whole_input(kwargs)
+            kwargs = _with_gathered_input(kwargs)
             kwargs["input"] = fire(kwargs["input"])
             return gemm(*args, **kwargs)
 
         return intercept(self.module, "_forward_impl", around)
 
 
-def _with_whole_input(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _with_gathered_input(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Do the collective on the input outside of the multiplication, by apex's own functions.
 
     Inside, it is done together with the multiplication, so that the tensor between the two never exists.
@@ -198,16 +198,16 @@ def _with_whole_input(kwargs: dict[str, Any]) -> dict[str, Any]:
     from apex.transformer.tensor_parallel import mappings
 
     kwargs = dict(kwargs)
-    if kwargs.get(SEQUENCE):
+    if kwargs.get(SEQUENCE_PARALLEL):
         kwargs["input"] = mappings.gather_from_sequence_parallel_region(kwargs["input"])
-        kwargs[SEQUENCE] = False
+        kwargs[SEQUENCE_PARALLEL] = False
     elif kwargs.get("async_grad_allreduce"):
         kwargs["input"] = mappings.copy_to_tensor_model_parallel_region(kwargs["input"])
         kwargs["async_grad_allreduce"] = False
     return kwargs
 
 
-class Accumulating:
+class MainGradParameters:
     """Gradients where apex's fused kernel adds them up: in `main_grad`, for which autograd gives none.
 
     Args:
@@ -220,7 +220,7 @@ class Accumulating:
 
     def __init__(self, inner: Keeping, modules: Iterable[nn.Module]) -> None:
         self.inner = inner
-        linears = [m for m in modules if is_a(m, COLUMN, ROW)]
+        linears = [m for m in modules if is_apex(m, COLUMN, ROW)]
         self._fused = {m.weight for m in linears if getattr(m, "gradient_accumulation_fusion", False)}
 
     def _main(self, parameter: nn.Parameter) -> Tensor | None:

@@ -79,7 +79,7 @@ class Part(NamedTuple):
     why: str
 
 
-class FollowedGradient(Protocol):
+class GradientLayoutSource(Protocol):
     """Tells in which layout the gradient of a parameter comes."""
 
     def want(self) -> Undo:
@@ -129,7 +129,7 @@ class ParameterSite:
     chunk: int = 0
     local: tuple[int, ...] = ()
     sharded: bool = False
-    followed: FollowedGradient | None = field(default=None, compare=False, repr=False)
+    followed: GradientLayoutSource | None = field(default=None, compare=False, repr=False)
 
     def remote(self) -> ParameterSite:
         """The parameter as ranks know it that do not own it."""

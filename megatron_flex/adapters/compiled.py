@@ -14,14 +14,14 @@ from typing import Any, cast
 from torch import nn
 
 from megatron_flex.adapters.base import Undo
-from megatron_flex.adapters.leaves import About
+from megatron_flex.adapters.leaves import WrappingTap
 from megatron_flex.adapters.taps import intercept
-from megatron_flex.sites import Fire
+from megatron_flex.sites import TapCallback
 
-INSIDE = "_orig_mod"  # what torch.compile's wrapper calls the module inside it
+COMPILED_ATTRIBUTE = "_orig_mod"  # what torch.compile's wrapper calls the module inside it
 
 
-class Region:
+class CompiledRegion:
     """A module that is called compiled.
 
     Attributes:
@@ -31,7 +31,7 @@ class Region:
     """
 
     def __init__(self, owner: nn.Module) -> None:
-        inner: nn.Module | None = owner._modules.get(INSIDE)
+        inner: nn.Module | None = owner._modules.get(COMPILED_ATTRIBUTE)
         self.owner, self.inner = owner, owner if inner is None else inner
         self.entrance = "_compiled_call_impl" if inner is None else "forward"
         self.hooks = 0
@@ -59,7 +59,7 @@ class Region:
         return before(*args, **kwargs)
 
 
-class Caller:
+class CompiledCaller:
     """Code that was compiled with a call of the model in it, and sees hooks only if that looks new."""
 
     def __init__(self, root: nn.Module) -> None:
@@ -70,7 +70,7 @@ class Caller:
         """A hook comes to stand in the model, whose `forward` is another from now on."""
         self.hooks += 1
         if self._undo is None:
-            self._undo = intercept(self.root, "forward", _as_it_is)
+            self._undo = intercept(self.root, "forward", _call_unchanged)
 
     def leave(self) -> None:
         """It goes; with the last one the model looks as it did."""
@@ -88,11 +88,11 @@ class Caller:
         return lambda: None
 
 
-def _as_it_is(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_unchanged(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
-def apart(function: Callable[..., Any]) -> Callable[..., Any]:
+def exclude_from_compilation(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that is never compiled into what calls it."""
     compiler: Any = sys.modules.get("torch._dynamo")
     return function if compiler is None else cast(Callable[..., Any], compiler.disable(function))
@@ -100,13 +100,13 @@ def apart(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether calling it runs compiled code."""
-    return INSIDE in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+    return COMPILED_ATTRIBUTE in module._modules or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def regions_of(chunk: nn.Module, root: nn.Module) -> list[Region | Caller]:
+def compiled_regions(chunk: nn.Module, root: nn.Module) -> list[CompiledRegion | CompiledCaller]:
     """The compiled modules of a model, parents first, and whatever else calls it."""
-    callers: list[Region | Caller] = [Caller(root)] if "torch._dynamo" in sys.modules else []
-    return callers + [Region(m) for m in chunk.modules() if is_compiled(m)]
+    callers: list[CompiledRegion | CompiledCaller] = [CompiledCaller(root)] if "torch._dynamo" in sys.modules else []
+    return callers + [CompiledRegion(m) for m in chunk.modules() if is_compiled(m)]
 
 
 def entrance_of(chunk: nn.Module, root: nn.Module) -> tuple[nn.Module, str]:
@@ -121,18 +121,18 @@ def entrance_of(chunk: nn.Module, root: nn.Module) -> tuple[nn.Module, str]:
     )
     if around is None:
         return root, "_call_impl"
-    region = Region(around)
+    region = CompiledRegion(around)
     return region.owner, region.entrance
 
 
 @dataclass(frozen=True, eq=False)
-class Uncompiled(About):
+class UncompiledTap(WrappingTap):
     """Another tap, that has the compiled parts around its module run as they were."""
 
     tap: Any
-    regions: tuple[Region | Caller, ...]
+    regions: tuple[CompiledRegion | CompiledCaller, ...]
 
-    def install(self, fire: Fire) -> Undo:
+    def install(self, fire: TapCallback) -> Undo:
         """Inject `fire` by way of the other tap."""
         undo: Undo = self.tap.install(fire)
         for region in self.regions:

@@ -6,11 +6,11 @@ import sys
 
 from torch import nn
 
-from megatron_flex.adapters import ddp, fsdp, offloaded, sharded
-from megatron_flex.adapters.driving import Called, Driving
-from megatron_flex.adapters.keeping import Keeping, Resident
+from megatron_flex.adapters import ddp, fsdp, offloaded, dtensor_parameters
+from megatron_flex.adapters.driving import UserLoop, Driving
+from megatron_flex.adapters.parameter_storage import Keeping, ModuleParameters
 from megatron_flex.adapters.modules import Modules
-from megatron_flex.adapters.naming import unwrap
+from megatron_flex.adapters.module_names import unwrap
 from megatron_flex.adapters.rules import Rules
 from megatron_flex.mesh import Mesh
 
@@ -22,15 +22,15 @@ def keeping_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> Keeping:
 
         if (zero := deepspeed.keeping_of(chunk, root, mesh)) is not None:
             return zero
-    if units := fsdp.units_of(chunk):
-        return fsdp.Flattened(root, units)
-    if sharded.has_dtensors(chunk):
-        return sharded.Sharded(root, mesh, ddp.wrappers_of(chunk))
-    if wrappers := ddp.wrappers_of(chunk):
-        return ddp.Averaged(root, wrappers)
+    if units := fsdp.fsdp_wrappers_of(chunk):
+        return fsdp.FSDPParameters(root, units)
+    if dtensor_parameters.has_dtensors(chunk):
+        return dtensor_parameters.DTensorParameters(root, mesh, ddp.ddp_wrappers_of(chunk))
+    if wrappers := ddp.ddp_wrappers_of(chunk):
+        return ddp.DDPParameters(root, wrappers)
     if "accelerate" in sys.modules and offloaded.is_offloaded(chunk):
-        return offloaded.Offloaded(root)
-    return Resident(root)
+        return offloaded.OffloadedParameters(root)
+    return ModuleParameters(root)
 
 
 def driving_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> Driving:
@@ -40,7 +40,7 @@ def driving_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> Driving:
 
         if (engine := deepspeed.driving_of(chunk, mesh)) is not None:
             return engine
-    return Called(chunk, mesh)
+    return UserLoop(chunk, mesh)
 
 
 def compose(chunk: nn.Module, mesh: Mesh, rules: Rules | None = None, name: str = "plain") -> Modules:

@@ -8,17 +8,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_flex.adapters.base import Undo
-from megatron_flex.adapters.keeping import SAY_REDUCED, Resident
-from megatron_flex.adapters.naming import named_parameters
+from megatron_flex.adapters.parameter_storage import SAY_REDUCED, ModuleParameters
+from megatron_flex.adapters.module_names import named_parameters
 from megatron_flex.errors import FlexError
 
 
-def wrappers_of(chunk: nn.Module) -> list[DistributedDataParallel]:
+def ddp_wrappers_of(chunk: nn.Module) -> list[DistributedDataParallel]:
     """The wrappers around a model or parts of it, the outermost first."""
     return [m for m in chunk.modules() if isinstance(m, DistributedDataParallel)]
 
 
-class Averaged(Resident):
+class DDPParameters(ModuleParameters):
     """Each rank has all of its parameters, and wrappers average their gradients in the backward pass."""
 
     name = "DistributedDataParallel"
@@ -57,7 +57,7 @@ class Averaged(Resident):
             FlexError: a wrapper would take this for the way in which its graph always runs.
         """
         known = self.reduced()
-        thaw = at_rest(self.wrappers)
+        thaw = suspend_reduction(self.wrappers)
         self._before = known
         unfreeze = super().freeze()
 
@@ -69,7 +69,7 @@ class Averaged(Resident):
         return undo
 
 
-def at_rest(wrappers: Sequence[DistributedDataParallel]) -> Undo:
+def suspend_reduction(wrappers: Sequence[DistributedDataParallel]) -> Undo:
     """Let wrappers wait for no gradient, as in `no_sync()`, until the returned function is called.
 
     Raises:

@@ -17,18 +17,18 @@ from torch import Tensor, nn
 
 from megatron_flex.adapters.base import Listener, LocalGradient, Undo
 from megatron_flex.adapters.composing import compose
-from megatron_flex.adapters.driving import Called, Driving
-from megatron_flex.adapters.keeping import Keeping, Kept, Resident
+from megatron_flex.adapters.driving import UserLoop, Driving
+from megatron_flex.adapters.parameter_storage import Keeping, Kept, ModuleParameters
 from megatron_flex.adapters.modules import Modules
-from megatron_flex.adapters.naming import clean, of_deepspeed
+from megatron_flex.adapters.module_names import strip_wrapper_names, is_deepspeed
 from megatron_flex.adapters.ranks import axis_of
 from megatron_flex.adapters.taps import intercept
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
 
-ENGINE, PIPELINE, INFERENCE = "DeepSpeedEngine", "PipelineEngine", "InferenceEngine"
+DEEPSPEED_ENGINE, PIPELINE_ENGINE, INFERENCE_ENGINE = "DeepSpeedEngine", "PipelineEngine", "InferenceEngine"
 ZERO_12, ZERO_3 = "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
-OTHERS = ("megatron.", "fairscale.", "transformer_engine.", "apex.")  # whose modules have rules of their own
+FRAMEWORKS_WITH_RULES = ("megatron.", "fairscale.", "transformer_engine.", "apex.")  # whose modules have rules of their own
 
 # What an engine is asked, the greatest answer that is no yes, and what a yes is.
 WITHOUT_A_RULE = {
@@ -48,15 +48,15 @@ WITHOUT_A_RULE = {
     "zenflow": (0, "ZenFlow (zero_optimization.zenflow)"),
 }
 
-AS_IT_COMES = 'hook it as it comes (hook_type="tensor")'
-OFFLOADED = f"its gradient is in offload_optimizer's memory, perhaps in part; {AS_IT_COMES}"
-NOT_WHOLE = (
+HOOK_AS_IT_COMES = 'hook it as it comes (hook_type="tensor")'
+OFFLOADED_OPTIMIZER = f"its gradient is in offload_optimizer's memory, perhaps in part; {HOOK_AS_IT_COMES}"
+NOT_ASSEMBLED = (
     "ZeRO puts gradients together in the backward pass of the last of {steps} microbatches, and "
     "engine.step() takes them away; ask in between"
 )
 NO_MASTER = "a {kind} steps a copy of it, out of reach; use ZeRO (zero_optimization.stage 1 to 3)"
 NOT_REDUCED = (
-    f"a {{kind}} does not tell whether its gradient is reduced; {AS_IT_COMES}, or keep gradients in the "
+    f"a {{kind}} does not tell whether its gradient is reduced; {HOOK_AS_IT_COMES}, or keep gradients in the "
     "parameters' dtype (data_types.grad_accum_dtype)"
 )
 NOT_FROZEN = (
@@ -68,16 +68,16 @@ NOT_FROZEN = (
 # -- finding it ----------------------------------------------------------------------------------------
 
 
-def claims(chunks: list[nn.Module]) -> str:
+def why_deepspeed(chunks: list[nn.Module]) -> str:
     """Why a model is DeepSpeed's; empty if it is not, or another framework's rules say how it is cut."""
     for chunk in chunks:
-        others = any(c.__module__.startswith(OTHERS) for m in chunk.modules() for c in type(m).__mro__)
-        if of_deepspeed(chunk, INFERENCE) or (of_deepspeed(chunk, ENGINE) and not others):
+        others = any(c.__module__.startswith(FRAMEWORKS_WITH_RULES) for m in chunk.modules() for c in type(m).__mro__)
+        if is_deepspeed(chunk, INFERENCE_ENGINE) or (is_deepspeed(chunk, DEEPSPEED_ENGINE) and not others):
             return f"it is in DeepSpeed's {type(chunk).__name__}"
     return ""
 
 
-def take(chunks: list[nn.Module], said: Any) -> Modules:
+def make_engine_adapter(chunks: list[nn.Module], axis_sizes: Any) -> Modules:
     """The adapter of an engine.
 
     Raises:
@@ -86,17 +86,17 @@ def take(chunks: list[nn.Module], said: Any) -> Modules:
     if len(chunks) != 1:
         raise FlexError(f"{len(chunks)} models with a DeepSpeed engine among them; give one engine")
     engine = chunks[0]
-    _refuse(engine)
-    (mesh := mesh_of(engine)).check_sizes(said)
-    if of_deepspeed(engine, PIPELINE):
+    _check_supported(engine)
+    (mesh := deepspeed_mesh(engine)).check_sizes(axis_sizes)
+    if is_deepspeed(engine, PIPELINE_ENGINE):
         keeping = keeping_of(engine, engine.get_submodule("module"), mesh)
-        return Pipelined(engine, mesh, None, keeping, Scheduled(engine), "deepspeed")
+        return PipelineModules(engine, mesh, None, keeping, EngineSchedule(engine), "deepspeed")
     return compose(engine, mesh, name="deepspeed")
 
 
-def mesh_of(engine: Any) -> Mesh:
+def deepspeed_mesh(engine: Any) -> Mesh:
     """The axes of an engine's run: of its pipeline's grid, or of its data parallel group and `mpu`."""
-    if of_deepspeed(engine, PIPELINE):
+    if is_deepspeed(engine, PIPELINE_ENGINE):
         groups = engine.grid.pp_proc_group, engine.grid.dp_proc_group, engine.grid.slice_proc_group
     else:
         asks = ("get_tensor_model_parallel_group", "get_model_parallel_group")
@@ -105,9 +105,9 @@ def mesh_of(engine: Any) -> Mesh:
     return Mesh(tuple(map(axis_of, ("pp", "dp", "tp"), groups)))
 
 
-def _refuse(engine: Any) -> None:
+def _check_supported(engine: Any) -> None:
     """Refuse what no rule covers. The configuration is the same on all ranks, and so is the error."""
-    if (kind := type(engine).__name__) in (INFERENCE, "DeepSpeedHybridEngine"):
+    if (kind := type(engine).__name__) in (INFERENCE_ENGINE, "DeepSpeedHybridEngine"):
         raise FlexError(
             f"a {kind} puts kernels in place of modules, for which there is no rule; hook the model without"
         )
@@ -115,11 +115,11 @@ def _refuse(engine: Any) -> None:
         answer = getattr(engine, question, None)
         if int((answer() if callable(answer) else answer) or 0) > least:
             raise FlexError(f"{what} is on, for which there is no rule; turn it off to hook this model")
-    if of_deepspeed(engine, PIPELINE):
-        _refuse_tied(engine.module)
+    if is_deepspeed(engine, PIPELINE_ENGINE):
+        _check_tied_layers(engine.module)
 
 
-def _refuse_tied(model: Any) -> None:
+def _check_tied_layers(model: Any) -> None:
     """Refuse layers that are one module on several stages; told from what all ranks know."""
     stages: dict[str, set[int]] = {}
     for stage, (start, stop) in enumerate(pairwise(model.parts)):
@@ -143,12 +143,12 @@ def keeping_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> Keeping | None:
         FlexError: parameters are spread by ZeRO, but the model was given without its engine; or the engine
             does what no rule covers.
     """
-    if not of_deepspeed(chunk, ENGINE):
+    if not is_deepspeed(chunk, DEEPSPEED_ENGINE):
         for name, parameter in root.named_parameters():
             if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
                 raise FlexError(f"ZeRO keeps {name}; give the engine that deepspeed.initialize() returned")
         return None
-    _refuse(chunk)
+    _check_supported(chunk)
     engine: Any = chunk
     ranks, dp = dist.get_process_group_ranks(engine.seq_data_parallel_group), mesh["dp"]
     if len(ranks) != dp.size or (dp.size > 1 and set(ranks) != set(dp.ranks)):
@@ -156,10 +156,10 @@ def keeping_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> Keeping | None:
             f"DeepSpeed's data parallel ranks are {sorted(ranks)}, but {mesh.describe()} was found; give "
             "deepspeed.initialize() the framework's mpu"
         )
-    return Zero(engine, root)
+    return ZeroParameters(engine, root)
 
 
-class Zero(Resident):
+class ZeroParameters(ModuleParameters):
     """ZeRO-1 and 2 leave parts of gradients on each rank, ZeRO-3 parts of parameters too; ZeRO-0 nothing.
 
     A ZeRO-3 parameter is counted flat and cut in equal parts, and is whole only while its module runs.
@@ -173,7 +173,7 @@ class Zero(Resident):
         self.root, self.engine, self.optimizer, self._lazy = root, engine, engine.optimizer, {}
         shapes = [tuple(getattr(p, "ds_shape", p.shape)) for _, p in named]
         parts = zip(named, shapes, strict=True)
-        self._kept = [Kept(clean(n), p, shape, sharded=hasattr(p, "ds_id")) for (n, p), shape in parts]
+        self._kept = [Kept(strip_wrapper_names(n), p, shape, sharded=hasattr(p, "ds_id")) for (n, p), shape in parts]
         self.kind = type(self.optimizer).__name__
         groups = getattr(self.optimizer, "bit16_groups", [])
         self._group = {id(p): number for number, group in enumerate(groups) for p in group}
@@ -197,7 +197,7 @@ class Zero(Resident):
             with GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
                 parameter.copy_(value)
             if hasattr(parameter, "_z3_optimizer"):
-                safe_set_local_fp32_param(parameter, _part(parameter, value))
+                safe_set_local_fp32_param(parameter, _flat_shard(parameter, value))
             return
         if not (hasattr(parameter, "_hp_mapping") or self.none) and parameter.requires_grad:
             raise FlexError(NO_MASTER.format(kind=self.kind))
@@ -218,11 +218,11 @@ class Zero(Resident):
         from deepspeed.utils import safe_set_full_grad, safe_set_local_grad
 
         if not self._exists(parameter):
-            raise FlexError(NOT_WHOLE.format(steps=self.engine.gradient_accumulation_steps()))
+            raise FlexError(NOT_ASSEMBLED.format(steps=self.engine.gradient_accumulation_steps()))
         if self.none:
             super().put_gradient(parameter, value)
         elif hasattr(parameter, "ds_id"):
-            safe_set_local_grad(parameter, _part(parameter, value))
+            safe_set_local_grad(parameter, _flat_shard(parameter, value))
         else:
             safe_set_full_grad(parameter, value)
 
@@ -231,7 +231,7 @@ class Zero(Resident):
         if not parameter.requires_grad:
             return False
         if any(getattr(self.optimizer, n, False) for n in ("cpu_offload", "offload_optimizer")):
-            raise FlexError(OFFLOADED)
+            raise FlexError(OFFLOADED_OPTIMIZER)
         if hasattr(parameter, "ds_id"):  # as far as it is accumulated; ZeRO-3 reduces it each time
             here = getattr(self.optimizer, "averaged_gradients", {})
             return any(g is not None for g in here.values())
@@ -242,18 +242,18 @@ class Zero(Resident):
                 raise FlexError("the optimizer was not given it, so that nothing reduces its gradient")
             if self.optimizer.averaged_gradients.get(self._group[id(parameter)]) is not None:
                 return True
-        if not self.engine.is_gradient_accumulation_boundary() and not of_deepspeed(self.engine, PIPELINE):
-            raise FlexError(NOT_WHOLE.format(steps=self.engine.gradient_accumulation_steps()))
+        if not self.engine.is_gradient_accumulation_boundary() and not is_deepspeed(self.engine, PIPELINE_ENGINE):
+            raise FlexError(NOT_ASSEMBLED.format(steps=self.engine.gradient_accumulation_steps()))
         return self.none
 
     def freeze(self) -> Undo:
         """Turn `requires_grad` off, where nothing counts on gradients."""
-        if of_deepspeed(self.engine, PIPELINE) or not (self.none or self.kind == ZERO_3):
+        if is_deepspeed(self.engine, PIPELINE_ENGINE) or not (self.none or self.kind == ZERO_3):
             raise FlexError(NOT_FROZEN.format(kind=f"{type(self.engine).__name__} with a {self.kind}"))
         return super().freeze()
 
 
-def _part(parameter: Any, value: Tensor) -> Tensor:
+def _flat_shard(parameter: Any, value: Tensor) -> Tensor:
     """This rank's part of a whole, counted flat and filled up with zeros."""
     length, rank = parameter.ds_tensor.numel(), dist.get_rank(parameter.ds_process_group)
     mine = value.detach().reshape(-1).float()[rank * length : (rank + 1) * length]
@@ -265,19 +265,19 @@ def _part(parameter: Any, value: Tensor) -> Tensor:
 
 def driving_of(chunk: nn.Module, mesh: Mesh) -> Driving | None:
     """How an engine is run; None if there is none."""
-    if of_deepspeed(chunk, PIPELINE):
-        return Scheduled(chunk)
-    if of_deepspeed(chunk, ENGINE):
-        return Called(chunk.get_submodule("module"), mesh, partial(_factor, chunk))
+    if is_deepspeed(chunk, PIPELINE_ENGINE):
+        return EngineSchedule(chunk)
+    if is_deepspeed(chunk, DEEPSPEED_ENGINE):
+        return UserLoop(chunk.get_submodule("module"), mesh, partial(_gradient_factor, chunk))
     return None
 
 
-def _factor(engine: Any) -> float:
+def _gradient_factor(engine: Any) -> float:
     """By how much gradients are greater than those of a microbatch's own loss."""
     return float(engine._get_optimizer_loss_scale() or 1.0) / float(engine.gradient_accumulation_steps())
 
 
-class Scheduled:
+class EngineSchedule:
     """A pipeline engine, by `train_batch` or `eval_batch`; the n-th pass on a stage is of microbatch n."""
 
     name = "PipelineEngine"
@@ -290,10 +290,10 @@ class Scheduled:
         """Tell each schedule, and the passes in it."""
 
         def around(execute: Callable[[Any], None], schedule: Any) -> None:
-            factor = partial(_factor, self.engine)
+            factor = partial(_gradient_factor, self.engine)
             listener.step_begins(self.engine.global_steps, factor, schedule.micro_batches)
             try:
-                execute(_Told(schedule, self.engine, listener))
+                execute(_InstructionStream(schedule, self.engine, listener))
             except BaseException:
                 listener.step_ends(True)
                 raise
@@ -315,7 +315,7 @@ class Scheduled:
 
 
 @dataclass
-class _Told:
+class _InstructionStream:
     """A schedule that hands out one instruction at a time, and tells of passes before and behind."""
 
     schedule: Any
@@ -341,7 +341,7 @@ class _Told:
                 self.listener.backward_ends()
 
 
-class Pipelined(Modules):
+class PipelineModules(Modules):
     """One stage of a PipelineModule, whose layers are named by their numbers in the whole model."""
 
     def _callable(self) -> Iterator[tuple[str, nn.Module]]:

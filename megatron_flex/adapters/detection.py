@@ -7,10 +7,10 @@ from typing import Any
 
 from megatron_flex.adapters.base import Part
 from megatron_flex.adapters.pipelining import opened
-from megatron_flex.adapters.searching import search
+from megatron_flex.adapters.searching import search_frameworks
 from megatron_flex.adapters.versions import Version
 
-TOGETHER = "only all ranks together can tell: call detect(model, everywhere=True) on each"
+ASK_TOGETHER = "only all ranks together can tell: call detect(model, everywhere=True) on each"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Detection:
     others: tuple[Part, ...]
 
     def __str__(self) -> str:
-        lines = [f"{self.framework}: {self.why}", f"  mesh: {self.mesh or TOGETHER}"]
+        lines = [f"{self.framework}: {self.why}", f"  mesh: {self.mesh or ASK_TOGETHER}"]
         lines += [f"  with {part.name}: {part.why}" for part in self.parts or ()]
         lines += [f"  version: {version}" for version in self.versions]
         lines += [f"  not {part.name}: {part.why}" for part in self.others]
@@ -67,8 +67,8 @@ def detect(
         FlexError: two frameworks claim the model; or, where the mesh is told, it cannot be hooked.
     """
     chunks = opened(model)
-    said = {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "dp": data_parallel_size}
-    done = search(chunks, said, process_group)
+    axis_sizes = {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "dp": data_parallel_size}
+    done = search_frameworks(chunks, axis_sizes, process_group)
     parts, mesh = None, None
     if everywhere or done.found.alone:
         adapter = done.found.make()

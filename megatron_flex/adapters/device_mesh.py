@@ -10,28 +10,28 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import nn
 
-from megatron_flex.adapters.ranks import Ranks, division, groups_of
+from megatron_flex.adapters.ranks import Ranks, divide_ranks, groups_of_lines
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Axis, Mesh
 
-Said = Mapping[str, int | None]  # axis name to the size that a person gave
-Use = tuple[Any, str]  # a DeviceMesh, and the axis that a dim without a telling name is to who uses it
+AxisSizes = Mapping[str, int | None]  # axis name to the size that a person gave
+MeshUse = tuple[Any, str]  # a DeviceMesh, and the axis that a dim without a telling name is to who uses it
 
-NAMES = {
+AXIS_NAMES = {
     **dict.fromkeys(("tp", "sp", "model", "tensor", "tensor_parallel"), "tp"),
     **dict.fromkeys(("dp", "data", "fsdp", "dp_shard", "dp_replicate", "shard", "replicate"), "dp"),
     **dict.fromkeys(("hsdp", "ddp", "data_parallel"), "dp"),
     **dict.fromkeys(("pp", "pipe", "pipeline", "pipeline_parallel"), "pp"),
     **dict.fromkeys(("cp", "context", "context_parallel"), "cp"),
 }
-_lines: WeakKeyDictionary[Any, list[Ranks]] = WeakKeyDictionary()  # of each DeviceMesh, once they were asked
+_line_cache: WeakKeyDictionary[Any, list[Ranks]] = WeakKeyDictionary()  # of each DeviceMesh, once they were asked
 
-SAY = "name its dims tp, dp (or dp_replicate and dp_shard), pp, cp in init_device_mesh(mesh_dim_names=...)"
+NAME_THE_DIMS = "name its dims tp, dp (or dp_replicate and dp_shard), pp, cp in init_device_mesh(mesh_dim_names=...)"
 
 
-def uses_in(root: nn.Module) -> list[Use]:
+def mesh_uses_in(root: nn.Module) -> list[MeshUse]:
     """The meshes that DTensor parameters, parallel styles and `fully_shard` of a model use, each once."""
-    found: list[Use] = []
+    found: list[MeshUse] = []
     for module in root.modules():
         found += [(style_mesh, "tp") for style_mesh in style_meshes(module)]
         state = getattr(module, "_get_fsdp_state", None)
@@ -61,7 +61,7 @@ def style_meshes(module: nn.Module) -> Iterator[Any]:
                 yield cell.cell_contents
 
 
-def root_of(device_mesh: Any) -> Any:
+def root_mesh_of(device_mesh: Any) -> Any:
     """The mesh that a mesh was sliced from."""
     whole = getattr(device_mesh, "_get_root_mesh", None)
     if whole is not None:
@@ -71,15 +71,15 @@ def root_of(device_mesh: Any) -> Any:
     return _mesh_resources.get_root_mesh(device_mesh)
 
 
-def axes_of(device_mesh: Any, mesh: Mesh) -> list[str]:
+def axes_of_device_mesh(device_mesh: Any, mesh: Mesh) -> list[str]:
     """For each dim of a DeviceMesh the axis of the run that it lies on; empty where that has one rank.
 
     Raises:
         FlexError: it lies on none.
     """
     out = []
-    for dim, (size, line) in enumerate(zip(device_mesh.mesh.shape, lines(device_mesh), strict=True)):
-        name = _named(device_mesh, dim)
+    for dim, (size, line) in enumerate(zip(device_mesh.mesh.shape, rank_lines(device_mesh), strict=True)):
+        name = _axis_by_name(device_mesh, dim)
         found = next((a.name for a in mesh if a.size > 1 and a.ranks == line), "")
         if not found and name == "dp" and set(line) <= set(mesh["dp"].ranks):
             found = "dp"  # one of several dims of data parallel ranks
@@ -92,14 +92,14 @@ def axes_of(device_mesh: Any, mesh: Mesh) -> list[str]:
     return out
 
 
-def lines(device_mesh: Any) -> list[Ranks]:
+def rank_lines(device_mesh: Any) -> list[Ranks]:
     """For each dim of a DeviceMesh this rank's line along it.
 
     Raises:
         FlexError: this rank is not in it.
     """
-    if device_mesh in _lines:
-        return _lines[device_mesh]
+    if device_mesh in _line_cache:
+        return _line_cache[device_mesh]
     at, ranks = device_mesh.get_coordinate(), device_mesh.mesh
     if at is None:
         raise FlexError(
@@ -110,11 +110,11 @@ def lines(device_mesh: Any) -> list[Ranks]:
     for dim in range(ranks.ndim):
         index = tuple(slice(None) if i == dim else int(c) for i, c in enumerate(at))
         out.append(tuple(int(r) for r in ranks[index].tolist()))
-    _lines[device_mesh] = out
+    _line_cache[device_mesh] = out
     return out
 
 
-def mesh_of(uses: Iterable[Use], said: Said, process_group: Any = None) -> Mesh:
+def mesh_of_device_meshes(uses: Iterable[MeshUse], axis_sizes: AxisSizes, process_group: Any = None) -> Mesh:
     """The axes of a run from the DeviceMeshes that its model uses.
 
     Each axis has the DeviceMesh's own process group. Ranks of the job beyond the mesh are other replicas or
@@ -128,7 +128,7 @@ def mesh_of(uses: Iterable[Use], said: Said, process_group: Any = None) -> Mesh:
     Raises:
         FlexError: meshes disagree, a dim's meaning is not known, or nobody says what other ranks are.
     """
-    axes, covered = _axes(list(uses))
+    axes, covered = _axes_of_uses(list(uses))
     ranks = tuple(sorted(dist.get_process_group_ranks(process_group or dist.group.WORLD)))
     if set(covered) - set(ranks):
         raise FlexError(
@@ -136,19 +136,19 @@ def mesh_of(uses: Iterable[Use], said: Said, process_group: Any = None) -> Mesh:
             "some; give the group of all ranks that the model is on"
         )
     if len(covered) < len(ranks):
-        axes = [*_beyond(axes, covered, ranks, said, process_group), *axes]
+        axes = [*_axes_beyond_mesh(axes, covered, ranks, axis_sizes, process_group), *axes]
     whole = len(ranks) == dist.get_world_size()
     mesh = Mesh(tuple(axes), ranks=() if whole else ranks)
-    mesh.check_sizes(said)
+    mesh.check_sizes(axis_sizes)
     return mesh
 
 
-def _axes(uses: list[Use]) -> tuple[list[Axis], Ranks]:
+def _axes_of_uses(uses: list[MeshUse]) -> tuple[list[Axis], Ranks]:
     """The axes of the mesh that has all others' dims, and all its ranks."""
     roots: list[Any] = []
     for device_mesh, _ in uses:
-        if all(root_of(device_mesh) is not r for r in roots):
-            roots.append(root_of(device_mesh))
+        if all(root_mesh_of(device_mesh) is not r for r in roots):
+            roots.append(root_mesh_of(device_mesh))
     roots.sort(key=lambda r: -r.mesh.numel())
     largest = roots[0]
     axes = _axes_of_root(largest, uses)
@@ -164,24 +164,24 @@ def _axes(uses: list[Use]) -> tuple[list[Axis], Ranks]:
     return axes, tuple(sorted(int(r) for r in largest.mesh.flatten().tolist()))
 
 
-def _axes_of_root(root: Any, uses: list[Use]) -> list[Axis]:
-    meaning = [_named(root, i) or _by_use(root, i, uses) for i in range(root.mesh.ndim)]
-    at, along = root.get_coordinate() or (), lines(root)
+def _axes_of_root(root: Any, uses: list[MeshUse]) -> list[Axis]:
+    meaning = [_axis_by_name(root, i) or _axis_by_use(root, i, uses) for i in range(root.mesh.ndim)]
+    at, along = root.get_coordinate() or (), rank_lines(root)
     out = []
     for name in dict.fromkeys(m for m in meaning if m):
         dims = [i for i, m in enumerate(meaning) if m == name and root.mesh.shape[i] > 1]
         if name != "dp" and len(dims) > 1:
-            raise FlexError(f"{root} has several dims that are {name}, {dims}; {SAY}")
+            raise FlexError(f"{root} has several dims that are {name}, {dims}; {NAME_THE_DIMS}")
         if len(dims) < 2:
             dim = dims[0] if dims else meaning.index(name)
             group = root.get_group(dim) if dims else None
-            out.append(_axis(name, along[dim], int(at[dim]), group))
+            out.append(_make_axis(name, along[dim], int(at[dim]), group))
         else:
-            out.append(_flat(name, root, dims))
+            out.append(_flatten_dims(name, root, dims))
     return out
 
 
-def _axis(name: str, line: Ranks, coord: int, group: Any) -> Axis:
+def _make_axis(name: str, line: Ranks, coord: int, group: Any) -> Axis:
     if group is not None and tuple(dist.get_process_group_ranks(group)) != line:
         raise FlexError(
             f"ranks {list(line)} of axis {name} are in another order in their process group, "
@@ -190,7 +190,7 @@ def _axis(name: str, line: Ranks, coord: int, group: Any) -> Axis:
     return Axis(name, len(line), coord, group, line)
 
 
-def _flat(name: str, root: Any, dims: list[int]) -> Axis:
+def _flatten_dims(name: str, root: Any, dims: list[int]) -> Axis:
     """One axis of several dims, the first outermost; its process group is made once."""
     order = [i for i in range(root.mesh.ndim) if i not in dims] + dims
     length = prod(root.mesh.shape[i] for i in dims)
@@ -198,31 +198,31 @@ def _flat(name: str, root: Any, dims: list[int]) -> Axis:
     rank = dist.get_rank()
     line = next(r for r in rows if rank in r)
     part = root.mesh.numel() < dist.get_world_size()
-    return _axis(name, line, line.index(rank), groups_of([rows], part)[0])
+    return _make_axis(name, line, line.index(rank), groups_of_lines([rows], part)[0])
 
 
-def _named(device_mesh: Any, dim: int) -> str:
+def _axis_by_name(device_mesh: Any, dim: int) -> str:
     """What a dim's name says that it is; empty if nothing."""
     names = device_mesh.mesh_dim_names
-    return "" if names is None else NAMES.get(names[dim].lower(), "")
+    return "" if names is None else AXIS_NAMES.get(names[dim].lower(), "")
 
 
-def _by_use(root: Any, dim: int, uses: list[Use]) -> str:
+def _axis_by_use(root: Any, dim: int, uses: list[MeshUse]) -> str:
     """What a dim is to who uses it; empty for one of a single rank."""
     if root.mesh.shape[dim] == 1:
         return ""
-    line = lines(root)[dim]
-    found = {axis for used, axis in uses if root_of(used) is root and line in lines(used)}
+    line = rank_lines(root)[dim]
+    found = {axis for used, axis in uses if root_mesh_of(used) is root and line in rank_lines(used)}
     if len(found) != 1:
         name = "" if root.mesh_dim_names is None else f" {root.mesh_dim_names[dim]!r}"
-        raise FlexError(f"what dim {dim}{name} of {root} is for is not known; {SAY}")
+        raise FlexError(f"what dim {dim}{name} of {root} is for is not known; {NAME_THE_DIMS}")
     return found.pop()
 
 
-def _beyond(axes: list[Axis], covered: Ranks, ranks: Ranks, said: Said, group: Any) -> list[Axis]:
+def _axes_beyond_mesh(axes: list[Axis], covered: Ranks, ranks: Ranks, axis_sizes: AxisSizes, group: Any) -> list[Axis]:
     """Axes along which there are other meshes like this rank's. Collective over the group."""
     known = {a.name for a in axes if a.size > 1}
-    sizes = {n: said.get(n) or 1 for n in ("pp", "dp") if n not in known}
+    sizes = {n: axis_sizes.get(n) or 1 for n in ("pp", "dp") if n not in known}
     many = len(ranks) // len(covered)
     if prod(sizes.values()) * len(covered) != len(ranks):
         raise FlexError(
@@ -242,13 +242,13 @@ def _beyond(axes: list[Axis], covered: Ranks, ranks: Ranks, said: Said, group: A
     named: dict[str, list[Ranks]] = {name: [] for name in sizes}
     for place in range(len(covered)):
         column = tuple(m[place] for m in meshes)
-        for name, rows in zip(sizes, division(column, tuple(sizes.values())), strict=True):
+        for name, rows in zip(sizes, divide_ranks(column, tuple(sizes.values())), strict=True):
             named[name] += rows
-    groups = groups_of(list(named.values()), len(ranks) < dist.get_world_size())
+    groups = groups_of_lines(list(named.values()), len(ranks) < dist.get_world_size())
     out = []
     for (name, rows), made in zip(named.items(), groups, strict=True):
         line = next(r for r in rows if rank in r)
-        out.append(_axis(name, line, line.index(rank), made))
+        out.append(_make_axis(name, line, line.index(rank), made))
     # An axis of one rank that the mesh itself has goes, as there is one of that name now.
     axes[:] = [a for a in axes if a.name not in sizes]
     return out

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters.base import Listener, Undo, replaying
-from megatron_flex.adapters.compiled import apart, entrance_of
-from megatron_flex.adapters.naming import unwrap
+from megatron_flex.adapters.compiled import exclude_from_compilation, entrance_of
+from megatron_flex.adapters.module_names import unwrap
 from megatron_flex.adapters.taps import intercept
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
@@ -34,7 +34,7 @@ class Driving(Protocol):
         """Run it over whole tokens, as a step of its own, without differentiating."""
 
 
-class Called:
+class UserLoop:
     """A module that a person's own loop calls.
 
     Args:
@@ -71,7 +71,7 @@ class Called:
             return output
 
         # About all hooks, also those that are put on later: what they see belongs to the call.
-        return intercept(*entrance_of(self.chunk, self.root), apart(around))
+        return intercept(*entrance_of(self.chunk, self.root), exclude_from_compilation(around))
 
     def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
         """Call the module with tokens, whatever they are to it; microbatches along their first dim."""

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from megatron_flex.adapters import transformers_tp
 from megatron_flex.adapters.base import Adapter, Undo
 from megatron_flex.adapters.composing import compose
-from megatron_flex.adapters.device_mesh import NAMES, axes_of, mesh_of, uses_in
+from megatron_flex.adapters.device_mesh import AXIS_NAMES, axes_of_device_mesh, mesh_of_device_meshes, mesh_uses_in
 from megatron_flex.adapters.inert import behind
 from megatron_flex.adapters.leaves import AnyInput
-from megatron_flex.adapters.naming import named_modules, unwrap
-from megatron_flex.adapters.registry import Found
+from megatron_flex.adapters.module_names import named_modules, unwrap
+from megatron_flex.adapters.adapter_registry import Found
 from megatron_flex.adapters.rules import Point, Rule
-from megatron_flex.adapters.spread import WHOLE, Spread, Told, Unknown
-from megatron_flex.adapters.styles import Style, styles_of
+from megatron_flex.adapters.spread import WHOLE, Spread, SpreadOrUnknown, Unknown
+from megatron_flex.adapters.styles import ParallelStyle, parallel_styles_of
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import Fire, Tap
+from megatron_flex.sites import TapCallback, Tap
 
 NAME = "PyTorch tensor parallel"
 
@@ -35,13 +35,13 @@ NAME = "PyTorch tensor parallel"
 # -- placements ----------------------------------------------------------------------------------------
 
 
-def spread_of(
+def spread_of_placements(
     placements: Sequence[Any],
     device_mesh: Any,
     mesh: Mesh,
     shape: Sequence[int] | None = None,
     grad_placements: Sequence[Any] | None = None,
-) -> Told:
+) -> SpreadOrUnknown:
     """How the local part of a DTensor lies on the ranks of one sample.
 
     Args:
@@ -59,10 +59,10 @@ def spread_of(
     shared: list[str] = []
     uneven = False
     back = grad_placements or (None,) * len(placements)
-    for axis, placement, grad in zip(axes_of(device_mesh, mesh), placements, back, strict=True):
+    for axis, placement, grad in zip(axes_of_device_mesh(device_mesh, mesh), placements, back, strict=True):
         if not axis:
             continue
-        why = _refused(axis, placement)
+        why = _why_no_layout(axis, placement)
         if why:
             return Unknown(f"it is a DTensor with {placement!r} over {axis}, {why}")
         if placement.is_partial():
@@ -75,7 +75,7 @@ def spread_of(
     return Spread(tuple(cuts), tuple(partial_), tuple(shared), uneven)
 
 
-def _refused(axis: str, placement: Any) -> str:
+def _why_no_layout(axis: str, placement: Any) -> str:
     """Why a placement over an axis has no layout, if so."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -99,7 +99,7 @@ def _refused(axis: str, placement: Any) -> str:
 
 
 @dataclass(eq=False)
-class Open:
+class DTensorTap:
     """Another tap; of a DTensor that passes it hooks see the local part.
 
     Attributes:
@@ -117,7 +117,7 @@ class Open:
         """The module that the other tap stands at."""
         return getattr(self.tap, "module", None)
 
-    def leaf(self, index: int) -> Open:
+    def leaf(self, index: int) -> DTensorTap:
         """The tap at another tensor of the same call."""
         return replace(self, tap=self.tap.leaf(index))
 
@@ -126,25 +126,25 @@ class Open:
         tell: Callable[[Layout], Callable[[], Layout | str]] | None = getattr(self.tap, "gradient", None)
         return layout.gradient if tell is None or self.opened else tell(layout)
 
-    def install(self, fire: Fire) -> Undo:
+    def install(self, fire: TapCallback) -> Undo:
         """Inject `fire` by way of the other tap."""
-        undo: Undo = self.tap.install(_Opening(fire, self))
+        undo: Undo = self.tap.install(_DTensorFire(fire, self))
         return undo
 
     def open(self, tensor: Any, pass_on: Callable[[Tensor], Tensor]) -> Tensor:
         """Pass on the local part of a DTensor; a DTensor of what comes of that."""
-        local, before = _arrived(tensor.to_local()), self.opened
+        local, before = _wait_for(tensor.to_local()), self.opened
         self.opened = True
         try:
-            return _again(tensor, local, pass_on(local))
+            return _rebuild_dtensor(tensor, local, pass_on(local))
         finally:
             self.opened = before
 
 
-class _Opening:
+class _DTensorFire:
     """What the other tap calls."""
 
-    def __init__(self, fire: Fire, tap: Open) -> None:
+    def __init__(self, fire: TapCallback, tap: DTensorTap) -> None:
         self.fire, self.tap = fire, tap
         self.absent = getattr(fire, "absent", None)
 
@@ -153,13 +153,13 @@ class _Opening:
         from torch.distributed.tensor import DTensor
 
         if not isinstance(tensor, DTensor):
-            here = _arrived(tensor)
+            here = _wait_for(tensor)
             new = self.fire(here, layout, route)
             return tensor if new is here else new
-        told = spread_of(tensor.placements, tensor.device_mesh, self.tap.mesh, tensor.shape)
-        if isinstance(told, Unknown):
-            return self._unknown(tensor, told.why)
-        layout = told.layout(tensor.ndim)
+        spread = spread_of_placements(tensor.placements, tensor.device_mesh, self.tap.mesh, tensor.shape)
+        if isinstance(spread, Unknown):
+            return self._unknown(tensor, spread.why)
+        layout = spread.layout(tensor.ndim)
         return self.tap.open(tensor, lambda local: self.fire(local, layout, route))
 
     def unknown(self, tensor: Tensor, why: str) -> Tensor:
@@ -174,7 +174,7 @@ class _Opening:
         if unknown is None:
             return cast(Tensor, tensor)
         module = self.tap.module
-        style = None if module is None else next((s for s in styles_of(module) if not s.known), None)
+        style = None if module is None else next((s for s in parallel_styles_of(module) if not s.known), None)
         if style is not None:
             why = f"the parallel style {style.name} of its module has no rule, and {why}"
         if not hasattr(tensor, "placements"):
@@ -182,14 +182,14 @@ class _Opening:
         return self.tap.open(tensor, lambda local: unknown(local, why))
 
 
-def _arrived(local: Tensor) -> Tensor:
+def _wait_for(local: Tensor) -> Tensor:
     """A tensor itself, once the collective is over that makes it."""
     wait = getattr(local, "trigger_wait", None)
     # What is waited for has no part in the graph of gradients; there, the next function waits by itself.
     return local if wait is None or local.requires_grad else cast(Tensor, wait())
 
 
-def _again(tensor: Any, local: Tensor, new: Tensor) -> Tensor:
+def _rebuild_dtensor(tensor: Any, local: Tensor, new: Tensor) -> Tensor:
     """What hooks made of the local part of a DTensor, as a DTensor; itself if they left it as it is."""
     from torch.distributed.tensor import DTensor
 
@@ -208,7 +208,7 @@ def _again(tensor: Any, local: Tensor, new: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Computed:
+class ForwardOutput:
     """What a module itself computes, before the hooks that already stand there turn it into its output.
 
     Attributes:
@@ -217,7 +217,7 @@ class Computed:
 
     module: nn.Module
 
-    def install(self, fire: Fire) -> Undo:
+    def install(self, fire: TapCallback) -> Undo:
         """Inject `fire` right behind the module's forward."""
 
         def hook(_: nn.Module, __: Any, output: Any) -> Any:
@@ -230,7 +230,7 @@ class Computed:
 # -- rules -------------------------------------------------------------------------------------------
 
 
-class Styles:
+class StyleRules:
     """The rules of one model's parallel styles. Its DTensor parameters tell their layouts themselves."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -238,11 +238,11 @@ class Styles:
 
     def of(self, path: str, module: nn.Module) -> Rule | None:
         """What a module's styles tell."""
-        theirs = transformers_tp.style_of(module)
+        theirs = transformers_tp.transformers_style_of(module)
         if theirs is not None:
             tell = partial(self._local, theirs[1])
-            return transformers_tp.rule_of(module, tell)
-        styles = list(styles_of(module))
+            return transformers_tp.transformers_rule_of(module, tell)
+        styles = list(parallel_styles_of(module))
         if all(s.passes or not s.known for s in styles):
             return None  # what it does inside is followed
         inputs = next((s for s in styles if s.inputs is not None), None)
@@ -252,7 +252,7 @@ class Styles:
             rule = replace(rule, inputs=self._local(inputs.device_mesh, inputs.inputs))
         if outputs:
             last = outputs[-1]
-            rule = replace(rule, outputs=self._local(last.device_mesh, last.outputs, _width(module)))
+            rule = replace(rule, outputs=self._local(last.device_mesh, last.outputs, _feature_width(module)))
         return rule
 
     def sums_gradients(self, module: nn.Module) -> bool:
@@ -261,16 +261,16 @@ class Styles:
 
     def opened(self, tap: Tap) -> Tap:
         """A tap that opens DTensors."""
-        return Open(tap, self.mesh)
+        return DTensorTap(tap, self.mesh)
 
     def _local(self, device_mesh: Any, placement: Any, width: int | None = None) -> Spread | None:
-        told = spread_of([placement], device_mesh, self.mesh)
-        if isinstance(told, Unknown):
+        spread = spread_of_placements([placement], device_mesh, self.mesh)
+        if isinstance(spread, Unknown):
             return None
-        ends = width is not None and any(d == -1 and width % self.mesh[a].size for d, a in told.cuts)
-        return replace(told, uneven=ends)
+        ends = width is not None and any(d == -1 and width % self.mesh[a].size for d, a in spread.cuts)
+        return replace(spread, uneven=ends)
 
-    def _points(self, module: nn.Module, styles: list[Style]) -> Iterator[Point]:
+    def _points(self, module: nn.Module, styles: list[ParallelStyle]) -> Iterator[Point]:
         names = {s.name for s in styles if s.known}
         if not isinstance(module, nn.Linear) or not names & {"ColwiseParallel", "RowwiseParallel"}:
             return
@@ -278,16 +278,16 @@ class Styles:
         gets = Spread(((-1, "tp"),)) if rows else WHOLE
         yield Point("gemm_input", gets, AnyInput(module))
         if rows:
-            yield Point("partial", Spread(partial=("tp",)), Computed(module))
+            yield Point("partial", Spread(partial=("tp",)), ForwardOutput(module))
 
 
-def _width(module: nn.Module) -> int | None:
+def _feature_width(module: nn.Module) -> int | None:
     """The number of features that a module returns, where it is a linear or an embedding."""
     width = getattr(module, "out_features", getattr(module, "embedding_dim", None))
     return width if isinstance(width, int) else None
 
 
-def _sharded(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _dtensor_parameters(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """A module's own DTensor parameters."""
     for name, parameter in module.named_parameters(recurse=False):
         if hasattr(parameter, "placements"):
@@ -297,37 +297,37 @@ def _sharded(module: nn.Module) -> Iterator[tuple[str, Any]]:
 # -- finding -------------------------------------------------------------------------------------------
 
 
-def find(chunks: list[nn.Module], said: Mapping[str, int | None], process_group: Any) -> Found | None:
+def find_dtensor(chunks: list[nn.Module], axis_sizes: Mapping[str, int | None], process_group: Any) -> Found | None:
     """Claim a module with parallel styles, or with DTensor parameters that are not only sharded by FSDP2."""
     if len(chunks) != 1:
         return None
     root = unwrap(chunks[0])
-    why = _shows(root)
+    why = _why_tensor_parallel(root)
     if not why:
         return None
 
     def make() -> Adapter:
-        mesh = mesh_of(uses_in(root), said, process_group)
-        return compose(chunks[0], mesh, Styles(mesh), NAME)
+        mesh = mesh_of_device_meshes(mesh_uses_in(root), axis_sizes, process_group)
+        return compose(chunks[0], mesh, StyleRules(mesh), NAME)
 
     return Found(NAME, why, make)
 
 
-def _shows(root: nn.Module) -> str:
+def _why_tensor_parallel(root: nn.Module) -> str:
     """What shows that a model is tensor parallel; empty if nothing does."""
     for path, module in named_modules(root):
-        theirs = transformers_tp.style_of(module)
+        theirs = transformers_tp.transformers_style_of(module)
         if theirs is not None:
             return f"{path or 'the module'} has the parallel style {type(theirs[0]).__name__} of transformers"
-        style = next(styles_of(module), None)
+        style = next(parallel_styles_of(module), None)
         if style is not None:
             return f"{path or 'the module'} has the parallel style {style.name}"
-    over_data = any(axis == "dp" for _, axis in uses_in(root))
+    over_data = any(axis == "dp" for _, axis in mesh_uses_in(root))
     for path, module in named_modules(root):
-        for name, parameter in _sharded(module):
+        for name, parameter in _dtensor_parameters(module):
             names = parameter.device_mesh.mesh_dim_names or ("",) * parameter.device_mesh.ndim
             for axis, size in zip(names, parameter.device_mesh.shape, strict=True):
-                meaning = NAMES.get(axis.lower(), "" if over_data else "tp")
+                meaning = AXIS_NAMES.get(axis.lower(), "" if over_data else "tp")
                 if size > 1 and meaning in ("tp", "cp"):
                     return f"{path}.{name} is a DTensor over {axis or 'a mesh'} of {size} ranks".lstrip(".")
     return ""

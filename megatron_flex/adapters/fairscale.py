@@ -19,14 +19,14 @@ from megatron_flex import points
 from megatron_flex.adapters import plain
 from megatron_flex.adapters.base import Listener, Undo
 from megatron_flex.adapters.composing import compose
-from megatron_flex.adapters.driving import Called
+from megatron_flex.adapters.driving import UserLoop
 from megatron_flex.adapters.modules import Modules
-from megatron_flex.adapters.naming import unwrap
+from megatron_flex.adapters.module_names import unwrap
 from megatron_flex.adapters.ranks import axis_of
-from megatron_flex.adapters.registry import Found, Said
+from megatron_flex.adapters.adapter_registry import Found, AxisSizes
 from megatron_flex.adapters.rules import Point, Rule
 from megatron_flex.adapters.spread import WHOLE, Spread
-from megatron_flex.adapters.taps import CalledName, SourcePoint, intercept
+from megatron_flex.adapters.taps import UpstreamFunction, SourcePoint, intercept
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
@@ -48,26 +48,26 @@ NO_RULE = {  # what a model may not have in it, and why
 }
 
 # From the outermost to the innermost: ranks are numbered so.
-GROUPS = {
+GROUP_GETTERS = {
     "dp": "get_data_parallel_group",
     "pp": "get_pipeline_parallel_group",
     "tp": "get_model_parallel_group",
 }
 
 # The points inside, by the functions that they are at.
-AT = {
+POINT_NAMES = {
     "copy_to": "gemm_input",
     "scatter_to": "gemm_input",
     "reduce_from": "partial",
     "gather_from": "local",
 }
 
-LAST = Spread(cuts=((-1, "tp"),))
-SUMMAND = Spread(partial=("tp",))
+LAST_DIM_CUT = Spread(cuts=((-1, "tp"),))
+PARTIAL = Spread(partial=("tp",))
 SHARED = Spread(shared=("tp",))
 
-_cut, _all = Dim("", (Cut("tp"),)), Dim()
-ROWS, COLUMNS, ENTRIES = Layout((_cut, _all)), Layout((_all, _cut)), Layout((_cut,))
+_CUT_DIM, _FULL_DIM = Dim("", (Cut("tp"),)), Dim()
+ROWS_CUT, COLUMNS_CUT, ENTRIES_CUT = Layout((_CUT_DIM, _FULL_DIM)), Layout((_FULL_DIM, _CUT_DIM)), Layout((_CUT_DIM,))
 
 
 def is_a(module: Any, *names: str) -> bool:
@@ -75,7 +75,7 @@ def is_a(module: Any, *names: str) -> bool:
     return any(c.__name__ in names and c.__module__.startswith("fairscale.") for c in type(module).__mro__)
 
 
-def find(chunks: list[nn.Module], said: Said, process_group: Any) -> Found | None:
+def find_fairscale(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> Found | None:
     """A model with fairscale's parallel layers in it, or a stage of a pipeline that fairscale made."""
     modules = [m for chunk in chunks for m in chunk.modules()]
     layer = next((m for m in modules if is_a(m, *PARALLEL, *NO_RULE)), None)
@@ -83,22 +83,22 @@ def find(chunks: list[nn.Module], said: Said, process_group: Any) -> Found | Non
         why = "it is a Pipe of fairscale's"
     elif layer is not None:
         why = f"it holds a {type(layer).__name__} of fairscale's"
-    elif _stages() > 1:
-        why = f"fairscale was initialized with {_stages()} pipeline stages"
+    elif _pipeline_size() > 1:
+        why = f"fairscale was initialized with {_pipeline_size()} pipeline stages"
     else:
         return None
-    make = partial(_make, chunks, modules, said, process_group)
+    make = partial(_make_adapter, chunks, modules, axis_sizes, process_group)
     return Found("fairscale", why, make, alone=layer is not None)
 
 
-def _stages() -> int:
+def _pipeline_size() -> int:
     initialize: Any = sys.modules.get("fairscale.nn.model_parallel.initialize")
     if initialize is None or not initialize.model_parallel_is_initialized():
         return 1
     return int(dist.get_world_size(initialize.get_pipeline_parallel_group()))
 
 
-def _make(chunks: list[nn.Module], modules: list[nn.Module], said: Said, process_group: Any) -> Modules:
+def _make_adapter(chunks: list[nn.Module], modules: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> Modules:
     if len(chunks) != 1:
         raise FlexError(
             f"{len(chunks)} chunks of a fairscale model; fairscale has one on each rank: give that"
@@ -107,18 +107,18 @@ def _make(chunks: list[nn.Module], modules: list[nn.Module], said: Said, process
         for name, why in NO_RULE.items():
             if is_a(module, name):
                 raise FlexError(f"the model holds a {name} of fairscale's, {why}")
-    parallel = any(is_a(m, *PARALLEL) for m in modules) or _stages() > 1
-    mesh = mesh_of() if parallel else plain.mesh_of(said, process_group)
-    mesh.check_sizes(said)
+    parallel = any(is_a(m, *PARALLEL) for m in modules) or _pipeline_size() > 1
+    mesh = fairscale_mesh() if parallel else plain.mesh_of(axis_sizes, process_group)
+    mesh.check_sizes(axis_sizes)
     for module in modules:
-        _check_built(module, mesh["tp"].size)
-    adapter = compose(chunks[0], mesh, Fairscale() if parallel else None, "fairscale")
+        _check_layer_size(module, mesh["tp"].size)
+    adapter = compose(chunks[0], mesh, FairscaleRules() if parallel else None, "fairscale")
     if is_a(adapter.root, "Pipe"):
-        adapter.driving = Piped(adapter.root, mesh)
+        adapter.driving = PipeCalls(adapter.root, mesh)
     return adapter
 
 
-def mesh_of() -> Mesh:
+def fairscale_mesh() -> Mesh:
     """The axes of the run, of the groups that fairscale's layers use.
 
     Raises:
@@ -131,29 +131,29 @@ def mesh_of() -> Mesh:
             "the model has fairscale's parallel layers, but fairscale's groups are not there; call "
             "fairscale.nn.model_parallel.initialize_model_parallel before"
         )
-    return Mesh(tuple(axis_of(name, getattr(initialize, getter)()) for name, getter in GROUPS.items()))
+    return Mesh(tuple(axis_of(name, getattr(initialize, getter)()) for name, getter in GROUP_GETTERS.items()))
 
 
-def _check_built(module: Any, size: int) -> None:
+def _check_layer_size(module: Any, size: int) -> None:
     """Refuse a layer that was built for another number of ranks than there are now."""
     if is_a(module, COLUMN):
-        whole, part = module.out_features, module.output_size_per_partition
+        full, part = module.out_features, module.output_size_per_partition
     elif is_a(module, ROW):
-        whole, part = module.in_features, module.input_size_per_partition
+        full, part = module.in_features, module.input_size_per_partition
     elif is_a(module, EMBEDDING):
-        whole, part = module.embedding_dim, module.embedding_dim_per_partition
+        full, part = module.embedding_dim, module.embedding_dim_per_partition
     elif is_a(module, VOCABULARY):
-        whole, part = module.num_embeddings, module.num_embeddings_per_partition
+        full, part = module.num_embeddings, module.num_embeddings_per_partition
     else:
         return
-    if part * size != whole:
+    if part * size != full:
         raise FlexError(
-            f"a {type(module).__name__} holds {part} of {whole} entries, which {size} model parallel ranks "
+            f"a {type(module).__name__} holds {part} of {full} entries, which {size} model parallel ranks "
             "do not make up; fairscale was initialized anew since it was built: build the model again"
         )
 
 
-class Fairscale:
+class FairscaleRules:
     """The rules of fairscale's parallel layers.
 
     A strided layer's weight is told in the order of the ranks, as its own `get_master_weight` does: fairscale
@@ -165,39 +165,39 @@ class Fairscale:
         layer: Any = module
         if is_a(module, COLUMN):
             gathered = layer.gather_output
-            points = [Point("gemm_input", SHARED, _inside(module, "copy_to"))]
+            points = [Point("gemm_input", SHARED, _inner_tap(module, "copy_to"))]
             if gathered:
-                points.append(Point("local", LAST, _inside(module, "gather_from")))
-            outputs = WHOLE if gathered else LAST
-            return Rule(WHOLE, outputs, {"weight": ROWS, "bias": ENTRIES}, tuple(points))
+                points.append(Point("local", LAST_DIM_CUT, _inner_tap(module, "gather_from")))
+            outputs = WHOLE if gathered else LAST_DIM_CUT
+            return Rule(WHOLE, outputs, {"weight": ROWS_CUT, "bias": ENTRIES_CUT}, tuple(points))
         if is_a(module, ROW):
-            points = [Point("partial", SUMMAND, _inside(module, "reduce_from"))]
+            points = [Point("partial", PARTIAL, _inner_tap(module, "reduce_from"))]
             if not layer.input_is_parallel:
-                points.insert(0, Point("gemm_input", LAST, _inside(module, "scatter_to")))
-            inputs = LAST if layer.input_is_parallel else WHOLE
-            return Rule(inputs, WHOLE, {"weight": COLUMNS}, tuple(points))
+                points.insert(0, Point("gemm_input", LAST_DIM_CUT, _inner_tap(module, "scatter_to")))
+            inputs = LAST_DIM_CUT if layer.input_is_parallel else WHOLE
+            return Rule(inputs, WHOLE, {"weight": COLUMNS_CUT}, tuple(points))
         if is_a(module, VOCABULARY):
-            point = Point("partial", SUMMAND, _inside(module, "reduce_from"))
-            return Rule(WHOLE, WHOLE, {"weight": ROWS}, (point,))
+            point = Point("partial", PARTIAL, _inner_tap(module, "reduce_from"))
+            return Rule(WHOLE, WHOLE, {"weight": ROWS_CUT}, (point,))
         if is_a(module, EMBEDDING):
-            point = Point("local", LAST, _inside(module, "gather_from"))
-            return Rule(WHOLE, WHOLE, {"weight": COLUMNS}, (point,))
+            point = Point("local", LAST_DIM_CUT, _inner_tap(module, "gather_from"))
+            return Rule(WHOLE, WHOLE, {"weight": COLUMNS_CUT}, (point,))
         return None
 
 
-def _inside(module: nn.Module, function: str) -> Tap:
+def _inner_tap(module: nn.Module, function: str) -> Tap:
     """The tap at one of the four functions, or at the point that patched source has there.
 
     What enters the region is taken behind the function, as the rank computes with it; what leaves it, before.
     The reduction writes its sum into the tensor that it gets.
     """
-    if points.has(module, AT[function]):
-        return SourcePoint(module, AT[function])
+    if points.has(module, POINT_NAMES[function]):
+        return SourcePoint(module, POINT_NAMES[function])
     file, leaves = "fairscale.nn.model_parallel.layers", function in ("reduce_from", "gather_from")
-    return CalledName(module, file, f"{function}_model_parallel_region", before=leaves)
+    return UpstreamFunction(module, file, f"{function}_model_parallel_region", before=leaves)
 
 
-class Piped(Called):
+class PipeCalls(UserLoop):
     """A Pipe: each call of it is cut into microbatches, which worker threads pass through its partitions."""
 
     name = "Pipe"

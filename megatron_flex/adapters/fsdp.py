@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters.base import LocalGradient, Undo
-from megatron_flex.adapters.keeping import SAY_REDUCED, Kept, Resident
-from megatron_flex.adapters.naming import named_modules
+from megatron_flex.adapters.parameter_storage import SAY_REDUCED, Kept, ModuleParameters
+from megatron_flex.adapters.module_names import named_modules
 from megatron_flex.errors import FlexError
 
-FLAT = "_flat_param"  # what a wrapped module's only parameter is called, where the original ones are not kept
-HIDDEN = (
+FLAT_PARAMETER = "_flat_param"  # what a wrapped module's only parameter is called, where the original ones are not kept
+REDUCED_PAST_HOOKS = (
     "FullyShardedDataParallel reduces its gradient past any hook; read "
     "get_module_parameter(name, gradient=True) after the step"
 )
 
 
-def units_of(chunk: nn.Module) -> list[Any]:
+def fsdp_wrappers_of(chunk: nn.Module) -> list[Any]:
     """The wrappers around a model or parts of it, the outermost first."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return (
@@ -30,7 +30,7 @@ def units_of(chunk: nn.Module) -> list[Any]:
     )
 
 
-class Place(NamedTuple):
+class ParameterHome(NamedTuple):
     """Where a parameter is.
 
     Attributes:
@@ -44,7 +44,7 @@ class Place(NamedTuple):
     own: str
 
 
-class Flattened(Resident):
+class FSDPParameters(ModuleParameters):
     """Wrappers keep the parameters in flat ones, of which each rank has a part.
 
     Parameters that no wrapper keeps are in their modules, whole.
@@ -54,30 +54,30 @@ class Flattened(Resident):
 
     def __init__(self, root: nn.Module, units: list[Any]) -> None:
         self.units, self.why = units, "it is in torch's FullyShardedDataParallel"
-        self._places: dict[nn.Parameter, Place] = {}
+        self._places: dict[nn.Parameter, ParameterHome] = {}
         found: dict[str, Kept] = {}
         paths = {module: path for path, module in named_modules(root)}
         for unit in units:  # the outermost first, which thereby learn that they are
-            for kept, place in self._kept_by(unit, paths):
+            for kept, place in self._parameters_of_wrapper(unit, paths):
                 found[kept.name] = kept
                 self._places[kept.parameter] = place
         super().__init__(root)
         names = [*(k.name for k in self._kept), *found]
         order = {path: i for i, path in enumerate(paths.values())}
         names.sort(key=lambda n: order[n.rpartition(".")[0]])
-        whole = {k.name: k for k in self._kept if k.name.rpartition(".")[2] != FLAT}
+        whole = {k.name: k for k in self._kept if k.name.rpartition(".")[2] != FLAT_PARAMETER}
         self._kept = [k for n in dict.fromkeys(names) if (k := found.get(n) or whole.get(n)) is not None]
 
-    def _kept_by(self, unit: Any, paths: dict[nn.Module, str]) -> Iterator[tuple[Kept, Place]]:
+    def _parameters_of_wrapper(self, unit: Any, paths: dict[nn.Module, str]) -> Iterator[tuple[Kept, ParameterHome]]:
         """What one wrapper keeps. Collective over its ranks."""
-        inside = list(_territory(unit.module))
+        inside = list(_modules_of_wrapper(unit.module))
         before = {(m, own) for m in inside for own in m._parameters}
         with self._gathered(unit):
             for module in inside:
                 for own, parameter in module._parameters.items():
-                    if parameter is None or own == FLAT:
+                    if parameter is None or own == FLAT_PARAMETER:
                         continue
-                    if not _original(unit) and (module, own) in before:
+                    if not _uses_original_parameters(unit) and (module, own) in before:
                         continue  # left out of the flat one
                     path, shape = paths[module], tuple(parameter.shape)
                     if type(parameter.data) is not Tensor:
@@ -85,9 +85,9 @@ class Flattened(Resident):
                             f"{path}.{own} is a {type(parameter.data).__name__} in FullyShardedDataParallel, "
                             "whose parts are not known together; shard it with fully_shard() instead"
                         )
-                    stands = parameter if _original(unit) else _stand_in(parameter)
+                    parameter_stand_in = parameter if _uses_original_parameters(unit) else _placeholder(parameter)
                     name = f"{path}.{own}" if path else own
-                    yield Kept(name, stands, shape, HIDDEN, sharded=True), Place(unit, module, own)
+                    yield Kept(name, parameter_stand_in, shape, REDUCED_PAST_HOOKS, sharded=True), ParameterHome(unit, module, own)
 
     @contextmanager
     def _gathered(self, unit: Any, write: bool = False, gradients: bool = False) -> Iterator[None]:
@@ -115,7 +115,7 @@ class Flattened(Resident):
         if place is None:
             return super().value(parameter)
         with self._gathered(place.unit):
-            return _at(place).detach().clone()
+            return _gathered_parameter(place).detach().clone()
 
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Write into what is gathered, which goes back into each rank's part."""
@@ -124,7 +124,7 @@ class Flattened(Resident):
             super().put(parameter, value)
             return
         with self._gathered(place.unit, write=True), torch.no_grad():
-            _at(place).copy_(value)
+            _gathered_parameter(place).copy_(value)
 
     def reduced(self) -> bool | str | None:
         """True: the wrappers average, and keep what they have not averaged where nobody can read it."""
@@ -169,9 +169,9 @@ class Flattened(Resident):
                 "gradients are kept unreduced since a backward pass in FullyShardedDataParallel's no_sync(); "
                 "run the last one outside of it first"
             )
-        if _original(unit):
+        if _uses_original_parameters(unit):
             with self._gathered(unit, write, gradients=True):
-                yield lambda place: _at(place).grad
+                yield lambda place: _gathered_parameter(place).grad
             return
         if flat.grad is None:
             yield lambda place: None
@@ -187,7 +187,7 @@ class Flattened(Resident):
         try:
             flat.data.copy_(flat.grad)
             with self._gathered(unit, write):
-                yield _at
+                yield _gathered_parameter
             if write:
                 flat.grad.copy_(flat.data)
         finally:
@@ -210,26 +210,26 @@ class Flattened(Resident):
         return undo
 
 
-def _territory(module: nn.Module) -> Iterator[nn.Module]:
+def _modules_of_wrapper(module: nn.Module) -> Iterator[nn.Module]:
     """A module and those below it that no other wrapper keeps."""
     yield module
     for child in module.children():
-        if units_of(child)[:1] != [child]:
-            yield from _territory(child)
+        if fsdp_wrappers_of(child)[:1] != [child]:
+            yield from _modules_of_wrapper(child)
 
 
-def _original(unit: Any) -> bool:
+def _uses_original_parameters(unit: Any) -> bool:
     """Whether the original parameters are kept as views of the flat one."""
     return bool(unit._use_orig_params)
 
 
-def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+def _placeholder(parameter: nn.Parameter) -> nn.Parameter:
     """What a parameter goes by that exists only while it is gathered."""
     empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
-def _at(place: Place) -> nn.Parameter:
+def _gathered_parameter(place: ParameterHome) -> nn.Parameter:
     found = place.module._parameters[place.own]
     assert found is not None
     return found

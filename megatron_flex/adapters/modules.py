@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor, nn
 
 from megatron_flex.adapters.base import Architecture, Listener, LocalGradient, ParameterSite, Part, Undo
-from megatron_flex.adapters.compiled import Uncompiled, regions_of
-from megatron_flex.adapters.driving import Called, Driving
-from megatron_flex.adapters.keeping import SAY_REDUCED, Keeping, Resident
-from megatron_flex.adapters.leaves import AnyInput, AnyOutput, Placed
-from megatron_flex.adapters.naming import ROOT, can_be_called, named_modules, unwrap
+from megatron_flex.adapters.compiled import UncompiledTap, compiled_regions
+from megatron_flex.adapters.driving import UserLoop, Driving
+from megatron_flex.adapters.parameter_storage import SAY_REDUCED, Keeping, ModuleParameters
+from megatron_flex.adapters.leaves import AnyInput, AnyOutput, RuleTap
+from megatron_flex.adapters.module_names import ROOT, has_forward, named_modules, unwrap
 from megatron_flex.adapters.rules import NoRules, Rule, Rules
 from megatron_flex.adapters.spread import Spread
-from megatron_flex.collectives import everyone
+from megatron_flex.collectives import gather_objects
 from megatron_flex.errors import FlexError
-from megatron_flex.layout import Dim, Layout, whole_shape
+from megatron_flex.layout import Dim, Layout, full_shape
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Site, Tap
 
 if TYPE_CHECKING:
-    from megatron_flex.adapters.following import FollowedParameter, Follower
+    from megatron_flex.adapters.propagation import PropagatedParameter, LayoutPropagator
 
 
 class Modules:
@@ -58,16 +58,16 @@ class Modules:
         self._named = list(named_modules(self.root))
         self.rename(ROOT if mesh["pp"].size == 1 else f"stage{mesh['pp'].coord}")
         self._known = {m: r for n, m in self._named if (r := self.rules.of(n, m)) is not None}
-        self.keeping: Keeping = keeping or Resident(self.root)
-        self.driving: Driving = driving or Called(chunk, mesh)
-        self._compiled = regions_of(chunk, self.root)
+        self.keeping: Keeping = keeping or ModuleParameters(self.root)
+        self.driving: Driving = driving or UserLoop(chunk, mesh)
+        self._compiled = compiled_regions(chunk, self.root)
         follow = rules is not None and any(mesh[a].size > 1 for a in ("tp", "cp"))
         placing = {m: r for m, r in self._known.items() if r.places}
-        self.follower = _follower(self.root, placing, mesh) if follow else None
+        self.follower = _make_propagator(self.root, placing, mesh) if follow else None
         # Parameters of which no call has to tell whether gradients are shares: a layout or a module does.
         owned = (f"{n}.{own}" for n, m in self._named if m in placing for own in m._parameters)
-        told = (k.name for k in self.keeping.parameters() if k.layout is not None)
-        self._settled = {*owned, *told, *self._layouts()}
+        with_layout = (k.name for k in self.keeping.parameters() if k.layout is not None)
+        self._gradient_layout_known = {*owned, *with_layout, *self._layouts()}
         # Parameters whose gradients a module of theirs sums over tensor parallel ranks, once they are there.
         sums = getattr(self.rules, "sums_gradients", None)
         summing = ((n, m) for n, m in self._named if sums is not None and sums(m))
@@ -80,9 +80,9 @@ class Modules:
 
     def _callable(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules that can be called, by name."""
-        taken = any(n == self._own for n, _ in self._named)  # a part has that name
+        name_in_use = any(n == self._own for n, _ in self._named)  # a part has that name
         for name, module in self._named:
-            if can_be_called(module) and not (taken and not name):
+            if has_forward(module) and not (name_in_use and not name):
                 yield name or self._own, module
 
     def module_names(self) -> list[str]:
@@ -96,7 +96,7 @@ class Modules:
     def check(self) -> None:
         """Refuse what runs past its modules, and two stages with the same names. Collective over `pp`."""
         self.check_modules()
-        distinct([self.names()], self.mesh)
+        check_names_distinct([self.names()], self.mesh)
 
     def check_modules(self) -> None:
         """Refuse what runs past its modules."""
@@ -125,13 +125,13 @@ class Modules:
     def _uncompiled(self, tap: Tap | None, module: nn.Module) -> Tap | None:
         """The tap as compiled parts want it; to follow a layout, all of them have to be seen through."""
         around = [r for r in self._compiled if self.follower is not None or r.holds(module)]
-        return Uncompiled(tap, tuple(around)) if around and tap is not None else tap
+        return UncompiledTap(tap, tuple(around)) if around and tap is not None else tap
 
     def _of(self, name: str, module: nn.Module) -> Iterator[Site]:
         rule = self._known.get(module, Rule())
         yield self._site(f"{name}:input", AnyInput(module), rule)
         for point in rule.points:
-            yield self._bare(f"{name}:{point.name}", Placed(point.tap, partial(_always, point.spread)))
+            yield self._bare(f"{name}:{point.name}", RuleTap(point.tap, partial(_constant_spread, point.spread)))
         yield self._site(f"{name}:output", AnyOutput(module), rule)
 
     def _site(self, name: str, tap: AnyInput | AnyOutput, rule: Rule) -> Site:
@@ -161,7 +161,7 @@ class Modules:
         for kept in self.keeping.parameters():
             found = kept.layout or layouts.get(kept.name)
             layout = found or Layout(tuple(Dim() for _ in kept.shape))
-            shape = whole_shape(layout, kept.shape, self.mesh.sizes)
+            shape = full_shape(layout, kept.shape, self.mesh.sizes)
             said = found is None and self.follower is None  # by a person, or nobody
             site = ParameterSite(kept.name, layout, shape, kept.parameter, stage, inferred=said)
             site = replace(site, hidden=kept.hidden, local=kept.shape, sharded=kept.sharded)
@@ -193,17 +193,17 @@ class Modules:
         """A parameter, whole but for tensor parallelism."""
         return self.keeping.value(parameter)
 
-    def _followed(self, name: str) -> FollowedParameter | None:
+    def _followed(self, name: str) -> PropagatedParameter | None:
         """What tells the layout of a parameter's gradient, if neither a layout nor a module does."""
-        if self.follower is None or name in self._settled:
+        if self.follower is None or name in self._gradient_layout_known:
             return None
-        from megatron_flex.adapters.following import FollowedParameter
+        from megatron_flex.adapters.propagation import PropagatedParameter
 
-        return FollowedParameter(self.follower, name)
+        return PropagatedParameter(self.follower, name)
 
     def shares(self, name: str) -> tuple[str, ...] | None:
         """Of a parameter between parallel modules: what was found when a call was followed."""
-        if self.follower is None or name in self._settled or name in self._summed:
+        if self.follower is None or name in self._gradient_layout_known or name in self._summed:
             return ()
         return self.follower.shared.get(name, ()) if self.follower.calls else None
 
@@ -250,7 +250,7 @@ class Modules:
         return undo
 
 
-def distinct(mine: list[list[str]], mesh: Mesh) -> None:
+def check_names_distinct(mine: list[list[str]], mesh: Mesh) -> None:
     """Refuse a name that stands for several places. Collective over `pp`.
 
     Args:
@@ -261,7 +261,7 @@ def distinct(mine: list[list[str]], mesh: Mesh) -> None:
         FlexError: there is one.
     """
     seen: dict[str, tuple[int, int]] = {}
-    for stage, chunks in enumerate(everyone(mine, mesh, ["pp"])):
+    for stage, chunks in enumerate(gather_objects(mine, mesh, ["pp"])):
         for chunk, names in enumerate(chunks):
             for name in names:
                 first = seen.setdefault(name, (stage, chunk))
@@ -273,11 +273,11 @@ def distinct(mine: list[list[str]], mesh: Mesh) -> None:
                     )
 
 
-def _follower(root: nn.Module, known: Mapping[nn.Module, Rule], mesh: Mesh) -> Follower:
-    from megatron_flex.adapters.following import Follower  # most models need none
+def _make_propagator(root: nn.Module, known: Mapping[nn.Module, Rule], mesh: Mesh) -> LayoutPropagator:
+    from megatron_flex.adapters.propagation import LayoutPropagator  # most models need none
 
-    return Follower(root, known, mesh)
+    return LayoutPropagator(root, known, mesh)
 
 
-def _always(spread: Spread, tensor: Tensor) -> Spread:
+def _constant_spread(spread: Spread, tensor: Tensor) -> Spread:
     return spread

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters.base import LocalGradient, Undo
-from megatron_flex.adapters.keeping import Kept, Resident
-from megatron_flex.adapters.naming import clean, named_modules
+from megatron_flex.adapters.parameter_storage import Kept, ModuleParameters
+from megatron_flex.adapters.module_names import strip_wrapper_names, named_modules
 from megatron_flex.errors import FlexError
 
-ELSEWHERE = (
+OFFLOADED_GRADIENT = (
     "accelerate keeps its weights on the disk or in the CPU's memory and drops what it has brought, so that "
     "no gradient stays; give the model a device_map without offloading"
 )
 
 
-def hook_of(module: nn.Module) -> Any:
+def offload_hook_of(module: nn.Module) -> Any:
     """The hook of accelerate's that brings a module's own weights; None if they are there."""
     hook = getattr(module, "_hf_hook", None)
     for one in (hook, *getattr(hook, "hooks", ())):
@@ -29,10 +29,10 @@ def hook_of(module: nn.Module) -> Any:
 
 def is_offloaded(chunk: nn.Module) -> bool:
     """Whether any weights are elsewhere."""
-    return any(hook_of(module) is not None for module in chunk.modules())
+    return any(offload_hook_of(module) is not None for module in chunk.modules())
 
 
-class Offloaded(Resident):
+class OffloadedParameters(ModuleParameters):
     """Parameters in modules, some of them on the `meta` device until their module runs."""
 
     name = "accelerate's offloading"
@@ -42,15 +42,15 @@ class Offloaded(Resident):
         super().__init__(root)
         self._homes: dict[str, tuple[nn.Module, str]] = {}
         for path, module in named_modules(root):
-            if hook_of(module) is not None:
+            if offload_hook_of(module) is not None:
                 for own in module._parameters:
                     self._homes[f"{path}.{own}" if path else own] = module, own
         self._names = {id(k.parameter): k.name for k in self._kept}
         self._kept = [self._keep(k) for k in self._kept]
 
     def _keep(self, kept: Kept) -> Kept:
-        away = clean(kept.name) in self._homes
-        return kept._replace(hidden=ELSEWHERE, sharded=True) if away else kept
+        away = strip_wrapper_names(kept.name) in self._homes
+        return kept._replace(hidden=OFFLOADED_GRADIENT, sharded=True) if away else kept
 
     def _home(self, parameter: nn.Parameter) -> tuple[nn.Module, str] | None:
         return self._homes.get(self._names[id(parameter)])

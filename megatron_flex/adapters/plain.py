@@ -10,18 +10,18 @@ from torch import nn
 
 from megatron_flex.adapters.composing import compose
 from megatron_flex.adapters.modules import Modules
-from megatron_flex.adapters.naming import unwrap
-from megatron_flex.adapters.ranks import division, groups_along
+from megatron_flex.adapters.module_names import unwrap
+from megatron_flex.adapters.ranks import divide_ranks, groups_along_axes
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Axis, Mesh
 
-AXES = ("pp", "dp", "tp")  # from the outermost to the innermost
-PARALLEL = ("megatron.", "transformer_engine.")  # whose modules hold shards
+RANK_ORDER = ("pp", "dp", "tp")  # from the outermost to the innermost
+PARALLEL_PACKAGES = ("megatron.", "transformer_engine.")  # whose modules hold shards
 
-Said = Mapping[str, int | None]  # axis name to the size that a person gave
+AxisSizes = Mapping[str, int | None]  # axis name to the size that a person gave
 
 
-def take(chunks: list[nn.Module], said: Said, process_group: Any = None) -> Modules:
+def make_plain_adapter(chunks: list[nn.Module], said: AxisSizes, process_group: Any = None) -> Modules:
     """The adapter of a plain module.
 
     Collective over the group's ranks, the first time that they are divided so.
@@ -37,7 +37,7 @@ def take(chunks: list[nn.Module], said: Said, process_group: Any = None) -> Modu
             "module"
         )
     root = unwrap(chunks[0])
-    shards = next((m for m in root.modules() if _is_parallel(m)), None)
+    shards = next((m for m in root.modules() if _is_framework_module(m)), None)
     alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(process_group) == 1
     if shards is not None and not alone and said.get("tp") is None:
         raise FlexError(
@@ -48,7 +48,7 @@ def take(chunks: list[nn.Module], said: Said, process_group: Any = None) -> Modu
     return compose(chunks[0], mesh_of(said, process_group))
 
 
-def mesh_of(said: Said, process_group: Any = None) -> Mesh:
+def mesh_of(said: AxisSizes, process_group: Any = None) -> Mesh:
     """The ranks of a group as pipeline, data and tensor parallel ones, the last next to each other.
 
     Args:
@@ -74,13 +74,13 @@ def mesh_of(said: Said, process_group: Any = None) -> Mesh:
             f"{tp * pp * dp} ranks, but there are {len(ranks)}; let the product be that"
         )
     sizes = (pp, dp, tp)
-    groups = groups_along(ranks, sizes, process_group) if joined else [None] * len(AXES)
+    groups = groups_along_axes(ranks, sizes, process_group) if joined else [None] * len(RANK_ORDER)
     axes = []
-    for name, group, lines in zip(AXES, groups, division(ranks, sizes), strict=True):
+    for name, group, lines in zip(RANK_ORDER, groups, divide_ranks(ranks, sizes), strict=True):
         line = next(n for n in lines if rank in n)
         axes.append(Axis(name, len(line), line.index(rank), group, line))
     return Mesh(tuple(axes), ranks=ranks)
 
 
-def _is_parallel(module: nn.Module) -> bool:
-    return any(c.__module__.startswith(PARALLEL) for c in type(module).__mro__)
+def _is_framework_module(module: nn.Module) -> bool:
+    return any(c.__module__.startswith(PARALLEL_PACKAGES) for c in type(module).__mro__)

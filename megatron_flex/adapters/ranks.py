@@ -12,12 +12,12 @@ from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Axis
 
 Ranks = tuple[int, ...]
-Groups = dict[Any, list[Any]]  # by all ranks and the sizes of the axes, or by the lines, or by one line
+GroupCache = dict[Any, list[Any]]  # by all ranks and the sizes of the axes, or by the lines, or by one line
 
-_made: WeakKeyDictionary[Any, Groups] = WeakKeyDictionary()  # by the process group of the whole job
+_group_cache: WeakKeyDictionary[Any, GroupCache] = WeakKeyDictionary()  # by the process group of the whole job
 
 
-def division(ranks: Ranks, sizes: Ranks) -> list[list[Ranks]]:
+def divide_ranks(ranks: Ranks, sizes: Ranks) -> list[list[Ranks]]:
     """For each axis the ranks along it, from every place on the other axes."""
     out = []
     for axis, size in enumerate(sizes):
@@ -27,38 +27,38 @@ def division(ranks: Ranks, sizes: Ranks) -> list[list[Ranks]]:
     return out
 
 
-def groups_along(ranks: Ranks, sizes: Ranks, given: Any) -> list[Any]:
+def groups_along_axes(ranks: Ranks, sizes: Ranks, given: Any) -> list[Any]:
     """This rank's process group on each axis of more than one rank; made once for the same division."""
-    known = _made.setdefault(dist.group.WORLD, {})
+    known = _group_cache.setdefault(dist.group.WORLD, {})
     if (ranks, sizes) not in known:
         part = len(ranks) < dist.get_world_size()
         if part and max(sizes) == len(ranks):
             return [given if size > 1 else None for size in sizes]
         if part:
-            _check_names(given)
-        known[ranks, sizes] = [_group(lines, part) for lines in division(ranks, sizes)]
+            _check_group_names(given)
+        known[ranks, sizes] = [_line_group(lines, part) for lines in divide_ranks(ranks, sizes)]
     return known[ranks, sizes]
 
 
-def groups_of(divided: list[list[Ranks]], part: bool) -> list[Any]:
+def groups_of_lines(divided: list[list[Ranks]], part: bool) -> list[Any]:
     """This rank's process group of each division of ranks into lines; made once for the same ones.
 
     Args:
         divided: each division.
         part: whether only a part of the job's ranks are in them, and call this.
     """
-    known, key = _made.setdefault(dist.group.WORLD, {}), tuple(tuple(lines) for lines in divided)
+    known, key = _group_cache.setdefault(dist.group.WORLD, {}), tuple(tuple(lines) for lines in divided)
     if key not in known:
-        known[key] = [_group(lines, part) for lines in divided]
+        known[key] = [_line_group(lines, part) for lines in divided]
     return known[key]
 
 
-def _group(lines: list[Ranks], part: bool) -> Any:
+def _line_group(lines: list[Ranks], part: bool) -> Any:
     """The group of this rank's line. All ranks make all lines, unless they are only a part of the job.
 
     Ranks have one group in all: what another division has made for the same line is used again.
     """
-    known, mine = _made.setdefault(dist.group.WORLD, {}), None
+    known, mine = _group_cache.setdefault(dist.group.WORLD, {}), None
     for line in lines:
         if len(line) > 1 and (not part or dist.get_rank() in line):
             if (line, part) not in known:
@@ -67,7 +67,7 @@ def _group(lines: list[Ranks], part: bool) -> Any:
     return mine
 
 
-def _check_names(group: Any) -> None:
+def _check_group_names(group: Any) -> None:
     """Refuse where torch would name the same new group differently on its ranks, and wait for ever.
 
     Collective over `group`.

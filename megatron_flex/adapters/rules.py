@@ -54,8 +54,8 @@ class Rule:
     @property
     def places(self) -> bool:
         """Whether it tells of tensors; one that does not is of the parameters alone."""
-        told = self.inputs is not None or self.outputs is not None
-        return told or self.follows > 0 or bool(self.hidden)
+        known_ends = self.inputs is not None or self.outputs is not None
+        return known_ends or self.follows > 0 or bool(self.hidden)
 
 
 class Rules(Protocol):

@@ -61,20 +61,20 @@ class Unknown:
     why: str
 
 
-Told = Spread | Unknown
+SpreadOrUnknown = Spread | Unknown
 
 
-def to_plain(told: Told) -> dict[str, Any]:
+def spread_to_json(told: SpreadOrUnknown) -> dict[str, Any]:
     """In values of JSON's, which other ranks read."""
     return asdict(told)
 
 
-def from_plain(values: Mapping[str, Any]) -> Told:
-    """What `to_plain` gave, after JSON."""
+def spread_from_json(values: Mapping[str, Any]) -> SpreadOrUnknown:
+    """What `spread_to_json` gave, after JSON."""
     if "why" in values:
         return Unknown(values["why"])
     cuts = tuple((int(dim), str(axis)) for dim, axis in values["cuts"])
     return Spread(cuts, tuple(values["partial"]), tuple(values["shared"]), bool(values["uneven"]))
 
 
-Tell = Callable[[Tensor], Told]  # asked for each tensor that passes
+SpreadFunction = Callable[[Tensor], SpreadOrUnknown]  # asked for each tensor that passes

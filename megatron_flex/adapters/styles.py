@@ -11,7 +11,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Style:
+class ParallelStyle:
     """What the hooks of a parallel style on a module were made with.
 
     Attributes:
@@ -32,10 +32,10 @@ class Style:
     passes: bool = False
 
 
-def styles_of(module: nn.Module) -> Iterator[Style]:
+def parallel_styles_of(module: nn.Module) -> Iterator[ParallelStyle]:
     """What the hooks of `parallelize_module`'s styles, or of `distribute_module`, on a module say."""
     sequence = None
-    for before, hook in _hooks(module):
+    for before, hook in _hooks_with_closures(module):
         held = dict(zip(hook.__code__.co_freevars, (c.cell_contents for c in hook.__closure__), strict=True))
         device_mesh = held.get("device_mesh")
         if device_mesh is None:
@@ -49,7 +49,7 @@ def styles_of(module: nn.Module) -> Iterator[Style]:
             )
             local = bool(layouts) and bool(style.use_local_output)
             placement = layouts[0] if local and theirs else None
-            yield Style(
+            yield ParallelStyle(
                 name, device_mesh, **{"inputs" if before else "outputs": placement}, known=theirs, passes=True
             )
         elif isinstance(made, partial) and made.func.__module__.startswith("torch.distributed."):
@@ -57,17 +57,17 @@ def styles_of(module: nn.Module) -> Iterator[Style]:
             args = made.args
             if before:
                 sequence = args[0][0] if name == "SequenceParallel" else None
-                yield Style(name, device_mesh)
+                yield ParallelStyle(name, device_mesh)
             elif args[-1]:  # the output is a local tensor
-                yield Style(name, device_mesh, outputs=args[0][0] if len(args) > 1 else sequence)
+                yield ParallelStyle(name, device_mesh, outputs=args[0][0] if len(args) > 1 else sequence)
             else:
-                yield Style(name, device_mesh)
+                yield ParallelStyle(name, device_mesh)
         elif made is not None:
             name = getattr(made, "__qualname__", repr(made)).partition(".")[0]
-            yield Style(name, device_mesh, known=False)
+            yield ParallelStyle(name, device_mesh, known=False)
 
 
-def _hooks(module: nn.Module) -> Iterator[tuple[bool, Any]]:
+def _hooks_with_closures(module: nn.Module) -> Iterator[tuple[bool, Any]]:
     for before, hooks in ((True, module._forward_pre_hooks), (False, module._forward_hooks)):
         for hook in hooks.values():
             if getattr(hook, "__closure__", None) and hasattr(hook, "__code__"):

@@ -18,7 +18,7 @@ from megatron_flex.adapters.base import Undo, leaf, with_leaf
 from megatron_flex.adapters.inert import before, behind
 from megatron_flex.adapters.leaves import AnyOutput
 from megatron_flex.layout import Layout
-from megatron_flex.sites import Fire
+from megatron_flex.sites import TapCallback
 
 Around = Callable[..., Any]  # called with the original callable and then its arguments
 Resolve = Callable[[dict[str, Any]], Layout | None]  # a call's keywords to its layout, where it varies
@@ -38,7 +38,7 @@ class ModuleInput:
     index: int = 0
     keyword: str = "hidden_states"
 
-    def install(self, fire: Fire) -> Undo:
+    def install(self, fire: TapCallback) -> Undo:
         """Inject `fire` before the module runs."""
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -69,12 +69,12 @@ class ModuleOutput:
         """The tap at another tensor of what it returns."""
         return AnyOutput(self.module, index)
 
-    def install(self, fire: Fire) -> Undo:
+    def install(self, fire: TapCallback) -> Undo:
         """Inject `fire` after the module ran, or before it returns where its source was patched."""
         if self.index == 0 and points.has(self.module, "output"):
             resolve = self.resolve
             return points.place(
-                self.module, "output", lambda local, **said: fire(local, resolve(said) if resolve else None)
+                self.module, "output", lambda local, **call_kwargs: fire(local, resolve(call_kwargs) if resolve else None)
             )
 
         def hook(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -99,7 +99,7 @@ class SourcePoint:
     module: nn.Module
     name: str
 
-    def install(self, fire: Fire) -> Undo:
+    def install(self, fire: TapCallback) -> Undo:
         """Let the point call `fire`."""
 
         def at(local: Tensor, **_: Any) -> Tensor:
@@ -122,7 +122,7 @@ class MethodOutput:
     method: str
     index: int = 0
 
-    def install(self, fire: Fire) -> Undo:
+    def install(self, fire: TapCallback) -> Undo:
         """Inject `fire` behind the method, on this one object."""
 
         def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +147,7 @@ class MethodInput:
     method: str
     index: int = 0
 
-    def install(self, fire: Fire) -> Undo:
+    def install(self, fire: TapCallback) -> Undo:
         """Inject `fire` before the method, on this one object."""
 
         def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +158,7 @@ class MethodInput:
 
 
 @dataclass(frozen=True, eq=False)
-class CalledName:
+class UpstreamFunction:
     """What a function is given, or returns, that a module's forward calls by a name of its upstream file.
 
     Attributes:
@@ -173,7 +173,7 @@ class CalledName:
     name: str
     before: bool
 
-    def install(self, fire: Fire) -> Undo:
+    def install(self, fire: TapCallback) -> Undo:
         """Inject `fire` about the function, while the module's forward runs."""
         running: list[bool] = []
 
@@ -207,7 +207,7 @@ def _same(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-class _Chain:
+class _InterceptChain:
     """Stands in an object's place for one of its callables and runs arounds about the original."""
 
     def __init__(self, original: Callable[..., Any], owner: Any, name: str, had: bool) -> None:
@@ -239,9 +239,9 @@ def intercept(owner: Any, name: str, around: Around) -> Undo:
     """
     own = vars(owner)
     chain = own.get(name)
-    if not isinstance(chain, _Chain):
+    if not isinstance(chain, _InterceptChain):
         had = name in own
-        chain = _Chain(getattr(owner, name), owner, name, had)
+        chain = _InterceptChain(getattr(owner, name), owner, name, had)
         vars(chain)["restore"] = (
             partial(setattr, owner, name, chain.original) if had else partial(delattr, owner, name)
         )

@@ -14,24 +14,24 @@ from torch import nn
 from megatron_flex.adapters.rules import Rule
 from megatron_flex.adapters.spread import WHOLE, Spread
 
-PACKAGE = "transformers.distributed"
-FOLLOWED = (  # nothing is cut by them: what comes in goes on as it is
+TRANSFORMERS_PACKAGE = "transformers.distributed"
+PROPAGATED_STYLES = (  # nothing is cut by them: what comes in goes on as it is
     "TensorParallelLayer",
     "ReplicatedWithGradAllReduce",
     "LocalParamsParallel",
     "PackedRowwiseParallel",
 )
-WHOLES = ("EmbeddingParallel", "MoeExpertsParallel")  # each rank gets and returns the whole
+FULL_TENSOR_STYLES = ("EmbeddingParallel", "MoeExpertsParallel")  # each rank gets and returns the whole
 
 
-def style_of(module: nn.Module) -> tuple[Any, Any] | None:
+def transformers_style_of(module: nn.Module) -> tuple[Any, Any] | None:
     """The style about a module's forward and the DeviceMesh that it was made with; None if there is none."""
     forward = vars(module).get("forward")
     code = getattr(forward, "__code__", None)
     if (
         forward is None
         or code is None
-        or f"{PACKAGE}.tensor_parallel" not in sys.modules
+        or f"{TRANSFORMERS_PACKAGE}.tensor_parallel" not in sys.modules
         or forward.__closure__ is None
     ):
         return None
@@ -50,25 +50,25 @@ def sums_gradients(module: nn.Module) -> bool:
     """
     forward = vars(module).get("forward")
     made = getattr(forward, "__qualname__", "").partition(".")[0]
-    ours = getattr(forward, "__module__", "") == f"{PACKAGE}.tensor_parallel"
+    ours = getattr(forward, "__module__", "") == f"{TRANSFORMERS_PACKAGE}.tensor_parallel"
     return ours and made == "ReplicatedWithGradAllReduce"
 
 
-def rule_of(module: nn.Module, tell: Any) -> Rule | None:
+def transformers_rule_of(module: nn.Module, tell: Any) -> Rule | None:
     """What a module's style says; None if tensors pass the module as they came.
 
     Args:
         module: the module.
         tell: from a placement to how a tensor lies, None if nothing tells that.
     """
-    found = style_of(module)
+    found = transformers_style_of(module)
     if found is None:
         return None
     style, kind = found[0], type(found[0]).__name__
     local = getattr(style, "use_local_output", True)
-    if kind in FOLLOWED:
+    if kind in PROPAGATED_STYLES:
         return None
-    if kind in WHOLES:
+    if kind in FULL_TENSOR_STYLES:
         return Rule(WHOLE, WHOLE)
     if kind in ("ColwiseParallel", "RowwiseParallel"):
         outputs = tell(style.output_layouts, module.out_features) if local else None

@@ -8,13 +8,13 @@ import warnings
 from dataclasses import dataclass
 
 from megatron_flex.errors import FlexError, FlexWarning
-from megatron_flex.knobs import knobs
+from megatron_flex.config import flex_config
 
 Release = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Tested:
+class TestedRange:
     """The versions of one framework that tests run on.
 
     Attributes:
@@ -32,14 +32,14 @@ class Tested:
 
 # By the package whose classes a model is made of. Of torch, transformers and accelerate only where layouts or
 # parameters hang on what they do not promise to keep: FSDP, DTensors, parallel styles, offloaded weights.
-TESTED = {
-    "megatron": Tested("megatron-core", "megatron.core", "0.12.3", "0.20"),
-    "fairscale": Tested("fairscale", "fairscale", "0.4.13", "0.5"),
-    "apex": Tested("apex", "apex", "0.1", "0.2"),
-    "torch": Tested("torch", "torch", "2.13", "2.14"),
-    "deepspeed": Tested("deepspeed", "deepspeed", "0.19", "0.20"),
-    "transformers": Tested("transformers", "transformers", "5.23", "5.24"),
-    "accelerate": Tested("accelerate", "accelerate", "1.15", "1.16"),
+TESTED_RANGES = {
+    "megatron": TestedRange("megatron-core", "megatron.core", "0.12.3", "0.20"),
+    "fairscale": TestedRange("fairscale", "fairscale", "0.4.13", "0.5"),
+    "apex": TestedRange("apex", "apex", "0.1", "0.2"),
+    "torch": TestedRange("torch", "torch", "2.13", "2.14"),
+    "deepspeed": TestedRange("deepspeed", "deepspeed", "0.19", "0.20"),
+    "transformers": TestedRange("transformers", "transformers", "5.23", "5.24"),
+    "accelerate": TestedRange("accelerate", "accelerate", "1.15", "1.16"),
 }
 
 
@@ -52,7 +52,7 @@ class Version:
         text: the version as it says it; empty if it says none, as a copy in somebody's own repository may.
     """
 
-    tested: Tested
+    tested: TestedRange
     text: str
 
     @property
@@ -61,16 +61,16 @@ class Version:
 
         What a build adds to a release (`+cu130`, `.post1`) makes no difference.
         """
-        found = release(self.text)
+        found = parse_release(self.text)
         if not found:
             return None
-        return release(self.tested.first) <= found < release(self.tested.below)
+        return parse_release(self.tested.first) <= found < parse_release(self.tested.below)
 
     @property
     def early(self) -> bool:
         """Whether it is a pre-release of the version that is too new, as repositories under work are."""
         numbers = re.sub(r"[^\d.].*", "", self.text)
-        return release(numbers) == release(self.tested.below) and bool(
+        return parse_release(numbers) == parse_release(self.tested.below) and bool(
             re.match(r"\.?(a|b|rc|dev)\d*", self.text[len(numbers.rstrip(".")) :])
         )
 
@@ -82,7 +82,7 @@ class Version:
         return f"{self.tested.distribution} {self.text}, {word} the tested range {tested}"
 
 
-def release(text: str) -> Release:
+def parse_release(text: str) -> Release:
     """The numbers of a release, without zeros at the end; empty if there are none."""
     found = re.match(r"(?:\d+!)?v?(\d+(?:\.\d+)*)", text.strip())
     numbers = [int(n) for n in found[1].split(".")] if found else []
@@ -93,7 +93,7 @@ def release(text: str) -> Release:
 
 def version_of(package: str) -> Version | None:
     """The version of a package; None if it is none of the frameworks, or not imported."""
-    tested = TESTED.get(package)
+    tested = TESTED_RANGES.get(package)
     module = sys.modules.get(tested.module) if tested else None
     if tested is None or module is None:
         return None
@@ -112,10 +112,10 @@ def check_versions(versions: tuple[Version, ...]) -> None:
         if version.inside is not False:
             continue
         tested = version.tested
-        if not knobs.untested and not version.early:
+        if not flex_config.untested and not version.early:
             raise FlexError(
                 f"{version}: layouts there may differ from those known here, so that a shard could pass for "
                 f"the whole; install {tested.distribution}>={tested.first},<{tested.below}, or set "
-                "FLEX_UNTESTED=1 (megatron_flex.knobs.knobs.untested = True) to go on, and call verify()"
+                "FLEX_UNTESTED=1 (megatron_flex.config.flex_config.untested = True) to go on, and call verify()"
             )
         warnings.warn(f"{version}; going on, call verify() to be sure", FlexWarning, stacklevel=2)

@@ -7,13 +7,13 @@ from io import TextIOWrapper
 
 import typer
 
-from megatron_flex.cli.comparing import compare
-from megatron_flex.cli.dump import app as dump
-from megatron_flex.cli.planning import plan
-from megatron_flex.cli.running import run as launch
-from megatron_flex.cli.sites import sites
-from megatron_flex.cli.statistics import app as statistics
-from megatron_flex.cli.view import view
+from megatron_flex.cli.compare_command import compare
+from megatron_flex.cli.dump_command import dump_app as dump
+from megatron_flex.cli.plan_command import plan
+from megatron_flex.cli.running import launch as launch
+from megatron_flex.cli.sites_command import sites
+from megatron_flex.cli.stats_command import stats_app as statistics
+from megatron_flex.cli.view_command import view
 from megatron_flex.errors import FlexError
 from megatron_flex.version import __version__
 

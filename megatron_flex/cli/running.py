@@ -11,10 +11,10 @@ import typer
 
 from megatron_flex.errors import FlexError
 
-RUNNER = "megatron_flex.launch"
+RUNNER_MODULE = "megatron_flex.launch"
 
 
-def run(context: typer.Context) -> None:
+def launch(context: typer.Context) -> None:
     """Start a training script with hooks, by torchrun.
 
     Options in front of SCRIPT are torchrun's, those behind it the script's, --flex- flags among them. --dry,
@@ -24,7 +24,7 @@ def run(context: typer.Context) -> None:
     """
     words = list(context.args)
     dry = words[:1] == ["--dry"]
-    command = command_of(words[dry:])
+    command = torchrun_command(words[dry:])
     if dry:
         typer.echo(shlex.join(command))
         return
@@ -32,7 +32,7 @@ def run(context: typer.Context) -> None:
     os.execv(command[0], command)
 
 
-def command_of(words: Sequence[str]) -> list[str]:
+def torchrun_command(words: Sequence[str]) -> list[str]:
     """The whole command: Python, torchrun's options, the runner, the script and what is behind it.
 
     Raises:
@@ -53,4 +53,4 @@ def command_of(words: Sequence[str]) -> list[str]:
     at -= words[at] != found.training_script  # argparse takes out a `--` behind it
     options = [o for o in words[:at] if o not in ("-m", "--module", "--")]
     module = ["-m"] if found.module else []
-    return [sys.executable, "-m", "torch.distributed.run", *options, "-m", RUNNER, *module, *words[at:]]
+    return [sys.executable, "-m", "torch.distributed.run", *options, "-m", RUNNER_MODULE, *module, *words[at:]]

@@ -1,112 +1,112 @@
 """Collectives: gather and scatter of a Layout over a Mesh. The one caller of data collectives.
 
-`gather_whole` and `scatter_whole` are differentiable and conjugate to each other, and so are `gather_rows`
-and `scatter_rows` for experts' rows along a `Route`; between `towards_leader` and `from_leader` one rank
-computes for all; `combine` adds up what ranks contribute to replicas; `send_to_leader` and
-`send_up_pipeline` bring what was read to one rank, a `Board` without a collective within a node; a `Relay`
+`gather_full` and `scatter_full` are differentiable and conjugate to each other, and so are `gather_rows`
+and `scatter_rows` for experts' rows along a `Route`; between `to_edit_rank` and `from_edit_rank` one rank
+computes for all; `combine_replicas` adds up what ranks contribute to replicas; `gather_to_leader` and
+`gather_up_pipeline` bring what was read to one rank, a `SharedMemoryTransport` without a collective within a node; a `PipelineRelay`
 passes values on from stage to stage;
 `Agreement` keeps the ranks' hooks equal.
 """
 
-from megatron_flex.collectives.adding import Adding, Posted
-from megatron_flex.collectives.along import exchange, gather_along, given_to_all
-from megatron_flex.collectives.combining import SAMPLE, combine, make_equal, summed
+from megatron_flex.collectives.adding import BackgroundReduction, PendingReduction
+from megatron_flex.collectives.along import exchange_tensors, gather_along, broadcast_items
+from megatron_flex.collectives.combining import SAMPLE_AXES, combine_replicas, broadcast_copies, sum_over_ranks
 from megatron_flex.collectives.edit import (
-    all_assemble,
-    from_leader,
-    gather_whole,
-    replicas,
-    scatter_whole,
-    spread,
-    towards_leader,
+    assemble_on_all_ranks,
+    from_edit_rank,
+    gather_full,
+    replica_mesh,
+    scatter_full,
+    broadcast_from_first,
+    to_edit_rank,
 )
-from megatron_flex.collectives.everywhere import to_all
-from megatron_flex.collectives.messages import stride
-from megatron_flex.collectives.meter import Moved, Stamp, meter
-from megatron_flex.collectives.plan import Planned, plan_lead, plan_whole
+from megatron_flex.collectives.everywhere import broadcast_in_buckets
+from megatron_flex.collectives.messages import align_size
+from megatron_flex.collectives.meter import CollectiveCall, Timestamp, meter
+from megatron_flex.collectives.plan import PlannedCollective, plan_result_broadcast, plan_full_gather
 from megatron_flex.collectives.recipes import gradient_of
-from megatron_flex.collectives.relay import Message, Relay, pack, share, unpack
-from megatron_flex.collectives.routes import Dispatch, Route, gather_rows, scatter_rows
-from megatron_flex.collectives.send import (
-    Parcel,
-    Sending,
-    Step,
+from megatron_flex.collectives.pipeline_relay import StageMessage, PipelineRelay, pack_values, broadcast_package, unpack_values
+from megatron_flex.collectives.expert_route import Dispatch, Route, gather_rows, scatter_rows
+from megatron_flex.collectives.leader_gather import (
+    PendingShard,
+    LeaderGather,
+    GatherStep,
     is_leader,
-    leads,
+    is_leader_for,
     plan_read,
-    send_to_leader,
-    send_up_pipeline,
+    gather_to_leader,
+    gather_up_pipeline,
     takes_part,
 )
-from megatron_flex.collectives.shard import Shard
-from megatron_flex.collectives.shared import Board, join
+from megatron_flex.collectives.local_shard import Shard
+from megatron_flex.collectives.transport import SharedMemoryTransport, open_shared_memory
 from megatron_flex.collectives.single import (
     checksum,
-    differing,
-    joined,
-    whole_from_stage,
-    whole_on_stage,
+    find_differing_axes,
+    join_flat_parts,
+    send_from_stage,
+    assemble_on_stage,
 )
-from megatron_flex.collectives.staging import fresh, staging
-from megatron_flex.collectives.talk import Agreement, any_rank, everyone, find, leave
+from megatron_flex.collectives.staging import allocate_bytes, buffer_pool
+from megatron_flex.collectives.rank_agreement import Agreement, max_over_ranks, gather_objects, await_value, store_value
 
 __all__ = [
-    "SAMPLE",
-    "Adding",
+    "SAMPLE_AXES",
+    "BackgroundReduction",
     "Agreement",
-    "Board",
+    "SharedMemoryTransport",
     "Dispatch",
-    "Message",
-    "Moved",
-    "Parcel",
-    "Planned",
-    "Posted",
-    "Relay",
+    "StageMessage",
+    "CollectiveCall",
+    "PendingShard",
+    "PlannedCollective",
+    "PendingReduction",
+    "PipelineRelay",
     "Route",
-    "Sending",
+    "LeaderGather",
     "Shard",
-    "Stamp",
-    "Step",
-    "all_assemble",
-    "any_rank",
+    "Timestamp",
+    "GatherStep",
+    "assemble_on_all_ranks",
+    "max_over_ranks",
     "checksum",
-    "combine",
-    "differing",
-    "everyone",
-    "exchange",
-    "find",
-    "fresh",
-    "from_leader",
+    "combine_replicas",
+    "find_differing_axes",
+    "gather_objects",
+    "exchange_tensors",
+    "await_value",
+    "allocate_bytes",
+    "from_edit_rank",
     "gather_along",
     "gather_rows",
-    "gather_whole",
-    "given_to_all",
+    "gather_full",
+    "broadcast_items",
     "gradient_of",
     "is_leader",
-    "join",
-    "joined",
-    "leads",
-    "leave",
-    "make_equal",
+    "open_shared_memory",
+    "join_flat_parts",
+    "is_leader_for",
+    "store_value",
+    "broadcast_copies",
     "meter",
-    "pack",
-    "plan_lead",
+    "pack_values",
+    "plan_result_broadcast",
     "plan_read",
-    "plan_whole",
-    "replicas",
+    "plan_full_gather",
+    "replica_mesh",
     "scatter_rows",
-    "scatter_whole",
-    "send_to_leader",
-    "send_up_pipeline",
-    "share",
-    "spread",
-    "staging",
-    "stride",
-    "summed",
+    "scatter_full",
+    "gather_to_leader",
+    "gather_up_pipeline",
+    "broadcast_package",
+    "broadcast_from_first",
+    "buffer_pool",
+    "align_size",
+    "sum_over_ranks",
     "takes_part",
-    "to_all",
-    "towards_leader",
-    "unpack",
-    "whole_from_stage",
-    "whole_on_stage",
+    "broadcast_in_buckets",
+    "to_edit_rank",
+    "unpack_values",
+    "send_from_stage",
+    "assemble_on_stage",
 ]

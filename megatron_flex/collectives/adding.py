@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives.meter import counted
+from megatron_flex.collectives.meter import call_metered
 from megatron_flex.mesh import Axis, Mesh
 
 
-class Adding:
+class BackgroundReduction:
     """All-reduces over all ranks of a mesh. Making one is collective where those are not all of the job.
 
     Args:
@@ -29,13 +29,13 @@ class Adding:
         rank = ranks.index(dist.get_rank()) if joined and len(ranks) > 1 else 0
         self.axis = Axis("all", len(ranks), rank, group, tuple(ranks))
 
-    def post(self, vector: Tensor, maxima: Tensor | None = None) -> Posted:
+    def post(self, vector: Tensor, maxima: Tensor | None = None) -> PendingReduction:
         """Begin to add up a vector, and to take the greatest of `maxima` entry by entry.
 
         Every rank calls it alike; one collective for each of the two.
         """
         if self.axis.group is None:
-            return Posted([], vector, maxima)
+            return PendingReduction([], vector, maxima)
         device = "cuda" if dist.get_backend(self.axis.group) == "nccl" else "cpu"
         works = []
         vector = vector.to(device)
@@ -43,7 +43,7 @@ class Adding:
         if maxima is not None:
             maxima = maxima.to(device)
             works.append(self._begin(maxima, dist.ReduceOp.MAX))
-        return Posted(works, vector, maxima)
+        return PendingReduction(works, vector, maxima)
 
     def _begin(self, tensor: Tensor, op: Any) -> Any:
         found: list[Any] = []
@@ -51,11 +51,11 @@ class Adding:
         def call(group: Any) -> None:
             found.append(dist.all_reduce(tensor, op=op, group=group, async_op=True))
 
-        counted("all_reduce", self.axis, tensor, call)
+        call_metered("all_reduce", self.axis, tensor, call)
         return found[0]
 
 
-class Posted:
+class PendingReduction:
     """Sums that are on their way."""
 
     def __init__(self, works: list[Any], vector: Tensor, maxima: Tensor | None) -> None:
@@ -71,7 +71,7 @@ class Posted:
         with torch.cuda.stream(side):
             for work in self._works:
                 work.wait()
-            found = [t if t is None else _pinned(t) for t in (vector, maxima)]
+            found = [t if t is None else _copy_to_pinned(t) for t in (vector, maxima)]
             event = torch.cuda.Event()
             event.record(side)
         for tensor in (vector, maxima):
@@ -98,5 +98,5 @@ class Posted:
         return vector, more
 
 
-def _pinned(tensor: Tensor) -> Tensor:
+def _copy_to_pinned(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives.edit import all_assemble, spread
-from megatron_flex.collectives.talk import everyone
+from megatron_flex.collectives.edit import assemble_on_all_ranks, broadcast_from_first
+from megatron_flex.collectives.rank_agreement import gather_objects
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Axis, Mesh
 
@@ -32,10 +32,10 @@ def gather_along(tensor: Tensor, dim: int, axis: Axis) -> Tensor:
     dim = dim % tensor.dim()
     cut = Dim(cuts=(Cut(axis.name),), uneven=True)
     dims = tuple(cut if i == dim else Dim() for i in range(tensor.dim()))
-    return all_assemble(tensor, Layout(dims), Mesh((axis,)))[0]
+    return assemble_on_all_ranks(tensor, Layout(dims), Mesh((axis,)))[0]
 
 
-def exchange(
+def exchange_tensors(
     receive: Sequence[Tensor],
     sources: Sequence[int],
     send: Sequence[Tensor],
@@ -67,7 +67,7 @@ def exchange(
             tensor.copy_(landing)
 
 
-def given_to_all(items: Sequence[tuple[Any, Tensor]], mesh: Mesh) -> list[tuple[Any, Tensor]]:
+def broadcast_items(items: Sequence[tuple[Any, Tensor]], mesh: Mesh) -> list[tuple[Any, Tensor]]:
     """Give every rank what the first one has. Collective over the mesh.
 
     Args:
@@ -79,13 +79,13 @@ def given_to_all(items: Sequence[tuple[Any, Tensor]], mesh: Mesh) -> list[tuple[
         return list(items)
     first = mesh.is_first(a.name for a in axes)
     note = [(tag, tuple(t.shape), t.dtype) for tag, t in items] if first else None
-    notes = next(n for n in everyone(note, mesh, [a.name for a in mesh]) if n is not None)
+    notes = next(n for n in gather_objects(note, mesh, [a.name for a in mesh]) if n is not None)
     device = "cuda" if dist.get_backend(axes[0].group) == "nccl" else "cpu"
     out = []
     for number, (tag, shape, dtype) in enumerate(notes):
         like = items[number][1] if first else torch.empty(shape, dtype=dtype)
         moved = like.to(device).contiguous()
         if moved.nbytes:
-            spread(moved.reshape(-1).view(torch.uint8), mesh)
+            broadcast_from_first(moved.reshape(-1).view(torch.uint8), mesh)
         out.append((tag, moved.cpu()))
     return out

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives.edit import spread
+from megatron_flex.collectives.edit import broadcast_from_first
 from megatron_flex.mesh import Mesh
 
-SAMPLE = ("cp", "tp")  # ranks along these compute the same of one sample
+SAMPLE_AXES = ("cp", "tp")  # ranks along these compute the same of one sample
 
 
-def combine(flat: Tensor, mesh: Mesh) -> Tensor:
+def combine_replicas(flat: Tensor, mesh: Mesh) -> Tensor:
     """Sum over pipeline stages, average over data parallel ranks, and give the result to every rank.
 
     Of the ranks along `tp` and `cp` the first one counts. Every rank gets the same bits: one of them reduces
@@ -26,27 +26,27 @@ def combine(flat: Tensor, mesh: Mesh) -> Tensor:
         mesh: the run's axes.
     """
     stages, data = mesh["pp"], mesh["dp"]
-    if stages.size > 1 and mesh.is_first(SAMPLE):
+    if stages.size > 1 and mesh.is_first(SAMPLE_AXES):
         dist.reduce(flat, stages.ranks[0], group=stages.group)
-    if data.size > 1 and mesh.is_first(("pp", *SAMPLE)):
+    if data.size > 1 and mesh.is_first(("pp", *SAMPLE_AXES)):
         dist.all_reduce(flat, group=data.group)
         flat /= data.size
-    return spread(flat, Mesh(tuple(mesh[n] for n in ("pp", *SAMPLE))))
+    return broadcast_from_first(flat, Mesh(tuple(mesh[n] for n in ("pp", *SAMPLE_AXES))))
 
 
-def make_equal(tensors: Sequence[Tensor], mesh: Mesh) -> None:
+def broadcast_copies(tensors: Sequence[Tensor], mesh: Mesh) -> None:
     """Overwrite tensors, of whatever dtype and strides, by those of the mesh's first rank.
 
     Collective over the mesh; all ranks pass tensors of the same shapes and dtypes.
     """
     for tensor in tensors:
         packed = tensor.detach().clone(memory_format=torch.contiguous_format)
-        spread(packed.reshape(-1).view(torch.uint8), mesh)  # as bytes, since not every backend moves bools
+        broadcast_from_first(packed.reshape(-1).view(torch.uint8), mesh)  # as bytes, since not every backend moves bools
         with torch.no_grad():
             tensor.copy_(packed)
 
 
-def summed(value: Tensor, mesh: Mesh, axes: Sequence[str]) -> float:
+def sum_over_ranks(value: Tensor, mesh: Mesh, axes: Sequence[str]) -> float:
     """A number, added over the ranks along `axes`. Collective over those.
 
     Args:

@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_flex.collectives.messages import as_bytes
-from megatron_flex.collectives.meter import counted
-from megatron_flex.collectives.recipes import axes_of, gradient_of, is_stack, place_of, recipe_of, uneven
-from megatron_flex.collectives.staging import staging
+from megatron_flex.collectives.meter import call_metered
+from megatron_flex.collectives.recipes import split_sum_and_gather_axes, gradient_of, is_stack, find_shard_position, assembly_plan, has_uneven_shards
+from megatron_flex.collectives.staging import buffer_pool
 from megatron_flex.layout import (
     Layout,
     Lengths,
     assemble,
-    carve,
+    copy_shard,
     extract,
-    part_lengths,
-    put_together,
-    whole_shape,
+    uneven_lengths,
+    copy_blocks,
+    full_shape,
 )
 from megatron_flex.mesh import Axis, Mesh
 
@@ -34,7 +34,7 @@ from megatron_flex.mesh import Axis, Mesh
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
-def gather_whole(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+def gather_full(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     """Give every rank the whole.
 
     Collective over the axes that split the tensor; nothing is sent where none does. Differentiable: the
@@ -51,13 +51,13 @@ def gather_whole(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     return cast(Tensor, _Gather.apply(local, layout, mesh))  # type: ignore[no-untyped-call]
 
 
-def scatter_whole(whole: Tensor, local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+def scatter_full(whole: Tensor, local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     """Give every rank its shard of a whole that all of them hold.
 
     Sends nothing forward; backward it is collective over the axes that split the gradient.
 
     Args:
-        whole: the same tensor on every rank, of the shape that `gather_whole` gave.
+        whole: the same tensor on every rank, of the shape that `gather_full` gave.
         local: the shard as it was, for the padding that the layout strips.
         layout: how the shards relate.
         mesh: the run's axes.
@@ -68,36 +68,36 @@ def scatter_whole(whole: Tensor, local: Tensor, layout: Layout, mesh: Mesh) -> T
     return cast(Tensor, _Scatter.apply(whole, local, layout, mesh))  # type: ignore[no-untyped-call]
 
 
-def towards_leader(whole: Tensor, holders: Mesh) -> Tensor:
+def to_edit_rank(whole: Tensor, holders: Mesh) -> Tensor:
     """The whole, where only the leader goes on computing with it.
 
     Sends nothing forward; backward the leader's gradient goes to all ranks that hold the whole. Each of them
-    calls it, and `from_leader` behind it.
+    calls it, and `from_edit_rank` behind it.
 
     Args:
         whole: the same tensor on all `holders`.
-        holders: what `replicas` gives.
+        holders: what `replica_mesh` gives.
     """
     if whole.is_floating_point() and torch.is_grad_enabled() and not whole.requires_grad:
         # What the leader makes may need a gradient even so; then all ranks must go through it backward.
         whole = whole.detach().requires_grad_()
-    return cast(Tensor, _TowardsLeader.apply(whole, holders))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _ToEditRank.apply(whole, holders))  # type: ignore[no-untyped-call]
 
 
-def from_leader(made: Tensor, whole: Tensor, holders: Mesh) -> Tensor:
+def from_edit_rank(made: Tensor, whole: Tensor, holders: Mesh) -> Tensor:
     """Give every rank what the leader made of the whole.
 
     Collective over `holders`, forward; sends nothing backward.
 
     Args:
         made: on the leader what it made; elsewhere `whole`, whose shape and dtype it has.
-        whole: what `towards_leader` gave, whose backward pass runs even if `made` does not depend on it.
-        holders: what `replicas` gives.
+        whole: what `to_edit_rank` gave, whose backward pass runs even if `made` does not depend on it.
+        holders: what `replica_mesh` gives.
     """
-    return cast(Tensor, _FromLeader.apply(made, whole, holders))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _FromEditRank.apply(made, whole, holders))  # type: ignore[no-untyped-call]
 
 
-def spread(tensor: Tensor, mesh: Mesh) -> Tensor:
+def broadcast_from_first(tensor: Tensor, mesh: Mesh) -> Tensor:
     """Give every rank what the rank with coordinate 0 on all axes has. Collective over the mesh.
 
     Args:
@@ -108,17 +108,17 @@ def spread(tensor: Tensor, mesh: Mesh) -> Tensor:
     for index, axis in enumerate(axes):
         # Ranks further along the axes that follow get it later, from those that have it now.
         if axis.size > 1 and mesh.is_first(a.name for a in axes[index + 1 :]):
-            counted("broadcast", axis, tensor, dist.broadcast, tensor, axis.ranks[0])
+            call_metered("broadcast", axis, tensor, dist.broadcast, tensor, axis.ranks[0])
     return tensor
 
 
-def replicas(layout: Layout, mesh: Mesh) -> Mesh:
+def replica_mesh(layout: Layout, mesh: Mesh) -> Mesh:
     """The axes along which ranks hold the same whole, once it is gathered."""
     data = (mesh["dp"],) if "dp" in layout.axes else ()
     return Mesh((*data, mesh["cp"], mesh["tp"]))
 
 
-class _TowardsLeader(torch.autograd.Function):
+class _ToEditRank(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, holders: Mesh) -> Tensor:
         ctx.holders = holders
@@ -126,13 +126,13 @@ class _TowardsLeader(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return spread(grad.clone(memory_format=torch.contiguous_format), ctx.holders), None
+        return broadcast_from_first(grad.clone(memory_format=torch.contiguous_format), ctx.holders), None
 
 
-class _FromLeader(torch.autograd.Function):
+class _FromEditRank(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, made: Tensor, whole: Tensor, holders: Mesh) -> Tensor:
-        return spread(made.detach().clone(memory_format=torch.contiguous_format), holders)
+        return broadcast_from_first(made.detach().clone(memory_format=torch.contiguous_format), holders)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -143,30 +143,30 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
         ctx.layout, ctx.mesh, ctx.shape = layout, mesh, local.shape
-        whole, ctx.lengths = all_assemble(local, layout, mesh)
+        whole, ctx.lengths = assemble_on_all_ranks(local, layout, mesh)
         return whole
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         # Like every gradient it may share memory with others: nobody may write to one that he is given.
         layout = gradient_of(ctx.layout)
-        return _part(grad, layout, ctx.mesh, ctx.shape, ctx.lengths, alias=True), None, None
+        return _take_local_shard(grad, layout, ctx.mesh, ctx.shape, ctx.lengths, alias=True), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
         ctx.layout, ctx.mesh = layout, mesh
-        shapes = _shapes(local, layout, mesh)
-        lengths = part_lengths(Layout(layout.dims), shapes, mesh.sizes) if shapes else {}
-        return _part(whole, layout, mesh, local.shape, lengths, local)
+        shapes = _gather_shapes(local, layout, mesh)
+        lengths = uneven_lengths(Layout(layout.dims), shapes, mesh.sizes) if shapes else {}
+        return _take_local_shard(whole, layout, mesh, local.shape, lengths, local)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         mesh: Mesh = ctx.mesh
         # The whole's gradient is assembled even where the edit's result needs none: were that left to each
         # rank, one whose edit failed would wait for the others for ever.
-        whole, lengths = all_assemble(grad, gradient_of(ctx.layout), mesh, alias=True)
+        whole, lengths = assemble_on_all_ranks(grad, gradient_of(ctx.layout), mesh, alias=True)
         passed = None
         if any(d.keep is not None for d in ctx.layout.dims):  # the padding went by beside the whole
             nothing = whole.new_zeros(1).expand(whole.shape)
@@ -174,7 +174,7 @@ class _Scatter(torch.autograd.Function):
         return whole, passed, None, None
 
 
-def _part(
+def _take_local_shard(
     whole: Tensor,
     layout: Layout,
     mesh: Mesh,
@@ -188,10 +188,10 @@ def _part(
         return extract(
             layout, whole, mesh.coords, mesh.sizes, old if old is not None else shape, lengths, alias
         )
-    return carve(place_of(layout, mesh, whole.shape, shape), whole, old, alias)
+    return copy_shard(find_shard_position(layout, mesh, whole.shape, shape), whole, old, alias)
 
 
-def all_assemble(local: Tensor, layout: Layout, mesh: Mesh, alias: bool = False) -> tuple[Tensor, Lengths]:
+def assemble_on_all_ranks(local: Tensor, layout: Layout, mesh: Mesh, alias: bool = False) -> tuple[Tensor, Lengths]:
     """The whole on every rank, and the lengths of uneven parts; not differentiable.
 
     Collective over `layout.live(mesh.sizes)`: one all-reduce for each summed axis, one all-gather for each
@@ -203,77 +203,77 @@ def all_assemble(local: Tensor, layout: Layout, mesh: Mesh, alias: bool = False)
         mesh: the run's axes.
         alias: whether the whole may share memory with `local`, where that is the whole.
     """
-    if uneven(layout, mesh):
-        return _of_uneven(local, layout, mesh, alias)
-    recipe, tensor = recipe_of(layout, mesh, local.shape), local.detach()
+    if has_uneven_shards(layout, mesh):
+        return _assemble_uneven(local, layout, mesh, alias)
+    recipe, tensor = assembly_plan(layout, mesh, local.shape), local.detach()
     if recipe.sums:
-        tensor = _summed(tensor, recipe.sums)
+        tensor = _sum_over_axes(tensor, recipe.sums)
     if not recipe.axes:
-        return _given(assemble(recipe.rest, [tensor], mesh.sizes), tensor, alias, bool(recipe.sums)), {}
+        return _copy_unless_owned(assemble(recipe.rest, [tensor], mesh.sizes), tensor, alias, bool(recipe.sums)), {}
     whole = tensor.new_empty(recipe.whole)
     if recipe.stack:
         _gather_into(whole, tensor, recipe.axes)
         return whole, {}
-    stacked = staging.take(recipe.count * tensor.nbytes, tensor.device)
+    stacked = buffer_pool.take(recipe.count * tensor.nbytes, tensor.device)
     _gather_into(stacked, as_bytes(tensor), recipe.axes)
     shards = stacked.view(tensor.dtype).view(recipe.count, *tensor.shape).unbind()
-    put_together(recipe.blocks, recipe.rest, shards, whole)
-    staging.give_back(stacked)
+    copy_blocks(recipe.blocks, recipe.rest, shards, whole)
+    buffer_pool.give_back(stacked)
     return whole, {}
 
 
-def _summed(tensor: Tensor, axes: Sequence[Axis]) -> Tensor:
+def _sum_over_axes(tensor: Tensor, axes: Sequence[Axis]) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
     for axis in axes:
-        counted("all_reduce", axis, total, dist.all_reduce, total)
+        call_metered("all_reduce", axis, total, dist.all_reduce, total)
     return total
 
 
-def _given(whole: Tensor, tensor: Tensor, alias: bool, ours: bool) -> Tensor:
+def _copy_unless_owned(whole: Tensor, tensor: Tensor, alias: bool, ours: bool) -> Tensor:
     """A whole that was `tensor`, or a view of it: in memory of its own, unless it may be another's."""
     given = whole.is_contiguous() and (alias or (ours and whole is tensor))
     return whole if given else whole.clone(memory_format=torch.contiguous_format)
 
 
-def _of_uneven(local: Tensor, layout: Layout, mesh: Mesh, alias: bool) -> tuple[Tensor, Lengths]:
+def _assemble_uneven(local: Tensor, layout: Layout, mesh: Mesh, alias: bool) -> tuple[Tensor, Lengths]:
     """The same of parts that may differ in length."""
     sizes = mesh.sizes
-    shapes = _shapes(local, layout, mesh)
-    lengths = part_lengths(Layout(layout.dims), shapes, sizes)
-    (sums, axes), tensor = axes_of(layout, mesh), local.detach()
+    shapes = _gather_shapes(local, layout, mesh)
+    lengths = uneven_lengths(Layout(layout.dims), shapes, sizes)
+    (sums, axes), tensor = split_sum_and_gather_axes(layout, mesh), local.detach()
     if sums:
-        tensor = _summed(tensor, sums)
+        tensor = _sum_over_axes(tensor, sums)
     rest = Layout(layout.dims, (), layout.shared, layout.permute)
-    whole = tensor.new_empty(whole_shape(rest, local.shape, sizes, lengths))
+    whole = tensor.new_empty(full_shape(rest, local.shape, sizes, lengths))
     if len(set(shapes)) == 1 and is_stack(rest, local.shape, mesh):
         _gather_into(whole, tensor, axes)
         return whole, lengths
     count, width = prod(a.size for a in axes), max(prod(s) for s in shapes) * tensor.itemsize
     flat = as_bytes(tensor)
     if flat.nbytes < width:
-        flat = staging.take(width, tensor.device)
+        flat = buffer_pool.take(width, tensor.device)
         flat[: tensor.nbytes].copy_(as_bytes(tensor))
-    stacked = staging.take(count * width, tensor.device)
+    stacked = buffer_pool.take(count * width, tensor.device)
     _gather_into(stacked, flat, axes)
     shards = [
         slot[: prod(shape) * tensor.itemsize].view(tensor.dtype).reshape(shape)
         for slot, shape in zip(stacked.split(width) if width else [stacked] * count, shapes, strict=True)
     ]
     assemble(rest, shards, sizes, out=whole)
-    staging.give_back(stacked)
+    buffer_pool.give_back(stacked)
     return whole, lengths
 
 
 def _gather_into(out: Tensor, tensor: Tensor, axes: Sequence[Axis]) -> None:
     """Put the equally shaped tensors of all ranks one after the other, the last axis counting fastest."""
-    flat, taken = as_bytes(tensor), []
+    flat, borrowed = as_bytes(tensor), []
     for axis in reversed(axes[1:]):
-        taken.append(staging.take(flat.nbytes * axis.size, flat.device))
-        counted("all_gather", axis, taken[-1], getattr(dist, GATHER), taken[-1], flat)
-        flat = taken[-1]
-    counted("all_gather", axes[0], out, getattr(dist, GATHER), as_bytes(out), flat)
-    for buffer in taken:
-        staging.give_back(buffer)
+        borrowed.append(buffer_pool.take(flat.nbytes * axis.size, flat.device))
+        call_metered("all_gather", axis, borrowed[-1], getattr(dist, GATHER), borrowed[-1], flat)
+        flat = borrowed[-1]
+    call_metered("all_gather", axes[0], out, getattr(dist, GATHER), as_bytes(out), flat)
+    for buffer in borrowed:
+        buffer_pool.give_back(buffer)
 
 
 def stack_along(tensor: Tensor, axis: Axis) -> Tensor:
@@ -283,9 +283,9 @@ def stack_along(tensor: Tensor, axis: Axis) -> Tensor:
     return out
 
 
-def _shapes(local: Tensor, layout: Layout, mesh: Mesh) -> list[tuple[int, ...]]:
+def _gather_shapes(local: Tensor, layout: Layout, mesh: Mesh) -> list[tuple[int, ...]]:
     """The shapes of all parts where some may be uneven; a collective only then."""
-    if not uneven(layout, mesh):
+    if not has_uneven_shards(layout, mesh):
         return []
     tensor = torch.tensor(local.shape, dtype=torch.int64, device=local.device)
     for name in reversed(layout.axes):

@@ -9,28 +9,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives.meter import counted
+from megatron_flex.collectives.meter import call_metered
 from megatron_flex.mesh import Axis
 
 ALIGN = 16  # bytes; every dtype may start at a multiple of it
 
 
-def stride(width: int) -> int:
+def align_size(width: int) -> int:
     """How many bytes after a tensor of `width` bytes the next one starts."""
     return -(-width // ALIGN) * ALIGN
 
 
-def starts(widths: Sequence[int]) -> tuple[list[int], int]:
+def message_offsets(widths: Sequence[int]) -> tuple[list[int], int]:
     """Where each tensor starts, and how long the message is; nothing follows on the last one."""
     out, offset, end = [], 0, 0
     for width in widths:
         out.append(offset)
         end = offset + width
-        offset += stride(width)
+        offset += align_size(width)
     return out, end
 
 
-def groups(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
+def group_by_size(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
     """Which tensors go in which message, in order: at most so many bytes, or one alone with more."""
     group: list[int] = []
     filled = 0
@@ -51,8 +51,8 @@ def pack(tensors: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
         tensors: on one device.
         widths: how many bytes each takes, its own or more.
     """
-    at, length = starts(widths)
-    found = _lying(tensors, at, length)
+    at, length = message_offsets(widths)
+    found = _view_as_message(tensors, at, length)
     if found is not None:
         return found
     out = torch.empty(length, dtype=torch.uint8, device=tensors[0].device)
@@ -66,18 +66,18 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def posted(op: str, axis: Axis, result: Tensor, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def begin_collective(op: str, axis: Axis, result: Tensor, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Begin a collective over an axis's group; what it gives can be waited for."""
     found: list[Any] = []
 
     def begin(*args: Any, **kwargs: Any) -> None:
         found.append(call(*args, async_op=True, **kwargs))
 
-    counted(op, axis, result, begin, *args, **kwargs)
+    call_metered(op, axis, result, begin, *args, **kwargs)
     return found[0]
 
 
-class Posted:
+class PendingMessages:
     """Messages on their way, all of which are waited for."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Posted:
                 work.wait()
 
 
-def to_first(mine: Tensor, rows: Sequence[Tensor], axis: Axis) -> Posted:
+def begin_gather_to_first(mine: Tensor, rows: Sequence[Tensor], axis: Axis) -> PendingMessages:
     """Begin to bring everyone's message to the first rank of an axis; what it gives can be waited for.
 
     On the host by messages from rank to rank, which gloo writes straight to `rows`: a gather of its own goes
@@ -102,7 +102,7 @@ def to_first(mine: Tensor, rows: Sequence[Tensor], axis: Axis) -> Posted:
         rows: on the first rank, where to put those of the others.
         axis: the ranks.
     """
-    out = Posted()
+    out = PendingMessages()
 
     def begin(group: Any) -> None:
         if mine.device.type != "cpu":
@@ -115,11 +115,11 @@ def to_first(mine: Tensor, rows: Sequence[Tensor], axis: Axis) -> Posted:
                 dist.irecv(row, r, group=group) for row, r in zip(rows, axis.ranks[1:], strict=True)
             ]
 
-    counted("gather", axis, mine, begin)
+    call_metered("gather", axis, mine, begin)
     return out
 
 
-def _lying(tensors: Sequence[Tensor], at: Sequence[int], length: int) -> Tensor | None:
+def _view_as_message(tensors: Sequence[Tensor], at: Sequence[int], length: int) -> Tensor | None:
     first = tensors[0]
     storage = first.untyped_storage()
     begin = first.storage_offset() * first.itemsize

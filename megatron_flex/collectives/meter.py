@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_flex.mesh import Axis
 
 
-class Stamp:
+class Timestamp:
     """A moment, on the device that a tensor is on."""
 
     def __init__(self, like: Tensor) -> None:
@@ -24,7 +24,7 @@ class Stamp:
         else:
             self._at = time.perf_counter()
 
-    def since(self, earlier: Stamp) -> float:
+    def since(self, earlier: Timestamp) -> float:
         """Seconds between the two moments; on a GPU the host waits for the later one."""
         if self._event is None:
             return self._at - earlier._at
@@ -33,7 +33,7 @@ class Stamp:
 
 
 @dataclass(slots=True)
-class Moved:
+class CollectiveCall:
     """One collective that was called.
 
     Attributes:
@@ -47,8 +47,8 @@ class Moved:
     op: str
     axis: str
     nbytes: int
-    start: Stamp
-    end: Stamp
+    start: Timestamp
+    end: Timestamp
 
     @property
     def seconds(self) -> float:
@@ -56,20 +56,20 @@ class Moved:
         return self.end.since(self.start)
 
 
-class Meter:
+class CollectiveMeter:
     """Where collectives are told to while someone counts.
 
     Attributes:
         sink: called with each; None while no one counts.
     """
 
-    sink: Callable[[Moved], None] | None = None
+    sink: Callable[[CollectiveCall], None] | None = None
 
 
-meter = Meter()
+meter = CollectiveMeter()
 
 
-def counted(op: str, axis: Axis, result: Tensor, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def call_metered(op: str, axis: Axis, result: Tensor, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Call a collective over an axis's group, and tell of it if someone counts.
 
     Args:
@@ -83,6 +83,6 @@ def counted(op: str, axis: Axis, result: Tensor, call: Callable[..., Any], *args
     if meter.sink is None:
         call(*args, group=axis.group, **kwargs)
         return
-    start = Stamp(result)
+    start = Timestamp(result)
     call(*args, group=axis.group, **kwargs)
-    meter.sink(Moved(op, axis.name, result.nbytes, start, Stamp(result)))
+    meter.sink(CollectiveCall(op, axis.name, result.nbytes, start, Timestamp(result)))

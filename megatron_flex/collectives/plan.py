@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from megatron_flex.collectives.edit import replicas
-from megatron_flex.layout import Layout, parts
+from megatron_flex.collectives.edit import replica_mesh
+from megatron_flex.layout import Layout, count_parts
 from megatron_flex.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedCollective:
     """One collective to come.
 
     Attributes:
@@ -37,7 +37,7 @@ class Planned:
         return f"{self.op} along {self.axis}, {amount} bytes"
 
 
-def plan_whole(layout: Layout, shape: Sequence[int | str], itemsize: int, mesh: Mesh) -> list[Planned]:
+def plan_full_gather(layout: Layout, shape: Sequence[int | str], itemsize: int, mesh: Mesh) -> list[PlannedCollective]:
     """What putting the whole together on every rank takes.
 
     Args:
@@ -46,18 +46,18 @@ def plan_whole(layout: Layout, shape: Sequence[int | str], itemsize: int, mesh: 
         itemsize: bytes of an entry.
         mesh: the run's axes.
     """
-    cut = prod(parts(d, mesh.sizes) for d in layout.dims)
-    number = itemsize * prod(_padded(layout, shape, mesh)) / cut
+    cut = prod(count_parts(d, mesh.sizes) for d in layout.dims)
+    number = itemsize * prod(_pad_known_lengths(layout, shape, mesh)) / cut
     names = tuple(n for n in shape if isinstance(n, str))
     live = layout.live(mesh.sizes)
-    out = [Planned("all_reduce", a, number, names) for a in live if a in layout.partial]
+    out = [PlannedCollective("all_reduce", a, number, names) for a in live if a in layout.partial]
     for axis in (a for a in reversed(live) if a not in layout.partial):
         number *= mesh[axis].size
-        out.append(Planned("all_gather", axis, number, names))
+        out.append(PlannedCollective("all_gather", axis, number, names))
     return out
 
 
-def plan_lead(layout: Layout, shape: Sequence[int | str], itemsize: int, mesh: Mesh) -> list[Planned]:
+def plan_result_broadcast(layout: Layout, shape: Sequence[int | str], itemsize: int, mesh: Mesh) -> list[PlannedCollective]:
     """What handing one rank's result to the others takes, and likewise its gradient.
 
     Args:
@@ -68,21 +68,21 @@ def plan_lead(layout: Layout, shape: Sequence[int | str], itemsize: int, mesh: M
     """
     number = float(itemsize * prod(n for n in shape if isinstance(n, int)))
     names = tuple(n for n in shape if isinstance(n, str))
-    axes = list(replicas(layout, mesh))
+    axes = list(replica_mesh(layout, mesh))
     return [
-        Planned("broadcast", a.name, number, names)
+        PlannedCollective("broadcast", a.name, number, names)
         for i, a in enumerate(axes)
         if a.size > 1 and mesh.is_first(later.name for later in axes[i + 1 :])
     ]
 
 
-def _padded(layout: Layout, shape: Sequence[int | str], mesh: Mesh) -> list[int]:
+def _pad_known_lengths(layout: Layout, shape: Sequence[int | str], mesh: Mesh) -> list[int]:
     """The lengths that are known, with the least padding that a cut needs."""
     order = layout.permute or tuple(range(len(layout.dims)))
     out = []
     for place, length in zip(order, shape, strict=True):
         dim = layout.dims[place]
         if isinstance(length, int):
-            count = parts(dim, mesh.sizes) if dim.keep is not None else 1
+            count = count_parts(dim, mesh.sizes) if dim.keep is not None else 1
             out.append(-(-length // count) * count)
     return out

@@ -13,21 +13,21 @@ from typing import Any
 import torch
 
 from megatron_flex.layout import (
-    Block,
+    ShardBlock,
     Layout,
-    Part,
-    blocks_of,
-    part_of,
-    parts,
-    whole_shape,
+    ShardPosition,
+    plan_blocks,
+    locate_shard,
+    count_parts,
+    full_shape,
 )
 from megatron_flex.mesh import Axis, Mesh
 
-MOST = 4096  # that are remembered; sequences of ever new lengths make new ones
+MAX_REMEMBERED_PLANS = 4096  # that are remembered; sequences of ever new lengths make new ones
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class AssemblyPlan:
     """How the whole comes of parts of one shape.
 
     Attributes:
@@ -46,7 +46,7 @@ class Recipe:
     rest: Layout
     whole: tuple[int, ...]
     stack: bool
-    blocks: tuple[Block, ...]
+    blocks: tuple[ShardBlock, ...]
 
     @property
     def count(self) -> int:
@@ -54,27 +54,27 @@ class Recipe:
         return prod(a.size for a in self.axes)
 
 
-def recipe_of(layout: Layout, mesh: Mesh, shape: torch.Size) -> Recipe:
+def assembly_plan(layout: Layout, mesh: Mesh, shape: torch.Size) -> AssemblyPlan:
     """How the whole comes of parts of this shape, of which none is longer than another.
 
     Raises:
         LayoutError: the shape does not fit the layout.
     """
     at = "whole", id(layout), shape
-    found: Recipe | None = mesh.memo.get(at)
+    found: AssemblyPlan | None = mesh.memo.get(at)
     if found is None:
-        found = _found(layout, mesh, shape)
-        _keep(mesh.memo, at, found)
+        found = _make_assembly_plan(layout, mesh, shape)
+        _remember(mesh.memo, at, found)
     return found
 
 
-def place_of(layout: Layout, mesh: Mesh, whole: torch.Size, local: torch.Size) -> Part:
+def find_shard_position(layout: Layout, mesh: Mesh, whole: torch.Size, local: torch.Size) -> ShardPosition:
     """Where this rank's part, of shape `local`, lies in a whole."""
     at = "part", id(layout), whole, local
-    found: tuple[Layout, Part] | None = mesh.memo.get(at)
+    found: tuple[Layout, ShardPosition] | None = mesh.memo.get(at)
     if found is None:
-        found = layout, part_of(layout, whole, mesh.coords, mesh.sizes, local)
-        _keep(mesh.memo, at, found)
+        found = layout, locate_shard(layout, whole, mesh.coords, mesh.sizes, local)
+        _remember(mesh.memo, at, found)
     return found[1]
 
 
@@ -83,25 +83,25 @@ def gradient_of(layout: Layout) -> Layout:
     found = _gradients.get(id(layout))
     if found is None:
         found = layout, layout.gradient()
-        _keep(_gradients, id(layout), found)
+        _remember(_gradients, id(layout), found)
     return found[1]
 
 
 _gradients: dict[int, tuple[Layout, Layout]] = {}
 
 
-def _keep(known: dict[Any, Any], at: Any, found: Any) -> None:
-    if len(known) >= MOST:
+def _remember(known: dict[Any, Any], at: Any, found: Any) -> None:
+    if len(known) >= MAX_REMEMBERED_PLANS:
         known.clear()
     known[at] = found
 
 
-def uneven(layout: Layout, mesh: Mesh) -> bool:
+def has_uneven_shards(layout: Layout, mesh: Mesh) -> bool:
     """Whether parts may differ in length."""
     return any(d.uneven and any(mesh[c.axis].size > 1 for c in d.cuts) for d in layout.dims)
 
 
-def axes_of(layout: Layout, mesh: Mesh) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+def split_sum_and_gather_axes(layout: Layout, mesh: Mesh) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
     """The axes to sum over, and those to gather over."""
     sums = tuple(mesh[a] for a in layout.partial if mesh[a].size > 1)
     return sums, tuple(mesh[a] for a in layout.axes if mesh[a].size > 1 and a not in layout.partial)
@@ -114,16 +114,16 @@ def is_stack(layout: Layout, local: Sequence[int], mesh: Mesh) -> bool:
         return False
     dim = layout.dims[cut[0]]
     plain = all(c.order == "contiguous" and c.copies == 1 for c in dim.cuts if mesh[c.axis].size > 1)
-    full = local[cut[0]] * parts(dim, mesh.sizes)
+    full = local[cut[0]] * count_parts(dim, mesh.sizes)
     lengths = [full if i == cut[0] else n for i, n in enumerate(local)]
     kept = all(d.keep is None or d.keep >= n for d, n in zip(layout.dims, lengths, strict=True))
     return plain and len(dim.segments) == 1 and kept
 
 
-def _found(layout: Layout, mesh: Mesh, shape: torch.Size) -> Recipe:
-    sums, axes = axes_of(layout, mesh)
+def _make_assembly_plan(layout: Layout, mesh: Mesh, shape: torch.Size) -> AssemblyPlan:
+    sums, axes = split_sum_and_gather_axes(layout, mesh)
     rest = Layout(layout.dims, (), layout.shared, layout.permute)
-    whole = tuple(whole_shape(rest, shape, mesh.sizes))
+    whole = tuple(full_shape(rest, shape, mesh.sizes))
     stack = bool(axes) and is_stack(rest, shape, mesh)
-    blocks = blocks_of(rest, shape, mesh.sizes) if axes and not stack else ()
-    return Recipe(layout, sums, axes, rest, whole, stack, blocks)
+    blocks = plan_blocks(rest, shape, mesh.sizes) if axes and not stack else ()
+    return AssemblyPlan(layout, sums, axes, rest, whole, stack, blocks)

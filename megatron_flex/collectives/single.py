@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives.edit import all_assemble
-from megatron_flex.collectives.send import Parcel, is_leader, send_to_leader
+from megatron_flex.collectives.edit import assemble_on_all_ranks
+from megatron_flex.collectives.leader_gather import PendingShard, is_leader, gather_to_leader
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Axis, Mesh
 
-ABSENT = -(2**62)  # below every checksum and its negative
-PIECE = 1 << 20  # entries of which a checksum is taken at once
+NO_VALUE = -(2**62)  # below every checksum and its negative
+CHECKSUM_ENTRIES = 1 << 20  # entries of which a checksum is taken at once
 
 
-def whole_on_stage(
+def assemble_on_stage(
     local: Tensor | None,
     layout: Layout,
     owner: Sequence[tuple[str, int]],
@@ -46,8 +46,8 @@ def whole_on_stage(
     """
     dense = {a.name for a in mesh}
     if local is not None and not owner and not everywhere and set(layout.axes) <= dense:
-        return send_to_leader([Parcel(layout, [local])], mesh, 0)[0]
-    whole = None if local is None else all_assemble(local, layout, mesh)[0]
+        return gather_to_leader([PendingShard(layout, [local])], mesh, 0)[0]
+    whole = None if local is None else assemble_on_all_ranks(local, layout, mesh)[0]
     for axis, coord in ((mesh[name], coord) for name, coord in owner):
         if axis.size > 1:
             whole = _buffer(like, axis) if whole is None else whole
@@ -55,7 +55,7 @@ def whole_on_stage(
     return whole if everywhere or is_leader(mesh) else None
 
 
-def whole_from_stage(
+def send_from_stage(
     whole: Tensor | None, stage: int, like: Tensor, mesh: Mesh, everywhere: bool
 ) -> Tensor | None:
     """Bring what one stage's leader, or all of the stage, has to the first stage's leader, or to everyone.
@@ -63,7 +63,7 @@ def whole_from_stage(
     Collective over `pp`: among the leaders of the two stages only, unless `everywhere`.
 
     Args:
-        whole: what `whole_on_stage` gave on that stage; unused elsewhere.
+        whole: what `assemble_on_stage` gave on that stage; unused elsewhere.
         stage: the stage.
         like: a tensor without memory (on `meta`), of the whole's shape and dtype.
         mesh: the run's axes.
@@ -77,15 +77,15 @@ def whole_from_stage(
         dist.broadcast(tensor, axis.ranks[stage], group=axis.group)
         return tensor
     if axis.coord == stage and whole is not None:
-        dist.send(_as_bytes(whole).to(_device(axis)), axis.ranks[0], group=axis.group)
+        dist.send(_view_as_bytes(whole).to(_device(axis)), axis.ranks[0], group=axis.group)
     elif axis.coord == 0 and is_leader(mesh):
         buffer = _buffer(like, axis)
-        dist.recv(_as_bytes(buffer), axis.ranks[stage], group=axis.group)
+        dist.recv(_view_as_bytes(buffer), axis.ranks[stage], group=axis.group)
         return buffer
     return None
 
 
-def joined(tensor: Tensor, part: tuple[int, int] | None, group: Any) -> Tensor:
+def join_flat_parts(tensor: Tensor, part: tuple[int, int] | None, group: Any) -> Tensor:
     """The tensor of which each rank of a group has only some entries right.
 
     Collective over `group`, unless `part` is None or the group has one rank. `tensor` is left as it is.
@@ -111,15 +111,15 @@ def checksum(tensor: Tensor) -> int:
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = flat.view(torch.uint8 if flat.is_complex() else widths[flat.element_size()])
     total = 0
-    for start in range(0, bits.numel(), PIECE):
-        piece = bits[start : start + PIECE].to(torch.int64)
+    for start in range(0, bits.numel(), CHECKSUM_ENTRIES):
+        piece = bits[start : start + CHECKSUM_ENTRIES].to(torch.int64)
         places = torch.arange(start, start + piece.numel(), dtype=torch.int64, device=bits.device)
         weights = (places * 0x9E3779B1 + 0x85EBCA77) ^ (places >> 7)
         total = (total * 31 + int(((piece + 0x27D4EB2F) * weights).sum())) % 2**61
     return total
 
 
-def differing(values: Sequence[Mapping[str, int]], mesh: Mesh, axes: Sequence[str]) -> list[list[str]]:
+def find_differing_axes(values: Sequence[Mapping[str, int]], mesh: Mesh, axes: Sequence[str]) -> list[list[str]]:
     """For each item the axes along which ranks have other values, on whichever rank.
 
     Collective over the mesh and `axes`; all ranks pass equally many items.
@@ -136,10 +136,10 @@ def differing(values: Sequence[Mapping[str, int]], mesh: Mesh, axes: Sequence[st
     device = _device(compared[0])
     flags = torch.zeros((len(compared), len(values)), dtype=torch.int32, device=device)
     for row, axis in enumerate(compared):
-        mine = [v.get(axis.name, ABSENT) for v in values]
-        both = torch.tensor([mine, [ABSENT if m == ABSENT else -m for m in mine]], device=device)
+        mine = [v.get(axis.name, NO_VALUE) for v in values]
+        both = torch.tensor([mine, [NO_VALUE if m == NO_VALUE else -m for m in mine]], device=device)
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=axis.group)
-        flags[row] = ((both[0] != -both[1]) & (both[0] != ABSENT)).int()
+        flags[row] = ((both[0] != -both[1]) & (both[0] != NO_VALUE)).int()
     for axis in mesh:
         if axis.size > 1:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=axis.group)
@@ -155,5 +155,5 @@ def _device(axis: Axis) -> str:
     return "cuda" if dist.get_backend(axis.group) == "nccl" else "cpu"
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def _view_as_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Verdict = Literal["equal", "round-off", "diverges"]
-SHOWN = 20  # rows of a table that say what happened, where there are more
-HEADS = ("site", "iteration", "relative", "tolerance", "cosine", "max abs", "worst element", "A", "B")
+MOST_SHOWN = 20  # rows of a table that say what happened, where there are more
+COMPARISON_HEADS = ("site", "iteration", "relative", "tolerance", "cosine", "max abs", "worst element", "A", "B")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Worst:
 
     def place(self) -> str:
         """In words."""
-        said = [f"{n} {v}" for n, v in (("sample", self.sample), ("token", self.token)) if v is not None]
-        return ", ".join([*said, *([str(list(self.index))] if self.index else [])])
+        texts = [f"{n} {v}" for n, v in (("sample", self.sample), ("token", self.token)) if v is not None]
+        return ", ".join([*texts, *([str(list(self.index))] if self.index else [])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class OutOfStep:
+class ReplicaMismatch:
     """A replicated tensor that is not the same on all ranks of one run.
 
     Attributes:
@@ -125,7 +125,7 @@ class Comparison:
     a: str
     b: str
     rows: Sequence[Row]
-    replicas: Sequence[OutOfStep] = ()
+    replicas: Sequence[ReplicaMismatch] = ()
     hints: Sequence[str] = ()
     notes: Sequence[str] = ()
 
@@ -149,7 +149,7 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `json.dump`; infinite and undefined numbers as text."""
         first = self.first
-        told = {
+        content = {
             "verdict": self.verdict,
             "a": self.a,
             "b": self.b,
@@ -159,10 +159,10 @@ class Comparison:
             "notes": list(self.notes),
             "rows": [{**asdict(r), "diverges": r.diverges} for r in self.rows],
         }
-        plain: dict[str, Any] = _plain(told)
+        plain: dict[str, Any] = _to_plain(content)
         return plain
 
-    def shown(self, most: int = SHOWN) -> list[Row]:
+    def shown(self, most: int = MOST_SHOWN) -> list[Row]:
         """The rows that tell most: around the first divergence, or those nearest to their tolerance."""
         if len(self.rows) <= most:
             return list(self.rows)
@@ -189,7 +189,7 @@ class Comparison:
                 "tensors is within its tolerances",
             }
             return [*lines, within[self.verdict], *self.notes]
-        lines.append(f"diverges: first at {first.name} ({_words(first.kind)}), iteration {first.iteration}")
+        lines.append(f"diverges: first at {first.name} ({_describe_kind(first.kind)}), iteration {first.iteration}")
         lines.append(
             f"  relative error {first.relative:.3g}, cosine {first.cosine:.4g}, greatest difference "
             f"{first.max_abs:.3g}; error {first.error:.3g}, tolerance {first.tolerance:.2g}"
@@ -203,7 +203,7 @@ class Comparison:
         lines += [f"  {h}" for h in self.hints]
         return [*lines, *self.notes]
 
-    def table(self, most: int = SHOWN) -> Table:
+    def table(self, most: int = MOST_SHOWN) -> Table:
         """A table for `rich.print`.
 
         Raises:
@@ -211,25 +211,25 @@ class Comparison:
         """
         from rich.table import Table
 
-        table = Table(*HEADS)
+        table = Table(*COMPARISON_HEADS)
         for row in self.shown(most):
             style = "bold red" if row is self.first else ("red" if row.diverges else None)
-            table.add_row(*cells(row), style=style)
+            table.add_row(*format_row_cells(row), style=style)
         return table
 
     def _repr_html_(self) -> str:
-        from megatron_flex.compare.notebook import in_html  # which needs this file
+        from megatron_flex.compare.notebook import render_comparison  # which needs this file
 
-        return in_html(self)
+        return render_comparison(self)
 
     def __str__(self) -> str:
-        rows = [HEADS, *(cells(r) for r in self.shown())]
-        widths = [max(len(r[i]) for r in rows) for i in range(len(HEADS))]
+        rows = [COMPARISON_HEADS, *(format_row_cells(r) for r in self.shown())]
+        widths = [max(len(r[i]) for r in rows) for i in range(len(COMPARISON_HEADS))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
         return "\n".join([*self.summary(), "", *lines])
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def format_row_cells(row: Row) -> tuple[str, ...]:
     """What a table says of a row, below HEADS."""
     worst = row.worst
     return (
@@ -245,15 +245,15 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _words(kind: str) -> str:
+def _describe_kind(kind: str) -> str:
     return kind.replace("_", " ").replace("parameter gradient", "gradient of a parameter")
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
+        return {k: _to_plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [_to_plain(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

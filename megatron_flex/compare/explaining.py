@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from megatron_flex.compare import patterns
-from megatron_flex.compare.aligning import Pair
-from megatron_flex.compare.patterns import Shares
-from megatron_flex.compare.source import SAMPLE, TOKEN
-from megatron_flex.compare.statistics import BLOCK, Statistics
+from megatron_flex.compare.aligning import TensorPair
+from megatron_flex.compare.patterns import DimShares
+from megatron_flex.compare.compared_dump import SAMPLE_AXIS, TOKEN_AXIS
+from megatron_flex.compare.statistics import COMPARE_BLOCK, DifferenceSums
 
-NAMES = {SAMPLE: "samples", TOKEN: "tokens"}
+ENTRY_NAMES = {SAMPLE_AXIS: "samples", TOKEN_AXIS: "tokens"}
 
 
-def explain(
-    pair: Pair,
-    found: Statistics,
-    held: Mapping[int, Sequence[Shares]],
+def explain_divergence(
+    pair: TensorPair,
+    found: DifferenceSums,
+    held: Mapping[int, Sequence[DimShares]],
     axes: Mapping[str, int],
-    most: int = BLOCK,
+    most: int = COMPARE_BLOCK,
 ) -> list[str]:
     """What the error looks like.
 
@@ -36,99 +36,99 @@ def explain(
     if found.discrete:
         part = f"{found.differing} of {found.count} entries differ"
         return [f"{part}; where what they were chosen by is nearly tied, round-off alone can do that"]
-    energies, there = _energies(pair, most, found.broken > 0)
+    energies, norms = _measure_energies(pair, most, found.broken > 0)
     if found.broken:
         hints = [f"{found.broken} of {found.count} entries are NaN or infinite in one of the two"]
-        return [*hints, *_places(pair, energies, held)]
+        return [*hints, *_find_error_places(pair, energies, held)]
     zeros = [n for n, squares in (("A", found.squares_a), ("B", found.squares_b)) if not squares]
     if zeros:
         return [f"{zeros[0]} is zero everywhere"]
     ratio = found.dots / found.squares_a
     rest = math.sqrt(max(found.squares_b - ratio * found.dots, 0.0) / found.squares_b)
-    if told := patterns.factor(ratio, rest, axes):
-        return [told]
-    hints = _permutations(pair, found, held, most)
+    if hint := patterns.find_constant_factor(ratio, rest, axes):
+        return [hint]
+    hints = _find_permutations(pair, found, held, most)
     hints += [
-        f"{n} is zero wherever they differ" for n, squares in zip("AB", there, strict=True) if not squares
+        f"{n} is zero wherever they differ" for n, squares in zip("AB", norms, strict=True) if not squares
     ]
-    hints += _places(pair, energies, held, all_dims=not hints)
+    hints += _find_error_places(pair, energies, held, all_dims=not hints)
     return [h for h in dict.fromkeys(hints) if h]
 
 
-def _places(
-    pair: Pair, energies: list[Tensor], held: Mapping[int, Sequence[Shares]], all_dims: bool = True
+def _find_error_places(
+    pair: TensorPair, energies: list[Tensor], held: Mapping[int, Sequence[DimShares]], all_dims: bool = True
 ) -> list[str]:
     """In whose part the error is, and which samples, tokens, features have it."""
     out: list[str] = []
     for place, dim in enumerate(pair.dims):
-        out += patterns.whose_part(energies[place], held.get(place, ()), pair.numbers[place])
-        if all_dims or dim in NAMES:
-            out.append(patterns.which(_name(dim), energies[place], pair.numbers[place]))
+        out += patterns.find_wrong_ranks(energies[place], held.get(place, ()), pair.numbers[place])
+        if all_dims or dim in ENTRY_NAMES:
+            out.append(patterns.find_wrong_entries(_name_entries(dim), energies[place], pair.numbers[place]))
     return [h for h in out if h]
 
 
-def _name(dim: str) -> str:
+def _name_entries(dim: str) -> str:
     """Entries of a dim, as people call them."""
-    return NAMES.get(dim, f"entries along {dim!r}")
+    return ENTRY_NAMES.get(dim, f"entries along {dim!r}")
 
 
-def _energies(pair: Pair, most: int, broken: bool) -> tuple[list[Tensor], tuple[float, float]]:
+def _measure_energies(pair: TensorPair, most: int, broken: bool) -> tuple[list[Tensor], tuple[float, float]]:
     """For each dim the squares of the difference, summed over all others; those of A and B where they differ.
 
     Where one of the two is no number, those places alone count, as 1.
     """
     out = [torch.zeros(n, dtype=torch.float64) for n in pair.shape]
-    there = 0.0, 0.0
+    norms = 0.0, 0.0
     for block, a, b in pair.blocks(most):
         left, right = a.double(), b.double()
         unlike = left != right
         squares = (unlike & ~(right - left).isfinite()).double() if broken else (right - left).square()
-        there = there[0] + float(left[unlike].square().sum()), there[1] + float(right[unlike].square().sum())
+        norms = norms[0] + float(left[unlike].square().sum()), norms[1] + float(right[unlike].square().sum())
         for dim, part in enumerate(block):
             others = [d for d in range(squares.ndim) if d != dim]
             out[dim][part] += squares.sum(others) if others else squares
-    return out, there
+    return out, norms
 
 
-def _permutations(
-    pair: Pair, found: Statistics, held: Mapping[int, Sequence[Shares]], most: int
+def _find_permutations(
+    pair: TensorPair, found: DifferenceSums, held: Mapping[int, Sequence[DimShares]], most: int
 ) -> list[str]:
     """Rows in another order along one of the dims, or a vector that was added to all of them."""
     out = []
     for place, dim in enumerate(pair.dims):
-        name = _name(dim)
-        a, b = _rows(pair, place, found, most)
+        name = _name_entries(dim)
+        a, b = _read_rows(pair, place, found, most)
         if a is None or b is None:
             continue
         known = {}
-        for share in held.get(place, ()) if dim == TOKEN else ():
+        for share in held.get(place, ()) if dim == TOKEN_AXIS else ():
             if share.axis == "cp":
                 text = f"as if {share.run}'s {share.size} context parallel ranks had contiguous parts"
-                known[f"{text}, and not zigzag ones"] = patterns.dealt_contiguously(
+                known[f"{text}, and not zigzag ones"] = patterns.make_contiguous_order(
                     share.size, share.run == "A"
                 )
-        told = patterns.in_another_order(name, a, b, pair.numbers[place], known)
-        if not told and dim == TOKEN:
-            told = patterns.same_for_all(name, b.double() - a.double(), float(a.double().norm()))
-        out += [told] if told else []
+        hint = patterns.find_permutation(name, a, b, pair.numbers[place], known)
+        if not hint and dim == TOKEN_AXIS:
+            hint = patterns.find_common_vector(name, b.double() - a.double(), float(a.double().norm()))
+        out += [hint] if hint else []
     return out
 
 
-def _rows(pair: Pair, place: int, found: Statistics, most: int) -> tuple[Tensor | None, Tensor | None]:
+def _read_rows(pair: TensorPair, place: int, found: DifferenceSums, most: int) -> tuple[Tensor | None, Tensor | None]:
     """Both as `[entries along a dim, ...]`; of the other dims as much as there is room for."""
     length = pair.shape[place]
-    if not 2 <= length <= patterns.ROWS:
+    if not 2 <= length <= patterns.MOST_MATCHED_ROWS:
         return None, None
-    room = max(1, min(most // (8 * length), 4 * patterns.COLUMNS))
+    room = max(1, min(most // (8 * length), 4 * patterns.MOST_MATCHED_COLUMNS))
     block = []
     for dim, size in enumerate(pair.shape):
         if dim == place:
             block.append(slice(0, size))
             continue
-        one = pair.dims[place] == TOKEN and pair.dims[dim] == SAMPLE  # each may have an order of its own
-        taken = 1 if one else min(size, room)
-        start = min(found.worst[dim], size - taken)  # what differs is among it
-        block.append(slice(start, start + taken))
-        room = max(1, room // taken)
+        one = pair.dims[place] == TOKEN_AXIS and pair.dims[dim] == SAMPLE_AXIS  # each may have an order of its own
+        count = 1 if one else min(size, room)
+        start = min(found.worst[dim], size - count)  # what differs is among it
+        block.append(slice(start, start + count))
+        room = max(1, room // count)
     a, b = pair.read(block)
     return a.movedim(place, 0), b.movedim(place, 0)

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from megatron_flex.layout import Dim, Sizes, spans
 
-ROWS, COLUMNS = 2048, 512  # at most so many are matched against each other
-MOST = 8  # places named in a sentence
+MOST_MATCHED_ROWS, MOST_MATCHED_COLUMNS = 2048, 512  # at most so many are matched against each other
+MOST_LISTED = 8  # places named in a sentence
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class DimShares:
     """Which entries of a dim are whose, in one of the two runs.
 
     Attributes:
@@ -36,7 +36,7 @@ class Shares:
     parts: tuple[tuple[int, ...], ...]
 
 
-def shares(run: str, dim: Dim, length: int, sizes: Sizes) -> list[Shares]:
+def compute_shares(run: str, dim: Dim, length: int, sizes: Sizes) -> list[DimShares]:
     """Who holds what of a dim: one for each axis that cuts it, over all coordinates of the others."""
     live = [c.axis for c in dim.cuts if sizes.get(c.axis, 1) > 1 and not c.partial]
     if dim.uneven:
@@ -45,23 +45,23 @@ def shares(run: str, dim: Dim, length: int, sizes: Sizes) -> list[Shares]:
     for axis in live:
         held: list[tuple[int, ...]] = []
         for coord in range(sizes[axis]):
-            mine: set[int] = set()
-            for others in _coordinates({a: sizes[a] for a in live if a != axis}):
+            own_entries: set[int] = set()
+            for others in _list_coordinates({a: sizes[a] for a in live if a != axis}):
                 for start, stop in spans(dim, length, {**others, axis: coord}, sizes):
-                    mine |= set(range(start, stop))
-            held.append(tuple(sorted(mine)))
-        out.append(Shares(run, axis, sizes[axis], tuple(held)))
+                    own_entries |= set(range(start, stop))
+            held.append(tuple(sorted(own_entries)))
+        out.append(DimShares(run, axis, sizes[axis], tuple(held)))
     return out
 
 
-def _coordinates(sizes: Mapping[str, int]) -> list[dict[str, int]]:
+def _list_coordinates(sizes: Mapping[str, int]) -> list[dict[str, int]]:
     out: list[dict[str, int]] = [{}]
     for axis, size in sizes.items():
         out = [{**o, axis: c} for o in out for c in range(size)]
     return out
 
 
-def whose_part(energy: Tensor, found: Sequence[Shares], numbers: Sequence[int]) -> list[str]:
+def find_wrong_ranks(energy: Tensor, found: Sequence[DimShares], numbers: Sequence[int]) -> list[str]:
     """Whether an error sits in the parts of some coordinates only, or at their borders only.
 
     Args:
@@ -77,7 +77,7 @@ def whose_part(energy: Tensor, found: Sequence[Shares], numbers: Sequence[int]) 
         if 0 < len(ill) < share.size:
             out.append(
                 f"all of the error is in what {share.axis} rank{'s' if len(ill) > 1 else ''} "
-                f"{_listed(ill)} of {share.size} hold{'s' if len(ill) == 1 else ''} in {share.run}"
+                f"{_format_list(ill)} of {share.size} hold{'s' if len(ill) == 1 else ''} in {share.run}"
             )
         edges = {i for part in share.parts for i in part if not {i - 1, i + 1} <= set(part)}
         edges -= {0, last}
@@ -86,15 +86,15 @@ def whose_part(energy: Tensor, found: Sequence[Shares], numbers: Sequence[int]) 
     return out
 
 
-def which(name: str, energy: Tensor, numbers: Sequence[int]) -> str:
+def find_wrong_entries(name: str, energy: Tensor, numbers: Sequence[int]) -> str:
     """Which entries of a dim differ, where not all do."""
     wrong = [int(i) for i in (energy > energy.sum() * 1e-9).nonzero()]
     if not 0 < len(wrong) < len(energy):
         return ""
-    return f"{len(wrong)} of {len(energy)} {name} differ: {_listed([numbers[i] for i in wrong])}"
+    return f"{len(wrong)} of {len(energy)} {name} differ: {_format_list([numbers[i] for i in wrong])}"
 
 
-def factor(ratio: float, rest: float, axes: Mapping[str, int]) -> str:
+def find_constant_factor(ratio: float, rest: float, axes: Mapping[str, int]) -> str:
     """Whether one is the other times a number, and which sizes that number could come from.
 
     Args:
@@ -105,23 +105,23 @@ def factor(ratio: float, rest: float, axes: Mapping[str, int]) -> str:
     if not math.isfinite(ratio) or abs(ratio - 1) < 1e-3 or rest > 1e-2 * min(abs(ratio - 1), 1):
         return ""
     named = {n: s for n, s in axes.items() if s > 1}
-    told: list[str] = []
+    wording: list[str] = []
     for count in range(1, len(named) + 1):
         for chosen in combinations(named, count):
             size = math.prod(named[n] for n in chosen)
             product_of = " x ".join(chosen)
             if math.isclose(ratio, size, rel_tol=1e-3):
-                told.append(product_of)
+                wording.append(product_of)
             elif math.isclose(ratio, 1 / size, rel_tol=1e-3):
-                told.append(f"1 / ({product_of})" if count > 1 else f"1 / {product_of}")
-        if told:
+                wording.append(f"1 / ({product_of})" if count > 1 else f"1 / {product_of}")
+        if wording:
             break
     return f"B is A times a constant factor, {ratio:.6g}" + (
-        f", which is {' or '.join(told)}" if told else ""
+        f", which is {' or '.join(wording)}" if wording else ""
     )
 
 
-def same_for_all(name: str, difference: Tensor, scale: float) -> str:
+def find_common_vector(name: str, difference: Tensor, scale: float) -> str:
     """Whether the difference is one vector, the same in each row: a bias, added or left out.
 
     Args:
@@ -139,7 +139,7 @@ def same_for_all(name: str, difference: Tensor, scale: float) -> str:
     return ""
 
 
-def in_another_order(
+def find_permutation(
     name: str, a: Tensor, b: Tensor, numbers: Sequence[int], known: Mapping[str, Callable[[int], list[int]]]
 ) -> str:
     """Whether rows of the one are rows of the other at other places.
@@ -151,27 +151,27 @@ def in_another_order(
         numbers: of the rows, as people count them.
         known: orders with a name, as functions of the number of rows: row i of B would be row f[i] of A.
     """
-    left, right = (t.reshape(len(t), -1)[:, :COLUMNS].double() for t in (a, b))
-    if not 2 <= len(left) <= ROWS or not (left.isfinite().all() and right.isfinite().all()):
+    left, right = (t.reshape(len(t), -1)[:, :MOST_MATCHED_COLUMNS].double() for t in (a, b))
+    if not 2 <= len(left) <= MOST_MATCHED_ROWS or not (left.isfinite().all() and right.isfinite().all()):
         return ""
     close = 1e-3 * max(float(left.norm(dim=1).max()), 1e-300)
     wrong = ((left - right).norm(dim=1) > close).nonzero().flatten()
     if len(wrong) < 2:
         return ""
-    for told, order in known.items():
+    for wording, order in known.items():
         places = torch.tensor(order(len(left)))
         if float((left[places] - right).norm(dim=1).max()) <= close:
-            return f"{name} are permuted: {told}"
+            return f"{name} are permuted: {wording}"
     distance, place = torch.cdist(right[wrong], left).min(1)
     if float((distance <= close).double().mean()) < 0.9:
         return ""
     pairs = [f"{numbers[int(i)]}<-{numbers[int(p)]}" for i, p in zip(wrong, place, strict=True)]
     kept = set(range(len(left))) - {int(i) for i in wrong}
     again = bool(kept & {int(p) for p in place}) or len(set(place.tolist())) < len(place)
-    return f"{name} are {'repeated' if again else 'permuted'} (B<-A): {_listed(pairs)}"
+    return f"{name} are {'repeated' if again else 'permuted'} (B<-A): {_format_list(pairs)}"
 
 
-def dealt_contiguously(size: int, zigzag: bool) -> Callable[[int], list[int]]:
+def make_contiguous_order(size: int, zigzag: bool) -> Callable[[int], list[int]]:
     """Rows as they come if zigzag parts were filled from contiguous ones, or the other way round."""
 
     def order(length: int) -> list[int]:
@@ -189,6 +189,6 @@ def dealt_contiguously(size: int, zigzag: bool) -> Callable[[int], list[int]]:
     return order
 
 
-def _listed(items: Sequence[object]) -> str:
-    text = ", ".join(map(str, items[:MOST]))
-    return text + (f" and {len(items) - MOST} more" if len(items) > MOST else "")
+def _format_list(items: Sequence[object]) -> str:
+    text = ", ".join(map(str, items[:MOST_LISTED]))
+    return text + (f" and {len(items) - MOST_LISTED} more" if len(items) > MOST_LISTED else "")

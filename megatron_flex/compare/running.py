@@ -7,19 +7,19 @@ from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
-from megatron_flex.compare.aligning import Pair, align, statistics
+from megatron_flex.compare.aligning import TensorPair, align_arrays, sum_differences
 from megatron_flex.compare.comparison import Comparison, Row, Worst
-from megatron_flex.compare.explaining import explain
-from megatron_flex.compare.holding import held, holders
-from megatron_flex.compare.replicas import out_of_step
-from megatron_flex.compare.source import PARAMETER, SAMPLE, TOKEN, VALUE, Item, Source, opened
-from megatron_flex.compare.statistics import BLOCK, Statistics
-from megatron_flex.compare.tolerance import Depths, Tolerances, precision_of
-from megatron_flex.errors import DumpError, FlexError, nearest
+from megatron_flex.compare.explaining import explain_divergence
+from megatron_flex.compare.holding import find_dim_shares, find_holders
+from megatron_flex.compare.replicas import find_replica_mismatches
+from megatron_flex.compare.compared_dump import PARAMETER, SAMPLE_AXIS, TOKEN_AXIS, VALUE, ComparedTensor, ComparedDump, open_compared_dump
+from megatron_flex.compare.statistics import COMPARE_BLOCK, DifferenceSums
+from megatron_flex.compare.tolerance import ReductionDepths, Tolerances, read_precision
+from megatron_flex.errors import DumpError, FlexError, suggest_nearest
 from megatron_flex.progress import progress as shown
 
-Progress = Callable[[int, int, str], None]  # done, of how many, and what is next
-Path = str | PathLike[str]
+ProgressFunction = Callable[[int, int, str], None]  # done, of how many, and what is next
+PathOrText = str | PathLike[str]
 
 
 def compare(
@@ -28,8 +28,8 @@ def compare(
     tolerance: float | Mapping[str, float] | None = None,
     tolerance_from: Any = None,
     *,
-    progress: Progress | None = None,
-    block_bytes: int = BLOCK,
+    progress: ProgressFunction | None = None,
+    block_bytes: int = COMPARE_BLOCK,
 ) -> Comparison:
     """Find the first site, in the order of execution, at which two dumps differ by more than round-off.
 
@@ -51,13 +51,13 @@ def compare(
         DumpError: a dump cannot be read, or the two have nothing in common.
         FlexError: a tolerance is no number, is negative, or is said in both ways.
     """
-    _check(tolerance, tolerance_from)
-    with opened(a, "A") as one, opened(b, "B") as two, opened(tolerance_from, "C") as noise:
-        walk = _Walk(one, two, noise, tolerance, block_bytes)
+    _check_tolerance(tolerance, tolerance_from)
+    with open_compared_dump(a, "A") as one, open_compared_dump(b, "B") as two, open_compared_dump(tolerance_from, "C") as noise:
+        walk = _Comparer(one, two, noise, tolerance, block_bytes)
         return walk.run(progress)
 
 
-def _check(tolerance: float | Mapping[str, float] | None, tolerance_from: Any) -> None:
+def _check_tolerance(tolerance: float | Mapping[str, float] | None, tolerance_from: Any) -> None:
     said = tolerance.values() if isinstance(tolerance, Mapping) else [tolerance]
     for value in said:
         if value is not None and not (isinstance(value, (int, float)) and value >= 0):
@@ -67,23 +67,23 @@ def _check(tolerance: float | Mapping[str, float] | None, tolerance_from: Any) -
 
 
 @dataclass
-class _Walk:
+class _Comparer:
     """One comparison under way."""
 
-    a: Source
-    b: Source
-    noise: Source | None
+    a: ComparedDump
+    b: ComparedDump
+    noise: ComparedDump | None
     said: float | Mapping[str, float] | None
     most: int
     notes: list[str] = field(default_factory=list)
-    alone: list[list[Item]] = field(default_factory=list)
-    depths: Depths = field(init=False)
-    first: tuple[Pair, Statistics] | None = None
+    alone: list[list[ComparedTensor]] = field(default_factory=list)
+    depths: ReductionDepths = field(init=False)
+    first: tuple[TensorPair, DifferenceSums] | None = None
     steps: int = 0
 
-    def run(self, progress: Progress | None) -> Comparison:
+    def run(self, progress: ProgressFunction | None) -> Comparison:
         items, iterations = self.items(), self.iterations()
-        self.depths = Depths(self.order(), max(precision_of(s).layers for s in (self.a, self.b)))
+        self.depths = ReductionDepths(self.order(), max(read_precision(s).layers for s in (self.a, self.b)))
         tolerances = Tolerances(self.said, self.a, self.b, self.depths)
         with shown("comparing", unit="tensors") as bar:
             rows = self.rows(items, iterations, tolerances, progress or bar.to)
@@ -91,8 +91,8 @@ class _Walk:
             raise DumpError(
                 f"{self.a.path} and {self.b.path} have nothing in common: {'; '.join(self.notes)}"
             )
-        replicas = [*out_of_step(self.a, iterations), *out_of_step(self.b, iterations)]
-        hints = self.explained(rows)
+        replicas = [*find_replica_mismatches(self.a, iterations), *find_replica_mismatches(self.b, iterations)]
+        hints = self.explain_first_divergence(rows)
         return Comparison(
             self.a.describe(),
             self.b.describe(),
@@ -103,7 +103,7 @@ class _Walk:
         )
 
     def rows(
-        self, items: list[Item], iterations: list[int], tolerances: Tolerances, tell: Progress
+        self, items: list[ComparedTensor], iterations: list[int], tolerances: Tolerances, report: ProgressFunction
     ) -> list[Row]:
         """Compare all tensors that both have; what cannot be compared is noted."""
         rows: list[Row] = []
@@ -111,15 +111,15 @@ class _Walk:
         for step, iteration in enumerate(iterations):
             self.steps = iteration  # so many may have moved the parameters apart
             for number, item in enumerate(items):
-                tell(step * len(items) + number, len(iterations) * len(items), item.name)
+                report(step * len(items) + number, len(iterations) * len(items), item.name)
                 pairs = self.pairs(item, iteration)
                 if isinstance(pairs, str):
                     skipped.setdefault(pairs, []).append(item.name)
                 else:
-                    if item.kind == VALUE and same_weights(rows, iteration):
+                    if item.kind == VALUE and has_same_weights(rows, iteration):
                         self.steps = 0
                     rows.append(self.row(pairs, tolerances))
-        self.notes += [f"not compared: {_some(names)}: {why}" for why, names in skipped.items()]
+        self.notes += [f"not compared: {_format_some(names)}: {why}" for why, names in skipped.items()]
         return rows
 
     # -- what is compared ------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class _Walk:
         leader = min((self.a, self.b), key=lambda s: len(s.ranks))
         return leader.order
 
-    def items(self) -> list[Item]:
+    def items(self) -> list[ComparedTensor]:
         """What both have, in the order of execution."""
         one, two = self.a.items(), self.b.items()
         leader, other = (one, two) if len(self.a.ranks) <= len(self.b.ranks) else (two, one)
@@ -138,13 +138,13 @@ class _Walk:
             alone = [i for i in mine if i not in others]
             self.alone.append(alone)
             if alone:
-                self.notes.append(f"only in {name}: {_some([i.name for i in alone])}")
+                self.notes.append(f"only in {name}: {_format_some([i.name for i in alone])}")
         if not common:
             names = [i.name for i in two]
-            close = nearest(one[0].name, names) if one and names else ""
+            close = suggest_nearest(one[0].name, names) if one and names else ""
             raise DumpError(
-                f"{self.a.path} and {self.b.path} have no site in common: {_some([i.name for i in one])} "
-                f"and {_some(names)}{close}"
+                f"{self.a.path} and {self.b.path} have no site in common: {_format_some([i.name for i in one])} "
+                f"and {_format_some(names)}{close}"
             )
         return common
 
@@ -153,41 +153,41 @@ class _Walk:
         one, two = set(self.a.iterations), set(self.b.iterations)
         if not one & two:
             raise DumpError(
-                f"{self.a.path} and {self.b.path} have no iteration in common: {_some(sorted(one))} and "
-                f"{_some(sorted(two))}"
+                f"{self.a.path} and {self.b.path} have no iteration in common: {_format_some(sorted(one))} and "
+                f"{_format_some(sorted(two))}"
             )
         for name, mine, others in (("A", one, two), ("B", two, one)):
             if mine - others:
-                self.notes.append(f"iterations only in {name}: {_some(sorted(mine - others))}")
+                self.notes.append(f"iterations only in {name}: {_format_some(sorted(mine - others))}")
         return sorted(one & two)
 
-    def pairs(self, item: Item, iteration: int) -> list[Pair] | str:
+    def pairs(self, item: ComparedTensor, iteration: int) -> list[TensorPair] | str:
         """Both tensors, aligned; words if nothing of them is."""
         one, two = self.a.array(item), self.b.array(item)
         for source, array in ((self.a, one), (self.b, two)):
             if iteration not in array.iterations:
                 return f"{source.label} does not have it in iteration {iteration}"
-        pairs = align(item, iteration, one, two)
+        pairs = align_arrays(item, iteration, one, two)
         if not isinstance(pairs, str):
             self._note_selection(pairs[0])
         return pairs
 
-    def _note_selection(self, pair: Pair) -> None:
+    def _note_selection(self, pair: TensorPair) -> None:
         for name, array in (("A", pair.a), ("B", pair.b)):
-            for dim in (SAMPLE, TOKEN):
+            for dim in (SAMPLE_AXIS, TOKEN_AXIS):
                 place = pair.along(dim)
                 if place is None:
                     continue
-                there, used = array.shape[array.dims.index(dim)], pair.shape[place]
-                note = f"{used} of {there} {dim}s of {name} are compared, which both have"
-                if used < there and note not in self.notes:
+                total, used = array.shape[array.dims.index(dim)], pair.shape[place]
+                note = f"{used} of {total} {dim}s of {name} are compared, which both have"
+                if used < total and note not in self.notes:
                     self.notes.append(note)
 
     # -- one tensor ------------------------------------------------------------------------------------
 
-    def row(self, pairs: list[Pair], tolerances: Tolerances) -> Row:
+    def row(self, pairs: list[TensorPair], tolerances: Tolerances) -> Row:
         """Compare one tensor."""
-        found, pair = statistics(pairs, self.most)
+        found, pair = sum_differences(pairs, self.most)
         item = pair.item
         noise = self.measured(item, pair.iteration)
         allowed = tolerances.of(item, (pair.a.dtype, pair.b.dtype), self.steps, noise)
@@ -202,20 +202,20 @@ class _Walk:
             found.error,
             allowed,
             found.equal,
-            None if found.equal else _worst(pair, found),
+            None if found.equal else _make_worst(pair, found),
         )
         if row.diverges and self.first is None:
             self.first = pair, found
             assert row.worst is not None
             worst = replace(
                 row.worst,
-                ranks_a=holders(self.a, pair, found.worst),
-                ranks_b=holders(self.b, pair, found.worst),
+                ranks_a=find_holders(self.a, pair, found.worst),
+                ranks_b=find_holders(self.b, pair, found.worst),
             )
             row = replace(row, worst=worst)
         return row
 
-    def measured(self, item: Item, iteration: int) -> float | None:
+    def measured(self, item: ComparedTensor, iteration: int) -> float | None:
         """How far the third run is from the nearer of the two; None if it does not have this."""
         noise = self.noise
         if noise is None or item not in noise.items():
@@ -225,48 +225,48 @@ class _Walk:
             return None
         errors = []
         for source in (self.a, self.b):
-            pairs = align(item, iteration, source.array(item), third)
+            pairs = align_arrays(item, iteration, source.array(item), third)
             if not isinstance(pairs, str):
-                errors.append(statistics(pairs, self.most)[0].error)
+                errors.append(sum_differences(pairs, self.most)[0].error)
         return min(errors, default=None)
 
-    def explained(self, rows: list[Row]) -> Iterator[str]:
+    def explain_first_divergence(self, rows: list[Row]) -> Iterator[str]:
         """What the first divergence looks like, and what else is wrong there."""
         if self.first is None:
             return
         pair, found = self.first
-        shares = held(self.a, pair)
-        for place, more in held(self.b, pair).items():
+        shares = find_dim_shares(self.a, pair)
+        for place, more in find_dim_shares(self.b, pair).items():
             shares.setdefault(place, []).extend(more)
         axes = {**self.a.told, **self.b.told}
-        yield from explain(pair, found, shares, axes, self.most)
+        yield from explain_divergence(pair, found, shares, axes, self.most)
         module = pair.item.site.partition(":")[0]
-        for here, other, alone in (("A", "B", self.alone[0]), ("B", "A", self.alone[1])):
+        for this_run, other, alone in (("A", "B", self.alone[0]), ("B", "A", self.alone[1])):
             inside = [
                 i for i in alone if i.site.startswith((f"{module}.", f"{module}:")) and i.kind == "value"
             ]
             again = [i for i in inside if i.call]
             if again:
-                yield f"{len(again)} places of it were passed more often in {here} than in {other}"
+                yield f"{len(again)} places of it were passed more often in {this_run} than in {other}"
             elif inside:
-                yield f"{len(inside)} places of it were passed in {here} only"
+                yield f"{len(inside)} places of it were passed in {this_run} only"
         ill = [r.name for r in rows if r.diverges and r.kind == PARAMETER and r.iteration == pair.iteration]
         own = [n for n in ill if n.startswith(f"{module}.")] if pair.item.kind != PARAMETER else []
         if own:
-            yield f"parameters of it differ as well: {_some(own)}; the weights are not the same"
+            yield f"parameters of it differ as well: {_format_some(own)}; the weights are not the same"
         elif ill and pair.item.kind != PARAMETER:
-            yield f"parameters differ as well: {_some(ill)}"
+            yield f"parameters differ as well: {_format_some(ill)}"
 
 
-def same_weights(rows: list[Row], iteration: int) -> bool:
+def has_same_weights(rows: list[Row], iteration: int) -> bool:
     """Whether parameters were compared in an iteration, and are the same."""
     own = [r for r in rows if r.kind == PARAMETER and r.iteration == iteration]
     return bool(own) and all(r.equal for r in own)
 
 
-def _worst(pair: Pair, found: Statistics) -> Worst:
+def _make_worst(pair: TensorPair, found: DifferenceSums) -> Worst:
     numbers = [known[i] for known, i in zip(pair.numbers, found.worst, strict=True)]
-    sample, token = pair.along(SAMPLE), pair.along(TOKEN)
+    sample, token = pair.along(SAMPLE_AXIS), pair.along(TOKEN_AXIS)
     rest = tuple(n for p, n in enumerate(numbers) if p not in (sample, token))
     return Worst(
         pair.iteration,
@@ -277,6 +277,6 @@ def _worst(pair: Pair, found: Statistics) -> Worst:
     )
 
 
-def _some(names: list[Any], most: int = 5) -> str:
+def _format_some(names: list[Any], most: int = 5) -> str:
     text = ", ".join(map(str, names[:most]))
     return text + (f" and {len(names) - most} more" if len(names) > most else "")

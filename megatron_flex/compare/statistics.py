@@ -10,10 +10,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
-BLOCK = 64 << 20  # bytes of one block of one tensor, in fp64
+COMPARE_BLOCK = 64 << 20  # bytes of one block of one tensor, in fp64
 
 
-def blocks(shape: Sequence[int], most: int = BLOCK) -> Iterator[tuple[slice, ...]]:
+def split_into_blocks(shape: Sequence[int], most: int = COMPARE_BLOCK) -> Iterator[tuple[slice, ...]]:
     """Cut a shape into blocks of at most `most` bytes in fp64, along its first dims.
 
     An empty shape has one block; a shape with no entries has none.
@@ -30,7 +30,7 @@ def blocks(shape: Sequence[int], most: int = BLOCK) -> Iterator[tuple[slice, ...
 
 
 @dataclass(slots=True)
-class Statistics:
+class DifferenceSums:
     """Sums over the pairs of entries that were added.
 
     Attributes:

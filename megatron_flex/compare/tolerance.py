@@ -16,17 +16,17 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from megatron_flex.compare.source import GRADIENT, PARAMETER, PARAMETER_GRADIENT, Item, Source
+from megatron_flex.compare.compared_dump import GRADIENT, PARAMETER, PARAMETER_GRADIENT, ComparedTensor, ComparedDump
 
-PER_LAYER = 8  # norm, qkv, scores, softmax, their product with values, proj, norm, fc1, fc2: in a row
-MARGIN = 6.0  # of derived tolerances, over what independent errors come to
-MEASURED = 5.0  # of measured ones, over the noise
-WIDTH = 4096  # terms of a sum, where the model does not say
-UNRELATED = (
+REDUCTIONS_PER_LAYER = 8  # norm, qkv, scores, softmax, their product with values, proj, norm, fc1, fc2: in a row
+DERIVED_MARGIN = 6.0  # of derived tolerances, over what independent errors come to
+MEASURED_MARGIN = 5.0  # of measured ones, over the noise
+DEFAULT_REDUCTION_WIDTH = 4096  # terms of a sum, where the model does not say
+MOST_TOLERANCE = (
     0.5  # no tolerance is greater: tensors that have nothing to do with each other differ by 1 or more
 )
-FP32 = 2.0**-24  # unit roundoff of the sums inside a kernel
-LAYER = re.compile(r"\.(\d+)(?=[.:]|$)")
+FP32_ROUNDOFF = 2.0**-24  # unit roundoff of the sums inside a kernel
+LAYER_PATTERN = re.compile(r"\.(\d+)(?=[.:]|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Precision:
 
     computed: torch.dtype | None = None
     stored: torch.dtype | None = None
-    width: int = WIDTH
+    width: int = DEFAULT_REDUCTION_WIDTH
     layers: int = 0
 
 
-def precision_of(source: Source) -> Precision:
+def read_precision(source: ComparedDump) -> Precision:
     """From the model's config and the dump's settings, as its manifest has them."""
     model, settings = source.manifest.model, source.manifest.settings
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -56,18 +56,18 @@ def precision_of(source: Source) -> Precision:
     if computed is None and stored is not None:
         computed = torch.float32  # or the cast would not have been asked for
     width, layers = model.get("hidden_size"), model.get("num_layers")
-    return Precision(computed, stored, int(width or WIDTH), int(layers or 0))
+    return Precision(computed, stored, int(width or DEFAULT_REDUCTION_WIDTH), int(layers or 0))
 
 
-def roundoff(dtype: torch.dtype | None) -> float:
+def get_unit_roundoff(dtype: torch.dtype | None) -> float:
     """The unit roundoff of a dtype; that of fp32 for what is no float."""
     if dtype is None or not dtype.is_floating_point:
-        return FP32
+        return FP32_ROUNDOFF
     return float(torch.finfo(dtype).eps) / 2
 
 
 @dataclass
-class Depths:
+class ReductionDepths:
     """How many reductions lie behind each place, by its name and its place in the order.
 
     Args:
@@ -80,28 +80,28 @@ class Depths:
     _behind: frozenset[str] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
-        numbers = [n for n in map(layer_of, self.order) if n is not None]
+        numbers = [n for n in map(parse_layer_number, self.order) if n is not None]
         self.layers = max([self.layers, *(n + 1 for n in numbers)])
-        behind, seen = set(), False
+        after_layers, in_layers = set(), False
         for name in self.order:
-            seen = seen or layer_of(name) is not None
-            if seen and layer_of(name) is None:
-                behind.add(name)
-        self._behind = frozenset(behind)
+            in_layers = in_layers or parse_layer_number(name) is not None
+            if in_layers and parse_layer_number(name) is None:
+                after_layers.add(name)
+        self._behind = frozenset(after_layers)
 
     @property
     def whole(self) -> int:
         """Of the forward pass."""
-        return PER_LAYER * max(self.layers, 1) + PER_LAYER // 2
+        return REDUCTIONS_PER_LAYER * max(self.layers, 1) + REDUCTIONS_PER_LAYER // 2
 
     def forward(self, name: str) -> int:
         """Of a site's value."""
-        layer = layer_of(name)
+        layer = parse_layer_number(name)
         if layer is not None:
-            return PER_LAYER * ((self.layers + layer if name.startswith("mtp.") else layer) + 1) + 1
+            return REDUCTIONS_PER_LAYER * ((self.layers + layer if name.startswith("mtp.") else layer) + 1) + 1
         return self.whole if name in self._behind else 1
 
-    def of(self, item: Item) -> int:
+    def of(self, item: ComparedTensor) -> int:
         """Of a site's value or gradient, a parameter's gradient, or a parameter."""
         if item.kind == GRADIENT:
             return 2 * self.whole - self.forward(item.site) + 1
@@ -110,14 +110,14 @@ class Depths:
         return self.forward(item.name)
 
 
-def layer_of(name: str) -> int | None:
+def parse_layer_number(name: str) -> int | None:
     """The number of the layer that a place is in; None outside of layers."""
-    found = LAYER.search(name)
+    found = LAYER_PATTERN.search(name)
     return None if found is None else int(found[1])
 
 
-def derived(
-    item: Item,
+def derive_tolerance(
+    item: ComparedTensor,
     depth: int,
     precisions: Sequence[Precision],
     dtypes: Sequence[torch.dtype],
@@ -134,18 +134,18 @@ def derived(
     """
     unit, cast = 0.0, 0.0
     for precision, dtype in zip(precisions, dtypes, strict=True):
-        here = roundoff(precision.computed or dtype)
-        unit = max(unit, here + FP32 * math.sqrt(precision.width))
+        own_roundoff = get_unit_roundoff(precision.computed or dtype)
+        unit = max(unit, own_roundoff + FP32_ROUNDOFF * math.sqrt(precision.width))
         if dtype.is_floating_point and (precision.stored is not None or dtypes[0] != dtypes[1]):
-            cast += roundoff(dtype)
-    bound = MARGIN * unit * math.sqrt(depth)
+            cast += get_unit_roundoff(dtype)
+    bound = DERIVED_MARGIN * unit * math.sqrt(depth)
     if item.kind == PARAMETER:
         # At first nothing was computed. Later an optimizer has divided gradients by their own size, which
         # makes a whole step of the last digits of one that is nearly zero.
         bound = math.sqrt(bound) if steps else 0.0
     else:
         bound *= 1 + steps
-    return min(bound + 2 * cast, UNRELATED)
+    return min(bound + 2 * cast, MOST_TOLERANCE)
 
 
 class Tolerances:
@@ -160,12 +160,12 @@ class Tolerances:
     """
 
     def __init__(
-        self, said: float | Mapping[str, float] | None, a: Source, b: Source, depths: Depths
+        self, said: float | Mapping[str, float] | None, a: ComparedDump, b: ComparedDump, depths: ReductionDepths
     ) -> None:
         self.said, self.depths = said, depths
-        self.precisions = precision_of(a), precision_of(b)
+        self.precisions = read_precision(a), read_precision(b)
 
-    def of(self, item: Item, dtypes: Sequence[torch.dtype], steps: int, noise: float | None = None) -> float:
+    def of(self, item: ComparedTensor, dtypes: Sequence[torch.dtype], steps: int, noise: float | None = None) -> float:
         """The tolerance of one place.
 
         Args:
@@ -181,5 +181,5 @@ class Tolerances:
         elif self.said is not None:
             return float(self.said)
         if noise is not None:
-            return max(MEASURED * noise, derived(item, 1, self.precisions, dtypes, 0))
-        return derived(item, self.depths.of(item), self.precisions, dtypes, steps)
+            return max(MEASURED_MARGIN * noise, derive_tolerance(item, 1, self.precisions, dtypes, 0))
+        return derive_tolerance(item, self.depths.of(item), self.precisions, dtypes, steps)

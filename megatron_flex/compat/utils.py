@@ -7,8 +7,8 @@ import os
 
 from megatron_flex.errors import FlexError
 
-VARIABLE = "FLEXMODEL_DEBUG"
-LEVELS = ("debug", "info", "warning", "error", "critical")
+LOG_LEVEL_VARIABLE = "FLEXMODEL_DEBUG"
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def setup_logger(level: str) -> None:
@@ -20,13 +20,13 @@ def setup_logger(level: str) -> None:
     Raises:
         FlexError: it is none of them.
     """
-    if level.lower() not in LEVELS:
-        raise FlexError(f"log level {level!r} ({VARIABLE}) is none of {', '.join(LEVELS)}")
+    if level.lower() not in LOG_LEVELS:
+        raise FlexError(f"log level {level!r} ({LOG_LEVEL_VARIABLE}) is none of {', '.join(LOG_LEVELS)}")
     logging.basicConfig(format="%(asctime)s | %(name)s | %(funcName)s | %(message)s")
     logging.getLogger("megatron_flex").setLevel(level.upper())
 
 
 def setup_from_environment() -> None:
     """Do so if FLEXMODEL_DEBUG names a level."""
-    if level := os.environ.get(VARIABLE):
+    if level := os.environ.get(LOG_LEVEL_VARIABLE):
         setup_logger(level)

@@ -1,22 +1,22 @@
 """Costs: what hooks send, by which link, and what memory they take, told from layouts alone."""
 
-from megatron_flex.costs.charging import Charge, Sent, charge
-from megatron_flex.costs.hooking import PlannedHook, edit_said, read_said
+from megatron_flex.costs.charging import PassEstimate, AddedCollective, estimate_pass
+from megatron_flex.costs.hook_notation import PlannedHook, parse_edit_hook, parse_read_hook
 from megatron_flex.costs.links import Links, Placement, Traffic
-from megatron_flex.costs.table import Cost, Costs, RankCost, costs_of
+from megatron_flex.costs.run_estimate import HookEstimate, RunEstimate, RankEstimate, estimate_run
 
 __all__ = [
-    "Charge",
-    "Cost",
-    "Costs",
+    "PassEstimate",
+    "HookEstimate",
+    "RunEstimate",
     "Links",
     "Placement",
     "PlannedHook",
-    "RankCost",
-    "Sent",
+    "RankEstimate",
+    "AddedCollective",
     "Traffic",
-    "charge",
-    "costs_of",
-    "edit_said",
-    "read_said",
+    "estimate_pass",
+    "estimate_run",
+    "parse_edit_hook",
+    "parse_read_hook",
 ]

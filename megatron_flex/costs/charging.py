@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives import Shard, plan_lead, plan_read, plan_whole
-from megatron_flex.costs.hooking import PlannedHook
-from megatron_flex.costs.links import RING, Placement, Traffic, between
-from megatron_flex.dump.plan import Held
+from megatron_flex.collectives import Shard, plan_result_broadcast, plan_read, plan_full_gather
+from megatron_flex.costs.hook_notation import PlannedHook
+from megatron_flex.costs.links import RING_SHARES, Placement, Traffic, traffic_between
+from megatron_flex.dump.plan import EstimatedTensor
 from megatron_flex.errors import HookError
-from megatron_flex.layout import Layout, whole_shape
+from megatron_flex.layout import Layout, full_shape
 from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.runtime.hooks import for_site
-from megatron_flex.runtime.selecting import Wanted, push
+from megatron_flex.runtime.selection import CaptureSelection, plan_selection
 from megatron_flex.sites import Site
 
-NONE = Traffic()
+NO_TRAFFIC = Traffic()
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class AddedCollective:
     """One collective that a hook adds.
 
     Attributes:
@@ -49,7 +49,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Charge:
+class PassEstimate:
     """One hook at one tensor, each time that it passes.
 
     Attributes:
@@ -68,20 +68,20 @@ class Charge:
     """
 
     way: str
-    collectives: tuple[Sent, ...] = ()
+    collectives: tuple[AddedCollective, ...] = ()
     whole: int = 0
     part: int = 0
-    rank: Traffic = NONE
-    leader: Traffic = NONE
+    rank: Traffic = NO_TRAFFIC
+    leader: Traffic = NO_TRAFFIC
     up: int = 0
     device: int = 0
     host: int = 0
     leader_host: int = 0
 
 
-def charge(
-    hook: PlannedHook, held: Held, site: Site, mesh: Mesh, placement: Placement, heads: int = 0
-) -> Charge:
+def estimate_pass(
+    hook: PlannedHook, held: EstimatedTensor, site: Site, mesh: Mesh, placement: Placement, heads: int = 0
+) -> PassEstimate:
     """What a hook costs at one tensor.
 
     Args:
@@ -96,48 +96,48 @@ def charge(
         HookError: the hook cannot stand there, or the site has no such dim as it selects.
     """
     if hook.kind == "read":
-        return _read(hook, held, site, mesh, placement, heads)
-    return _edit(hook, held, site, mesh, placement)
+        return _estimate_read(hook, held, site, mesh, placement, heads)
+    return _estimate_edit(hook, held, site, mesh, placement)
 
 
-def _padded(held: Held, mesh: Mesh) -> int:
+def _padded_bytes(held: EstimatedTensor, mesh: Mesh) -> int:
     """Bytes of the whole, its padding included, as it is gathered."""
-    parts = prod(c.size for c in _cutting(held.layout, mesh))
+    parts = prod(c.size for c in _cutting_axes(held.layout, mesh))
     copies = prod(c.copies for d in held.layout.dims for c in d.cuts if mesh[c.axis].size > 1)
     return round(prod(held.local) * held.weight * parts / copies)
 
 
-def _cutting(layout: Layout, mesh: Mesh) -> list[Axis]:
+def _cutting_axes(layout: Layout, mesh: Mesh) -> list[Axis]:
     return [mesh[c.axis] for d in layout.dims for c in d.cuts if mesh[c.axis].size > 1]
 
 
 # -- reading -------------------------------------------------------------------------------------------
 
 
-def _read(hook: PlannedHook, held: Held, site: Site, mesh: Mesh, placement: Placement, heads: int) -> Charge:
+def _estimate_read(hook: PlannedHook, held: EstimatedTensor, site: Site, mesh: Mesh, placement: Placement, heads: int) -> PassEstimate:
     """Every rank that has a part writes it into shared memory of its node; other nodes send theirs once."""
     if any(isinstance(n, str) for n in held.shape):
         raise HookError(f"{held.name}: only the data tell how long it is; leave it out")
     layout, part = held.layout, round(prod(held.local)) * held.weight
     size = prod(n for n in held.shape if isinstance(n, int)) * held.weight
     if hook.wanted is not None:
-        layout, part, size = _picked(hook.wanted, held, site, mesh, heads)
+        layout, part, size = _estimate_selection(hook.wanted, held, site, mesh, heads)
     up = size if held.stage else 0
     if hook.gathered:  # every rank has it, and the leader keeps it
         kept = Traffic(pcie=size)
-        return Charge(
-            "read of what is gathered", (), size, part, NONE, kept, up, device=size, leader_host=size
+        return PassEstimate(
+            "read of what is gathered", (), size, part, NO_TRAFFIC, kept, up, device=size, leader_host=size
         )
     axes = layout.live(mesh.sizes)
     nodes = Counter(placement.nodes(axes)) if axes else Counter([0])
     _, *others = nodes.values()
     mine = Traffic(pcie=part, shared=part)
-    rank = mine if plan_read(layout, mesh) else NONE
+    rank = mine if plan_read(layout, mesh) else NO_TRAFFIC
     if others:
         rank += Traffic(network=max(others) * part)
     leader = mine + Traffic(network=sum(others) * part)
     landed = size if not layout.partial else part * sum(nodes.values())
-    return Charge(
+    return PassEstimate(
         "read",
         (),
         size,
@@ -151,70 +151,70 @@ def _read(hook: PlannedHook, held: Held, site: Site, mesh: Mesh, placement: Plac
     )
 
 
-def _picked(wanted: Wanted, held: Held, site: Site, mesh: Mesh, heads: int) -> tuple[Layout, int, int]:
+def _estimate_selection(wanted: CaptureSelection, held: EstimatedTensor, site: Site, mesh: Mesh, heads: int) -> tuple[Layout, int, int]:
     """What a rank makes of its part: how these relate, their bytes, and those of what the leader keeps."""
     wanted.check(site)
     shape = tuple(round(n) for n in held.local)
-    none, sizes, dtype = torch.device("meta"), mesh.sizes, DTYPES[held.weight]
-    plan = push(wanted, held.layout, shape, dtype, torch.device("cpu"), sizes, mesh.coords, heads)
+    none, sizes, dtype = torch.device("meta"), mesh.sizes, DTYPE_BY_WIDTH[held.weight]
+    plan = plan_selection(wanted, held.layout, shape, dtype, torch.device("cpu"), sizes, mesh.coords, heads)
     one = tuple((d, t.to(none)) for d, t in plan.picks)
     made = replace(plan, picks=one).local(torch.empty(shape, dtype=dtype, device=none))
-    kept = prod(whole_shape(plan.layout, made.shape, sizes)) * made.element_size()
+    kept = prod(full_shape(plan.layout, made.shape, sizes)) * made.element_size()
     return plan.layout, made.nbytes, kept
 
 
 # -- editing -------------------------------------------------------------------------------------------
 
 
-def _edit(hook: PlannedHook, held: Held, site: Site, mesh: Mesh, placement: Placement) -> Charge:
+def _estimate_edit(hook: PlannedHook, held: EstimatedTensor, site: Site, mesh: Mesh, placement: Placement) -> PassEstimate:
     if site.fixed:
         raise HookError(f"{site.name} can be read and not edited: {site.fixed}")
-    whole = _padded(held, mesh)
+    whole = _padded_bytes(held, mesh)
     part = round(prod(held.local) * held.weight)
-    sums = _sums(hook, held, site, mesh)
+    sums = _requested_sums(hook, held, site, mesh)
     if sums is None:
-        sent = [] if hook.gathered else _gathers(hook, held, mesh)
+        sent = [] if hook.gathered else _gather_collectives(hook, held, mesh)
         way = "edit of the whole" if sent else "edit of what each rank has whole"
         way = "edit of what is gathered" if hook.gathered else way
-        sent += _hands_on(hook, held, mesh) if hook.leads else []
+        sent += _broadcast_collectives(hook, held, mesh) if hook.leads else []
         device = (2 * whole if sent or hook.gathered else whole) + part
     else:
         both = (False,) if hook.gradient else (False, True)
         sent = [
-            Sent("all_reduce", a.name, a.size, n, hook.gradient or back)
+            AddedCollective("all_reduce", a.name, a.size, n, hook.gradient or back)
             for back in both
             for axes, n in sums
             for a in axes
         ]
         way, device = "edit by sums" if sent else "edit of the part", part + sum(n for _, n in sums)
-    moved = sum((_ring(s, placement) for s in sent), NONE)
-    return Charge(way, tuple(sent), whole, part, moved, moved, device=device)
+    moved = sum((_ring_traffic(s, placement) for s in sent), NO_TRAFFIC)
+    return PassEstimate(way, tuple(sent), whole, part, moved, moved, device=device)
 
 
-def _gathers(hook: PlannedHook, held: Held, mesh: Mesh) -> list[Sent]:
+def _gather_collectives(hook: PlannedHook, held: EstimatedTensor, mesh: Mesh) -> list[AddedCollective]:
     """What putting the whole together takes, and its gradient behind it."""
     passes = [(held.layout, hook.gradient)] + ([] if hook.gradient else [(held.layout.gradient(), True)])
     return [
-        Sent(p.op, p.axis, mesh[p.axis].size, round(p.nbytes({})), backward)
+        AddedCollective(p.op, p.axis, mesh[p.axis].size, round(p.nbytes({})), backward)
         for layout, backward in passes
-        for p in plan_whole(layout, held.shape, held.weight, mesh)
+        for p in plan_full_gather(layout, held.shape, held.weight, mesh)
     ]
 
 
-def _hands_on(hook: PlannedHook, held: Held, mesh: Mesh) -> list[Sent]:
+def _broadcast_collectives(hook: PlannedHook, held: EstimatedTensor, mesh: Mesh) -> list[AddedCollective]:
     """What giving all ranks the leader's result takes, and the leader its gradient back."""
     return [
-        Sent(p.op, p.axis, mesh[p.axis].size, round(p.nbytes({})), backward)
+        AddedCollective(p.op, p.axis, mesh[p.axis].size, round(p.nbytes({})), backward)
         for backward in ((True,) if hook.gradient else (False, True))
-        for p in plan_lead(held.layout, held.shape, held.weight, mesh)
+        for p in plan_result_broadcast(held.layout, held.shape, held.weight, mesh)
     ]
 
 
-def _ring(sent: Sent, placement: Placement) -> Traffic:
-    return between(RING[sent.op](sent.ranks) * sent.nbytes, placement.within((sent.axis,)))
+def _ring_traffic(sent: AddedCollective, placement: Placement) -> Traffic:
+    return traffic_between(RING_SHARES[sent.op](sent.ranks) * sent.nbytes, placement.within((sent.axis,)))
 
 
-class _Heard(Shard):
+class _SumRecorder(Shard):
     """A part that notes which sums are asked of it, and adds up nothing."""
 
     __slots__ = ("heard",)
@@ -230,7 +230,7 @@ class _Heard(Shard):
         return tensor + factor * (self.sum(tensor @ down, [-1]) @ up)
 
 
-def _sums(hook: PlannedHook, held: Held, site: Site, mesh: Mesh) -> list[tuple[list[Axis], int]] | None:
+def _requested_sums(hook: PlannedHook, held: EstimatedTensor, site: Site, mesh: Mesh) -> list[tuple[list[Axis], int]] | None:
     """The sums over ranks that an edit asks for on its part, with their bytes; None if it needs the whole."""
     if hook.edit == "general":
         return None
@@ -241,16 +241,16 @@ def _sums(hook: PlannedHook, held: Held, site: Site, mesh: Mesh) -> list[tuple[l
         cuts = held.layout.dims[-1].cuts
         axes = [mesh[c.axis] for c in cuts if mesh[c.axis].size > 1]
         return [(axes, prod(shape[:-1]) * hook.entries * held.weight)] if axes else []
-    return heard(hook.edit, shape, held, site, mesh)
+    return record_preset_sums(hook.edit, shape, held, site, mesh)
 
 
-def heard(
-    edit: Any, shape: tuple[int, ...], held: Held, site: Site, mesh: Mesh
+def record_preset_sums(
+    edit: Any, shape: tuple[int, ...], held: EstimatedTensor, site: Site, mesh: Mesh
 ) -> list[tuple[list[Axis], int]] | None:
     """What a preset asks for, by running it once on a part without memory."""
     bound = for_site(edit, site)
-    local = torch.empty(shape, dtype=DTYPES[held.weight], device="meta")
-    shard = _Heard(**{n: getattr(s, n) for s in [Shard.of(local, held.layout, mesh)] for n in FIELDS})
+    local = torch.empty(shape, dtype=DTYPE_BY_WIDTH[held.weight], device="meta")
+    shard = _SumRecorder(**{n: getattr(s, n) for s in [Shard.of(local, held.layout, mesh)] for n in SHARD_FIELDS})
     object.__setattr__(shard, "heard", [])
     ready = getattr(bound, "on_shard", lambda _: None)(shard)
     if ready is None:
@@ -260,5 +260,5 @@ def heard(
     return list(shard.heard)
 
 
-FIELDS = ("layout", "mesh", "shape", "whole")
-DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+SHARD_FIELDS = ("layout", "mesh", "shape", "whole")
+DTYPE_BY_WIDTH = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}

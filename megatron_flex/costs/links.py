@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megatron_flex.errors import FlexError
 
-ORDER = ("pp", "dp", "cp", "tp")  # Megatron's, the fastest last; `ep` divides what `dp` and `cp` count
+RANK_ORDER = ("pp", "dp", "cp", "tp")  # Megatron's, the fastest last; `ep` divides what `dp` and `cp` count
 # What a ring hands on from each rank, as a share of the collective's result on one rank.
-RING = {
+RING_SHARES = {
     "all_gather": lambda n: (n - 1) / n,
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "reduce": lambda n: (n - 1) / n,
@@ -83,7 +83,7 @@ class Placement:
     """
 
     def __init__(self, sizes: Mapping[str, int], gpus_per_node: int) -> None:
-        shape = tuple(sizes.get(a, 1) for a in ORDER)
+        shape = tuple(sizes.get(a, 1) for a in RANK_ORDER)
         self._nodes = torch.arange(prod(shape), device="cpu").reshape(shape) // gpus_per_node
         self.nodes = cache(self._group)
 
@@ -95,8 +95,8 @@ class Placement:
         return tuple(int(n) for n in groups[first])
 
     def _along(self, axes: Sequence[str]) -> Tensor:
-        rest = [a for a in ORDER if a not in axes]
-        turned = self._nodes.permute([ORDER.index(a) for a in (*rest, *axes)])
+        rest = [a for a in RANK_ORDER if a not in axes]
+        turned = self._nodes.permute([RANK_ORDER.index(a) for a in (*rest, *axes)])
         return turned.reshape(-1, prod(turned.shape[len(rest) :]))
 
     def within(self, axes: tuple[str, ...]) -> bool:
@@ -104,6 +104,6 @@ class Placement:
         return len(set(self.nodes(axes))) == 1
 
 
-def between(nbytes: float, inside: bool) -> Traffic:
+def traffic_between(nbytes: float, inside: bool) -> Traffic:
     """Bytes that pass between ranks of one node, or of two."""
     return Traffic(nvlink=nbytes) if inside else Traffic(network=nbytes)

@@ -105,7 +105,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Properties:
+class DeviceProperties:
     """What Megatron reads of a device: its name, its architecture and its memory in bytes."""
 
     name: str = "CPU"
@@ -132,7 +132,7 @@ def _stream_context(stream: Any = None) -> Iterator[Any]:
     yield stream
 
 
-def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _make_stand_in(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A function object of its own that answers to `name`."""
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -142,7 +142,7 @@ def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return stand_in
 
 
-def _answers() -> dict[str, Callable[..., Any]]:
+def _stand_in_functions() -> dict[str, Callable[..., Any]]:
     stream = Stream()
     return {
         "is_available": lambda: True,
@@ -155,9 +155,9 @@ def _answers() -> dict[str, Callable[..., Any]]:
         "current_stream": lambda device=None: stream,
         "default_stream": lambda device=None: stream,
         "stream": _stream_context,
-        "get_device_name": lambda device=None: Properties.name,
-        "get_device_capability": lambda device=None: (Properties.major, Properties.minor),
-        "get_device_properties": lambda device=None: Properties(total_memory=host_memory()[1]),
+        "get_device_name": lambda device=None: DeviceProperties.name,
+        "get_device_capability": lambda device=None: (DeviceProperties.major, DeviceProperties.minor),
+        "get_device_properties": lambda device=None: DeviceProperties(total_memory=host_memory()[1]),
         "mem_get_info": lambda device=None: host_memory(),
         "memory_stats": lambda device=None: {},
         "memory_snapshot": lambda *args, **kwargs: [],
@@ -165,13 +165,13 @@ def _answers() -> dict[str, Callable[..., Any]]:
     }
 
 
-def install(patches: Patches) -> None:
+def install_cuda_stand_ins(patches: Patches) -> None:
     """Put the stand-ins into `torch.cuda`, and say to `torch.accelerator` that there is none."""
-    answers = _answers()
+    answers = _stand_in_functions()
     answers.update({name: lambda *args, **kwargs: 0 for name in _MEMORY_FIGURES})
     answers.update({name: lambda *args, **kwargs: None for name in _NOTHING_TO_DO})
     for name, function in answers.items():
-        patches.set_present(torch.cuda, name, _named(name, function))
+        patches.set_present(torch.cuda, name, _make_stand_in(name, function))
     for name, stand_in in (("Stream", Stream), ("Event", Event), ("device", Device)):
         patches.set(torch.cuda, name, stand_in)
     nvtx: dict[str, Callable[..., Any]] = {
@@ -181,14 +181,14 @@ def install(patches: Patches) -> None:
         "range": _stream_context,
     }
     for name, function in nvtx.items():
-        patches.set_present(torch.cuda.nvtx, name, _named(name, function))
-    patches.set(torch.Tensor, "record_stream", _named("record_stream", lambda tensor, stream: None))
+        patches.set_present(torch.cuda.nvtx, name, _make_stand_in(name, function))
+    patches.set(torch.Tensor, "record_stream", _make_stand_in("record_stream", lambda tensor, stream: None))
     # A CUDA build of torch without a GPU names "cuda" as its accelerator, and asks the stand-ins above
     # whether there is one; the optimizer and the data loader would then call into the driver.
     accelerator = getattr(torch, "accelerator", None)
     if accelerator is not None:
-        patches.set(accelerator, "is_available", _named("is_available", lambda: False))
-        patches.set(accelerator, "current_accelerator", _named("current_accelerator", _no_accelerator))
+        patches.set(accelerator, "is_available", _make_stand_in("is_available", lambda: False))
+        patches.set(accelerator, "current_accelerator", _make_stand_in("current_accelerator", _no_accelerator))
 
 
 def _no_accelerator(check_available: bool = False) -> None:

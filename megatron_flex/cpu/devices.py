@@ -29,7 +29,7 @@ class CpuDevices(TorchFunctionMode):
         if special is not None:
             return special(func, args, kwargs or {})
         if kwargs:
-            kwargs = _on_cpu(kwargs)
+            kwargs = _redirect_arguments(kwargs)
         for arg in args:  # every call of torch comes by here, attributes of tensors too: nothing is made anew
             if type(arg) is torch.device and arg.type == "cuda":
                 args = tuple(_cpu_for(arg) if isinstance(arg, torch.device) else arg for arg in args)
@@ -46,7 +46,7 @@ def _cpu_for(device: Any) -> Any:
     return _CPU if isinstance(device, int) and not isinstance(device, bool) else device
 
 
-def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _redirect_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     if kwargs.get("device") is None and not kwargs.get("pin_memory"):
         return kwargs
     changed = dict(kwargs)
@@ -57,13 +57,13 @@ def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def _cuda(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _return_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`tensor.cuda()`: it is there already."""
     return args[0]
 
 
 def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(args[0], *(_cpu_for(arg) for arg in args[1:2]), *args[2:], **_on_cpu(kwargs))
+    return func(args[0], *(_cpu_for(arg) for arg in args[1:2]), *args[2:], **_redirect_arguments(kwargs))
 
 
 def _type(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -80,15 +80,15 @@ def _not_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 
 _SPECIAL: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
-    torch.Tensor.cuda: _cuda,
+    torch.Tensor.cuda: _return_tensor,
     torch.Tensor.to: _to,
     torch.Tensor.type: _type,
-    torch.Tensor.pin_memory: _cuda,
+    torch.Tensor.pin_memory: _return_tensor,
     torch.Tensor.is_pinned: _not_pinned,
 }
 
 
-def _leave(mode: CpuDevices) -> None:
+def _leave_mode(mode: CpuDevices) -> None:
     """Take `mode` out of the stack of this thread, wherever others have pushed theirs since."""
     above: list[Any] = []
     while mode in _get_current_function_mode_stack():
@@ -100,7 +100,7 @@ def _leave(mode: CpuDevices) -> None:
         _push_mode(other)
 
 
-def _through_backward(run: Callable[..., Any], mode: CpuDevices) -> Callable[..., Any]:
+def _enter_mode_in_backward(run: Callable[..., Any], mode: CpuDevices) -> Callable[..., Any]:
     """`run`, with the mode entered: `backward()` passes through a mode, and torch leaves that mode meanwhile.
 
     Recomputation happens in there, and allocates as the forward pass does.
@@ -127,14 +127,14 @@ def _without_pinning(init: Callable[..., None]) -> Callable[..., None]:
     return start
 
 
-def install(patches: Patches) -> None:
+def install_cpu_devices(patches: Patches) -> None:
     """Enter the mode on this thread, for as long as `patches` stand."""
     mode = CpuDevices()
     _push_mode(mode)
-    patches.on_restore(lambda: _leave(mode))
+    patches.on_restore(lambda: _leave_mode(mode))
     loading = dataloader._BaseDataLoaderIter
     patches.set(loading, "__init__", _without_pinning(vars(loading)["__init__"]))
     # Bound in both modules, once by import.
-    backward = _through_backward(torch.autograd.graph._engine_run_backward, mode)
+    backward = _enter_mode_in_backward(torch.autograd.graph._engine_run_backward, mode)
     for module in (torch.autograd.graph, torch.autograd):
         patches.set_present(module, "_engine_run_backward", backward)

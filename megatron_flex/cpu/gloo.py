@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_flex.cpu.patching import Patches
 
 
-class Done:
+class FinishedWork:
     """The work of a collective that has finished before it returned."""
 
     def wait(self, timeout: Any = None) -> bool:
@@ -31,8 +31,8 @@ def _is_gloo(group: Any) -> bool:
     return "gloo" in dist.get_backend(group)
 
 
-def _unequal(pieces: Sequence[torch.Tensor]) -> bool:
-    return any(piece.shape != pieces[0].shape for piece in pieces)
+def _differ_in_shape(shards: Sequence[torch.Tensor]) -> bool:
+    return any(shard.shape != shards[0].shape for shard in shards)
 
 
 def _send_alias(isend: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,12 +48,12 @@ def _gather_unequal(all_gather: Callable[..., Any]) -> Callable[..., Any]:
         tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
         """`all_gather`; pieces of unequal size are broadcast, each by its owner."""
-        if not _unequal(tensor_list) or not _is_gloo(group):
+        if not _differ_in_shape(tensor_list) or not _is_gloo(group):
             return all_gather(tensor_list, tensor, group=group, async_op=async_op)
         tensor_list[dist.get_rank(group)].copy_(tensor)
-        for owner, piece in enumerate(tensor_list):
-            dist.broadcast(piece, group=group, group_src=owner)
-        return Done() if async_op else None
+        for owner, shard in enumerate(tensor_list):
+            dist.broadcast(shard, group=group, group_src=owner)
+        return FinishedWork() if async_op else None
 
     return gather
 
@@ -67,20 +67,20 @@ def _scatter_unequal(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
         async_op: bool = False,
     ) -> Any:
         """`reduce_scatter`; pieces of unequal size are reduced, each to its owner."""
-        if not _unequal(input_list) or not _is_gloo(group):
+        if not _differ_in_shape(input_list) or not _is_gloo(group):
             return reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
-        for owner, piece in enumerate(input_list):
+        for owner, shard in enumerate(input_list):
             # gloo sums in place on every rank, and the caller keeps its pieces.
-            total = piece.clone()
+            total = shard.clone()
             dist.reduce(total, op=op, group=group, group_dst=owner)
             if owner == dist.get_rank(group):
                 output.copy_(total)
-        return Done() if async_op else None
+        return FinishedWork() if async_op else None
 
     return scatter
 
 
-def install(patches: Patches) -> None:
+def install_gloo_wrappers(patches: Patches) -> None:
     """Wrap the three calls in `torch.distributed`, where it is there at all."""
     if not dist.is_available():
         return

@@ -10,13 +10,13 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-After = Callable[[ModuleType], None]
+AfterImportCallback = Callable[[ModuleType], None]
 
 
-class AfterImport(MetaPathFinder):
+class AfterImportFinder(MetaPathFinder):
     """A finder that finds nothing itself: it lets the others find, and calls `after` on what was loaded."""
 
-    def __init__(self, package: str, after: After) -> None:
+    def __init__(self, package: str, after: AfterImportCallback) -> None:
         self._package = package
         self._after = after
 
@@ -26,22 +26,22 @@ class AfterImport(MetaPathFinder):
         """What the finders behind this one find for a module of the package, with the call added."""
         if fullname.partition(".")[0] != self._package:
             return None
-        behind = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
-        for finder in behind:
+        later_finders = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
+        for finder in later_finders:
             if not hasattr(finder, "find_spec"):
                 continue
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Calling(spec.loader, self._after)
+                    spec.loader = _CallbackLoader(spec.loader, self._after)
                 return spec
         return None
 
 
-class _Calling(Loader):
+class _CallbackLoader(Loader):
     """A loader around the real one, which takes itself out again as soon as the module is loaded."""
 
-    def __init__(self, loader: Loader, after: After) -> None:
+    def __init__(self, loader: Loader, after: AfterImportCallback) -> None:
         self._loader = loader
         self._after = after
 

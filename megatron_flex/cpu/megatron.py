@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from megatron_flex.cpu.importing import AfterImport
+from megatron_flex.cpu.importing import AfterImportFinder
 from megatron_flex.cpu.norm import build_norm
 from megatron_flex.cpu.patching import Patches, loaded_modules
 from megatron_flex.errors import FlexError
 
-PACKAGE = "megatron"
+MEGATRON_PACKAGE = "megatron"
 _TE = "megatron.core.extensions.transformer_engine"
 _KERNEL_CHOICES = ("sequence_parallel", "persist_layer_norm", "memory_efficient_layer_norm")
 
@@ -132,7 +132,7 @@ def _fused_kernels(patches: Patches, module: ModuleType) -> None:
     patches.set_present(module, "load", lambda args: None)
 
 
-_RECIPES: dict[str, Callable[[Patches, ModuleType], None]] = {
+_MODULE_PATCHES: dict[str, Callable[[Patches, ModuleType], None]] = {
     "megatron.core.transformer.torch_norm": _torch_norm,
     _TE: _transformer_engine,
     "megatron.core.tensor_parallel.random": _random,
@@ -143,19 +143,19 @@ _RECIPES: dict[str, Callable[[Patches, ModuleType], None]] = {
 }
 
 
-def install(patches: Patches) -> None:
+def install_megatron_patches(patches: Patches) -> None:
     """Patch the modules of Megatron that are imported, and each other one when it is."""
 
     def after_import(module: ModuleType) -> None:
-        recipe = _RECIPES.get(module.__name__)
+        recipe = _MODULE_PATCHES.get(module.__name__)
         if recipe is not None:
             recipe(patches, module)
 
-    loaded = loaded_modules((PACKAGE,))
+    loaded = loaded_modules((MEGATRON_PACKAGE,))
     for module in loaded:
         after_import(module)
     for module in loaded:
         patches.rebind(module)
-    finder = AfterImport(PACKAGE, after_import)
+    finder = AfterImportFinder(MEGATRON_PACKAGE, after_import)
     sys.meta_path.insert(0, finder)
     patches.on_restore(lambda: sys.meta_path.remove(finder))

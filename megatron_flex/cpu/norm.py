@@ -47,7 +47,7 @@ class FlexRMSNorm(nn.RMSNorm):
         return nn.functional.rms_norm(x, list(self.normalized_shape), self.weight + 1, self.eps)
 
 
-_KINDS: dict[str, type[FlexLayerNorm] | type[FlexRMSNorm]] = {
+_NORM_CLASSES: dict[str, type[FlexLayerNorm] | type[FlexRMSNorm]] = {
     "LayerNorm": FlexLayerNorm,
     "RMSNorm": FlexRMSNorm,
 }
@@ -62,9 +62,9 @@ def build_norm(config: Any, hidden_size: int, eps: float = 1e-5) -> nn.Module:
     Raises:
         FlexError: if `config.normalization` is neither "LayerNorm" nor "RMSNorm".
     """
-    kind = _KINDS.get(config.normalization)
+    kind = _NORM_CLASSES.get(config.normalization)
     if kind is None:
-        known = " or ".join(_KINDS)
+        known = " or ".join(_NORM_CLASSES)
         raise FlexError(f"normalization {config.normalization!r} has no plain torch norm; use {known}")
     norm = kind(hidden_size, eps, bool(config.layernorm_zero_centered_gamma))
     for parameter in norm.parameters():

@@ -41,7 +41,7 @@ class Patches:
         old = mapping.get(key, _ABSENT)
         mapping[key] = value
         if old is _ABSENT:
-            self._undo.append(lambda: _drop(mapping, key))
+            self._undo.append(lambda: _remove_item(mapping, key))
         else:
             self._undo.append(lambda: mapping.__setitem__(key, old))
 
@@ -85,5 +85,5 @@ def _is_code(value: Any) -> bool:
     return callable(value)
 
 
-def _drop(mapping: MutableMapping[str, str], key: str) -> None:
+def _remove_item(mapping: MutableMapping[str, str], key: str) -> None:
     mapping.pop(key, None)

@@ -21,7 +21,7 @@ _TRACKER_LOGGER = "megatron.core.tensor_parallel.random"
 _TRACKER_WARNING = "CPU RNG state changed"
 
 
-class Generators:
+class DefaultGenerators:
     """`torch.cuda.default_generators`: under every index lies the CPU generator."""
 
     def __getitem__(self, index: Any) -> Any:
@@ -31,7 +31,7 @@ class Generators:
         return 1
 
 
-class HostDraws:
+class HostGenerator:
     """The second generator, which data loaders keep to themselves.
 
     On a GPU a data loader draws from the host's generator, and only the first tensor parallel rank has a
@@ -73,7 +73,7 @@ def _lazy_call(callback: Callable[[], Any], **_: Any) -> None:
     callback()
 
 
-def _seeding(host: HostDraws) -> dict[str, Callable[..., Any]]:
+def _seeding_functions(host: HostGenerator) -> dict[str, Callable[..., Any]]:
     generator = torch.default_generator
 
     def manual_seed(seed: int) -> None:
@@ -115,13 +115,13 @@ def _not_the_tracker_warning(record: logging.LogRecord) -> bool:
     return _TRACKER_WARNING not in str(record.msg)
 
 
-def install(patches: Patches) -> None:
+def install_random_generator(patches: Patches) -> None:
     """Map the CUDA generator onto the CPU's, and give data loaders a state of their own."""
-    host = HostDraws()
-    for name, function in _seeding(host).items():
+    host = HostGenerator()
+    for name, function in _seeding_functions(host).items():
         patches.set(torch.cuda.random, name, function)
         patches.set(torch.cuda, name, function)
-    patches.set(torch.cuda, "default_generators", Generators())
+    patches.set(torch.cuda, "default_generators", DefaultGenerators())
     patches.set(torch.cuda, "_lazy_call", _lazy_call)
     patches.set(torch.cuda.random, "_lazy_call", _lazy_call)
     loading = dataloader._BaseDataLoaderIter

@@ -58,7 +58,7 @@ def disable() -> None:
         # The device mode is on the stack of the thread that entered it; only that thread can leave it.
         if get_ident() != _RUNTIME.thread:
             raise FlexError("the CPU runtime was enabled in another thread; call disable() in that thread")
-        _RUNTIME.patches.restore((megatron.PACKAGE,))
+        _RUNTIME.patches.restore((megatron.MEGATRON_PACKAGE,))
     _RUNTIME.depth -= 1
 
 
@@ -75,5 +75,5 @@ def _install(patches: Patches) -> None:
         for part in _PARTS:
             part.install(patches)
     except BaseException:
-        patches.restore((megatron.PACKAGE,))
+        patches.restore((megatron.MEGATRON_PACKAGE,))
         raise

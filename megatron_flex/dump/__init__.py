@@ -1,24 +1,24 @@
 """Dumps: the tensors of a run on disk, each rank's shards as they are, read back as one device had them."""
 
-from megatron_flex.dump.files import (
+from megatron_flex.dump.part_format import (
     GRADIENT,
     PARAMETER,
     PARAMETER_GRADIENT,
     REPLICA,
     ROUTING,
     VALUE,
-    Entry,
-    run_folder,
+    ShardEntry,
+    format_run_folder,
 )
-from megatron_flex.dump.layouts import to_json
-from megatron_flex.dump.manifest import Manifest, Place
-from megatron_flex.dump.opening import open_run, sees
-from megatron_flex.dump.ownership import Ownership, holders
-from megatron_flex.dump.selection import Picked, Sampled, mean, mean_layout, pick
+from megatron_flex.dump.layouts import layout_to_json
+from megatron_flex.dump.manifest import Manifest, SiteRecord
+from megatron_flex.dump.opening import create_run, find_access_problem
+from megatron_flex.dump.writer.ownership import Ownership, list_replica_axes
+from megatron_flex.dump.selection import EntrySelection, RandomTokens, compute_partial_mean, make_mean_layout, select_entries
 from megatron_flex.dump.settings import Dump
-from megatron_flex.dump.writer import Writer
+from megatron_flex.dump.writer.dump_writer import DumpWriter
 
-sampled = Sampled
+sampled = RandomTokens
 
 __all__ = [
     "GRADIENT",
@@ -28,20 +28,20 @@ __all__ = [
     "ROUTING",
     "VALUE",
     "Dump",
-    "Entry",
+    "ShardEntry",
     "Manifest",
     "Ownership",
-    "Picked",
-    "Place",
-    "Sampled",
-    "Writer",
-    "holders",
-    "mean",
-    "mean_layout",
-    "open_run",
-    "pick",
-    "run_folder",
+    "EntrySelection",
+    "SiteRecord",
+    "RandomTokens",
+    "DumpWriter",
+    "list_replica_axes",
+    "compute_partial_mean",
+    "make_mean_layout",
+    "create_run",
+    "select_entries",
+    "format_run_folder",
     "sampled",
-    "sees",
-    "to_json",
+    "find_access_problem",
+    "layout_to_json",
 ]

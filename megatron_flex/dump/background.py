@@ -15,18 +15,18 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_flex.dump.parts import Part, Running, write_part
-from megatron_flex.dump.staging import Buffers
+from megatron_flex.dump.writer.part_writer import PendingPart, PendingIteration, write_part
+from megatron_flex.dump.staging import HostBuffers
 from megatron_flex.errors import DumpError
-from megatron_flex.knobs import knobs
+from megatron_flex.config import flex_config
 from megatron_flex.progress import BYTES, progress
 
 LOG = logging.getLogger("megatron_flex.dump")
-EVERY = 10.0  # seconds between two words on progress
+LOG_SECONDS = 10.0  # seconds between two words on progress
 
 
 @dataclass(slots=True)
-class Tally:
+class WriteTally:
     """What became of a rank's iterations.
 
     Attributes:
@@ -53,10 +53,10 @@ class Tally:
         )
 
 
-class Background:
+class WriterThread:
     """The thread and its queue. It is a daemon: at the process's end it has as long as it makes progress.
 
-    A disk that has taken nothing for `knobs.dump_seconds` counts as stalled; then nobody waits for it.
+    A disk that has taken nothing for `flex_config.dump_seconds` counts as stalled; then nobody waits for it.
 
     Attributes:
         folder: of the run.
@@ -65,17 +65,17 @@ class Background:
         failures: kind and error of what went wrong and has not been told.
     """
 
-    def __init__(self, folder: Path, most: int, durable: bool, tells: bool) -> None:
-        self.folder, self.durable, self.tells = folder, durable, tells
-        self.tally, self.buffers = Tally(), Buffers(most)
+    def __init__(self, folder: Path, most: int, durable: bool, logs_progress: bool) -> None:
+        self.folder, self.durable, self.logs_progress = folder, durable, logs_progress
+        self.tally, self.buffers = WriteTally(), HostBuffers(most)
         self.failures: deque[tuple[str, DumpError]] = deque()
         self.change = threading.Condition()
-        self._queue: deque[Part | Running] = deque()
+        self._queue: deque[PendingPart | PendingIteration] = deque()
         self._closing = self._busy = False
         self._moved = self._told = time.monotonic()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
-        self._open: Running | None = None
+        self._open: PendingIteration | None = None
         self._at_exit: Any = None
 
     @property
@@ -86,9 +86,9 @@ class Background:
     @property
     def stalled(self) -> bool:
         """Whether the disk takes nothing."""
-        return self._busy and time.monotonic() - self._moved > knobs.dump_seconds
+        return self._busy and time.monotonic() - self._moved > flex_config.dump_seconds
 
-    def opens(self, running: Running | None) -> None:
+    def opens(self, running: PendingIteration | None) -> None:
         """Know the iteration that is under way, to remove it should the process end before it does."""
         self._open = running
 
@@ -116,7 +116,7 @@ class Background:
         with self.change:
             self.buffers.hold(size)
 
-    def release(self, part: Part) -> None:
+    def release(self, part: PendingPart) -> None:
         """Forget a part's tensors."""
         with self.change:
             for buffer, pinned in part.buffers:
@@ -125,14 +125,14 @@ class Background:
             self.change.notify_all()
         part.tensors, part.buffers, part.rest, part.kept = [], [], {}, 0
 
-    def submit(self, item: Part | Running) -> None:
+    def submit(self, item: PendingPart | PendingIteration) -> None:
         """Write a part; or remove what is on disk of an iteration."""
         with self.change:
             self._queue.append(item)
             self._start()
             self.change.notify_all()
 
-    def fail(self, running: Running, error: BaseException) -> None:
+    def fail(self, running: PendingIteration, error: BaseException) -> None:
         """An iteration will be absent."""
         with self.change:
             if running.dead:
@@ -144,12 +144,12 @@ class Background:
         else:
             why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             kind = f"{type(error).__name__} {getattr(error, 'errno', '')}"
-        told = DumpError(
+        failure = DumpError(
             f"{self.folder / running.folder} cannot be written: {why}; the iteration is absent, and those "
             "that follow are tried again"
         )
-        told.__cause__ = error
-        self.failures.append((kind, told))
+        failure.__cause__ = error
+        self.failures.append((kind, failure))
 
     def close(self) -> bool:
         """Wait until everything is written; returns whether it is, which it is not where the disk stalls."""
@@ -189,7 +189,7 @@ class Background:
             # Unlike atexit it is run by multiprocessing's children too, and not in forked ones.
             self._at_exit = Finalize(None, self.close, exitpriority=100)
 
-    def _until(self, ready: Callable[[], bool], tell: Callable[[], None] = lambda: None) -> bool:
+    def _until(self, ready: Callable[[], bool], report: Callable[[], None] = lambda: None) -> bool:
         """Wait, as long as the disk takes anything; `tell` is called now and then, without the lock."""
         while True:
             with self.change:
@@ -200,7 +200,7 @@ class Background:
                 if self._queue:
                     self._start()
                 self.change.wait(1.0)
-            tell()
+            report()
 
     def _work(self) -> None:
         while True:
@@ -211,7 +211,7 @@ class Background:
                 item, self._busy, self._moved = self._queue.popleft(), True, time.monotonic()
             began = time.monotonic()
             try:
-                if isinstance(item, Part):
+                if isinstance(item, PendingPart):
                     self._part(item)
                 else:
                     item.remove()
@@ -222,13 +222,13 @@ class Background:
                     self.change.notify_all()
             self._tell()
 
-    def _part(self, part: Part) -> None:
+    def _part(self, part: PendingPart) -> None:
         running = part.running
         try:
             for event in part.ready:
                 event.synchronize()
             if not running.dead:
-                write_part(self.folder, part, self.durable, self._moves)
+                write_part(self.folder, part, self.durable, self._note_progress)
                 self.tally.nbytes += part.nbytes
                 self.tally.written += part.index.parts > 0
         except BaseException as error:  # whatever it is, training goes on; a dead thread is begun again
@@ -239,11 +239,11 @@ class Background:
         finally:
             self.release(part)
 
-    def _moves(self) -> None:
+    def _note_progress(self) -> None:
         self._moved = time.monotonic()
 
     def _tell(self) -> None:
         now = time.monotonic()
-        if self.tells and now - self._told >= EVERY:
+        if self.logs_progress and now - self._told >= LOG_SECONDS:
             self._told = now
             LOG.info("%s: %s; %.1f MB to go", self.folder, str(self.tally), self.buffers.held / 1e6)

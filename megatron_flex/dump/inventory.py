@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_flex.dump.files import MANIFEST, iteration_of, part_of
+from megatron_flex.dump.part_format import MANIFEST_NAME, parse_iteration_folder, parse_part_name
 from megatron_flex.dump.manifest import Manifest
 from megatron_flex.errors import DumpError
 
-RUN = re.compile(r"run-(\d{4,})", re.ASCII)
+RUN_NUMBER = re.compile(r"run-(\d{4,})", re.ASCII)
 
 
 @dataclass(slots=True)
@@ -44,15 +44,15 @@ class IterationFolder:
 
         Where a rank has not closed the iteration, the next number stands for all others.
         """
-        there: dict[int, set[int]] = {rank: set() for rank in ranks}
+        present: dict[int, set[int]] = {rank: set() for rank in ranks}
         for rank, part in self.files:
-            if rank in there:
-                there[rank].add(part)
+            if rank in present:
+                present[rank].add(part)
         out = {}
-        for rank, seen in there.items():
+        for rank, seen in present.items():
             count = self.closed.get(rank) or max(seen, default=-1) + 2
-            if gone := set(range(count)) - seen:
-                out[rank] = sorted(gone)
+            if absent := set(range(count)) - seen:
+                out[rank] = sorted(absent)
         return out
 
 
@@ -84,45 +84,45 @@ class RunFolder:
         return sorted({rank for folder in self.iterations for rank, _ in folder.files})
 
 
-def run_folders(path: Path) -> list[RunFolder]:
+def list_run_folders(path: Path) -> list[RunFolder]:
     """The runs of a dump, by number; also those that have no manifest.
 
     Raises:
         DumpError: there is no dump.
     """
     try:
-        found = sorted((int(m[1]), f) for f in path.iterdir() if (m := RUN.fullmatch(f.name)) and f.is_dir())
+        found = sorted((int(m[1]), f) for f in path.iterdir() if (m := RUN_NUMBER.fullmatch(f.name)) and f.is_dir())
     except OSError as error:
         raise DumpError(f"{path}: cannot be read: {error.strerror or error}") from error
     if not found:
-        inside = RUN.fullmatch(path.resolve().name)
+        inside = RUN_NUMBER.fullmatch(path.resolve().name)
         fix = f"; name the folder that it is in: {path.resolve().parent}" if inside else ""
         raise DumpError(f"{path} is no dump: no run-0000 is in it{fix}")
-    return [_run(number, folder) for number, folder in found]
+    return [_list_run_folder(number, folder) for number, folder in found]
 
 
-def _run(number: int, path: Path) -> RunFolder:
+def _list_run_folder(number: int, path: Path) -> RunFolder:
     manifest, damage = None, ""
     try:
         manifest = Manifest.read(path)
     except DumpError as error:
         damage = str(error)
     run = RunFolder(path, number, manifest, damage, [], [])
-    for item, nbytes in _inside(path):
-        named = iteration_of(item.name)
+    for item, nbytes in _list_files(path):
+        named = parse_iteration_folder(item.name)
         if named is not None and item.is_dir():
-            run.iterations.append(iteration_in(item, *named))
-        elif item.name != MANIFEST:
+            run.iterations.append(list_iteration_folder(item, *named))
+        elif item.name != MANIFEST_NAME:
             run.strays.append((item, nbytes))
     run.iterations.sort(key=lambda f: (f.number, f.run_of))
     return run
 
 
-def iteration_in(path: Path, number: int, run_of: int) -> IterationFolder:
+def list_iteration_folder(path: Path, number: int, run_of: int) -> IterationFolder:
     """What lies in the folder of an iteration."""
     folder = IterationFolder(path, number, run_of)
-    for item, nbytes in _inside(path):
-        if (named := part_of(item.name)) is not None and item.is_file():
+    for item, nbytes in _list_files(path):
+        if (named := parse_part_name(item.name)) is not None and item.is_file():
             rank, part, parts = named
             folder.files[rank, part] = item, nbytes
             if parts:
@@ -132,7 +132,7 @@ def iteration_in(path: Path, number: int, run_of: int) -> IterationFolder:
     return folder
 
 
-def _inside(path: Path) -> Iterator[tuple[Path, int]]:
+def _list_files(path: Path) -> Iterator[tuple[Path, int]]:
     """What is in a folder, with its bytes; a file that goes away meanwhile is not there."""
     try:
         items = sorted(path.iterdir())
@@ -145,7 +145,7 @@ def _inside(path: Path) -> Iterator[tuple[Path, int]]:
             continue
 
 
-def total(runs: list[RunFolder]) -> int:
+def count_part_bytes(runs: list[RunFolder]) -> int:
     """Bytes of all parts."""
     return sum(n for run in runs for folder in run.iterations for _, n in folder.files.values())
 
@@ -155,7 +155,7 @@ def is_temporary(path: Path) -> bool:
     return path.is_file() and path.name.endswith(".tmp")
 
 
-def places(manifest: Manifest | None) -> Mapping[str, int]:
+def map_stages(manifest: Manifest | None) -> Mapping[str, int]:
     """The stage of each site and parameter."""
     if manifest is None:
         return {}

@@ -7,9 +7,9 @@ from typing import Any
 from megatron_flex.layout import Cut, Dim, Layout
 
 
-def to_json(layout: Layout) -> dict[str, Any]:
+def layout_to_json(layout: Layout) -> dict[str, Any]:
     """A layout in plain values; what is as usual is left out."""
-    out: dict[str, Any] = {"dims": [_dim(d) for d in layout.dims]}
+    out: dict[str, Any] = {"dims": [_dim_to_json(d) for d in layout.dims]}
     for name in ("partial", "shared"):
         if getattr(layout, name):
             out[name] = list(getattr(layout, name))
@@ -18,26 +18,26 @@ def to_json(layout: Layout) -> dict[str, Any]:
     return out
 
 
-def from_json(told: dict[str, Any]) -> Layout:
-    """The layout that `to_json` told.
+def layout_from_json(record: dict[str, Any]) -> Layout:
+    """The layout that `layout_to_json` told.
 
     Raises:
         LayoutError: values that no layout has.
-        KeyError, TypeError, ValueError: something that `to_json` never tells.
+        KeyError, TypeError, ValueError: something that `layout_to_json` never tells.
     """
-    permute = told.get("permute")
+    permute = record.get("permute")
     return Layout(
-        tuple(_read_dim(d) for d in told["dims"]),
-        tuple(map(str, told.get("partial", ()))),
-        tuple(map(str, told.get("shared", ()))),
+        tuple(_dim_from_json(d) for d in record["dims"]),
+        tuple(map(str, record.get("partial", ()))),
+        tuple(map(str, record.get("shared", ()))),
         None if permute is None else tuple(int(i) for i in permute),
     )
 
 
-def _dim(dim: Dim) -> dict[str, Any]:
+def _dim_to_json(dim: Dim) -> dict[str, Any]:
     out: dict[str, Any] = {"name": dim.name}
     if dim.cuts:
-        out["cuts"] = [_cut(c) for c in dim.cuts]
+        out["cuts"] = [_cut_to_json(c) for c in dim.cuts]
     if dim.segments != (1,):
         out["segments"] = list(dim.segments)
     if dim.keep is not None:
@@ -47,7 +47,7 @@ def _dim(dim: Dim) -> dict[str, Any]:
     return out
 
 
-def _cut(cut: Cut) -> dict[str, Any]:
+def _cut_to_json(cut: Cut) -> dict[str, Any]:
     out: dict[str, Any] = {"axis": cut.axis}
     if cut.order != "contiguous":
         out["order"] = cut.order
@@ -58,23 +58,23 @@ def _cut(cut: Cut) -> dict[str, Any]:
     return out
 
 
-def _read_dim(told: dict[str, Any]) -> Dim:
-    keep, segments = told.get("keep"), tuple(int(n) for n in told.get("segments", (1,)))
+def _dim_from_json(record: dict[str, Any]) -> Dim:
+    keep, segments = record.get("keep"), tuple(int(n) for n in record.get("segments", (1,)))
     if min(segments, default=0) < 1 or (keep is not None and keep < 0):
         raise ValueError(f"segments {segments}, of which {keep} are kept")
     return Dim(
-        str(told["name"]),
-        tuple(_read_cut(c) for c in told.get("cuts", ())),
+        str(record["name"]),
+        tuple(_cut_from_json(c) for c in record.get("cuts", ())),
         segments,
         None if keep is None else int(keep),
-        bool(told.get("uneven", False)),
+        bool(record.get("uneven", False)),
     )
 
 
-def _read_cut(told: dict[str, Any]) -> Cut:
-    order = told.get("order", "contiguous")
+def _cut_from_json(record: dict[str, Any]) -> Cut:
+    order = record.get("order", "contiguous")
     if order not in ("contiguous", "zigzag"):
         raise ValueError(f"order {order!r} is none of contiguous, zigzag")
-    if int(told.get("copies", 1)) < 1:
-        raise ValueError(f"{told['copies']} copies")
-    return Cut(str(told["axis"]), order, int(told.get("copies", 1)), bool(told.get("partial", False)))
+    if int(record.get("copies", 1)) < 1:
+        raise ValueError(f"{record['copies']} copies")
+    return Cut(str(record["axis"]), order, int(record.get("copies", 1)), bool(record.get("partial", False)))

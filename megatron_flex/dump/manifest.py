@@ -10,14 +10,14 @@ from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
-from megatron_flex.dump.files import FORMAT, MANIFEST, VERSION
-from megatron_flex.dump.forms import CONTROL, check, loads
-from megatron_flex.dump.forms import MANIFEST as FORM
+from megatron_flex.dump.part_format import DUMP_FORMAT, MANIFEST_NAME, DUMP_VERSION
+from megatron_flex.dump.json_form import CONTROL_CHARACTER, check_form, load_json
+from megatron_flex.dump.json_form import MANIFEST_FORM as FORM
 from megatron_flex.errors import DumpError
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SiteRecord:
     """A site, or a parameter, of the dump.
 
     Attributes:
@@ -37,7 +37,7 @@ class Place:
     inferred: bool = False
 
     def __post_init__(self) -> None:
-        if CONTROL.search(self.name):
+        if CONTROL_CHARACTER.search(self.name):
             raise DumpError(f"{self.name!r} cannot be dumped: it has a control character; rename the module")
 
 
@@ -70,8 +70,8 @@ class Manifest:
     ranks: Sequence[tuple[int, Mapping[str, int]]]
     model: Mapping[str, Any]
     identity: str
-    sites: Sequence[Place]
-    parameters: Sequence[Place]
+    sites: Sequence[SiteRecord]
+    parameters: Sequence[SiteRecord]
     settings: Mapping[str, Any]
     skipped: Sequence[str] = ()
 
@@ -82,13 +82,13 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write it, whole or not at all."""
-        told = finite({"format": FORMAT, "version": VERSION, **asdict(self)})
-        path = folder / (MANIFEST + ".tmp")
+        record = stringify_nonfinite({"format": DUMP_FORMAT, "version": DUMP_VERSION, **asdict(self)})
+        path = folder / (MANIFEST_NAME + ".tmp")
         with path.open("w", encoding="utf-8") as file:
-            json.dump(told, file, indent=1, allow_nan=False)
+            json.dump(record, file, indent=1, allow_nan=False)
             file.flush()
             os.fsync(file.fileno())
-        path.rename(folder / MANIFEST)
+        path.rename(folder / MANIFEST_NAME)
 
     @staticmethod
     def read(folder: Path) -> Manifest:
@@ -97,22 +97,22 @@ class Manifest:
         Raises:
             DumpError: there is none, or it is damaged or of another version.
         """
-        path = folder / MANIFEST
+        path = folder / MANIFEST_NAME
         try:
-            told = loads(path.read_bytes())
-            if told["format"] != FORMAT:
+            record = load_json(path.read_bytes())
+            if record["format"] != DUMP_FORMAT:
                 raise DumpError(f"{path}: no manifest of a dump")
-            if told["version"] != VERSION:
+            if record["version"] != DUMP_VERSION:
                 raise DumpError(
-                    f"{path}: version {str(told['version'])[:20]}; this megatron_flex reads version "
-                    f"{VERSION}: use the one that wrote it, or a newer one"
+                    f"{path}: version {str(record['version'])[:20]}; this megatron_flex reads version "
+                    f"{DUMP_VERSION}: use the one that wrote it, or a newer one"
                 )
-            check(told, FORM)
-            del told["format"], told["version"]
-            told["sites"] = tuple(Place(**p) for p in told["sites"])
-            told["parameters"] = tuple(Place(**p) for p in told["parameters"])
-            told["ranks"] = tuple(_rank(one) for one in told["ranks"])
-            manifest = Manifest(**told)
+            check_form(record, FORM)
+            del record["format"], record["version"]
+            record["sites"] = tuple(SiteRecord(**p) for p in record["sites"])
+            record["parameters"] = tuple(SiteRecord(**p) for p in record["parameters"])
+            record["ranks"] = tuple(_parse_rank(one) for one in record["ranks"])
+            manifest = Manifest(**record)
             _check_ranks(manifest)
             return manifest
         except DumpError:
@@ -123,20 +123,20 @@ class Manifest:
             raise DumpError(f"{path}: no manifest of a dump, or a damaged one: {error!r}") from error
 
 
-def finite(value: Any) -> Any:
+def stringify_nonfinite(value: Any) -> Any:
     """The same values with the floats that JSON does not have in words."""
     if isinstance(value, float) and not isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {key: finite(one) for key, one in value.items()}
-    return [finite(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return {key: stringify_nonfinite(one) for key, one in value.items()}
+    return [stringify_nonfinite(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def _rank(told: Any) -> tuple[int, dict[str, int]]:
-    check(told, "list")
-    rank, coords = told
-    check(rank, "int")
-    check(coords, {"*": "int"})
+def _parse_rank(record: Any) -> tuple[int, dict[str, int]]:
+    check_form(record, "list")
+    rank, coords = record
+    check_form(rank, "int")
+    check_form(coords, {"*": "int"})
     return rank, coords
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def first_sample(
+def number_first_sample(
     order: str, microbatch: int, replica: int, replicas: int, microbatches: int, count: int
 ) -> int | None:
     """The number in the global batch of the first sample of a microbatch.

@@ -12,18 +12,18 @@ from pathlib import Path
 from secrets import token_hex
 from shutil import rmtree
 
-from megatron_flex.dump.files import MANIFEST, read_part, run_folder, whole_parts
+from megatron_flex.dump.part_format import MANIFEST_NAME, read_part, format_run_folder, list_complete_parts
 from megatron_flex.dump.manifest import Manifest
-from megatron_flex.dump.parts import sync_folder
+from megatron_flex.dump.writer.part_writer import sync_folder
 from megatron_flex.errors import DumpError
 
-FREE = ("every", "iterations")  # settings in which runs of one dump may differ
-RUN = re.compile(r"run-[0-9]{4,}")
-ROUGH = re.compile(r"\.run-.*\.tmp")  # a run that was being opened
-RECENT = 64  # iterations of which headers are read before they count as whole
+CHANGEABLE_SETTINGS = ("every", "iterations")  # settings in which runs of one dump may differ
+RUN_NAME = re.compile(r"run-[0-9]{4,}")
+TEMPORARY_RUN_NAME = re.compile(r"\.run-.*\.tmp")  # a run that was being opened
+CHECKED_ITERATIONS = 64  # iterations of which headers are read before they count as whole
 
 
-def open_run(path: Path, manifest: Manifest) -> Manifest:
+def create_run(path: Path, manifest: Manifest) -> Manifest:
     """Make the folder of a new run, which has its name once its manifest is in it. One rank calls it.
 
     Args:
@@ -38,23 +38,23 @@ def open_run(path: Path, manifest: Manifest) -> Manifest:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        earlier = list(runs(path))
-        foreign = [f.name for f in path.iterdir() if not (RUN.fullmatch(f.name) or ROUGH.fullmatch(f.name))]
+        earlier = list(list_begun_runs(path))
+        foreign = [f.name for f in path.iterdir() if not (RUN_NAME.fullmatch(f.name) or TEMPORARY_RUN_NAME.fullmatch(f.name))]
         if foreign and not earlier:
             raise DumpError(f"{path} is no dump, and not empty ({min(foreign)!r}); name another folder")
         skipped: set[str] = set()
         for folder in earlier:
             before = Manifest.read(folder)
-            check_same(path, before, manifest)
-            skipped |= whole_iterations(folder, before)
-        return _named(path, replace(manifest, skipped=tuple(sorted(skipped))))
+            check_same_dump(path, before, manifest)
+            skipped |= list_complete_iterations(folder, before)
+        return _create_run_folder(path, replace(manifest, skipped=tuple(sorted(skipped))))
     except OSError as error:
         raise DumpError(f"{path}: no dump can be written there: {error.strerror or error}") from error
     except (ValueError, TypeError) as error:  # raised on one rank, it must be told to the others
         raise error if isinstance(error, DumpError) else DumpError(f"{path}: {error}") from error
 
 
-def sees(path: Path, manifest: Manifest, seconds: float = 5.0) -> str:
+def find_access_problem(path: Path, manifest: Manifest, seconds: float = 5.0) -> str:
     """Why this rank cannot write to a run that another one made, or nothing.
 
     Args:
@@ -62,7 +62,7 @@ def sees(path: Path, manifest: Manifest, seconds: float = 5.0) -> str:
         manifest: of the run.
         seconds: how long to wait, as a network's file system may tell of new folders late.
     """
-    folder = path / run_folder(manifest.run)
+    folder = path / format_run_folder(manifest.run)
     until = time.monotonic() + seconds
     while True:
         try:
@@ -76,17 +76,17 @@ def sees(path: Path, manifest: Manifest, seconds: float = 5.0) -> str:
         time.sleep(0.1)
 
 
-def _named(path: Path, manifest: Manifest) -> Manifest:
+def _create_run_folder(path: Path, manifest: Manifest) -> Manifest:
     """Make the folder under the next number that is free; another job may be opening the dump too."""
     rough = path / f".run-{os.getpid()}-{token_hex(4)}.tmp"
     rough.mkdir()
     try:
-        number = max((int(f.name[4:]) for f in path.iterdir() if RUN.fullmatch(f.name)), default=-1) + 1
+        number = max((int(f.name[4:]) for f in path.iterdir() if RUN_NAME.fullmatch(f.name)), default=-1) + 1
         while True:
             manifest = replace(manifest, run=number)
             manifest.write(rough)
             try:
-                rough.rename(path / run_folder(number))  # which fails where a folder with anything in it is
+                rough.rename(path / format_run_folder(number))  # which fails where a folder with anything in it is
                 sync_folder(path)
                 return manifest
             except OSError as error:
@@ -98,13 +98,13 @@ def _named(path: Path, manifest: Manifest) -> Manifest:
         raise
 
 
-def runs(path: Path) -> Iterator[Path]:
+def list_begun_runs(path: Path) -> Iterator[Path]:
     """The folders of runs that have begun, in order."""
-    found = sorted((f for f in path.glob("run-*") if RUN.fullmatch(f.name)), key=lambda f: int(f.name[4:]))
-    return (f for f in found if (f / MANIFEST).exists())
+    found = sorted((f for f in path.glob("run-*") if RUN_NAME.fullmatch(f.name)), key=lambda f: int(f.name[4:]))
+    return (f for f in found if (f / MANIFEST_NAME).exists())
 
 
-def check_same(path: Path, before: Manifest, now: Manifest) -> None:
+def check_same_dump(path: Path, before: Manifest, now: Manifest) -> None:
     """Refuse to mix dumps.
 
     Raises:
@@ -113,14 +113,14 @@ def check_same(path: Path, before: Manifest, now: Manifest) -> None:
     if before.identity != now.identity:
         raise DumpError(f"{path} holds another model's dump ({before.framework}); name another folder")
     for key, value in now.settings.items():
-        if key not in FREE and before.settings.get(key) != value:
+        if key not in CHANGEABLE_SETTINGS and before.settings.get(key) != value:
             raise DumpError(
                 f"{path} holds a dump with {key}={before.settings.get(key)!r}, and not {value!r}; name "
                 "another folder, or say the same"
             )
 
 
-def whole_iterations(folder: Path, manifest: Manifest) -> set[str]:
+def list_complete_iterations(folder: Path, manifest: Manifest) -> set[str]:
     """The names of a run's iterations that every rank has closed.
 
     By the names of files, as there may be thousands; of the last ones the headers are read too, as a power
@@ -130,14 +130,14 @@ def whole_iterations(folder: Path, manifest: Manifest) -> set[str]:
         OSError: the folder cannot be read.
     """
     ranks = [rank for rank, _ in manifest.ranks]
-    whole = {}
+    complete = {}
     for iteration in os.scandir(folder):
-        if iteration.is_dir() and (parts := whole_parts(Path(iteration.path), ranks)) is not None:
-            whole[iteration.name] = parts
-    for name in sorted(whole)[-RECENT:]:
+        if iteration.is_dir() and (parts := list_complete_parts(Path(iteration.path), ranks)) is not None:
+            complete[iteration.name] = parts
+    for name in sorted(complete)[-CHECKED_ITERATIONS:]:
         try:
-            for part in (p for parts in whole[name].values() for p in parts):
+            for part in (p for parts in complete[name].values() for p in parts):
                 read_part(part)
         except DumpError:
-            del whole[name]
-    return set(whole)
+            del complete[name]
+    return set(complete)

@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from megatron_flex.dump.selection import TOKEN, Sampled, Tokens, dim_of, positions_of
-from megatron_flex.dump.stage import Ranks, Stage, coordinates_of
-from megatron_flex.dump.words import in_bytes, rank_in_words, row_of, unnumbered
+from megatron_flex.dump.selection import TOKEN_DIM, RandomTokens, TokenSelection, find_dim, select_positions
+from megatron_flex.dump.stage import RankArray, StageLoad, get_stage_coordinates
+from megatron_flex.dump.words import format_bytes, format_rank, format_site_row, strip_numbers
 from megatron_flex.errors import FlexError
-from megatron_flex.layout import Dim, Layout, parts, spans
+from megatron_flex.layout import Dim, Layout, count_parts, spans
 from megatron_flex.mesh import Mesh
-from megatron_flex.progress import tracked
+from megatron_flex.progress import track
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class EstimatedTensor:
     """A tensor that a dump would write.
 
     Attributes:
@@ -55,7 +55,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedSite:
+class SiteDumpEstimate:
     """One tensor of a plan.
 
     Attributes:
@@ -84,7 +84,7 @@ class PlannedSite:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedRank:
+class RankDumpEstimate:
     """A rank of a plan: its number, its coordinates and the bytes that it writes in one iteration."""
 
     rank: int
@@ -93,7 +93,7 @@ class PlannedRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DumpEstimate:
     """What a dump would cost. Nothing here counts the files' headers, some hundred bytes for each tensor.
 
     Attributes:
@@ -114,9 +114,9 @@ class Plan:
 
     mesh: Mapping[str, int]
     ranks: int
-    sites: tuple[PlannedSite, ...]
-    least: PlannedRank
-    most: PlannedRank
+    sites: tuple[SiteDumpEstimate, ...]
+    least: RankDumpEstimate
+    most: RankDumpEstimate
     mean: float
     stages: tuple[int, ...]
     bytes: int
@@ -138,8 +138,8 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """In plain values, with the derived ones."""
-        told: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return {**told, "total_bytes": self.total_bytes, "bytes_per_iteration": self.bytes_per_iteration}
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return {**plain, "total_bytes": self.total_bytes, "bytes_per_iteration": self.bytes_per_iteration}
 
     def rows(self, most: int | None = None) -> list[tuple[str, str, str, str, str, str]]:
         """Rows for a table: tensor, stage, whole shape, layout, bytes of a rank's shard, bytes in all.
@@ -149,14 +149,14 @@ class Plan:
         Args:
             most: so many rows, the largest first; all of them in model order if None.
         """
-        groups: dict[tuple[Any, ...], list[PlannedSite]] = {}
+        groups: dict[tuple[Any, ...], list[SiteDumpEstimate]] = {}
         for site in self.sites:
-            key = (unnumbered(site.name), site.kind, site.shape, site.layout, site.rank_bytes)
+            key = (strip_numbers(site.name), site.kind, site.shape, site.layout, site.rank_bytes)
             groups.setdefault(key, []).append(site)
         found = list(groups.values())
         if most is not None:
             found = sorted(found, key=lambda g: -sum(s.bytes for s in g))[:most]
-        return [row_of(group) for group in found]
+        return [format_site_row(group) for group in found]
 
     def summary(self) -> list[tuple[str, str]]:
         """What a table ends with: names and values, as strings."""
@@ -166,32 +166,32 @@ class Plan:
                 f"{self.ranks} ({' x '.join(f'{a}={n}' for a, n in self.mesh.items() if n > 1) or 'one'})",
             ),
             ("tensors", str(len(self.sites))),
-            ("bytes in an iteration", in_bytes(self.bytes)),
-            ("of a rank", f"{in_bytes(self.mean)} on average"),
-            ("least", rank_in_words(self.least)),
-            ("most", rank_in_words(self.most)),
+            ("bytes in an iteration", format_bytes(self.bytes)),
+            ("of a rank", f"{format_bytes(self.mean)} on average"),
+            ("least", format_rank(self.least)),
+            ("most", format_rank(self.most)),
             ("files in an iteration", str(self.files)),
         ]
         if self.seconds is not None:
             out.append(("seconds for an iteration", f"{self.seconds:.2f}"))
         if self.iterations > 1:
-            out.append((f"{self.iterations} iterations", in_bytes(self.total_bytes)))
-        hidden = {unnumbered(name): why for name, why in self.hidden.items()}
+            out.append((f"{self.iterations} iterations", format_bytes(self.total_bytes)))
+        hidden = {strip_numbers(name): why for name, why in self.hidden.items()}
         return out + [("cannot be had", f"{name}: {why}") for name, why in hidden.items()]
 
 
-def plan_of(
+def estimate_dump(
     mesh: Mesh,
-    tensors: Iterable[Held],
+    tensors: Iterable[EstimatedTensor],
     *,
-    tokens: Tokens | float = None,
+    tokens: TokenSelection | float = None,
     reduce: str | None = None,
     every: int = 1,
     iterations: int = 1,
     disk: float | None = None,
     part_bytes: int = 256 << 20,
     hidden: Mapping[str, str] | None = None,
-) -> Plan:
+) -> DumpEstimate:
     """Lay tensors over the ranks.
 
     Args:
@@ -209,17 +209,17 @@ def plan_of(
     Raises:
         FlexError: no tensor at all, or one whose size is not known.
     """
-    stages, out = _laid(mesh, tensors, tokens, reduce)
-    for stage in tracked(stages, "dealing out", unit="stages"):
+    stages, out = _assign_tensors(mesh, tensors, tokens, reduce)
+    for stage in track(stages, "dealing out", unit="stages"):
         stage.deal()
     loads = np.concatenate([s.bytes for s in stages])
     total = sum(site.bytes for site in out)
-    return Plan(
+    return DumpEstimate(
         dict(mesh.sizes),
         loads.size,
         tuple(out),
-        _rank_of(stages, loads, int(loads.argmin())),
-        _rank_of(stages, loads, int(loads.argmax())),
+        _make_rank_estimate(stages, loads, int(loads.argmin())),
+        _make_rank_estimate(stages, loads, int(loads.argmax())),
         total / loads.size,
         tuple(int(s.bytes.sum()) for s in stages),
         total,
@@ -231,37 +231,37 @@ def plan_of(
     )
 
 
-def _laid(
-    mesh: Mesh, tensors: Iterable[Held], tokens: Tokens | float, reduce: str | None
-) -> tuple[list[Stage], list[PlannedSite]]:
+def _assign_tensors(
+    mesh: Mesh, tensors: Iterable[EstimatedTensor], tokens: TokenSelection | float, reduce: str | None
+) -> tuple[list[StageLoad], list[SiteDumpEstimate]]:
     """Give each stage what it has to write."""
-    stages = [Stage(mesh) for _ in range(mesh["pp"].size)]
+    stages = [StageLoad(mesh) for _ in range(mesh["pp"].size)]
     words: dict[Layout, str] = {}
     out = []
-    for held in tracked(tensors, "laying tensors over ranks", unit="tensors"):
+    for held in track(tensors, "laying tensors over ranks", unit="tensors"):
         stage = stages[held.stage]
-        size = _sizes(held, stage, tokens, reduce)
+        size = _compute_sizes(held, stage, tokens, reduce)
         load = round(prod(held.local) * held.weight)
         total = stage.add(held.layout, size, held.times, held.replicated, held.where, load)
         if held.layout not in words:
             words[held.layout] = held.layout.describe(stage.sizes)
         most = size if isinstance(size, int) else int(size.max())
-        out.append(_planned(held, words[held.layout], most, total))
+        out.append(_make_site_estimate(held, words[held.layout], most, total))
     if not out:
         raise FlexError("a plan of nothing: name sites, such as 'decoder.layers.*', or parameters")
     return stages, out
 
 
-def local_shape(layout: Layout, whole: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
+def compute_local_shape(layout: Layout, full_shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
     """A rank's shape, dims in the local order, from the whole's shape with its padding.
 
     Raises:
         FlexError: a dim does not divide.
     """
-    order = range(len(whole)) if layout.permute is None else layout.permute
-    padded = [0] * len(whole)
+    order = range(len(full_shape)) if layout.permute is None else layout.permute
+    padded = [0] * len(full_shape)
     for place, index in enumerate(order):
-        padded[index] = whole[place]
+        padded[index] = full_shape[place]
     out = []
     for dim, length in zip(layout.dims, padded, strict=True):
         even = replace(dim, uneven=False)
@@ -269,27 +269,27 @@ def local_shape(layout: Layout, whole: Sequence[int], sizes: Mapping[str, int]) 
     return tuple(out)
 
 
-def _sizes(held: Held, stage: Stage, tokens: Tokens | float, reduce: str | None) -> Any:
+def _compute_sizes(held: EstimatedTensor, stage: StageLoad, tokens: TokenSelection | float, reduce: str | None) -> Any:
     """The bytes of one pass, of each rank's shard."""
-    token = dim_of(held.layout, TOKEN)
+    token = find_dim(held.layout, TOKEN_DIM)
     activation = held.kind in ("value", "gradient")
     if token is None or not activation or (tokens is None and reduce is None):
         return round(prod(held.local) * held.itemsize)
     rest = prod(n for i, n in enumerate(held.local) if i != token)
     if reduce is not None:  # each rank has its summand of the mean
         return round(rest * 4)
-    kept = _kept(held.layout.dims[token], round(held.local[token]), stage, tokens)
+    kept = _count_kept_positions(held.layout.dims[token], round(held.local[token]), stage, tokens)
     return np.rint(kept * rest * held.itemsize).astype(np.int64)
 
 
-def _kept(dim: Dim, local: int, stage: Stage, tokens: Tokens | float) -> Any:
+def _count_kept_positions(dim: Dim, local: int, stage: StageLoad, tokens: TokenSelection | float) -> Any:
     """How many of the kept positions each rank holds."""
     sizes = stage.sizes
-    length = local * parts(dim, sizes)
-    if isinstance(tokens, (float, Sampled)):
+    length = local * count_parts(dim, sizes)
+    if isinstance(tokens, (float, RandomTokens)):
         share = tokens if isinstance(tokens, float) else min(tokens.count, length) / length
         return np.full(stage.count, local * share)
-    chosen = positions_of(tokens, length, 0, 0)
+    chosen = select_positions(tokens, length, 0, 0)
     marks = np.zeros(length, dtype=np.int64)
     marks[chosen] = 1
     before = np.concatenate([[0], np.cumsum(marks)])
@@ -306,8 +306,8 @@ def _kept(dim: Dim, local: int, stage: Stage, tokens: Tokens | float) -> Any:
     return np.array(counts)[which.reshape(-1)]
 
 
-def _planned(held: Held, words: str, rank_bytes: int, total: int) -> PlannedSite:
-    return PlannedSite(
+def _make_site_estimate(held: EstimatedTensor, words: str, rank_bytes: int, total: int) -> SiteDumpEstimate:
+    return SiteDumpEstimate(
         held.name,
         held.kind,
         words,
@@ -321,6 +321,6 @@ def _planned(held: Held, words: str, rank_bytes: int, total: int) -> PlannedSite
     )
 
 
-def _rank_of(stages: Sequence[Stage], load: Ranks, rank: int) -> PlannedRank:
+def _make_rank_estimate(stages: Sequence[StageLoad], load: RankArray, rank: int) -> RankDumpEstimate:
     stage, place = divmod(rank, stages[0].count)
-    return PlannedRank(rank, {"pp": stage, **coordinates_of(stages[stage], place)}, int(load[rank]))
+    return RankDumpEstimate(rank, {"pp": stage, **get_stage_coordinates(stages[stage], place)}, int(load[rank]))

@@ -7,23 +7,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megatron_flex.dump.files import GRADIENT, PARAMETER, PARAMETER_GRADIENT, REPLICA, ROUTING, Entry, Part
-from megatron_flex.dump.layouts import from_json
+from megatron_flex.dump.part_format import GRADIENT, PARAMETER, PARAMETER_GRADIENT, REPLICA, ROUTING, ShardEntry, StoredPart
+from megatron_flex.dump.layouts import layout_from_json
 from megatron_flex.dump.manifest import Manifest
 from megatron_flex.errors import LayoutError
 from megatron_flex.layout import Layout
-from megatron_flex.sites import GRAD
+from megatron_flex.sites import GRADIENT_SUFFIX
 
-OTHERS = ("pp", "dp", "edp")  # axes along which ranks have other activations, though no layout names them
+UNSHARED_AXES = ("pp", "dp", "edp")  # axes along which ranks have other activations, though no layout names them
 
 
-class _Held(NamedTuple):
+class _Replica(NamedTuple):
     rank: int
-    entry: Entry
+    entry: ShardEntry
 
 
 @dataclass(slots=True)
-class Replicas:
+class ReplicaChecksums:
     """The replicas of one iteration.
 
     Attributes:
@@ -33,15 +33,15 @@ class Replicas:
 
     manifest: Manifest | None
     compared: int = 0
-    _owners: dict[tuple[Any, ...], _Held] = field(default_factory=dict)
-    _copies: dict[tuple[Any, ...], list[_Held]] = field(default_factory=lambda: defaultdict(list))
+    _owners: dict[tuple[Any, ...], _Replica] = field(default_factory=dict)
+    _copies: dict[tuple[Any, ...], list[_Replica]] = field(default_factory=lambda: defaultdict(list))
 
-    def add(self, rank: int, part: Part) -> None:
+    def add(self, rank: int, part: StoredPart) -> None:
         """Take in a part."""
         if self.manifest is None or not self.manifest.settings.get("replicas"):
             return
         try:
-            layouts = [from_json(told) for told in part.index.layouts]
+            layouts = [layout_from_json(record) for record in part.index.layouts]
         except (LayoutError, KeyError, TypeError, ValueError, AttributeError):
             return  # what is wrong with them is told elsewhere
         for entry in part.index.entries:
@@ -50,11 +50,11 @@ class Replicas:
             key = self._key(entry, layouts[entry.layout], dict(part.index.coords))
             if entry.kind == REPLICA:
                 self.compared += 1
-                self._copies[key].append(_Held(rank, entry))
+                self._copies[key].append(_Replica(rank, entry))
             else:
-                self._owners[key] = _Held(rank, entry)
+                self._owners[key] = _Replica(rank, entry)
 
-    def differing(self) -> Iterator[tuple[int, int, Entry]]:
+    def differing(self) -> Iterator[tuple[int, int, ShardEntry]]:
         """The rank, the one that it is compared with (which wrote it, if one did), and that one's entry."""
         for key, copies in self._copies.items():
             first = self._owners.get(key, copies[0])
@@ -62,14 +62,14 @@ class Replicas:
                 if entry.crc != first.entry.crc:
                     yield rank, first.rank, first.entry
 
-    def _key(self, entry: Entry, layout: Layout, coords: dict[str, int]) -> tuple[Any, ...]:
+    def _key(self, entry: ShardEntry, layout: Layout, coords: dict[str, int]) -> tuple[Any, ...]:
         """What ranks that hold the same tensor have in common."""
         assert self.manifest is not None
-        name = entry.site + (GRAD if entry.kind in (GRADIENT, PARAMETER_GRADIENT) else "")
-        whose = entry.kind == REPLICA and name.removesuffix(GRAD) in {
+        name = entry.site + (GRADIENT_SUFFIX if entry.kind in (GRADIENT, PARAMETER_GRADIENT) else "")
+        whose = entry.kind == REPLICA and name.removesuffix(GRADIENT_SUFFIX) in {
             p.name for p in self.manifest.parameters
         }
-        apart = () if whose or entry.kind in (PARAMETER, PARAMETER_GRADIENT) else OTHERS
+        apart = () if whose or entry.kind in (PARAMETER, PARAMETER_GRADIENT) else UNSHARED_AXES
         expert = any(a in layout.axes for a in self.manifest.experts)
         copies = {c.axis: c.copies for d in layout.dims for c in d.cuts if c.copies > 1 and not c.partial}
         at = tuple(

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from megatron_flex.errors import FlexError
-from megatron_flex.layout import Coords, Dim, Layout, Sizes, parts, spans
+from megatron_flex.layout import Coords, Dim, Layout, Sizes, count_parts, spans
 
-TOKEN, SAMPLE = "s", "b"  # the names of the dims that tokens and samples are counted along
+TOKEN_DIM, SAMPLE_DIM = "s", "b"  # the names of the dims that tokens and samples are counted along
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class RandomTokens:
     """So many positions of each sample, drawn at random: always the same, whatever the layout.
 
     Attributes:
@@ -39,62 +39,62 @@ class Sampled:
 
     def positions(self, length: int, iteration: int, sample: int) -> list[int]:
         """The positions of one sample, in ascending order."""
-        told = f"{self.seed}/{iteration}/{sample}".encode()
+        data = f"{self.seed}/{iteration}/{sample}".encode()
         generator = torch.Generator().manual_seed(
-            int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little") >> 1
+            int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
         )
         return sorted(torch.randperm(length, generator=generator)[: self.count].tolist())
 
 
-Tokens = slice | tuple[int, ...] | Sampled | None
-Times = slice | frozenset[int] | None  # numbers of iterations, microbatches, samples
+TokenSelection = slice | tuple[int, ...] | RandomTokens | None
+NumberSelection = slice | frozenset[int] | None  # numbers of iterations, microbatches, samples
 
 
-def tokens_of(said: Any) -> Tokens:
+def normalize_tokens(given: Any) -> TokenSelection:
     """What a person says of tokens, as plain data.
 
     Raises:
         FlexError: it is none of what can be said.
     """
-    if said is None or isinstance(said, (slice, Sampled)):
-        return said
+    if given is None or isinstance(given, (slice, RandomTokens)):
+        return given
     try:
-        found = tuple(index(p) for p in ([said] if isinstance(said, int) else said))
+        found = tuple(index(p) for p in ([given] if isinstance(given, int) else given))
     except TypeError:
         found = ()
-    if isinstance(said, bool) or not found:
+    if isinstance(given, bool) or not found:
         raise FlexError(
-            f"tokens={said!r} is no position, list of positions, slice or sampled(count); say which to keep"
+            f"tokens={given!r} is no position, list of positions, slice or sampled(count); say which to keep"
         )
     return found
 
 
-def tokens_to_json(tokens: Tokens) -> Any:
+def tokens_to_json(tokens: TokenSelection) -> Any:
     """In plain values."""
     if isinstance(tokens, slice):
         return {"slice": [tokens.start, tokens.stop, tokens.step]}
-    if isinstance(tokens, Sampled):
+    if isinstance(tokens, RandomTokens):
         return {"sampled": tokens.count, "seed": tokens.seed}
     return None if tokens is None else list(tokens)
 
 
-def tokens_from_json(told: Any) -> Tokens:
+def tokens_from_json(data: Any) -> TokenSelection:
     """What `tokens_to_json` told."""
-    if isinstance(told, dict):
-        if "slice" in told:
-            return slice(*told["slice"])
-        return Sampled(int(told["sampled"]), int(told["seed"]))
-    return None if told is None else tuple(int(p) for p in told)
+    if isinstance(data, dict):
+        if "slice" in data:
+            return slice(*data["slice"])
+        return RandomTokens(int(data["sampled"]), int(data["seed"]))
+    return None if data is None else tuple(int(p) for p in data)
 
 
-def positions_of(tokens: Tokens, length: int, iteration: int, sample: int) -> list[int]:
+def select_positions(tokens: TokenSelection, length: int, iteration: int, sample: int) -> list[int]:
     """The kept positions of a sample of `length` tokens, in ascending order."""
-    if isinstance(tokens, Sampled):
-        return _drawn(tokens, length, iteration, sample).tolist()
-    return _same(_key_of(tokens), length).tolist()
+    if isinstance(tokens, RandomTokens):
+        return _draw_positions(tokens, length, iteration, sample).tolist()
+    return _list_common_positions(_make_position_key(tokens), length).tolist()
 
 
-def among(number: int, wanted: Times) -> bool:
+def is_selected(number: int, wanted: NumberSelection) -> bool:
     """Whether a number is one of those that are wanted."""
     if isinstance(wanted, slice):
         first, last, step = wanted.start or 0, wanted.stop, wanted.step or 1
@@ -102,10 +102,10 @@ def among(number: int, wanted: Times) -> bool:
     return wanted is None or number in wanted
 
 
-Key = tuple[Any, ...]
+PositionKey = tuple[Any, ...]
 
 
-def _key_of(tokens: Tokens) -> Key:
+def _make_position_key(tokens: TokenSelection) -> PositionKey:
     """Positions that are the same for all samples, as something that can be looked up."""
     if isinstance(tokens, slice):
         return "slice", tokens.start, tokens.stop, tokens.step
@@ -113,7 +113,7 @@ def _key_of(tokens: Tokens) -> Key:
 
 
 @lru_cache(256)
-def _same(key: Key, length: int) -> Tensor:
+def _list_common_positions(key: PositionKey, length: int) -> Tensor:
     if not key:
         return torch.arange(length)
     if key[0] == "slice":
@@ -123,11 +123,11 @@ def _same(key: Key, length: int) -> Tensor:
 
 
 @lru_cache(4096)
-def _drawn(tokens: Sampled, length: int, iteration: int, sample: int) -> Tensor:
+def _draw_positions(tokens: RandomTokens, length: int, iteration: int, sample: int) -> Tensor:
     return torch.tensor(tokens.positions(length, iteration, sample), dtype=torch.int64)
 
 
-class Picked(NamedTuple):
+class EntrySelection(NamedTuple):
     """What of a local tensor is kept, entry by entry in this order.
 
     Attributes:
@@ -142,21 +142,21 @@ class Picked(NamedTuple):
 
     def of(self, local: Tensor, layout: Layout) -> Tensor:
         """The kept entries, `[kept, ...]`: other dims as they were, in their order."""
-        at = [(dim_of(layout, SAMPLE), self.sample), (dim_of(layout, TOKEN), self.token)]
+        at = [(find_dim(layout, SAMPLE_DIM), self.sample), (find_dim(layout, TOKEN_DIM), self.token)]
         found = [(d, i) for d, i in at if d is not None and i is not None]
         front = local.movedim([d for d, _ in found], list(range(len(found))))
         return front[tuple(i.to(local.device) for _, i in found)]
 
 
-def dim_of(layout: Layout, name: str) -> int | None:
+def find_dim(layout: Layout, name: str) -> int | None:
     """The first dim of that name, in the whole's order."""
     order = range(len(layout.dims)) if layout.permute is None else layout.permute
     return next((i for i in order if layout.dims[i].name == name), None)
 
 
-def pick(
-    tokens: Tokens,
-    samples: Times,
+def select_entries(
+    tokens: TokenSelection,
+    samples: NumberSelection,
     layout: Layout,
     shape: Sequence[int],
     sizes: Sizes,
@@ -164,7 +164,7 @@ def pick(
     iteration: int,
     numbers: Sequence[int] | None,
     device: torch.device | None = None,
-) -> Picked | None:
+) -> EntrySelection | None:
     """Which entries of a rank's tensor are kept; asked again, the answer is at hand.
 
     Args:
@@ -181,36 +181,36 @@ def pick(
     Returns:
         None where nothing is left out, or it cannot be known here which entries are meant: then all is kept.
     """
-    token, sample = dim_of(layout, TOKEN), dim_of(layout, SAMPLE)
+    token, sample = find_dim(layout, TOKEN_DIM), find_dim(layout, SAMPLE_DIM)
     by_token, by_sample = tokens is not None and token is not None, samples is not None and sample is not None
     if not (by_token or by_sample) or any(layout.dims[d].uneven for d in (token, sample) if d is not None):
         return None
-    drawn = tokens if isinstance(tokens, Sampled) and by_token else None
+    drawn = tokens if isinstance(tokens, RandomTokens) and by_token else None
     if (by_sample or drawn) and (numbers is None or sample is None):
         return None
-    taken: tuple[int, ...] | None = None  # where of the local samples, and the number of each
+    kept_samples: tuple[int, ...] | None = None  # where of the local samples, and the number of each
     if sample is not None:
-        taken = tuple(i for i in range(shape[sample]) if not by_sample or among(numbers[i], samples))  # type: ignore[index]
-    named = tuple(numbers[i] for i in taken or ()) if drawn and numbers is not None else ()
-    dim, at = (None, ()) if token is None else (layout.dims[token], _at(layout.dims[token], sizes, coords))
+        kept_samples = tuple(i for i in range(shape[sample]) if not by_sample or is_selected(numbers[i], samples))  # type: ignore[index]
+    named = tuple(numbers[i] for i in kept_samples or ()) if drawn and numbers is not None else ()
+    dim, at = (None, ()) if token is None else (layout.dims[token], _list_axis_coords(layout.dims[token], sizes, coords))
     local = 0 if token is None else shape[token]
-    key = drawn or (_key_of(tokens) if by_token else ())
-    return _table(key, taken, named, iteration if drawn else 0, dim, at, local, device)
+    key = drawn or (_make_position_key(tokens) if by_token else ())
+    return _build_selection(key, kept_samples, named, iteration if drawn else 0, dim, at, local, device)
 
 
-At = tuple[tuple[str, int, int], ...]
+AxisCoords = tuple[tuple[str, int, int], ...]
 
 
-def _at(dim: Dim, sizes: Sizes, coords: Coords) -> At:
+def _list_axis_coords(dim: Dim, sizes: Sizes, coords: Coords) -> AxisCoords:
     """The size and the rank's coordinate of each axis that cuts a dim."""
     return tuple((c.axis, sizes.get(c.axis, 1), coords.get(c.axis, 0)) for c in dim.cuts)
 
 
 @lru_cache(1024)
-def _held(dim: Dim, at: At, local: int) -> tuple[Tensor, int]:
+def _locate_positions(dim: Dim, at: AxisCoords, local: int) -> tuple[Tensor, int]:
     """Where a rank holds each position of the whole, -1 where it does not; how many positions there are."""
     sizes, coords = {a: n for a, n, _ in at}, {a: c for a, _, c in at}
-    length = local * parts(dim, sizes)
+    length = local * count_parts(dim, sizes)
     where = torch.full((length,), -1)
     first = 0
     for start, stop in spans(dim, length, coords, sizes):
@@ -220,73 +220,73 @@ def _held(dim: Dim, at: At, local: int) -> tuple[Tensor, int]:
 
 
 @lru_cache(1024)
-def _table(
-    tokens: Sampled | Key,
-    taken: tuple[int, ...] | None,
+def _build_selection(
+    tokens: RandomTokens | PositionKey,
+    kept_samples: tuple[int, ...] | None,
     numbers: tuple[int, ...],
     iteration: int,
     dim: Dim | None,
-    at: At,
+    at: AxisCoords,
     local: int,
     device: torch.device | None,
-) -> Picked:
+) -> EntrySelection:
     """The kept entries of the local samples `taken`, by sample and then by position."""
-    rows = None if taken is None else torch.tensor(taken, dtype=torch.int64)
+    rows = None if kept_samples is None else torch.tensor(kept_samples, dtype=torch.int64)
     if dim is None:
-        return Picked(rows if rows is None else rows.to(device), None, None)
-    where, length = _held(dim, at, local)
-    if isinstance(tokens, Sampled):
-        each = [_drawn(tokens, length, iteration, n) for n in numbers]
+        return EntrySelection(rows if rows is None else rows.to(device), None, None)
+    where, length = _locate_positions(dim, at, local)
+    if isinstance(tokens, RandomTokens):
+        each = [_draw_positions(tokens, length, iteration, n) for n in numbers]
         kept = [p[where[p] >= 0] for p in each]
         position = torch.cat(kept) if kept else torch.zeros(0, dtype=torch.int64)
         assert rows is not None
         sample = torch.repeat_interleave(rows, torch.tensor([len(p) for p in kept], dtype=torch.int64))
     else:
-        position = _same(tokens, length)
+        position = _list_common_positions(tokens, length)
         position = position[where[position] >= 0]
         count = 1 if rows is None else len(rows)
         sample = None if rows is None else rows.repeat_interleave(len(position))  # type: ignore[assignment]
         position = position.repeat(count)
     found = sample, where[position], position
-    return Picked(*(t if t is None else t.to(device) for t in found))
+    return EntrySelection(*(t if t is None else t.to(device) for t in found))
 
 
-def mean_layout(layout: Layout) -> Layout:
+def make_mean_layout(layout: Layout) -> Layout:
     """The layout of the mean over the sequence: ranks that cut it hold summands."""
-    token = dim_of(layout, TOKEN)
+    token = find_dim(layout, TOKEN_DIM)
     if token is None:
         raise FlexError(f"layout {layout.describe()} has no dim of tokens to take a mean over")
-    gone = tuple(c.axis for c in layout.dims[token].cuts)
+    cut_axes = tuple(c.axis for c in layout.dims[token].cuts)
     dims: list[Dim] = [d for i, d in enumerate(layout.dims) if i != token]
     order = layout.permute and tuple(i - (i > token) for i in layout.permute if i != token)
-    return replace(layout, dims=tuple(dims), partial=(*layout.partial, *gone), permute=order)
+    return replace(layout, dims=tuple(dims), partial=(*layout.partial, *cut_axes), permute=order)
 
 
-def mean(
+def compute_partial_mean(
     local: Tensor,
     layout: Layout,
     sizes: Sizes,
     coords: Coords,
-    tokens: Tokens,
+    tokens: TokenSelection,
     iteration: int,
     numbers: Sequence[int] | None,
 ) -> Tensor | None:
-    """This rank's summand of the mean over the kept positions, in fp32; in `mean_layout`.
+    """This rank's summand of the mean over the kept positions, in fp32; in `make_mean_layout`.
 
     Returns:
         None where it cannot be known here which positions are meant, or how many there are.
     """
-    token, sample = dim_of(layout, TOKEN), dim_of(layout, SAMPLE)
+    token, sample = find_dim(layout, TOKEN_DIM), find_dim(layout, SAMPLE_DIM)
     if token is None or layout.dims[token].uneven:
         return None
-    length = local.shape[token] * parts(layout.dims[token], sizes)
+    length = local.shape[token] * count_parts(layout.dims[token], sizes)
     if tokens is None:
         return local.sum(token, dtype=torch.float32) / max(length, 1)
     where = layout, local.shape, sizes, coords, iteration, numbers, local.device
-    picked = pick(tokens, None, *where)
+    picked = select_entries(tokens, None, *where)
     if picked is None or picked.token is None:
         return None
-    kept = min(tokens.count, length) if isinstance(tokens, Sampled) else len(_same(_key_of(tokens), length))
+    kept = min(tokens.count, length) if isinstance(tokens, RandomTokens) else len(_list_common_positions(_make_position_key(tokens), length))
     lengths = [n if i in (token, sample) else 1 for i, n in enumerate(local.shape)]
     weight = torch.zeros(lengths, device=local.device)
     at: list[Any] = [0] * local.ndim

@@ -9,15 +9,15 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_flex.dump.selection import Sampled, Times, Tokens, among, tokens_of, tokens_to_json
+from megatron_flex.dump.selection import RandomTokens, NumberSelection, TokenSelection, is_selected, normalize_tokens, tokens_to_json
 from megatron_flex.errors import FlexError
-from megatron_flex.sites import Pattern, in_words
+from megatron_flex.sites import Pattern, describe_pattern
 
-Order = Literal["interleaved", "blocks"]
+SampleOrder = Literal["interleaved", "blocks"]
 WhenFull = Literal["wait", "drop"]
-OnError = Literal["warn", "raise"]
-Wanted = int | slice | Iterable[int] | None
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+OnDumpError = Literal["warn", "raise"]
+WantedNumbers = int | slice | Iterable[int] | None
+SHORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Dump:
@@ -69,18 +69,18 @@ class Dump:
         sites: Sequence[Pattern] | Pattern = (),
         *,
         every: int = 1,
-        iterations: Wanted = None,
-        microbatches: Wanted = None,
-        samples: Wanted = None,
-        tokens: int | slice | Sequence[int] | Sampled | None = None,
+        iterations: WantedNumbers = None,
+        microbatches: WantedNumbers = None,
+        samples: WantedNumbers = None,
+        tokens: int | slice | Sequence[int] | RandomTokens | None = None,
         reduce: Literal["mean"] | None = None,
         dtype: torch.dtype | str | None = None,
         gradients: bool = False,
         parameters: Sequence[Pattern] | Pattern = (),
-        order: Order = "interleaved",
+        order: SampleOrder = "interleaved",
         runs: Literal["first", "all"] = "first",
         when_full: WhenFull = "wait",
-        on_error: OnError = "warn",
+        on_error: OnDumpError = "warn",
         queue_bytes: int = 1 << 30,
         part_bytes: int = 256 << 20,
         durable: bool = False,
@@ -88,13 +88,13 @@ class Dump:
         tags: Iterable[str] = (),
     ) -> None:
         self.path = fspath(path)
-        self.sites, self.parameters = _patterns(sites), _patterns(parameters)
+        self.sites, self.parameters = _list_patterns(sites), _list_patterns(parameters)
         self.every, self.gradients, self.replicas, self.durable = every, gradients, replicas, durable
-        self.iterations = _times("iterations", iterations)
-        self.microbatches = _times("microbatches", microbatches)
-        self.samples = _times("samples", samples)
-        self.tokens: Tokens = tokens_of(tokens)
-        self.dtype = _dtype(dtype)
+        self.iterations = _normalize_numbers("iterations", iterations)
+        self.microbatches = _normalize_numbers("microbatches", microbatches)
+        self.samples = _normalize_numbers("samples", samples)
+        self.tokens: TokenSelection = normalize_tokens(tokens)
+        self.dtype = _parse_dtype(dtype)
         self.reduce, self.order, self.runs = reduce, order, runs
         self.when_full, self.on_error = when_full, on_error
         self.queue_bytes, self.part_bytes = queue_bytes, part_bytes
@@ -122,21 +122,21 @@ class Dump:
 
     def wants_iteration(self, number: int) -> bool:
         """Whether the iteration is one of those to dump."""
-        return number % self.every == 0 and among(number, self.iterations)
+        return number % self.every == 0 and is_selected(number, self.iterations)
 
     def wants_microbatch(self, number: int) -> bool:
         """Whether the microbatch is one of those to dump."""
-        return among(number, self.microbatches)
+        return is_selected(number, self.microbatches)
 
     def to_json(self) -> dict[str, Any]:
         """What a reader must know of the settings, in plain values."""
         return {
-            "sites": [in_words(p) for p in self.sites],
-            "parameters": [in_words(p) for p in self.parameters],
+            "sites": [describe_pattern(p) for p in self.sites],
+            "parameters": [describe_pattern(p) for p in self.parameters],
             "every": self.every,
-            "iterations": _told(self.iterations),
-            "microbatches": _told(self.microbatches),
-            "samples": _told(self.samples),
+            "iterations": _numbers_to_json(self.iterations),
+            "microbatches": _numbers_to_json(self.microbatches),
+            "samples": _numbers_to_json(self.samples),
             "tokens": tokens_to_json(self.tokens),
             "reduce": self.reduce,
             "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
@@ -151,40 +151,40 @@ class Dump:
         return f"dump to {self.path} of {self.to_json()}"
 
 
-def _patterns(said: Sequence[Pattern] | Pattern) -> list[Pattern]:
-    return list(said) if isinstance(said, Sequence) and not isinstance(said, str) else [said]
+def _list_patterns(given: Sequence[Pattern] | Pattern) -> list[Pattern]:
+    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
 
 
-def _times(name: str, said: Wanted) -> Times:
-    if isinstance(said, slice):
-        ends = said.start or 0, 0 if said.stop is None else said.stop, 1 if said.step is None else said.step
+def _normalize_numbers(name: str, given: WantedNumbers) -> NumberSelection:
+    if isinstance(given, slice):
+        ends = given.start or 0, 0 if given.stop is None else given.stop, 1 if given.step is None else given.step
         if min(ends[:2]) < 0 or ends[2] < 1:
             raise FlexError(
-                f"{name}={said!r}: how many there are is not known; count from 0, with steps of 1 or more"
+                f"{name}={given!r}: how many there are is not known; count from 0, with steps of 1 or more"
             )
-        return said
-    if said is None:
+        return given
+    if given is None:
         return None
     try:
-        found = frozenset(index(n) for n in ([said] if isinstance(said, int) else said))
+        found = frozenset(index(n) for n in ([given] if isinstance(given, int) else given))
     except TypeError:
         found = frozenset()
-    if isinstance(said, bool) or not found or min(found) < 0:
+    if isinstance(given, bool) or not found or min(found) < 0:
         raise FlexError(
-            f"{name}={said!r} is no number from 0 on, list of them, range or slice; say which to dump"
+            f"{name}={given!r} is no number from 0 on, list of them, range or slice; say which to dump"
         )
     return found
 
 
-def _told(wanted: Times) -> Any:
+def _numbers_to_json(wanted: NumberSelection) -> Any:
     if isinstance(wanted, slice):
         return {"slice": [wanted.start, wanted.stop, wanted.step]}
     return None if wanted is None else sorted(wanted)
 
 
-def _dtype(said: torch.dtype | str | None) -> torch.dtype | None:
-    if said is None or isinstance(said, torch.dtype):
-        return said
-    if said in DTYPES:
-        return DTYPES[said]
-    raise FlexError(f"dtype={said!r} is no torch.dtype and none of {', '.join(DTYPES)}")
+def _parse_dtype(given: torch.dtype | str | None) -> torch.dtype | None:
+    if given is None or isinstance(given, torch.dtype):
+        return given
+    if given in SHORT_DTYPES:
+        return SHORT_DTYPES[given]
+    raise FlexError(f"dtype={given!r} is no torch.dtype and none of {', '.join(SHORT_DTYPES)}")

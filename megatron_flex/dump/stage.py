@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
 
-Ranks = NDArray[np.int64]  # one entry for each rank of a pipeline stage
-Slots = tuple[Ranks, int]  # which of the replicas a rank is, and how many there are
-MOST_DEALS = 400_000  # of replicated tensors to replicas; beyond it what was dealt is taken as typical
+RankArray = NDArray[np.int64]  # one entry for each rank of a pipeline stage
+ReplicaSlots = tuple[RankArray, int]  # which of the replicas a rank is, and how many there are
+MOST_TURNS = 400_000  # of replicated tensors to replicas; beyond it what was dealt is taken as typical
 
 
 @dataclass(slots=True)
-class Task:
+class WriteTask:
     """A tensor that a stage writes.
 
     Attributes:
@@ -30,14 +30,14 @@ class Task:
         load: bytes of a shard, as they are weighed when replicas are dealt out.
     """
 
-    size: int | Ranks
+    size: int | RankArray
     times: int
-    here: Ranks
+    here: RankArray
     slots: tuple[object, ...] | None
     load: int
 
 
-class Stage:
+class StageLoad:
     """The ranks of one pipeline stage.
 
     Attributes:
@@ -53,25 +53,25 @@ class Stage:
         self.mesh, self.sizes = mesh, dict(mesh.sizes)
         dense = [a for a in mesh.axes if a.name != "pp"]
         self.count = prod(a.size for a in dense)
-        self.coords: dict[str, Ranks] = {}
+        self.coords: dict[str, RankArray] = {}
         for axes in (dense, mesh.experts):
             step = 1
             for axis in reversed(axes):
                 self.coords[axis.name] = np.arange(self.count) // step % axis.size
                 step *= axis.size
-        self.bytes: Ranks = np.zeros(self.count, dtype=np.int64)
-        self.tasks: list[Task] = []
-        self._slots: dict[tuple[object, ...], Slots] = {}
+        self.bytes: RankArray = np.zeros(self.count, dtype=np.int64)
+        self.tasks: list[WriteTask] = []
+        self._slots: dict[tuple[object, ...], ReplicaSlots] = {}
         self._keys: dict[tuple[Layout, tuple[str, ...]], tuple[object, ...]] = {}
-        self._here: dict[tuple[tuple[str, int], ...], tuple[Ranks, int]] = {(): self._all()}
+        self._here: dict[tuple[tuple[str, int], ...], tuple[RankArray, int]] = {(): self._all()}
 
-    def _all(self) -> tuple[Ranks, int]:
+    def _all(self) -> tuple[RankArray, int]:
         return np.ones(self.count, dtype=np.int64), self.count
 
     def add(
         self,
         layout: Layout,
-        size: int | Ranks,
+        size: int | RankArray,
         times: int,
         replicated: Sequence[str],
         where: Sequence[tuple[str, int]] = (),
@@ -94,7 +94,7 @@ class Stage:
         key = self._key(layout, tuple(replicated))
         slots = self._slots[key]
         weight = load if load is not None else int(np.max(size))
-        self.tasks.append(Task(size, times, here, key if slots[1] > 1 else None, weight))
+        self.tasks.append(WriteTask(size, times, here, key if slots[1] > 1 else None, weight))
         if isinstance(size, int):
             return number * size * times // slots[1]
         chosen = slots[0] == 0  # whichever replica writes, together they hold the same
@@ -104,7 +104,7 @@ class Stage:
         """Let the replicas take turns: who has had the least to write of what they share is next."""
         shared = [t for t in self.tasks if t.slots is not None]
         most = max((t.times for t in shared), default=1)
-        rounds = max(1, min(most, MOST_DEALS // max(1, len(shared))))
+        rounds = max(1, min(most, MOST_TURNS // max(1, len(shared))))
         counts = {id(t): [0] * self._slots[t.slots][1] for t in shared if t.slots is not None}
         heaps: dict[tuple[object, ...], list[tuple[int, int]]] = {}
         for turn in range(rounds):
@@ -127,7 +127,7 @@ class Stage:
             turns = np.array(counts[id(task)]) * (task.times / min(rounds, task.times))
             self.bytes += np.rint(task.here * task.size * turns[slots]).astype(np.int64)
 
-    def _present(self, where: tuple[tuple[str, int], ...]) -> tuple[Ranks, int]:
+    def _present(self, where: tuple[tuple[str, int], ...]) -> tuple[RankArray, int]:
         if where not in self._here:
             here, _ = self._all()
             for axis, coord in where:
@@ -150,7 +150,7 @@ class Stage:
             self._slots.setdefault(key, self._replicas(key))
         return self._keys[layout, replicated]
 
-    def _replicas(self, places: Sequence[tuple[str, int]]) -> Slots:
+    def _replicas(self, places: Sequence[tuple[str, int]]) -> ReplicaSlots:
         slots, count = np.zeros(self.count, dtype=np.int64), 1
         for axis, size in places:
             slots = slots * size + self.coords[axis] % size
@@ -158,6 +158,6 @@ class Stage:
         return slots, count
 
 
-def coordinates_of(stage: Stage, rank: int) -> Mapping[str, int]:
+def get_stage_coordinates(stage: StageLoad, rank: int) -> Mapping[str, int]:
     """The coordinates of a rank within its stage."""
     return {name: int(c[rank]) for name, c in stage.coords.items()}

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.files import ALIGN
+from megatron_flex.dump.part_format import TENSOR_ALIGNMENT
 
-SLAB = 8 << 20  # bytes; tensors of less than a quarter of it lie side by side
+SLAB_BYTES = 8 << 20  # bytes; tensors of less than a quarter of it lie side by side
 
 
-class Buffers:
+class HostBuffers:
     """Buffers of plain or pinned host memory. The caller locks.
 
     Attributes:
@@ -26,7 +26,7 @@ class Buffers:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.slab = max(min(most // 8, SLAB) // ALIGN * ALIGN, ALIGN)
+        self.slab = max(min(most // 8, SLAB_BYTES) // TENSOR_ALIGNMENT * TENSOR_ALIGNMENT, TENSOR_ALIGNMENT)
         self.held = self.greatest = self._idle = 0
         self._free: dict[tuple[int, bool], list[Tensor]] = {}
 
@@ -41,7 +41,7 @@ class Buffers:
         if pinned:  # torch rounds it up to that anyway
             size = 1 << (nbytes - 1).bit_length()
         else:
-            step = max(1 << max(nbytes.bit_length() - 4, 0), ALIGN)
+            step = max(1 << max(nbytes.bit_length() - 4, 0), TENSOR_ALIGNMENT)
             size = -(-nbytes // step) * step
         return max(nbytes, min(size, self.most))
 
@@ -87,7 +87,7 @@ class Buffers:
                 self._idle -= key[0]
 
 
-class Side:
+class CopyStream:
     """A stream of a device, on which tensors go to pinned memory.
 
     Args:

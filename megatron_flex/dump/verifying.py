@@ -8,26 +8,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_flex.dump.files import GRADIENT, PARAMETER_GRADIENT, REPLICA, Entry, Part, read_part
+from megatron_flex.dump.part_format import GRADIENT, PARAMETER_GRADIENT, REPLICA, ShardEntry, StoredPart, read_part
 from megatron_flex.dump.inventory import (
     IterationFolder,
     RunFolder,
     is_temporary,
-    places,
-    run_folders,
-    total,
+    map_stages,
+    list_run_folders,
+    count_part_bytes,
 )
-from megatron_flex.dump.opening import check_same
-from megatron_flex.dump.replicas import Replicas
+from megatron_flex.dump.opening import check_same_dump
+from megatron_flex.dump.replicas import ReplicaChecksums
 from megatron_flex.errors import DumpError
-from megatron_flex.progress import BYTES, Bar, progress
-from megatron_flex.sites import GRAD
+from megatron_flex.progress import BYTES, ProgressBar, progress
+from megatron_flex.sites import GRADIENT_SUFFIX
 
 CHUNK = 4 << 20  # bytes that are read at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DumpFinding:
     """Something that is not as it should be.
 
     Attributes:
@@ -50,8 +50,8 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """In plain values."""
-        told = {n: getattr(self, n) for n in ("kind", "where", "text", "rank", "iteration", "error")}
-        return {**told, "sites": list(self.sites)}
+        values = {n: getattr(self, n) for n in ("kind", "where", "text", "rank", "iteration", "error")}
+        return {**values, "sites": list(self.sites)}
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class Verification:
         whole: iterations that some run has whole.
     """
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[DumpFinding] = field(default_factory=list)
     files: int = 0
     tensors: int = 0
     nbytes: int = 0
@@ -92,7 +92,7 @@ class Verification:
         }
 
 
-def verify(path: Path, live: bool = False) -> Verification:
+def verify_dump(path: Path, live: bool = False) -> Verification:
     """Read every byte of a dump and compare it with its checksum; find what is not there.
 
     Args:
@@ -102,13 +102,13 @@ def verify(path: Path, live: bool = False) -> Verification:
     Raises:
         DumpError: there is no dump.
     """
-    runs = run_folders(path)
-    with progress("verifying", total(runs), BYTES) as bar:
+    runs = list_run_folders(path)
+    with progress("verifying", count_part_bytes(runs), BYTES) as bar:
         return _Verifier(path, runs, bar, live).run()
 
 
 @dataclass(slots=True)
-class _Seen:
+class _RunContents:
     """What is known of a run when all of it was read: parts that are missing are named by it.
 
     Attributes:
@@ -121,7 +121,7 @@ class _Seen:
 
 
 class _Verifier:
-    def __init__(self, path: Path, runs: list[RunFolder], bar: Bar, live: bool) -> None:
+    def __init__(self, path: Path, runs: list[RunFolder], bar: ProgressBar, live: bool) -> None:
         self.path, self.runs, self.bar, self.live = path, runs, bar, live
         self.out = Verification()
         self.whole = {
@@ -138,27 +138,27 @@ class _Verifier:
                 self._add("contradiction", run.path / "manifest.json", f"it is of run {run.manifest.run}")
             if run.manifest is not None and first is not None:
                 try:
-                    check_same(self.path, first, run.manifest)
+                    check_same_dump(self.path, first, run.manifest)
                 except DumpError as error:
                     self._add("contradiction", run.path / "manifest.json", str(error))
             self._run(run)
         return self.out
 
     def _add(self, kind: str, where: Path, text: str, **more: Any) -> None:
-        self.out.findings.append(Finding(kind, str(where.relative_to(self.path)), text, **more))
+        self.out.findings.append(DumpFinding(kind, str(where.relative_to(self.path)), text, **more))
 
     # -- what is there ---------------------------------------------------------------------------------
 
     def _run(self, run: RunFolder) -> None:
-        seen, late = _Seen(), []
+        seen, late = _RunContents(), []
         for folder in run.iterations:
-            replicas = Replicas(run.manifest)
+            replicas = ReplicaChecksums(run.manifest)
             for (rank, number), (file, nbytes) in sorted(folder.files.items()):
                 part = self._part(run, folder, rank, number, file)
                 if part is None:
                     late.append((file, rank, number, folder.number))
                 else:
-                    seen.names.setdefault((rank, number), tuple(_name(e) for e in part.index.entries))
+                    seen.names.setdefault((rank, number), tuple(_format_entry_name(e) for e in part.index.entries))
                     seen.sites.update(e.site for e in part.index.entries)
                     replicas.add(rank, part)
                 self.bar.advance(nbytes)
@@ -169,14 +169,14 @@ class _Verifier:
             text, sites = self._lost(run, seen, rank, [number], rest=False)
             self.out.findings = [
                 f if f.where != str(file.relative_to(self.path)) or f.kind != "header"
-                else Finding("header", f.where, f"{f.text}; lost: {text}", rank, iteration, sites)
+                else DumpFinding("header", f.where, f"{f.text}; lost: {text}", rank, iteration, sites)
                 for f in self.out.findings
             ]  # fmt: skip
         self._absent(run, seen)
 
     def _part(
         self, run: RunFolder, folder: IterationFolder, rank: int, number: int, file: Path
-    ) -> Part | None:
+    ) -> StoredPart | None:
         about: dict[str, Any] = {"rank": rank, "iteration": folder.number}
         try:
             part = read_part(file)
@@ -185,24 +185,24 @@ class _Verifier:
             self._add("header", file, f"rank {rank}, iteration {folder.number}: {text}", **about)
             return None
         self.out.files += 1
-        for text in _contradictions(run, folder, rank, number, part):
+        for text in _find_contradictions(run, folder, rank, number, part):
             self._add("contradiction", file, f"rank {rank}, iteration {folder.number}: {text}", **about)
         try:
             with file.open("rb") as handle:
                 for entry in part.index.entries:
                     if entry.kind != REPLICA and not self._checksum(handle, part, entry):
                         text = (
-                            f"rank {rank}, iteration {folder.number}: the checksum of {_name(entry)}"
-                            f"{_times(entry)} is wrong: its bytes are not those that were written"
+                            f"rank {rank}, iteration {folder.number}: the checksum of {_format_entry_name(entry)}"
+                            f"{_format_entry_call(entry)} is wrong: its bytes are not those that were written"
                         )
-                        self._add("checksum", file, text, sites=(_name(entry),), **about)
+                        self._add("checksum", file, text, sites=(_format_entry_name(entry),), **about)
         except OSError as error:
             text = f"rank {rank}, iteration {folder.number}: cannot be read: {error.strerror or error}"
             self._add("header", file, text, **about)
             return None
         return part
 
-    def _checksum(self, handle: BinaryIO, part: Part, entry: Entry) -> bool:
+    def _checksum(self, handle: BinaryIO, part: StoredPart, entry: ShardEntry) -> bool:
         _, _, at, size = part.where[entry.tensor]
         self.out.tensors += 1
         self.out.nbytes += size
@@ -213,14 +213,14 @@ class _Verifier:
             size -= len(read)
         return size == 0 and crc == entry.crc
 
-    def _replicas(self, folder: IterationFolder, replicas: Replicas) -> None:
+    def _replicas(self, folder: IterationFolder, replicas: ReplicaChecksums) -> None:
         self.out.replicas += replicas.compared
         for rank, owner, entry in replicas.differing():
             text = (
-                f"iteration {folder.number}: rank {rank} held another {_name(entry)}{_times(entry)} than "
+                f"iteration {folder.number}: rank {rank} held another {_format_entry_name(entry)}{_format_entry_call(entry)} than "
                 f"rank {owner}, which wrote it: the replicas are out of step"
             )
-            about: dict[str, Any] = {"rank": rank, "iteration": folder.number, "sites": (_name(entry),)}
+            about: dict[str, Any] = {"rank": rank, "iteration": folder.number, "sites": (_format_entry_name(entry),)}
             self._add("replica", folder.path, text, **about)
 
     def _strays(self, strays: Sequence[tuple[Path, int]]) -> None:
@@ -230,34 +230,34 @@ class _Verifier:
 
     # -- what is not -----------------------------------------------------------------------------------
 
-    def _absent(self, run: RunFolder, seen: _Seen) -> None:
+    def _absent(self, run: RunFolder, seen: _RunContents) -> None:
         newest = run is self.runs[-1]
         ranks = run.ranks
         latest = {rank: n for n, f in enumerate(run.iterations) for rank, _ in f.files}
         for n, folder in enumerate(run.iterations):
-            elsewhere = (folder.number, folder.run_of) in self.whole
-            for rank, gone in folder.missing(ranks).items():
+            in_another_run = (folder.number, folder.run_of) in self.whole
+            for rank, absent in folder.missing(ranks).items():
                 closed = rank in folder.closed
                 stopped = not closed and latest.get(rank, -1) <= n
                 if stopped and newest and self.live:
                     continue
-                what, sites = self._lost(run, seen, rank, gone, rest=not closed)
-                numbers = ", ".join(map(str, gone))
+                what, sites = self._lost(run, seen, rank, absent, rest=not closed)
+                numbers = ", ".join(map(str, absent))
                 if stopped:
                     text = f"iteration {folder.number} is torn: rank {rank} stopped before its part {numbers}"
                 else:
                     text = f"iteration {folder.number}: part {numbers} of rank {rank} is missing"
-                text += f"; lost: {what}" + ("; another run has it whole" if elsewhere else "")
+                text += f"; lost: {what}" + ("; another run has it whole" if in_another_run else "")
                 about: dict[str, Any] = {"rank": rank, "iteration": folder.number, "sites": sites}
                 kind = "torn" if stopped else "missing"
-                self._add(kind, folder.path, text, error=not elsewhere, **about)
+                self._add(kind, folder.path, text, error=not in_another_run, **about)
         if run.manifest is not None and any(not f.missing(ranks) for f in run.iterations):
-            for name in sorted(set(places(run.manifest)) - seen.sites):
+            for name in sorted(set(map_stages(run.manifest)) - seen.sites):
                 text = f"{name}: the manifest has it, and no part does: nothing passed there"
                 self._add("contradiction", run.path, text, error=False, sites=(name,))
 
     def _lost(
-        self, run: RunFolder, seen: _Seen, rank: int, numbers: Sequence[int], rest: bool
+        self, run: RunFolder, seen: _RunContents, rank: int, numbers: Sequence[int], rest: bool
     ) -> tuple[str, tuple[str, ...]]:
         """What was in parts that are not there, from the same parts of other iterations."""
         last = numbers[-1]
@@ -265,26 +265,26 @@ class _Verifier:
                 if r == rank and (n in numbers or (rest and n > last))]  # fmt: skip
         sites = tuple(dict.fromkeys(name for names in held for name in names))
         if sites:
-            return _list(sites), sites
+            return _format_names(sites), sites
         coords = next((c for r, c in run.manifest.ranks if r == rank), {}) if run.manifest else {}
         stage = coords.get("pp", 0)
-        sites = tuple(name for name, at in places(run.manifest).items() if at == stage)
-        return (f"of {_list(sites)} what it wrote" if sites else "what it wrote"), sites
+        sites = tuple(name for name, at in map_stages(run.manifest).items() if at == stage)
+        return (f"of {_format_names(sites)} what it wrote" if sites else "what it wrote"), sites
 
 
-def _contradictions(
-    run: RunFolder, folder: IterationFolder, rank: int, number: int, part: Part
+def _find_contradictions(
+    run: RunFolder, folder: IterationFolder, rank: int, number: int, part: StoredPart
 ) -> Iterator[str]:
     """Where a part, its name and the manifest disagree."""
     index = part.index
-    said = index.rank, index.part, index.iteration, index.run_of
-    if said != (rank, number, folder.number, folder.run_of):
-        yield "it says it is rank {}, part {}, iteration {}, run {} of it".format(*said)
+    stated = index.rank, index.part, index.iteration, index.run_of
+    if stated != (rank, number, folder.number, folder.run_of):
+        yield "it says it is rank {}, part {}, iteration {}, run {} of it".format(*stated)
     for entry in index.entries:
         if not 0 <= entry.layout < len(index.layouts):
-            yield f"{_name(entry)}: layout {entry.layout} of {len(index.layouts)}"
+            yield f"{_format_entry_name(entry)}: layout {entry.layout} of {len(index.layouts)}"
         elif len(index.layouts[entry.layout].get("dims", ())) != len(entry.shape):
-            yield f"{_name(entry)}: a shape of {len(entry.shape)} dims, and a layout of others"
+            yield f"{_format_entry_name(entry)}: a shape of {len(entry.shape)} dims, and a layout of others"
     if named := sorted(set(part.where) - {e.tensor for e in index.entries}):
         yield f"the tensor {named[0]!r} is not in its index"
     if run.manifest is None:
@@ -294,20 +294,20 @@ def _contradictions(
         yield f"the manifest has no rank {rank}"
     elif dict(index.coords) != dict(coords[rank]):
         yield f"coordinates {dict(index.coords)}; the manifest has {dict(coords[rank])}"
-    known = places(run.manifest)
-    for name in sorted({e.site.removesuffix(GRAD) for e in index.entries} - set(known)):
+    known = map_stages(run.manifest)
+    for name in sorted({e.site.removesuffix(GRADIENT_SUFFIX) for e in index.entries} - set(known)):
         yield f"the manifest has no site or parameter {name!r}"
 
 
-def _name(entry: Entry) -> str:
-    return entry.site + (GRAD if entry.kind in (GRADIENT, PARAMETER_GRADIENT) else "")
+def _format_entry_name(entry: ShardEntry) -> str:
+    return entry.site + (GRADIENT_SUFFIX if entry.kind in (GRADIENT, PARAMETER_GRADIENT) else "")
 
 
-def _times(entry: Entry) -> str:
+def _format_entry_call(entry: ShardEntry) -> str:
     calls = f", call {entry.call}" if entry.call else ""
     return f" (microbatch {entry.microbatch}{calls})"
 
 
-def _list(names: Sequence[str], most: int = 3) -> str:
+def _format_names(names: Sequence[str], most: int = 3) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

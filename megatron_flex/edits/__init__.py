@@ -5,16 +5,16 @@ runs one after the other, `parse` makes them from words. Each can be restricted 
 `heads` and `features`.
 """
 
-from megatron_flex.edits.base import Edit
+from megatron_flex.edits.edit_base import Edit
 from megatron_flex.edits.files import write
 from megatron_flex.edits.marking import OnParts, local
-from megatron_flex.edits.parsing import PRESETS, parse
+from megatron_flex.edits.preset_parser import PRESETS, parse
 from megatron_flex.edits.preset import Local, Preset, chain
 from megatron_flex.edits.sources import patch, resample, swap
 from megatron_flex.edits.tensors import Indices
 from megatron_flex.edits.trained import LowRank, low_rank, splice
-from megatron_flex.edits.values import clamp, heads, mean, neurons, noise, scale, zero
-from megatron_flex.edits.vectors import linear_map, project, project_out, steer
+from megatron_flex.edits.value_edits import clamp, heads, mean, neurons, noise, scale, zero
+from megatron_flex.edits.vector_edits import linear_map, project, project_out, steer
 
 add = steer
 ablate = zero

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_flex.errors import HookError, nearest
+from megatron_flex.errors import HookError, suggest_nearest
 from megatron_flex.runtime import Captures
 
-NEEDED = "{path} needs the package safetensors: pip install safetensors, or give a .pt file"
+SAFETENSORS_MISSING = "{path} needs the package safetensors: pip install safetensors, or give a .pt file"
 
 
-def read(path: str | Path) -> Any:
+def read_tensor_file(path: str | Path) -> Any:
     """What a file holds: tensors by name, or of a `.pt` file whatever was saved.
 
     Raises:
@@ -29,22 +29,22 @@ def read(path: str | Path) -> Any:
         raise HookError(f"no file {path} on this rank; every rank that runs the edit reads it")
     if path.suffix == ".pt":
         return torch.load(path, map_location="cpu", weights_only=True)
-    return _safetensors(path).load_file(path)
+    return _import_safetensors(path).load_file(path)
 
 
-def read_one(path: str | Path) -> Tensor:
+def read_tensor(path: str | Path) -> Tensor:
     """The one tensor of a file, or with `file#name` the one of that name.
 
     Raises:
         HookError: there are several and none is named, or it is not there.
     """
     file, _, name = str(path).partition("#")
-    found = read(file)
+    found = read_tensor_file(file)
     if isinstance(found, Tensor):
         return found
     tensors = {n: t for n, t in found.items() if isinstance(t, Tensor)} if isinstance(found, Mapping) else {}
     if name and name not in tensors:
-        raise HookError(f"{file} has no tensor {name!r}{nearest(name, tensors)}")
+        raise HookError(f"{file} has no tensor {name!r}{suggest_nearest(name, tensors)}")
     if not name and len(tensors) != 1:
         raise HookError(f"{file} holds {len(tensors)} tensors; name one of them behind a #: {file}#name")
     return tensors[name or next(iter(tensors))]
@@ -70,10 +70,10 @@ def write(captures: Captures, path: str | Path) -> None:
     if Path(path).suffix == ".pt":
         torch.save(out, path)
     else:
-        _safetensors(path).save_file(out, path)
+        _import_safetensors(path).save_file(out, path)
 
 
-def by_pass(tensors: Mapping[str, Any]) -> dict[str, Any]:
+def group_by_pass(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Names such as `site#2` or `site#2.1` sorted out: site to (microbatch, call) to tensor."""
     out: dict[str, Any] = {}
     for name, tensor in tensors.items():
@@ -86,8 +86,8 @@ def by_pass(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _safetensors(path: str | Path) -> Any:
+def _import_safetensors(path: str | Path) -> Any:
     try:
         return import_module("safetensors.torch")
     except ImportError:
-        raise HookError(NEEDED.format(path=path)) from None
+        raise HookError(SAFETENSORS_MISSING.format(path=path)) from None

@@ -11,15 +11,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_flex.collectives import Shard
-from megatron_flex.edits.preset import Local, Preset, parted
+from megatron_flex.edits.preset import Local, Preset, split_dims
 from megatron_flex.errors import HookError
 from megatron_flex.runtime.captures import Key
-from megatron_flex.runtime.hooks import EditingFunction, for_pass, for_site, name_of
-from megatron_flex.runtime.locally import asks_modules
+from megatron_flex.runtime.hooks import EditingFunction, for_pass, for_site, describe_edit
+from megatron_flex.runtime.local_edits import asks_modules
 from megatron_flex.runtime.sharing.functions import uses_context
 from megatron_flex.sites import Site
 
-MOST = 10_000  # nodes of a graph that are looked at
+MAX_GRAPH_NODES = 10_000  # nodes of a graph that are looked at
 
 
 def local(dims: str | Sequence[str] = "all") -> Callable[[EditingFunction], OnParts]:
@@ -73,9 +73,9 @@ class OnParts(Preset):
         self, current_module: nn.Module | None, inputs: Tensor, save_ctx: Namespace, modules: Any
     ) -> Tensor:
         made = self.function(current_module, inputs, save_ctx, modules)
-        if self.on_part and isinstance(made, Tensor) and _trains(made, inputs):
+        if self.on_part and isinstance(made, Tensor) and _depends_on_parameter(made, inputs):
             raise HookError(
-                f"{name_of(self.function)} is run on each rank's part, and depends on a parameter that wants "
+                f"{describe_edit(self.function)} is run on each rank's part, and depends on a parameter that wants "
                 "a gradient, of which each rank would have a share; leave @mf.local away"
             )
         return made
@@ -89,7 +89,7 @@ class OnParts(Preset):
         missing = [] if self.dims == "all" else [d for d in self.dims if d not in site.dims]
         if missing:
             raise HookError(
-                f"mf.local(dims={self.dims}) of {name_of(self.function)}: {site.name} has dims "
+                f"mf.local(dims={self.dims}) of {describe_edit(self.function)}: {site.name} has dims "
                 f"[{', '.join(site.dims)}], no {missing[0]!r}"
             )
         return OnParts(self.dims, for_site(self.function, site), site.dims)
@@ -102,19 +102,19 @@ class OnParts(Preset):
     def on_shard(self, shard: Shard) -> OnParts | None:
         """The same for a rank's part, if that is cut along these dims alone."""
         names = self.names or tuple(d.name for d in shard.layout.dims)
-        if shard.summed or (self.dims != "all" and any(names[i] not in self.dims for i in parted(shard))):
+        if shard.summed or (self.dims != "all" and any(names[i] not in self.dims for i in split_dims(shard))):
             return None
         return OnParts(self.dims, self.function, self.names, on_part=True)
 
     def __repr__(self) -> str:
         along = "all dims" if self.dims == "all" else ", ".join(self.dims)
-        return f"{name_of(self.function)}, local along {along}"
+        return f"{describe_edit(self.function)}, local along {along}"
 
 
-def _trains(made: Tensor, inputs: Tensor) -> bool:
+def _depends_on_parameter(made: Tensor, inputs: Tensor) -> bool:
     """Whether what was made of a tensor depends on a parameter, too."""
     todo, seen = deque([made.grad_fn]), {inputs.grad_fn, None}
-    while todo and len(seen) < MOST:
+    while todo and len(seen) < MAX_GRAPH_NODES:
         node: Any = todo.popleft()
         if node in seen:
             continue

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from megatron_flex.collectives import Shard
 from megatron_flex.errors import HookError
 from megatron_flex.runtime.captures import Key
-from megatron_flex.runtime.hooks import EditingFunction, for_pass, for_site, name_of
-from megatron_flex.runtime.locally import asks_modules, on_shard
+from megatron_flex.runtime.hooks import EditingFunction, for_pass, for_site, describe_edit
+from megatron_flex.runtime.local_edits import asks_modules, on_shard
 from megatron_flex.runtime.sharing.functions import uses_context
 from megatron_flex.sites import Site
 
 Local = Literal["all"] | tuple[str, ...]
 
 
-def parted(shard: Shard) -> set[int]:
+def split_dims(shard: Shard) -> set[int]:
     """The dims of which a rank has not just what the whole has: they are cut, or padded."""
     padded = {i for i, (n, w) in enumerate(zip(shard.shape, shard.whole, strict=True)) if n != w}
     return padded | set(shard.cut)
@@ -135,9 +135,9 @@ class chain(Preset):
             inputs = edit(current_module, inputs, save_ctx, modules)
             if not isinstance(inputs, Tensor):
                 raise HookError(
-                    f"{name_of(edit)} in a chain returned {type(inputs).__name__}; return a tensor"
+                    f"{describe_edit(edit)} in a chain returned {type(inputs).__name__}; return a tensor"
                 )
         return inputs
 
     def __repr__(self) -> str:
-        return " | ".join(name_of(e) for e in self.edits)
+        return " | ".join(describe_edit(e) for e in self.edits)

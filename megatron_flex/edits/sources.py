@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.edits.base import Edit
-from megatron_flex.edits.files import by_pass, read
-from megatron_flex.edits.tensors import Held
-from megatron_flex.errors import HookError, SiteError, nearest
+from megatron_flex.edits.edit_base import Edit
+from megatron_flex.edits.files import group_by_pass, read_tensor_file
+from megatron_flex.edits.tensors import DeviceConstant
+from megatron_flex.errors import HookError, SiteError, suggest_nearest
 from megatron_flex.runtime import Readings
 from megatron_flex.runtime.captures import Key
 from megatron_flex.sites import Site
 
-Source = Tensor | Sequence[Tensor] | Mapping[str, Any] | str | Path
+PatchSource = Tensor | Sequence[Tensor] | Mapping[str, Any] | str | Path
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -96,21 +96,21 @@ class patch(Edit):
             file that `edits.write` made. Of the whole's shape, or of its last dims.
     """
 
-    source: Source
+    source: PatchSource
     _found: Any = field(init=False)
-    _now: Held | None = field(default=None, init=False)
+    _now: DeviceConstant | None = field(default=None, init=False)
     draws = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         found: Any = self.source
         if isinstance(found, (str, Path)):
-            found = read(found)
+            found = read_tensor_file(found)
         if isinstance(found, dict):
-            found = by_pass(found)
+            found = group_by_pass(found)
         object.__setattr__(self, "_found", found)
         if isinstance(found, Tensor):
-            object.__setattr__(self, "_now", Held(found))
+            object.__setattr__(self, "_now", DeviceConstant(found))
 
     def mixes(self) -> set[str]:
         return {"*"}
@@ -128,7 +128,7 @@ class patch(Edit):
         if isinstance(self._found, Tensor):
             return self
         found = self._of(key.site) if isinstance(self._found, Mapping) else self._found
-        return self._with(_now=Held(_one(found, key)), _cut={})
+        return self._with(_now=DeviceConstant(_select_pass(found, key)), _cut={})
 
     def _of(self, site: str) -> Any:
         """What the source has for a site."""
@@ -138,7 +138,7 @@ class patch(Edit):
             except (KeyError, SiteError) as error:
                 last = error
         raise HookError(
-            f"{self!r}: nothing for {site} in the source{nearest(site, self._found)}; what a run reads "
+            f"{self!r}: nothing for {site} in the source{suggest_nearest(site, self._found)}; what a run reads "
             "arrives on its leader: write it to a file with edits.write() for all ranks"
         ) from last
 
@@ -150,7 +150,7 @@ class patch(Edit):
         return self.constant(self._now, inputs, "a patch").expand_as(inputs).clone()
 
 
-def _one(found: Any, key: Key) -> Tensor:
+def _select_pass(found: Any, key: Key) -> Tensor:
     """The tensor of a microbatch, and call."""
     if isinstance(found, Tensor):
         return found

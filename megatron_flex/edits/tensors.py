@@ -13,7 +13,7 @@ from megatron_flex.errors import HookError
 Indices = int | slice | Sequence[int]
 
 
-def along(
+def mask_along(
     inputs: Tensor, dim: int, indices: Indices, what: str, width: int = 1, length: int | None = None
 ) -> Tensor:
     """Which entries of a dim are chosen, as booleans that broadcast to the tensor.
@@ -40,12 +40,12 @@ def along(
                 f"{what}: {wrong[0]} is beyond a dim of {size}; name some from {-size} to {size - 1}"
             )
         chosen = tuple(i % size for i in given)
-    mask = _along(size, chosen, width, inputs.device)
+    mask = _make_mask(size, chosen, width, inputs.device)
     return mask.view([-1 if i == dim else 1 for i in range(inputs.ndim)])
 
 
 @lru_cache(maxsize=256)
-def _along(size: int, chosen: tuple[int, ...], width: int, device: torch.device) -> Tensor:
+def _make_mask(size: int, chosen: tuple[int, ...], width: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         mask = torch.zeros(size, dtype=torch.bool)
         mask[list(chosen)] = True
@@ -60,7 +60,7 @@ def inside(indices: Indices, size: int | str) -> bool:
     return isinstance(size, int) and all(-size <= i < size for i in many)
 
 
-class Held:
+class DeviceConstant:
     """A constant tensor that is wanted on the device and in the dtype of another; moved there once."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -78,13 +78,13 @@ class Held:
         return self._moved[at]
 
 
-def fits(tensor: Tensor, whole: Tensor | Sequence[int], what: str) -> Tensor:
+def check_broadcast(tensor: Tensor, full: Tensor | Sequence[int], what: str) -> Tensor:
     """The tensor, which must have the shape of a whole, or stand for one of that shape by broadcasting.
 
     Raises:
         HookError: it does not.
     """
-    shape = tuple(whole.shape if isinstance(whole, Tensor) else whole)
+    shape = tuple(full.shape if isinstance(full, Tensor) else full)
     try:
         good = torch.broadcast_shapes(tensor.shape, shape) == shape
     except RuntimeError:

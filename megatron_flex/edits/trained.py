@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from megatron_flex.edits.base import Edit
-from megatron_flex.errors import HookError, nearest
+from megatron_flex.edits.edit_base import Edit
+from megatron_flex.errors import HookError, suggest_nearest
 
 
 class LowRank(nn.Module):
@@ -47,7 +47,7 @@ class low_rank(Edit):
         return {"*"}
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
-        return _run(self, modules, self.name, inputs)
+        return _run_module(self, modules, self.name, inputs)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -71,19 +71,19 @@ class splice(Edit):
         return {"*"}
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
-        made = _run(self, modules, self.name, inputs)
+        made = _run_module(self, modules, self.name, inputs)
         return made + (inputs - made).detach() if self.keep_error else made
 
 
-def _run(edit: Edit, modules: nn.ModuleDict, name: str, inputs: Tensor) -> Tensor:
+def _run_module(edit: Edit, modules: nn.ModuleDict, name: str, inputs: Tensor) -> Tensor:
     if name not in modules:
         known = f"; known: {', '.join(modules)}" if len(modules) else "; none is"
         raise HookError(
-            f"{edit!r}: no trainable module {name!r} is registered{nearest(name, modules)}{known}"
+            f"{edit!r}: no trainable module {name!r} is registered{suggest_nearest(name, modules)}{known}"
         )
     made = modules[name](inputs)
     made = made[0] if isinstance(made, tuple) else made
     if not isinstance(made, Tensor) or made.shape != inputs.shape:
-        told = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
-        raise HookError(f"{edit!r}: the module returned {told} for {tuple(inputs.shape)}; return that shape")
+        returned = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+        raise HookError(f"{edit!r}: the module returned {returned} for {tuple(inputs.shape)}; return that shape")
     return made

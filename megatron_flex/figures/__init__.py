@@ -2,10 +2,10 @@
 
 from megatron_flex.figures.attention import attention, induction
 from megatron_flex.figures.divergence import ComparisonLike, divergence
-from megatron_flex.figures.lens import logit_lens
+from megatron_flex.figures.lens_figure import logit_lens
 from megatron_flex.figures.sources import Source
 from megatron_flex.figures.streams import heat, histograms, norms
-from megatron_flex.figures.types import (
+from megatron_flex.figures.figure_data import (
     Attention,
     Divergence,
     FigureError,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_flex.figures.sources import Source, caption, layouts, reading_values, told_of
-from megatron_flex.figures.types import Attention, FigureError, Induction, as_array
-from megatron_flex.figures.values import PATTERNS, Values, as_fp32, last_iteration
+from megatron_flex.figures.sources import Source, make_caption, describe_layouts, open_tensor_source, caption_iterations
+from megatron_flex.figures.figure_data import Attention, FigureError, Induction, as_array
+from megatron_flex.figures.values import PATTERN_SITES, TensorSource, as_fp32, last_iteration
 
-SITE = "decoder.layers.*.self_attention.core_attention:probs"
-EMBEDDINGS = ("embedding.word_embeddings:output", "hook_embed")
+ATTENTION_SITES = "decoder.layers.*.self_attention.core_attention:probs"
+EMBEDDING_NAMES = ("embedding.word_embeddings:output", "hook_embed")
 
 
 def attention(source: Source, layer: int, iteration: int | None = None, sample: int = 0) -> Attention:
@@ -25,17 +25,17 @@ def attention(source: Source, layer: int, iteration: int | None = None, sample: 
     Raises:
         FigureError: there are none of that layer.
     """
-    with reading_values(source, "an attention pattern") as found:
-        there = _layers(found)
+    with open_tensor_source(source, "an attention pattern") as found:
+        there = _pattern_names(found)
         if layer not in there:
-            raise FigureError(f"{found.where} has {_have(list(there))}; it has none of layer {layer}")
+            raise FigureError(f"{found.where} has {_describe_layers(list(there))}; it has none of layer {layer}")
         name = there[layer]
         number = last_iteration(found, name, iteration)
         rows = found.rows(name, number, sample)
         values = as_fp32(rows.all()).transpose(0, 1).contiguous()
-        told = caption(name, told_of(found, [number]), f"sample {rows.sample}", layout=found.layout(name))
+        text = make_caption(name, caption_iterations(found, [number]), f"sample {rows.sample}", layout=found.layout(name))
         keys = tuple(range(values.shape[-1]))
-        return Attention(layer, number, as_array(values), rows.tokens, keys, told)
+        return Attention(layer, number, as_array(values), rows.tokens, keys, text)
 
 
 def induction(source: Source, iteration: int | None = None) -> Induction:
@@ -51,49 +51,49 @@ def induction(source: Source, iteration: int | None = None) -> Induction:
     Raises:
         FigureError: there are no patterns, or not of all tokens, or the samples repeat nothing.
     """
-    with reading_values(source, "an induction score") as found:
-        there = _layers(found)
+    with open_tensor_source(source, "an induction score") as found:
+        there = _pattern_names(found)
         names = list(there.values())
         number = last_iteration(found, names[0], iteration)
         _check_repeated(found, number)
-        scores = [_scores(found, name, number) for name in names]
+        scores = [_induction_scores(found, name, number) for name in names]
         if len({len(both[0]) for both in scores}) > 1:
             raise FigureError(f"{found.where}: layers have different numbers of heads; draw them one by one")
         followed, previous = (torch.stack([both[i] for both in scores]) for i in (0, 1))
         length = len(found.rows(names[0], number, 0).tokens)
         uniform = float((1 / torch.arange(length // 2 + 1, length + 1)).mean())
-        told = caption(
-            SITE if len(names) > 1 else names[0],
-            told_of(found, [number]),
+        text = make_caption(
+            ATTENTION_SITES if len(names) > 1 else names[0],
+            caption_iterations(found, [number]),
             f"mean over {found.samples(names[0], number)} samples",
-            layout=layouts(found, names),
+            layout=describe_layouts(found, names),
         )
-        return Induction(tuple(there), as_array(followed), as_array(previous), uniform, number, told)
+        return Induction(tuple(there), as_array(followed), as_array(previous), uniform, number, text)
 
 
-def _layers(found: Values) -> dict[int, str]:
+def _pattern_names(found: TensorSource) -> dict[int, str]:
     """The names of attention patterns by layer.
 
     Raises:
         FigureError: there are none.
     """
-    matches = (PATTERNS.fullmatch(name) for name in found.names)
+    matches = (PATTERN_SITES.fullmatch(name) for name in found.names)
     out = {int(match[1]): match[0] for match in matches if match is not None}
     if not out:
         raise FigureError(
-            f"{found.where} has no attention patterns: {found.record.format(repr(SITE))}, which layers of "
+            f"{found.where} has no attention patterns: {found.record.format(repr(ATTENTION_SITES))}, which layers of "
             "the local spec have (--transformer-impl local)"
         )
     return dict(sorted(out.items()))
 
 
-def _have(layers: list[int]) -> str:
+def _describe_layers(layers: list[int]) -> str:
     first, last = layers[0], layers[-1]
     which = f"layers {first} to {last}" if last > first else f"layer {first}"
     return f"the attention patterns of {which}"
 
 
-def _scores(found: Values, name: str, iteration: int) -> tuple[Tensor, Tensor]:
+def _induction_scores(found: TensorSource, name: str, iteration: int) -> tuple[Tensor, Tensor]:
     """`[head]` each: attention to behind the earlier copy, and to the token before."""
     followed, previous = [], []
     for sample in range(found.samples(name, iteration)):
@@ -112,8 +112,8 @@ def _scores(found: Values, name: str, iteration: int) -> tuple[Tensor, Tensor]:
     return torch.stack(followed).mean(0), torch.stack(previous).mean(0)
 
 
-def _check_repeated(found: Values, iteration: int) -> None:
-    name = next((n for n in EMBEDDINGS if n in found.names), None)
+def _check_repeated(found: TensorSource, iteration: int) -> None:
+    name = next((n for n in EMBEDDING_NAMES if n in found.names), None)
     if name is None or (found.iterations(name) and iteration not in found.iterations(name)):
         return
     for sample in range(found.samples(name, iteration)):

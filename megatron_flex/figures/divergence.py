@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from megatron_flex.figures.sources import caption
-from megatron_flex.figures.types import Divergence, FigureError, as_array
+from megatron_flex.figures.sources import make_caption
+from megatron_flex.figures.figure_data import Divergence, FigureError, as_array
 
 
 class RowLike(Protocol):
@@ -81,5 +81,5 @@ def divergence(comparison: ComparisonLike) -> Divergence:
     first = comparison.first
     where = None if first is None else (first.name, first.iteration)
     ends = "within tolerance" if where is None else f"first at {where[0]}, iteration {where[1]}"
-    told = caption(f"A: {comparison.a}, B: {comparison.b}", iterations, ends)
-    return Divergence(tuple(sites), tuple(iterations), as_array(table[0]), as_array(table[1]), where, told)
+    text = make_caption(f"A: {comparison.a}, B: {comparison.b}", iterations, ends)
+    return Divergence(tuple(sites), tuple(iterations), as_array(table[0]), as_array(table[1]), where, text)

@@ -8,24 +8,24 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-from megatron_flex.dump.layouts import from_json
-from megatron_flex.dump.reading import OpenDump, open_dump
-from megatron_flex.errors import SiteError, nearest
-from megatron_flex.figures.types import FigureError
-from megatron_flex.figures.values import OfCache, OfDump, Values
+from megatron_flex.dump.layouts import layout_from_json
+from megatron_flex.dump.reader import OpenDump, open_dump
+from megatron_flex.errors import SiteError, suggest_nearest
+from megatron_flex.figures.figure_data import FigureError
+from megatron_flex.figures.values import CacheSource, DumpSource, TensorSource
 from megatron_flex.layout import Layout
 from megatron_flex.lens import ActivationCache
 from megatron_flex.sites import Site, SiteTable
-from megatron_flex.statistics.files import NAME, starts
-from megatron_flex.statistics.measured import Measured
+from megatron_flex.statistics.files import FILE_NAME, list_files
+from megatron_flex.statistics.measured import TensorStatistics
 from megatron_flex.statistics.reading import OpenStatistics, open_statistics
-from megatron_flex.view.words import layout_in_words, numbers_in_words
+from megatron_flex.view.words import describe_layout, describe_numbers
 
 Source = OpenDump | OpenStatistics | ActivationCache | str | PathLike[str]
 
 
 @dataclass(frozen=True)
-class OfStatistics:
+class StatisticsSource:
     """Statistics as a source: numbers of tensors, not the tensors.
 
     Attributes:
@@ -49,7 +49,7 @@ class OfStatistics:
         """Those of which anything is known."""
         return self.found.iterations
 
-    def rows(self, names: Sequence[str]) -> Iterator[Measured]:
+    def rows(self, names: Sequence[str]) -> Iterator[TensorStatistics]:
         """What is known of some tensors, by iteration."""
         wanted = set(names)
         return (row for row in self.found.rows() if row.site in wanted)
@@ -59,32 +59,32 @@ class OfStatistics:
         for header in reversed(self.found.headers):
             for place in header.sites:
                 if place.name == name.removesuffix(".grad"):
-                    return layout_in_words(from_json(dict(place.layout)), header.axes)
+                    return describe_layout(layout_from_json(dict(place.layout)), header.axes)
         return ""
 
 
 @contextmanager
-def reading(source: Source) -> Iterator[Values | OfStatistics]:
+def open_source(source: Source) -> Iterator[TensorSource | StatisticsSource]:
     """A source to ask; what a path names is opened, and closed again.
 
     Raises:
         FlexError: there is neither a dump nor statistics at the path, or they are damaged.
     """
     if isinstance(source, ActivationCache):
-        yield OfCache(source)
+        yield CacheSource(source)
     elif isinstance(source, OpenStatistics):
-        yield OfStatistics(source)
+        yield StatisticsSource(source)
     elif isinstance(source, OpenDump):
-        yield OfDump(source)
+        yield DumpSource(source)
     elif _is_statistics(Path(source)):
-        yield OfStatistics(open_statistics(source))
+        yield StatisticsSource(open_statistics(source))
     else:
         with open_dump(source) as dump:
-            yield OfDump(dump)
+            yield DumpSource(dump)
 
 
 @contextmanager
-def reading_values(source: Source, what: str) -> Iterator[Values]:
+def open_tensor_source(source: Source, what: str) -> Iterator[TensorSource]:
     """The same of a source that has the tensors themselves.
 
     Args:
@@ -94,8 +94,8 @@ def reading_values(source: Source, what: str) -> Iterator[Values]:
     Raises:
         FigureError: it is statistics.
     """
-    with reading(source) as found:
-        if isinstance(found, OfStatistics):
+    with open_source(source) as found:
+        if isinstance(found, StatisticsSource):
             raise FigureError(
                 f"{found.where} has numbers of tensors, not the tensors that {what} is made of: dump them "
                 "(mf.Dump), or keep them in a cache (flex.run_with_cache)"
@@ -104,12 +104,12 @@ def reading_values(source: Source, what: str) -> Iterator[Values]:
 
 
 def _is_statistics(path: Path) -> bool:
-    if NAME.fullmatch(path.name):
+    if FILE_NAME.fullmatch(path.name):
         return True
-    return path.is_dir() and not any(path.glob("run-*")) and bool(starts(path))
+    return path.is_dir() and not any(path.glob("run-*")) and bool(list_files(path))
 
 
-def matching(found: Values | OfStatistics, pattern: str) -> list[str]:
+def match_names(found: TensorSource | StatisticsSource, pattern: str) -> list[str]:
     """The names that a pattern means, as hooks read it: a module stands for its output.
 
     Raises:
@@ -124,11 +124,11 @@ def matching(found: Values | OfStatistics, pattern: str) -> list[str]:
         except SiteError:
             continue
     raise FigureError(
-        f"{found.where} has nothing that {pattern!r} means{nearest(pattern, found.names)}; dump or record it"
+        f"{found.where} has nothing that {pattern!r} means{suggest_nearest(pattern, found.names)}; dump or record it"
     )
 
 
-def caption(what: str, iterations: Sequence[int], *more: str, layout: str = "") -> str:
+def make_caption(what: str, iterations: Sequence[int], *more: str, layout: str = "") -> str:
     """Site, iterations and layout in one line; without iterations of a cache.
 
     Args:
@@ -138,16 +138,16 @@ def caption(what: str, iterations: Sequence[int], *more: str, layout: str = "") 
         layout: in words.
     """
     many = "s" if len(iterations) > 1 else ""
-    told = [f"iteration{many} {numbers_in_words(iterations)}"] if len(iterations) else []
-    return " · ".join(part for part in (what, *told, *more, layout) if part)
+    numbers = [f"iteration{many} {describe_numbers(iterations)}"] if len(iterations) else []
+    return " · ".join(part for part in (what, *numbers, *more, layout) if part)
 
 
-def told_of(found: Values | OfStatistics, iterations: Sequence[int]) -> Sequence[int]:
+def caption_iterations(found: TensorSource | StatisticsSource, iterations: Sequence[int]) -> Sequence[int]:
     """The iterations that a caption tells: of a cache, which is of one run, none."""
-    return [] if isinstance(found, OfCache) else iterations
+    return [] if isinstance(found, CacheSource) else iterations
 
 
-def layouts(found: Values | OfStatistics, names: Sequence[str]) -> str:
+def describe_layouts(found: TensorSource | StatisticsSource, names: Sequence[str]) -> str:
     """The layout of several tensors, in words, or that they differ."""
     several = list(dict.fromkeys(found.layout(name) for name in names))
     return several[0] if len(several) == 1 else f"{len(several)} different layouts"

@@ -11,25 +11,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_flex.figures.sources import (
-    OfStatistics,
+    StatisticsSource,
     Source,
-    caption,
-    layouts,
-    matching,
-    reading,
-    reading_values,
-    told_of,
+    make_caption,
+    describe_layouts,
+    match_names,
+    open_source,
+    open_tensor_source,
+    caption_iterations,
 )
-from megatron_flex.figures.types import FigureError, Heat, Histograms, Norms, as_array
-from megatron_flex.figures.values import Rows, Values, as_fp32, last_iteration
-from megatron_flex.statistics.measured import SIDE, edges
-from megatron_flex.statistics.moments import COUNT, HISTOGRAM, INFINITIES, NANS, SECOND, ZEROS, Sums
+from megatron_flex.figures.figure_data import FigureError, Heat, Histograms, Norms, as_array
+from megatron_flex.figures.values import SampleRows, TensorSource, as_fp32, last_iteration
+from megatron_flex.statistics.measured import BINS_PER_SIGN, compute_bin_edges
+from megatron_flex.statistics.moments import COUNT, HISTOGRAM, INFINITIES, NANS, SECOND_POWER, ZEROS, MomentSums
 
-STREAM = "decoder.layers.*:output"
-PART = 1 << 22  # values of a heat map that are read at a time
+LAYER_OUTPUTS = "decoder.layers.*:output"
+READ_VALUES = 1 << 22  # values of a heat map that are read at a time
 
 
-def norms(source: Source, pattern: str = STREAM) -> Norms:
+def norms(source: Source, pattern: str = LAYER_OUTPUTS) -> Norms:
     """The norm of each tensor in each iteration, over all samples and tokens that the source has.
 
     Args:
@@ -39,9 +39,9 @@ def norms(source: Source, pattern: str = STREAM) -> Norms:
     Raises:
         FigureError: nothing of that name was dumped or measured.
     """
-    with reading(source) as found:
-        names = matching(found, pattern)
-        rows = _measured(found, names) if isinstance(found, OfStatistics) else _summed(found, names)
+    with open_source(source) as found:
+        names = match_names(found, pattern)
+        rows = _norms_of_statistics(found, names) if isinstance(found, StatisticsSource) else _norms_of_tensors(found, names)
         iterations = sorted({number for number, _ in rows})
         table = torch.full((3, len(iterations), len(names)), math.nan, dtype=torch.float64)
         table[1:] = 0
@@ -51,17 +51,17 @@ def norms(source: Source, pattern: str = STREAM) -> Norms:
             table[:, lines[number], places[name]] = torch.tensor(row, dtype=torch.float64)
         values, counts, broken = table[0], table[1].long(), table[2].long()
         named = names[0] if len(names) == 1 else pattern
-        told = caption(f"norm of {named}", told_of(found, iterations), layout=layouts(found, names))
+        text = make_caption(f"norm of {named}", caption_iterations(found, iterations), layout=describe_layouts(found, names))
         return Norms(
-            tuple(names), tuple(iterations), as_array(values), as_array(counts), as_array(broken), told
+            tuple(names), tuple(iterations), as_array(values), as_array(counts), as_array(broken), text
         )
 
 
-Row = tuple[float, int, int]  # norm, finite values, others
+NormRow = tuple[float, int, int]  # norm, finite values, others
 
 
-def _measured(found: OfStatistics, names: Sequence[str]) -> dict[tuple[int, str], Row]:
-    out: dict[tuple[int, str], Row] = {}
+def _norms_of_statistics(found: StatisticsSource, names: Sequence[str]) -> dict[tuple[int, str], NormRow]:
+    out: dict[tuple[int, str], NormRow] = {}
     for row in found.rows(names):
         broken = row.nans + row.infinities
         out[row.iteration, row.site] = (
@@ -72,16 +72,16 @@ def _measured(found: OfStatistics, names: Sequence[str]) -> dict[tuple[int, str]
     return out
 
 
-def _summed(found: Values, names: Sequence[str]) -> dict[tuple[int, str], Row]:
-    out: dict[tuple[int, str], Row] = {}
+def _norms_of_tensors(found: TensorSource, names: Sequence[str]) -> dict[tuple[int, str], NormRow]:
+    out: dict[tuple[int, str], NormRow] = {}
     for name in names:
         for number in found.iterations(name) or [0]:
-            sums = Sums(histogram=False)
+            sums = MomentSums(histogram=False)
             for block in found.blocks(name, number):
                 sums.add(block)
             row = sums.row.tolist()
             broken = round(row[NANS] + row[INFINITIES])
-            out[number, name] = (math.sqrt(row[SECOND]), round(row[COUNT]) - broken, broken)
+            out[number, name] = (math.sqrt(row[SECOND_POWER]), round(row[COUNT]) - broken, broken)
     return out
 
 
@@ -95,26 +95,26 @@ def histograms(source: Source, site: str) -> Histograms:
     Raises:
         FigureError: it was not dumped or measured, or without histograms, or several are meant.
     """
-    with reading(source) as found:
-        name = _one(matching(found, site), site)
-        if isinstance(found, OfStatistics):
+    with open_source(source) as found:
+        name = _only_name(match_names(found, site), site)
+        if isinstance(found, StatisticsSource):
             rows = {row.iteration: list(row.histogram) for row in found.rows([name]) if row.histogram}
             if not rows:
                 raise FigureError(f"{found.where} has no histograms of {name}: record with histogram=True")
         else:
-            rows = {number: _bins(found, name, number) for number in found.iterations(name) or [0]}
-        told = caption(name, told_of(found, list(rows)), layout=found.layout(name))
-        bounds, counts = torch.tensor(edges(), dtype=torch.float64), torch.tensor(list(rows.values()))
-        return Histograms(name, tuple(rows), as_array(bounds), as_array(counts), told)
+            rows = {number: _count_bins(found, name, number) for number in found.iterations(name) or [0]}
+        text = make_caption(name, caption_iterations(found, list(rows)), layout=found.layout(name))
+        bounds, counts = torch.tensor(compute_bin_edges(), dtype=torch.float64), torch.tensor(list(rows.values()))
+        return Histograms(name, tuple(rows), as_array(bounds), as_array(counts), text)
 
 
-def _bins(found: Values, name: str, iteration: int) -> list[int]:
+def _count_bins(found: TensorSource, name: str, iteration: int) -> list[int]:
     """As a row of statistics has them: negative ones, zeros, positive ones."""
-    sums = Sums()
+    sums = MomentSums()
     for block in found.blocks(name, iteration):
         sums.add(block)
     counts = [round(n) for n in sums.row[HISTOGRAM:].tolist()]
-    return [*counts[:SIDE], round(float(sums.row[ZEROS])), *counts[SIDE:]]
+    return [*counts[:BINS_PER_SIGN], round(float(sums.row[ZEROS])), *counts[BINS_PER_SIGN:]]
 
 
 def heat(
@@ -136,34 +136,34 @@ def heat(
     Raises:
         FigureError: it is not there, or has no samples with tokens, or several are meant.
     """
-    with reading_values(source, "a heat map") as found:
-        name = _one(matching(found, site), site)
+    with open_tensor_source(source, "a heat map") as found:
+        name = _only_name(match_names(found, site), site)
         number = last_iteration(found, name, iteration)
         rows = found.rows(name, number, sample)
         sizes = len(rows.tokens), prod(rows.features)
         if 0 in sizes:
             raise FigureError(f"{found.where}: {name} has no values in iteration {number}")
         block = ceil(sizes[0] / max(1, most[0])), ceil(sizes[1] / max(1, most[1]))
-        values = as_fp32(rows.all()).reshape(sizes) if block == (1, 1) else _means(rows, sizes, block)
+        values = as_fp32(rows.all()).reshape(sizes) if block == (1, 1) else _block_means(rows, sizes, block)
         folded = "" if block == (1, 1) else f"means of |x| over {block[0]} x {block[1]} (tokens x features)"
-        told = caption(
+        text = make_caption(
             name,
-            told_of(found, [number]),
+            caption_iterations(found, [number]),
             f"sample {rows.sample}",
             folded,
             layout=found.layout(name),
         )
         columns = tuple(range(0, sizes[1], block[1]))
-        return Heat(name, number, as_array(values), rows.tokens[:: block[0]], columns, block, told)
+        return Heat(name, number, as_array(values), rows.tokens[:: block[0]], columns, block, text)
 
 
-def _means(rows: Rows, sizes: tuple[int, int], block: tuple[int, int]) -> Tensor:
+def _block_means(rows: SampleRows, sizes: tuple[int, int], block: tuple[int, int]) -> Tensor:
     """Means of |x| over blocks, of which the last in each direction may be smaller."""
     down, along = block
     lines = []
     for first in range(0, sizes[0], down):
         last = min(first + down, sizes[0])
-        step = max(1, PART // sizes[1])
+        step = max(1, READ_VALUES // sizes[1])
         total = torch.zeros(sizes[1])
         for at in range(first, last, step):
             part = as_fp32(rows.read(at, min(at + step, last)))
@@ -177,7 +177,7 @@ def _means(rows: Rows, sizes: tuple[int, int], block: tuple[int, int]) -> Tensor
     return sums / widths
 
 
-def _one(names: list[str], site: str) -> str:
+def _only_name(names: list[str], site: str) -> str:
     if len(names) > 1:
         raise FigureError(f"{site!r} means {len(names)} tensors, such as {names[0]} and {names[1]}; name one")
     return names[0]

@@ -11,19 +11,19 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.exporting.blocks import blocks
-from megatron_flex.dump.layouts import from_json
-from megatron_flex.dump.reading import DumpArray, OpenDump
-from megatron_flex.figures.types import FigureError
+from megatron_flex.dump.exporting.blocks import read_blocks
+from megatron_flex.dump.layouts import layout_from_json
+from megatron_flex.dump.reader import DumpArray, OpenDump
+from megatron_flex.figures.figure_data import FigureError
 from megatron_flex.lens import ActivationCache, Alias
-from megatron_flex.lens.views import BatchFirst, View
-from megatron_flex.view.words import layout_in_words
+from megatron_flex.lens.tensor_views import BatchFirst, View
+from megatron_flex.view.words import describe_layout
 
-PATTERNS = re.compile(r"(?:decoder|encoder)\.layers\.(\d+)\..*core_attention:probs")
-QUERIES = ("hook_pattern", "hook_attn_scores", ":probs", ":scores")  # [batch, head, query, key]
+PATTERN_SITES = re.compile(r"(?:decoder|encoder)\.layers\.(\d+)\..*core_attention:probs")
+QUERY_SUFFIXES = ("hook_pattern", "hook_attn_scores", ":probs", ":scores")  # [batch, head, query, key]
 
 
-class Rows(NamedTuple):
+class SampleRows(NamedTuple):
     """One sample of a tensor, token by token.
 
     Attributes:
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
         return self.read(0, len(self.tokens))
 
 
-class Values(Protocol):
+class TensorSource(Protocol):
     """A source that has tensors.
 
     Attributes:
@@ -73,7 +73,7 @@ class Values(Protocol):
         """How many there are of a tensor."""
         ...
 
-    def rows(self, name: str, iteration: int, sample: int) -> Rows:
+    def rows(self, name: str, iteration: int, sample: int) -> SampleRows:
         """One sample.
 
         Raises:
@@ -87,7 +87,7 @@ class Values(Protocol):
 
 
 @dataclass(frozen=True)
-class OfDump:
+class DumpSource:
     """A dump as a source.
 
     Attributes:
@@ -114,26 +114,26 @@ class OfDump:
     def blocks(self, name: str, iteration: int) -> Iterator[Tensor]:
         """Microbatch by microbatch, whose shapes may differ."""
         for piece in self.dump[name].at(iteration).pieces():
-            for _, block in blocks(piece.array):
+            for _, block in read_blocks(piece.array):
                 yield block
 
     def samples(self, name: str, iteration: int) -> int:
         """Those that the dump keeps."""
         return self._array(name, iteration).shape[0]
 
-    def rows(self, name: str, iteration: int, sample: int) -> Rows:
+    def rows(self, name: str, iteration: int, sample: int) -> SampleRows:
         """One sample."""
         array = self._array(name, iteration)
         numbers = array.samples
         if numbers is None or "token" not in array.dims:
             raise FigureError(f"{self.where}: {name} has no samples with tokens, but {', '.join(array.dims)}")
-        _check(name, sample, len(numbers))
+        _check_sample(name, sample, len(numbers))
         one = array[sample]
         places = array.tokens
         assert places is not None
         tokens = tuple(int(t) for t in (places[sample] if places.ndim > 1 else places))
         number = int(numbers[sample])
-        return Rows(number, tokens, one.shape[1:], lambda first, last: one[first:last].torch())
+        return SampleRows(number, tokens, one.shape[1:], lambda first, last: one[first:last].torch())
 
     def _array(self, name: str, iteration: int) -> DumpArray:
         return self.dump[name].at(iteration)[0]
@@ -143,14 +143,14 @@ class OfDump:
         place = self.dump.places.get(name.removesuffix(".grad"))
         if place is None or place.inferred:
             return self.dump[name].layout
-        layout = from_json(dict(place.layout))
-        return layout_in_words(
+        layout = layout_from_json(dict(place.layout))
+        return describe_layout(
             layout.gradient() if name.endswith(".grad") else layout, self.dump.manifest.sizes
         )
 
 
 @dataclass(frozen=True)
-class OfCache:
+class CacheSource:
     """A cache as a source: under its own names, and where it has the same tensor under the sites'.
 
     Attributes:
@@ -165,7 +165,7 @@ class OfCache:
     def _keys(self) -> dict[str, str]:
         """Names to the cache's keys, the sites' own names first."""
         aliases = self.cache.lens_names.aliases
-        own = {a.site: n for n in self.cache if (a := aliases.get(n)) is not None and _same(a)}
+        own = {a.site: n for n in self.cache if (a := aliases.get(n)) is not None and _is_site_tensor(a)}
         return {**own, **{name: name for name in self.cache}}
 
     @property
@@ -185,39 +185,39 @@ class OfCache:
         """The sequences of the run."""
         return len(self.cache[self._keys[name]]) if self.cache.has_batch_dim else 1
 
-    def rows(self, name: str, iteration: int, sample: int) -> Rows:
+    def rows(self, name: str, iteration: int, sample: int) -> SampleRows:
         """One sequence."""
         whole = self.cache[self._keys[name]]
         whole = whole if self.cache.has_batch_dim else whole[None]
-        _check(name, sample, len(whole))
+        _check_sample(name, sample, len(whole))
         one = whole[sample]
-        one = one.transpose(0, 1) if name.endswith(QUERIES) else one
-        return Rows(sample, tuple(range(len(one))), tuple(one.shape[1:]), lambda first, last: one[first:last])
+        one = one.transpose(0, 1) if name.endswith(QUERY_SUFFIXES) else one
+        return SampleRows(sample, tuple(range(len(one))), tuple(one.shape[1:]), lambda first, last: one[first:last])
 
     def layout(self, name: str) -> str:
         """How ranks held what it is made of."""
         site = self.cache.site(self._keys[name])
-        return "" if site is None else layout_in_words(site.layout, self.cache.sizes)
+        return "" if site is None else describe_layout(site.layout, self.cache.sizes)
 
 
-def _same(alias: Alias) -> bool:
+def _is_site_tensor(alias: Alias) -> bool:
     """Whether a place of TransformerLens has the tensor of the site, batch first or as it is."""
     return type(alias.view) in (View, BatchFirst) and alias.view in (View(), BatchFirst())
 
 
-def _check(name: str, sample: int, there: int) -> None:
+def _check_sample(name: str, sample: int, there: int) -> None:
     if not 0 <= sample < there:
         raise FigureError(f"{name} has samples 0 to {there - 1}, no {sample}")
 
 
-def last_iteration(found: Values, name: str, iteration: int | None) -> int:
+def last_iteration(found: TensorSource, name: str, iteration: int | None) -> int:
     """The iteration that is meant: the last one if none is said; 0 of a cache.
 
     Raises:
         FigureError: the source does not have it.
     """
     there = found.iterations(name)
-    if isinstance(found, OfCache):
+    if isinstance(found, CacheSource):
         if iteration:
             raise FigureError(f"a cache is of one run: it has no iteration {iteration}; leave it out")
         return 0

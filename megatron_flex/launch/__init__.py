@@ -4,11 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_flex.launch.installing import Installed, install
-    from megatron_flex.launch.parsing import add_flex_args, settings_of
-    from megatron_flex.launch.runner import run
-    from megatron_flex.launch.running import Running
-    from megatron_flex.launch.settings import Settings
+    from megatron_flex.launch.installation import Installed, install
+    from megatron_flex.launch.argparse_flags import add_flex_args, settings_of
+    from megatron_flex.launch.script_runner import run
+    from megatron_flex.launch.training_run import Running
+    from megatron_flex.launch.launch_settings import Settings
 
 __all__ = ["Installed", "Running", "Settings", "add_flex_args", "install", "run", "settings_of"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron_flex.launch.runner import run
+from megatron_flex.launch.script_runner import run
 
 if __name__ == "__main__":
     sys.exit(run(sys.argv[1:]))

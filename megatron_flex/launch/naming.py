@@ -15,14 +15,14 @@ from types import ModuleType
 from typing import Any
 
 from megatron_flex import edits
-from megatron_flex.errors import FlexError, nearest
+from megatron_flex.errors import FlexError, suggest_nearest
 
-IN_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[\w.]+)")
-IN_MODULE = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_][\w.]*)")
-PRIVATE = "_megatron_flex_file_"  # what modules of files are called, so that none is hidden by another
+FILE_FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<name>[\w.]+)")
+MODULE_FUNCTION = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_][\w.]*)")
+FILE_MODULE_PREFIX = "_megatron_flex_file_"  # what modules of files are called, so that none is hidden by another
 
 
-def function(said: str) -> Any:
+def load_function(reference: str) -> Any:
     """What an edit names: a function, or a preset, or several behind one another with `|`.
 
     A file is run under a name of its own, once, and only if it is named.
@@ -30,46 +30,46 @@ def function(said: str) -> Any:
     Raises:
         FlexError: there is no such thing, a module or file cannot be imported, or it is not callable.
     """
-    parts = [part.strip() for part in said.split("|")]
+    parts = [part.strip() for part in reference.split("|")]
     if len(parts) == 1:
-        return _one(said.strip())
-    return edits.chain(*(_one(part) for part in parts))
+        return _load_one(reference.strip())
+    return edits.chain(*(_load_one(part) for part in parts))
 
 
-def _one(said: str) -> Any:
-    in_file = IN_FILE.fullmatch(said)
-    found = in_file or IN_MODULE.fullmatch(said)
+def _load_one(reference: str) -> Any:
+    in_file = FILE_FUNCTION.fullmatch(reference)
+    found = in_file or MODULE_FUNCTION.fullmatch(reference)
     if found is None:
-        _hint(said)
-        return edits.parse(said)
-    module = _of_file(found["file"]) if in_file else _of_module(found["module"])
-    out = _attribute(module, found["name"], said.rpartition(":")[0])
+        _reject_missing_colon(reference)
+        return edits.parse(reference)
+    module = _import_file(found["file"]) if in_file else _import_named_module(found["module"])
+    out = _find_attribute(module, found["name"], reference.rpartition(":")[0])
     if not callable(out):
-        raise FlexError(f"{said} is of type {type(out).__name__}, not a function; name what can be called")
+        raise FlexError(f"{reference} is of type {type(out).__name__}, not a function; name what can be called")
     return out
 
 
-def _hint(said: str) -> None:
+def _reject_missing_colon(reference: str) -> None:
     """Raise for what was meant as a function, and is not written so."""
-    if re.search(r"\.py(:.*)?$", said) and "=" not in said:
-        raise FlexError(f"{said}: name the function in a file behind a colon, file.py:function")
-    if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", said):
-        module, _, name = said.rpartition(".")
-        raise FlexError(f"{said}: name a function behind a colon, {module}:{name}")
+    if re.search(r"\.py(:.*)?$", reference) and "=" not in reference:
+        raise FlexError(f"{reference}: name the function in a file behind a colon, file.py:function")
+    if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", reference):
+        module, _, name = reference.rpartition(".")
+        raise FlexError(f"{reference}: name a function behind a colon, {module}:{name}")
 
 
-def _attribute(module: ModuleType, name: str, where: str) -> Any:
+def _find_attribute(module: ModuleType, name: str, where: str) -> Any:
     out: Any = module
     for step in name.split("."):
         if not hasattr(out, step):
             public = [n for n in vars(out) if not n.startswith("_")] if hasattr(out, "__dict__") else []
-            raise FlexError(f"{where} has no {name!r}{nearest(step, public)}")
+            raise FlexError(f"{where} has no {name!r}{suggest_nearest(step, public)}")
         out = getattr(out, step)
     return out
 
 
-def _of_module(name: str) -> ModuleType:
-    with _told(name):
+def _import_named_module(name: str) -> ModuleType:
+    with _report_import_errors(name):
         try:
             return import_module(name)
         except ModuleNotFoundError as error:
@@ -80,11 +80,11 @@ def _of_module(name: str) -> ModuleType:
             ) from None
 
 
-def _of_file(said: str) -> ModuleType:
-    path = Path(said).expanduser().resolve()
+def _import_file(reference: str) -> ModuleType:
+    path = Path(reference).expanduser().resolve()
     if not path.is_file():
-        raise FlexError(f"no file {said} on this rank; every rank reads it, from the working directory")
-    name = f"{PRIVATE}{path.stem}_{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+        raise FlexError(f"no file {reference} on this rank; every rank reads it, from the working directory")
+    name = f"{FILE_MODULE_PREFIX}{path.stem}_{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]
     spec = spec_from_file_location(name, path)
@@ -93,7 +93,7 @@ def _of_file(said: str) -> ModuleType:
     module = module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look for it there
     try:
-        with _told(said):
+        with _report_import_errors(reference):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
@@ -102,7 +102,7 @@ def _of_file(said: str) -> ModuleType:
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _report_import_errors(what: str) -> Iterator[None]:
     """Let what goes wrong in a person's module be told in one line, with file and line."""
     try:
         yield

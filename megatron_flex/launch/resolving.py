@@ -8,18 +8,18 @@ from os.path import abspath, expanduser
 from typing import Any
 
 from megatron_flex.dump import Dump
-from megatron_flex.dump.said import numbers_said, tokens_said
+from megatron_flex.dump.said import parse_number_setting, parse_token_setting
 from megatron_flex.errors import FlexError
-from megatron_flex.launch.naming import function
-from megatron_flex.launch.settings import DumpSettings, EditSettings, Settings, StatisticsSettings
+from megatron_flex.launch.naming import load_function
+from megatron_flex.launch.launch_settings import DumpSettings, EditSettings, Settings, StatisticsSettings
 from megatron_flex.runtime import HookFunction
 from megatron_flex.statistics import Statistics
 
-EDIT, DUMP, STATISTICS = "edit", "dump", "stats"  # the groups that all of a kind are in
+EDIT_TAG, DUMP_TAG, STATISTICS_TAG = "edit", "dump", "stats"  # the groups that all of a kind are in
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedSettings:
     """What settings mean.
 
     Attributes:
@@ -35,23 +35,23 @@ class Resolved:
     statistics: tuple[Statistics, ...] = ()
 
 
-def resolved(settings: Settings) -> Resolved:
+def resolve_settings(settings: Settings) -> ResolvedSettings:
     """Make what settings ask for. Modules and files that they name are imported here.
 
     Raises:
         FlexError: they ask for nothing, say no sites, or name what there is not or cannot be.
     """
-    _check(settings)
-    edits = [(hook, e.enabled) for e in settings.edits for hook in _edits(e, settings)]
-    return Resolved(
+    _check_settings(settings)
+    edits = [(hook, e.enabled) for e in settings.edits for hook in _make_edit_hooks(e, settings)]
+    return ResolvedSettings(
         tuple(hook for hook, _ in edits),
         tuple(hook for hook, enabled in edits if not enabled),
-        tuple(_dump(d, settings) for d in settings.dumps),
-        () if settings.statistics is None else (_statistics(settings.statistics, settings),),
+        tuple(_make_dump(d, settings) for d in settings.dumps),
+        () if settings.statistics is None else (_make_statistics(settings.statistics, settings),),
     )
 
 
-def _check(settings: Settings) -> None:
+def _check_settings(settings: Settings) -> None:
     wanted = settings.edits or settings.dumps or settings.statistics is not None
     if not settings.idle and not (wanted or settings.list_sites or settings.plan or settings.verify):
         raise FlexError(
@@ -67,14 +67,14 @@ def _check(settings: Settings) -> None:
             raise FlexError(f"{path} is the folder of two dumps, or of a dump and statistics; name two")
 
 
-def _edits(edit: EditSettings, settings: Settings) -> Iterator[HookFunction]:
+def _make_edit_hooks(edit: EditSettings, settings: Settings) -> Iterator[HookFunction]:
     """One hook for each pattern, all with the same function."""
     flag = f"--flex-edit {edit.edit}"
     sites = (edit.site,) if edit.site.strip() else tuple(dict.fromkeys(settings.sites))
     if not sites:
         raise FlexError(f"{flag}: no site is named, neither there nor by --flex-sites")
     try:
-        does = function(edit.edit)
+        does = load_function(edit.edit)
         for site in sites:
             yield HookFunction(
                 site,
@@ -83,23 +83,23 @@ def _edits(edit: EditSettings, settings: Settings) -> Iterator[HookFunction]:
                 run=edit.run,
                 save=False,
                 on_error=settings.on_error,
-                tags=(EDIT, *edit.tags),
+                tags=(EDIT_TAG, *edit.tags),
                 enabled=edit.enabled,
             )
     except FlexError as error:
         raise type(error)(f"{flag}: {error}") from error
 
 
-def _dump(dump: DumpSettings, settings: Settings) -> Dump:
+def _make_dump(dump: DumpSettings, settings: Settings) -> Dump:
     flag = f"--flex-dump {dump.path}"
-    common = _common(dump, settings, flag)
+    common = _common_options(dump, settings, flag)
     try:
         return Dump(
             **common,
-            iterations=numbers_said(dump.iterations, "iterations"),
-            microbatches=numbers_said(dump.microbatches, "microbatches"),
-            samples=numbers_said(dump.samples, "samples"),
-            tokens=tokens_said(
+            iterations=parse_number_setting(dump.iterations, "iterations"),
+            microbatches=parse_number_setting(dump.microbatches, "microbatches"),
+            samples=parse_number_setting(dump.samples, "samples"),
+            tokens=parse_token_setting(
                 settings.tokens if dump.tokens is None else dump.tokens, "tokens", fractions=False
             ),
             reduce=dump.reduce,
@@ -107,28 +107,28 @@ def _dump(dump: DumpSettings, settings: Settings) -> Dump:
             when_full=dump.when_full,
             replicas=dump.replicas,
             durable=dump.durable,
-            tags=(DUMP, *dump.tags),
+            tags=(DUMP_TAG, *dump.tags),
         )
     except FlexError as error:
         raise type(error)(f"{flag}: {error}") from error
 
 
-def _statistics(statistics: StatisticsSettings, settings: Settings) -> Statistics:
+def _make_statistics(statistics: StatisticsSettings, settings: Settings) -> Statistics:
     flag = f"--flex-stats {statistics.path}"
-    common = _common(statistics, settings, flag)
+    common = _common_options(statistics, settings, flag)
     try:
         return Statistics(
             **common,
             histogram=statistics.histogram,
             format=statistics.format,
             writers=statistics.writers,
-            tags=(STATISTICS, *statistics.tags),
+            tags=(STATISTICS_TAG, *statistics.tags),
         )
     except FlexError as error:
         raise type(error)(f"{flag}: {error}") from error
 
 
-def _common(part: DumpSettings | StatisticsSettings, settings: Settings, flag: str) -> dict[str, Any]:
+def _common_options(part: DumpSettings | StatisticsSettings, settings: Settings, flag: str) -> dict[str, Any]:
     """What dumps and statistics both have, from the settings where they do not say it themselves."""
     sites: Sequence[str] = part.sites or settings.sites
     if not sites and not part.parameters:

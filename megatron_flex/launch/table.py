@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from textwrap import wrap
 from typing import Any, Literal
 
-VARIABLE = "MEGATRON_FLEX_FLAGS"  # flags in the environment, as they would be typed
-PREFIX = "--flex-"
-WIDTH = 98
+FLAGS_VARIABLE = "MEGATRON_FLEX_FLAGS"  # flags in the environment, as they would be typed
+FLAG_PREFIX = "--flex-"
+HELP_WIDTH = 98
 
 LOOK, EDITS, DUMPS = "what to look at", "edits", "dumps"
 STATISTICS, CHECKS, RUN = "statistics", "checks before training", "run time"
-Takes = Literal["none", "one", "once", "optional", "many", "edit"]
+FlagArity = Literal["none", "one", "once", "optional", "many", "edit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,13 @@ class Flag:
     group: str
     words: str
     metavar: str = ""
-    takes: Takes = "one"
+    takes: FlagArity = "one"
     value: Any = True
 
     @property
     def option(self) -> str:
         """As it is typed."""
-        return PREFIX + self.name
+        return FLAG_PREFIX + self.name
 
     @property
     def dest(self) -> str:
@@ -186,24 +186,24 @@ FLAGS = (
     Flag("cpu", ("cpu",), RUN, "Run Megatron on the CPU of this machine, with gloo.", takes="none"),
     Flag("help", (), RUN, "Print this, and exit.", takes="none"),
 )
-BY_OPTION = {f.option: f for f in FLAGS}
+FLAGS_BY_OPTION = {f.option: f for f in FLAGS}
 
 
-def help_text() -> str:
+def format_help() -> str:
     """All flags by group, in lines of at most 100 columns."""
     out = [
         "usage: python -m megatron_flex.launch SCRIPT [flags of the script] [flags of megatron_flex]",
         "",
         *wrap(
             "Hooks for a training script as it is. These flags are taken out of the command line; the script "
-            f"gets the others as they are. {VARIABLE} may hold flags, too.",
-            WIDTH,
+            f"gets the others as they are. {FLAGS_VARIABLE} may hold flags, too.",
+            HELP_WIDTH,
         ),
     ]
     for group in dict.fromkeys(f.group for f in FLAGS):
         out += ["", f"{group}:"]
         for flag in (f for f in FLAGS if f.group == group):
-            lines = wrap(flag.words, WIDTH - 38)
+            lines = wrap(flag.words, HELP_WIDTH - 38)
             out.append(f"  {flag.usage:35} {lines[0]}")
             out += [" " * 38 + line for line in lines[1:]]
     return "\n".join(out) + "\n"

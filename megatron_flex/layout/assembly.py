@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from megatron_flex.errors import LayoutError
-from megatron_flex.layout.spans import coordinates, padded_shape, part_lengths, parts, spans, whole_shape
+from megatron_flex.layout.spans import coordinates, padded_shape, uneven_lengths, count_parts, spans, full_shape
 from megatron_flex.layout.types import Coords, Dim, Layout, Lengths, Sizes, Span
 
 Slices = tuple[slice, ...]
-KEPT = 1024  # plans of layouts that are remembered
+MAX_REMEMBERED_BLOCKS = 1024  # plans of layouts that are remembered
 
 
-class Block(NamedTuple):
+class ShardBlock(NamedTuple):
     """A block of a shard and its place in the whole, dims in the shard's order.
 
     Attributes:
@@ -63,30 +63,30 @@ def assemble(layout: Layout, shards: Sequence[Tensor], sizes: Sizes, out: Tensor
             raise LayoutError(
                 f"shards have {sorted(found)} entries in dim {dim.name!r}; they must fit one length"
             )
-    lengths = part_lengths(layout, [s.shape for s in shards], sizes)
+    lengths = uneven_lengths(layout, [s.shape for s in shards], sizes)
     first = shards[0]
     full = padded_shape(layout, first.shape, sizes, lengths)
     if count == 1:
         whole = _single_device_view(layout, first)
         return whole if out is None else out.copy_(whole)
-    shape = whole_shape(layout, first.shape, sizes, lengths)
+    shape = full_shape(layout, first.shape, sizes, lengths)
     if out is None:
         out = torch.empty(shape, dtype=first.dtype, device=first.device)
     elif out.shape != shape:
         raise LayoutError(f"a whole of shape {shape} does not fit into a tensor of {tuple(out.shape)}")
-    return put_together(_plan(layout, full, _only(layout, sizes), _frozen(lengths)), layout, shards, out)
+    return copy_blocks(_plan_blocks_cached(layout, full, _layout_sizes(layout, sizes), _freeze_lengths(lengths)), layout, shards, out)
 
 
-def blocks_of(layout: Layout, shape: Sequence[int], sizes: Sizes) -> tuple[Block, ...]:
+def plan_blocks(layout: Layout, shape: Sequence[int], sizes: Sizes) -> tuple[ShardBlock, ...]:
     """What of which shard goes where, of shards that all have this shape.
 
     Raises:
         LayoutError: it does not fit the layout.
     """
-    return _plan(layout, padded_shape(layout, shape, sizes), _only(layout, sizes), ())
+    return _plan_blocks_cached(layout, padded_shape(layout, shape, sizes), _layout_sizes(layout, sizes), ())
 
 
-def put_together(blocks: Sequence[Block], layout: Layout, shards: Sequence[Tensor], out: Tensor) -> Tensor:
+def copy_blocks(blocks: Sequence[ShardBlock], layout: Layout, shards: Sequence[Tensor], out: Tensor) -> Tensor:
     """Copy the blocks of shards to their places in `out`, a whole."""
     inner = out if layout.permute is None else out.permute(_inverse(layout.permute))
     for number, source, target, add in blocks:
@@ -122,11 +122,11 @@ def extract(
         A contiguous tensor, which shares no memory with `whole` unless it may.
     """
     given = local.shape if isinstance(local, Tensor) else local
-    part = part_of(layout, whole.shape, coords, sizes, given, lengths)
-    return carve(part, whole, local if isinstance(local, Tensor) else None, alias)
+    part = locate_shard(layout, whole.shape, coords, sizes, given, lengths)
+    return copy_shard(part, whole, local if isinstance(local, Tensor) else None, alias)
 
 
-class Part(NamedTuple):
+class ShardPosition(NamedTuple):
     """Where a rank's shard lies in a whole of one shape.
 
     Attributes:
@@ -142,40 +142,40 @@ class Part(NamedTuple):
     gaps: tuple[tuple[int, int, int], ...]
 
 
-def part_of(
+def locate_shard(
     layout: Layout,
     whole: Sequence[int],
     coords: Coords,
     sizes: Sizes,
     local: Sequence[int] | None = None,
     lengths: Lengths | None = None,
-) -> Part:
+) -> ShardPosition:
     """Where the shard of the rank at `coords` lies; arguments as for `extract`, of shapes."""
     order = None if layout.permute is None else _inverse(layout.permute)
     inner = tuple(whole) if order is None else tuple(whole[i] for i in order)
     if len(inner) > len(layout.dims):  # what is behind the dims that are told is not cut
         layout = replace(layout, dims=layout.dims + (Dim(),) * (len(inner) - len(layout.dims)))
     full = tuple(
-        n if d.keep is None or local is None else max(n, local[i] * parts(d, sizes))
+        n if d.keep is None or local is None else max(n, local[i] * count_parts(d, sizes))
         for i, (n, d) in enumerate(zip(inner, layout.dims, strict=True))
     )
-    rows = [_row(layout, i, n, coords, sizes, lengths) for i, n in enumerate(full)]
+    rows = [_span_row(layout, i, n, coords, sizes, lengths) for i, n in enumerate(full)]
     shape = tuple(sum(stop - start for (start, stop), _ in row) for row in rows)
     if _holds_nothing(layout, coords, sizes):
-        return Part(order, shape, (), ())
-    rows = [_kept(row, n) for row, n in zip(rows, inner, strict=True)]
+        return ShardPosition(order, shape, (), ())
+    rows = [_clip_row(row, n) for row, n in zip(rows, inner, strict=True)]
     pieces = tuple(
         (tuple(at for _, at in combo), tuple(slice(*span) for span, _ in combo)) for combo in product(*rows)
     )
     gaps = [
         (index, start, stop)
         for index, row in enumerate(rows)
-        for start, stop in _gaps([at for _, at in row], shape[index])
+        for start, stop in _find_gaps([at for _, at in row], shape[index])
     ]
-    return Part(order, shape, pieces, tuple(gaps))
+    return ShardPosition(order, shape, pieces, tuple(gaps))
 
 
-def carve(part: Part, whole: Tensor, old: Tensor | None = None, alias: bool = False) -> Tensor:
+def copy_shard(part: ShardPosition, whole: Tensor, old: Tensor | None = None, alias: bool = False) -> Tensor:
     """Take a shard out of a whole; arguments as for `extract`."""
     inner = whole if part.order is None else whole.permute(part.order)
     if not part.pieces and not part.gaps:
@@ -194,13 +194,13 @@ def carve(part: Part, whole: Tensor, old: Tensor | None = None, alias: bool = Fa
     return shard
 
 
-@lru_cache(maxsize=KEPT)
-def _plan(
+@lru_cache(maxsize=MAX_REMEMBERED_BLOCKS)
+def _plan_blocks_cached(
     layout: Layout,
     full: tuple[int, ...],
     sizes: tuple[tuple[str, int], ...],
     lengths: tuple[tuple[int, tuple[int, ...]], ...],
-) -> tuple[Block, ...]:
+) -> tuple[ShardBlock, ...]:
     """What of which shard goes where; the same for every tensor of these shapes."""
     mesh, uneven = dict(sizes), dict(lengths)
     out, written = [], set()
@@ -208,18 +208,18 @@ def _plan(
         if _is_spare_copy(layout, coords, mesh):
             continue
         rows = [
-            _kept(_row(layout, i, n, coords, mesh, uneven), n if d.keep is None else min(n, d.keep))
+            _clip_row(_span_row(layout, i, n, coords, mesh, uneven), n if d.keep is None else min(n, d.keep))
             for i, (n, d) in enumerate(zip(full, layout.dims, strict=True))
         ]
         for combo in product(*rows):
             block = tuple(span for span, _ in combo)
             target = tuple(slice(*span) for span in block)
-            out.append(Block(number, tuple(at for _, at in combo), target, block in written))
+            out.append(ShardBlock(number, tuple(at for _, at in combo), target, block in written))
             written.add(block)
     return tuple(out)
 
 
-def _row(
+def _span_row(
     layout: Layout, index: int, length: int, coords: Coords, sizes: Sizes, lengths: Lengths | None
 ) -> list[tuple[Span, slice]]:
     """Of one dim, the spans of the whole that a shard has, and where they lie in the shard."""
@@ -231,7 +231,7 @@ def _row(
     return row or [((0, 0), slice(0, 0))]
 
 
-def _kept(row: list[tuple[Span, slice]], length: int) -> list[tuple[Span, slice]]:
+def _clip_row(row: list[tuple[Span, slice]], length: int) -> list[tuple[Span, slice]]:
     """What of a row is among the first `length` entries of the whole."""
     return [
         ((start, min(stop, length)), slice(at.start, at.start + min(stop, length) - start))
@@ -240,7 +240,7 @@ def _kept(row: list[tuple[Span, slice]], length: int) -> list[tuple[Span, slice]
     ]
 
 
-def _gaps(pieces: list[slice], length: int) -> Iterator[Span]:
+def _find_gaps(pieces: list[slice], length: int) -> Iterator[Span]:
     """What of a shard's dim no piece covers."""
     offset = 0
     for piece in pieces:
@@ -265,11 +265,11 @@ def _holds_nothing(layout: Layout, coords: Coords, sizes: Sizes) -> bool:
     return any(coords.get(c.axis, 0) % c.copies for c in cuts if sizes.get(c.axis, 1) > 1)
 
 
-def _only(layout: Layout, sizes: Sizes) -> tuple[tuple[str, int], ...]:
+def _layout_sizes(layout: Layout, sizes: Sizes) -> tuple[tuple[str, int], ...]:
     return tuple((a, sizes.get(a, 1)) for a in layout.axes)
 
 
-def _frozen(lengths: Lengths) -> tuple[tuple[int, tuple[int, ...]], ...]:
+def _freeze_lengths(lengths: Lengths) -> tuple[tuple[int, tuple[int, ...]], ...]:
     return tuple((i, tuple(n)) for i, n in lengths.items())
 
 

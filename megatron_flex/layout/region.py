@@ -16,11 +16,11 @@ from megatron_flex.errors import LayoutError
 from megatron_flex.layout.spans import coordinates, spans
 from megatron_flex.layout.types import Coords, Dim, Layout, Lengths, Sizes
 
-Index = range | list[int]  # entries of a dim, in this order; a range counts upwards
-Where = tuple[Index, ...]  # for each dim
+DimIndex = range | list[int]  # entries of a dim, in this order; a range counts upwards
+RegionIndex = tuple[DimIndex, ...]  # for each dim
 
 
-class Read(NamedTuple):
+class BlockRead(NamedTuple):
     """A block of one shard, and its place in the region; dims in the shard's order.
 
     Attributes:
@@ -30,13 +30,13 @@ class Read(NamedTuple):
     """
 
     coords: Coords
-    source: Where
-    target: Where
+    source: RegionIndex
+    target: RegionIndex
 
 
-def reads(
-    layout: Layout, full: Sequence[int], sizes: Sizes, wanted: Sequence[Index], lengths: Lengths | None = None
-) -> Iterator[Read]:
+def plan_reads(
+    layout: Layout, full: Sequence[int], sizes: Sizes, wanted: Sequence[DimIndex], lengths: Lengths | None = None
+) -> Iterator[BlockRead]:
     """The blocks of shards that make a region. Blocks of summands have one target, and their sum goes there.
 
     Args:
@@ -46,7 +46,7 @@ def reads(
         wanted: for each dim, in the shards' order, the entries wanted.
         lengths: the lengths of the parts of uneven dims.
     """
-    rows_of: list[dict[tuple[int, ...], list[tuple[Index, Index]]]] = [{} for _ in layout.dims]
+    rows_of: list[dict[tuple[int, ...], list[tuple[DimIndex, DimIndex]]]] = [{} for _ in layout.dims]
     for coords in coordinates(layout, sizes):
         if first_copy(layout, coords, sizes) != coords:
             continue
@@ -55,18 +55,18 @@ def reads(
             at = tuple(coords[c.axis] for c in dim.cuts)
             if at not in rows_of[index]:
                 own = None if lengths is None else lengths.get(index)
-                rows_of[index][at] = _overlap(dim, full[index], coords, sizes, own, wanted[index])
+                rows_of[index][at] = _overlap_dim(dim, full[index], coords, sizes, own, wanted[index])
             rows.append(rows_of[index][at])
         for combo in product(*rows):
-            yield Read(coords, tuple(s for s, _ in combo), tuple(t for _, t in combo))
+            yield BlockRead(coords, tuple(s for s, _ in combo), tuple(t for _, t in combo))
 
 
-def region(
+def assemble_region(
     layout: Layout,
-    shard: Callable[[Coords, Where], Tensor],
+    shard: Callable[[Coords, RegionIndex], Tensor],
     full: Sequence[int],
     sizes: Sizes,
-    wanted: Sequence[Index],
+    wanted: Sequence[DimIndex],
     lengths: Lengths | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -91,7 +91,7 @@ def region(
     order = layout.permute or tuple(range(len(layout.dims)))
     if len(wanted) != len(order):
         raise LayoutError(f"a region of {len(wanted)} dims of layout {layout.describe()}")
-    local: list[Index] = [range(0)] * len(order)
+    local: list[DimIndex] = [range(0)] * len(order)
     for index, at in zip(wanted, order, strict=True):
         keep = layout.dims[at].keep
         length = full[at] if keep is None else min(full[at], keep)
@@ -99,17 +99,17 @@ def region(
             raise LayoutError(f"entries {min(index)} to {max(index)} of a dim of {length}")
         local[at] = index
     shape = [len(index) for index in local]
-    summed = is_sum(layout, sizes)
+    summed = is_partial(layout, sizes)
     own = None if out is None else out.permute(_inverse(order))
     total, dtype = None if summed else own, torch.float32
-    for coords, source, target in reads(layout, full, sizes, local, lengths):
+    for coords, source, target in plan_reads(layout, full, sizes, local, lengths):
         block = shard(coords, source)
         dtype = block.dtype
         if total is None:
             half = summed and dtype.is_floating_point and dtype.itemsize < 4
             make = torch.zeros if summed else torch.empty
             total = make(shape, dtype=torch.float32 if half else dtype)
-        place(total, target, block, summed)
+        write_entries(total, target, block, summed)
     if total is None:
         # nothing is wanted, and any shard tells the dtype
         dtype = shard(coordinates(layout, sizes)[0], tuple(range(0) for _ in order)).dtype
@@ -121,7 +121,7 @@ def region(
     return own.permute(order)
 
 
-def take(tensor: Tensor, where: Where) -> Tensor:
+def take_entries(tensor: Tensor, where: RegionIndex) -> Tensor:
     """The entries of a tensor, each dim's by themselves; a view as far as ranges go."""
     for dim, index in enumerate(where):
         if isinstance(index, range) and index != range(tensor.shape[dim]):
@@ -132,10 +132,10 @@ def take(tensor: Tensor, where: Where) -> Tensor:
     return tensor
 
 
-def place(out: Tensor, where: Where, block: Tensor, add: bool = False) -> None:
+def write_entries(out: Tensor, where: RegionIndex, block: Tensor, add: bool = False) -> None:
     """Write a block to the entries of a tensor, or add it to what is there."""
     if all(isinstance(index, range) for index in where):
-        target = take(out, where)
+        target = take_entries(out, where)
         _ = target.add_(block) if add else target.copy_(block)
         return
     at = []
@@ -146,7 +146,7 @@ def place(out: Tensor, where: Where, block: Tensor, add: bool = False) -> None:
     out.index_put_(tuple(at), block.to(out.dtype), accumulate=add)
 
 
-def is_sum(layout: Layout, sizes: Sizes) -> bool:
+def is_partial(layout: Layout, sizes: Sizes) -> bool:
     """Whether the whole is a sum over ranks."""
     cuts = [c for d in layout.dims for c in d.cuts if c.partial and c.copies > 1 and sizes.get(c.axis, 1) > 1]
     return bool(cuts) or any(sizes.get(a, 1) > 1 for a in layout.partial)
@@ -162,7 +162,7 @@ def first_copy(layout: Layout, coords: Coords, sizes: Sizes) -> dict[str, int]:
     return out
 
 
-def compact(index: Sequence[int]) -> Index:
+def compact_index(index: Sequence[int]) -> DimIndex:
     """The same entries as a range, where they are evenly spaced upwards."""
     if isinstance(index, range) and index.step > 0:
         return index
@@ -179,11 +179,11 @@ def _inverse(order: Sequence[int]) -> list[int]:
     return [order.index(i) for i in range(len(order))]
 
 
-def _overlap(
-    dim: Dim, length: int, coords: Coords, sizes: Sizes, lengths: Sequence[int] | None, wanted: Index
-) -> list[tuple[Index, Index]]:
+def _overlap_dim(
+    dim: Dim, length: int, coords: Coords, sizes: Sizes, lengths: Sequence[int] | None, wanted: DimIndex
+) -> list[tuple[DimIndex, DimIndex]]:
     """What of the wanted entries of a dim a rank has: where they lie in its shard, and in the region."""
-    out: list[tuple[Index, Index]] = []
+    out: list[tuple[DimIndex, DimIndex]] = []
     offset = 0
     for start, stop in spans(dim, length, coords, sizes, lengths):
         if isinstance(wanted, range):
@@ -196,6 +196,6 @@ def _overlap(
         else:
             pairs = [(i - start + offset, at) for at, i in enumerate(wanted) if start <= i < stop]
             if pairs:
-                out.append((compact([i for i, _ in pairs]), compact([at for _, at in pairs])))
+                out.append((compact_index([i for i, _ in pairs]), compact_index([at for _, at in pairs])))
         offset += stop - start
     return out

@@ -25,7 +25,7 @@ def spans(
         LayoutError: the dim does not divide evenly, or is uneven and `lengths` is missing.
     """
     if dim.uneven:
-        if lengths is None or len(lengths) != parts(dim, sizes) or sum(lengths) != length:
+        if lengths is None or len(lengths) != count_parts(dim, sizes) or sum(lengths) != length:
             raise LayoutError(
                 f"dim {dim.name!r} of {length} is uneven: its parts cannot have lengths {lengths}"
             )
@@ -42,13 +42,13 @@ def spans(
         stop = start + length // total * weight
         piece: list[Span] = [(start, stop)]
         for cut in dim.cuts:
-            piece = _cut(piece, cut, coords.get(cut.axis, 0), sizes.get(cut.axis, 1), dim.name)
+            piece = _cut_spans(piece, cut, coords.get(cut.axis, 0), sizes.get(cut.axis, 1), dim.name)
         out += piece
         start = stop
-    return _joined(out)
+    return _merge_adjacent(out)
 
 
-def _cut(piece: list[Span], cut: Cut, coord: int, size: int, name: str) -> list[Span]:
+def _cut_spans(piece: list[Span], cut: Cut, coord: int, size: int, name: str) -> list[Span]:
     """Take coordinate `coord`'s part of a list of spans laid end to end."""
     if size == 1:
         return piece
@@ -61,10 +61,10 @@ def _cut(piece: list[Span], cut: Cut, coord: int, size: int, name: str) -> list[
         raise LayoutError(f"dim {name!r}: {length} entries do not divide by {chunks} over {cut.axis!r}")
     step = length // chunks
     mine = (at, chunks - 1 - at) if cut.order == "zigzag" else (at,)
-    return [span for c in mine for span in _window(piece, c * step, (c + 1) * step)]
+    return [span for c in mine for span in _clip_window(piece, c * step, (c + 1) * step)]
 
 
-def _window(piece: list[Span], first: int, last: int) -> Iterator[Span]:
+def _clip_window(piece: list[Span], first: int, last: int) -> Iterator[Span]:
     """The spans that positions `first` to `last` of the concatenated `piece` cover."""
     offset = 0
     for start, stop in piece:
@@ -74,7 +74,7 @@ def _window(piece: list[Span], first: int, last: int) -> Iterator[Span]:
         offset += stop - start
 
 
-def _joined(piece: list[Span]) -> list[Span]:
+def _merge_adjacent(piece: list[Span]) -> list[Span]:
     out: list[Span] = []
     for start, stop in piece:
         if out and out[-1][1] == start:
@@ -87,7 +87,7 @@ def _joined(piece: list[Span]) -> list[Span]:
 # -- shapes ------------------------------------------------------------------------------------------
 
 
-def parts(dim: Dim, sizes: Sizes) -> int:
+def count_parts(dim: Dim, sizes: Sizes) -> int:
     """Into how many different parts a dim is cut."""
     out = 1
     for c in dim.cuts:
@@ -111,16 +111,16 @@ def padded_shape(
         )
     out = []
     for index, dim in enumerate(layout.dims):
-        if dim.uneven and parts(dim, sizes) > 1:
+        if dim.uneven and count_parts(dim, sizes) > 1:
             if lengths is None or index not in lengths:
                 raise LayoutError(f"dim {dim.name!r} is uneven: its length follows from all shards")
             out.append(sum(lengths[index]))
         else:
-            out.append(local[index] * parts(dim, sizes))
+            out.append(local[index] * count_parts(dim, sizes))
     return tuple(out)
 
 
-def whole_shape(
+def full_shape(
     layout: Layout, local: Sequence[int], sizes: Sizes, lengths: Lengths | None = None
 ) -> tuple[int, ...]:
     """The shape of the tensor that one device would have held, from one rank's local shape."""
@@ -135,7 +135,7 @@ def coordinates(layout: Layout, sizes: Sizes) -> list[dict[str, int]]:
     return [dict(zip(axes, c, strict=True)) for c in product(*(range(sizes.get(a, 1)) for a in axes))]
 
 
-def part_lengths(layout: Layout, shapes: Sequence[Sequence[int]], sizes: Sizes) -> dict[int, list[int]]:
+def uneven_lengths(layout: Layout, shapes: Sequence[Sequence[int]], sizes: Sizes) -> dict[int, list[int]]:
     """The lengths of the parts of each uneven dim, from the shapes of all shards.
 
     Args:

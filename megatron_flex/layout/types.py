@@ -112,9 +112,9 @@ class Layout:
 
     def _repr_html_(self) -> str:
         """A drawing, in notebooks: which rank holds which block; for two ranks of each axis."""
-        from megatron_flex.layout.drawing import drawing  # which needs this file
+        from megatron_flex.layout.layout_drawing import draw_layout  # which needs this file
 
-        return drawing(self)
+        return draw_layout(self)
 
 
 def replicated(*names: str) -> Layout:
@@ -122,7 +122,7 @@ def replicated(*names: str) -> Layout:
     return Layout(tuple(Dim(n) for n in names))
 
 
-def over_data(layout: Layout) -> Layout:
+def shard_over_data(layout: Layout) -> Layout:
     """The layout of the samples of all data parallel ranks together: cut over `dp` along the batch dim `b`.
 
     A layout without that dim, or with that cut, is returned as it is. Ranks may have different numbers of
@@ -138,8 +138,8 @@ def over_data(layout: Layout) -> Layout:
     )
 
 
-def own_data(layout: Layout) -> Layout:
-    """The layout of a data parallel rank's own samples; the inverse of `over_data`."""
+def without_data_axis(layout: Layout) -> Layout:
+    """The layout of a data parallel rank's own samples; the inverse of `shard_over_data`."""
     dims = []
     for dim in layout.dims:
         cuts = tuple(c for c in dim.cuts if c.axis != "dp")

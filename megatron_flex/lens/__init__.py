@@ -2,10 +2,10 @@
 
 from megatron_flex.lens.cache import ActivationCache
 from megatron_flex.lens.editing import Edits, HookPoint, Hooks, edits
-from megatron_flex.lens.names import Alias, Filter, Names
+from megatron_flex.lens.lens_names import Alias, Filter, Names
 from megatron_flex.lens.reading import Reading, run
-from megatron_flex.lens.trace import Handle, Place, Trace
-from megatron_flex.lens.weights import WholeWeights
+from megatron_flex.lens.model_trace import Handle, Place, Trace
+from megatron_flex.lens.full_weights import WholeWeights
 
 __all__ = [
     "ActivationCache",

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from megatron_flex.errors import FlexError
-from megatron_flex.lens.decomposition import decomposed
-from megatron_flex.lens.mapping import Key, NamedTensors, Slice, cut
-from megatron_flex.lens.views import centred, normed
+from megatron_flex.lens.decomposition import decompose_stream
+from megatron_flex.lens.mapping import CacheKey, NamedTensors, DimSlice, slice_dim
+from megatron_flex.lens.tensor_views import centre_stream, normalize_stream
 
-Labelled = tuple[Tensor, list[str]]
+LabelledStack = tuple[Tensor, list[str]]
 
 
 class ActivationCache(NamedTensors):
@@ -35,10 +35,10 @@ class ActivationCache(NamedTensors):
         layer: int | None = None,
         incl_mid: bool = False,
         apply_ln: bool = False,
-        pos_slice: Slice = None,
+        pos_slice: DimSlice = None,
         mlp_input: bool = False,
         return_labels: bool = False,
-    ) -> Tensor | Labelled:
+    ) -> Tensor | LabelledStack:
         """The residual stream in front of each layer up to `layer`, and behind the last.
 
         Args:
@@ -54,7 +54,7 @@ class ActivationCache(NamedTensors):
             `[components, batch, pos, h]`.
         """
         last = self._number(layer)
-        names: list[tuple[str, Key]] = []
+        names: list[tuple[str, CacheKey]] = []
         for n in range(last):
             names.append((f"{n}_pre", ("resid_pre", n)))
             names += [(f"{n}_mid", ("resid_mid", n))] if incl_mid else []
@@ -71,10 +71,10 @@ class ActivationCache(NamedTensors):
         mlp_input: bool = False,
         mode: Literal["all", "mlp", "attn"] = "all",
         apply_ln: bool = False,
-        pos_slice: Slice = None,
+        pos_slice: DimSlice = None,
         incl_embeds: bool = True,
         return_labels: bool = False,
-    ) -> Tensor | Labelled:
+    ) -> Tensor | LabelledStack:
         """What the embeddings and each sublayer added to the residual stream in front of `layer`.
 
         Args:
@@ -90,7 +90,7 @@ class ActivationCache(NamedTensors):
             `[components, batch, pos, h]`; all of them sum to the stream.
         """
         last, aliases = self._number(layer), self._fetch.names.aliases
-        names: list[tuple[str, Key]] = []
+        names: list[tuple[str, CacheKey]] = []
         if incl_embeds:
             names = [("embed", "hook_embed")]
             names += [("pos_embed", "hook_pos_embed")] if "hook_pos_embed" in aliases else []
@@ -107,8 +107,8 @@ class ActivationCache(NamedTensors):
         residual_stack: Tensor,
         layer: int | None = None,
         mlp_input: bool = False,
-        pos_slice: Slice = None,
-        batch_slice: Slice = None,
+        pos_slice: DimSlice = None,
+        batch_slice: DimSlice = None,
         has_batch_dim: bool = True,
         recompute_ln: bool = False,
     ) -> Tensor:
@@ -129,15 +129,15 @@ class ActivationCache(NamedTensors):
         scale = self["ln_final.hook_scale"]
         if last < self._layers:
             scale = self["scale", last, "ln2" if mlp_input else "ln1"]
-        scale = cut(scale, pos_slice, -2)
+        scale = slice_dim(scale, pos_slice, -2)
         if self.has_batch_dim:
-            scale = cut(scale, batch_slice, 0)
+            scale = slice_dim(scale, batch_slice, 0)
         if has_batch_dim:
-            residual_stack = cut(residual_stack, batch_slice, 1)
+            residual_stack = slice_dim(residual_stack, batch_slice, 1)
         if recompute_ln and last == self._layers:
             return self._normed(residual_stack)
         assert made_of is not None
-        return centred(residual_stack, made_of.rms) / scale
+        return centre_stream(residual_stack, made_of.rms) / scale
 
     def stack_activation(
         self, activation_name: str, layer: int = -1, sublayer_type: str | None = None
@@ -161,9 +161,9 @@ class ActivationCache(NamedTensors):
         layer: int = -1,
         return_labels: bool = False,
         incl_remainder: bool = False,
-        pos_slice: Slice = None,
+        pos_slice: DimSlice = None,
         apply_ln: bool = False,
-    ) -> Tensor | Labelled:
+    ) -> Tensor | LabelledStack:
         """What each head before `layer` added to the residual stream. Every rank calls it.
 
         Args:
@@ -179,25 +179,25 @@ class ActivationCache(NamedTensors):
         self.compute_head_results()
         last = self._number(layer)
         kept = [n for n in range(last) if f"blocks.{n}.attn.hook_result" in self._tensors]
-        found = [cut(self["result", n], pos_slice, -3) for n in kept]
+        found = [slice_dim(self["result", n], pos_slice, -3) for n in kept]
         labels = [f"L{n}H{m}" for n, piece in zip(kept, found, strict=True) for m in range(piece.shape[-2])]
         return self._stacked(found, labels, layer, return_labels, incl_remainder, pos_slice, apply_ln)
 
-    def get_neuron_results(self, layer: int, neuron_slice: Slice = None, pos_slice: Slice = None) -> Tensor:
+    def get_neuron_results(self, layer: int, neuron_slice: DimSlice = None, pos_slice: DimSlice = None) -> Tensor:
         """What each neuron of one layer added, `[batch, pos, neurons, h]`. Every rank calls it."""
         output = self._weight(lambda: self._fetch.neurons(layer))
-        active = cut(cut(self["post", layer], pos_slice, -2), neuron_slice, -1)
-        return active[..., None] * cut(output, neuron_slice, 0).to(active)
+        active = slice_dim(slice_dim(self["post", layer], pos_slice, -2), neuron_slice, -1)
+        return active[..., None] * slice_dim(output, neuron_slice, 0).to(active)
 
     def stack_neuron_results(
         self,
         layer: int,
-        pos_slice: Slice = None,
-        neuron_slice: Slice = None,
+        pos_slice: DimSlice = None,
+        neuron_slice: DimSlice = None,
         return_labels: bool = False,
         incl_remainder: bool = False,
         apply_ln: bool = False,
-    ) -> Tensor | Labelled:
+    ) -> Tensor | LabelledStack:
         """What each neuron before `layer` added, `[neurons, batch, pos, h]`. Every rank calls it. Large.
 
         The arguments are those of `stack_head_results`, labels as `L0N0`; `neuron_slice` takes some of each
@@ -205,7 +205,7 @@ class ActivationCache(NamedTensors):
         """
         found = [self.get_neuron_results(n, neuron_slice, pos_slice) for n in range(self._number(layer))]
         width = self["post", 0].shape[-1]
-        numbers = [int(n) for n in cut(torch.arange(width), neuron_slice, 0).reshape(-1)]
+        numbers = [int(n) for n in slice_dim(torch.arange(width), neuron_slice, 0).reshape(-1)]
         labels = [f"L{n}N{m}" for n in range(len(found)) for m in numbers]
         return self._stacked(found, labels, layer, return_labels, incl_remainder, pos_slice, apply_ln)
 
@@ -215,9 +215,9 @@ class ActivationCache(NamedTensors):
         mlp_input: bool = False,
         expand_neurons: bool = True,
         apply_ln: bool = False,
-        pos_slice: Slice = None,
+        pos_slice: DimSlice = None,
         return_labels: bool = False,
-    ) -> Tensor | Labelled:
+    ) -> Tensor | LabelledStack:
         """Heads, neurons, embeddings and the sum of biases, which sum to the stream. Every rank calls it.
 
         The arguments are those of `decompose_resid`; without `expand_neurons` an MLP is one component.
@@ -227,7 +227,7 @@ class ActivationCache(NamedTensors):
         """
         last = self._number(layer)
         weights = self._weight(lambda: self._fetch)
-        stack, labels = decomposed(self, weights, last, mlp_input, expand_neurons, pos_slice)
+        stack, labels = decompose_stream(self, weights, last, mlp_input, expand_neurons, pos_slice)
         if apply_ln:
             stack = self.apply_ln_to_stack(stack, last, mlp_input, pos_slice, None, self.has_batch_dim)
         return (stack, labels) if return_labels else stack
@@ -237,8 +237,8 @@ class ActivationCache(NamedTensors):
         residual_stack: Tensor,
         tokens: int | Tensor,
         incorrect_tokens: int | Tensor | None = None,
-        pos_slice: Slice = None,
-        batch_slice: Slice = None,
+        pos_slice: DimSlice = None,
+        batch_slice: DimSlice = None,
         has_batch_dim: bool = True,
     ) -> Tensor:
         """What each component adds to the logits of some tokens. Every rank calls it.
@@ -293,21 +293,21 @@ class ActivationCache(NamedTensors):
         """Streams as the last norm makes them, without its weights."""
         made_of = self._fetch.names.made_of
         assert made_of is not None
-        return normed(stream, made_of.rms, made_of.epsilon)
+        return normalize_stream(stream, made_of.rms, made_of.epsilon)
 
     def _made(
         self,
-        names: Sequence[tuple[str, Key]],
+        names: Sequence[tuple[str, CacheKey]],
         last: int,
         mlp_input: bool,
         apply_ln: bool,
-        pos_slice: Slice,
+        pos_slice: DimSlice,
         return_labels: bool,
         recompute_ln: bool = False,
-    ) -> Tensor | Labelled:
+    ) -> Tensor | LabelledStack:
         if not names:
             raise FlexError("no component is asked for; take embeddings, or a layer above 0")
-        stack = torch.stack([cut(self[key], pos_slice, -2) for _, key in names])
+        stack = torch.stack([slice_dim(self[key], pos_slice, -2) for _, key in names])
         if apply_ln:
             stack = self.apply_ln_to_stack(
                 stack, last, mlp_input, pos_slice, None, self.has_batch_dim, recompute_ln
@@ -321,12 +321,12 @@ class ActivationCache(NamedTensors):
         layer: int,
         return_labels: bool,
         incl_remainder: bool,
-        pos_slice: Slice,
+        pos_slice: DimSlice,
         apply_ln: bool,
-    ) -> Tensor | Labelled:
+    ) -> Tensor | LabelledStack:
         """Pieces `[..., piece, h]` of several layers as components, and what is left of the stream."""
         last = self._number(layer)
-        stream = cut(self["resid_post", last - 1] if last else self["resid_pre", 0], pos_slice, -2)
+        stream = slice_dim(self["resid_post", last - 1] if last else self["resid_pre", 0], pos_slice, -2)
         stack = torch.cat(found, -2).movedim(-2, 0) if found else stream.new_zeros(0, *stream.shape)
         if incl_remainder:
             stack, labels = torch.cat([stack, (stream - stack.sum(0))[None]]), [*labels, "remainder"]

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_flex.errors import HookError
-from megatron_flex.lens.names import Alias, Filter
-from megatron_flex.lens.reading import chosen
-from megatron_flex.lens.weights import WholeWeights
+from megatron_flex.lens.lens_names import Alias, Filter
+from megatron_flex.lens.reading import match_sites
+from megatron_flex.lens.full_weights import WholeWeights
 from megatron_flex.runtime import HookFunction, Session
 
 
@@ -43,8 +43,8 @@ class HookPoint:
         return f"HookPoint({self.name!r})"
 
 
-Function = Callable[[Tensor, HookPoint], Tensor | None]
-Hooks = Sequence[tuple[Filter, Function]]
+LensFunction = Callable[[Tensor, HookPoint], Tensor | None]
+Hooks = Sequence[tuple[Filter, LensFunction]]
 
 
 class Edits:
@@ -54,7 +54,7 @@ class Edits:
         self.session, self.weights = session, weights
         self._hooks: list[HookFunction] = []
 
-    def add(self, alias: Alias, function: Function) -> None:
+    def add(self, alias: Alias, function: LensFunction) -> None:
         """Put one function at one place. Collective, if the view there needs weights.
 
         Raises:
@@ -86,7 +86,7 @@ class Edits:
             return view.ours(made, inputs, weights)
 
         edit.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
-        hook = HookFunction(chosen([site]), editing_function=edit, save=False)
+        hook = HookFunction(match_sites([site]), editing_function=edit, save=False)
         self.session.add(hook, always=True)
         self._hooks.append(hook)
 
@@ -114,8 +114,8 @@ def edits(session: Session, weights: WholeWeights, hooks: Hooks) -> Iterator[Edi
         for wanted, function in hooks:
             found = weights.names.matching(wanted)
             if not found:
-                told = getattr(wanted, "__qualname__", repr(wanted))
-                raise HookError(f"the filter {told} matches none of {len(weights.names.aliases)} names")
+                described = getattr(wanted, "__qualname__", repr(wanted))
+                raise HookError(f"the filter {described} matches none of {len(weights.names.aliases)} names")
             for alias in found:
                 out.add(alias, function)
         yield out

@@ -8,15 +8,15 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_flex.errors import FlexError, SiteError, nearest
+from megatron_flex.errors import FlexError, SiteError, suggest_nearest
 from megatron_flex.layout import Sizes
-from megatron_flex.lens.names import Names, shorthand
-from megatron_flex.lens.weights import WholeWeights
+from megatron_flex.lens.lens_names import Names, expand_shorthand
+from megatron_flex.lens.full_weights import WholeWeights
 from megatron_flex.sites import Site
 
-Fetched = TypeVar("Fetched")
-Slice = int | slice | Sequence[int] | Tensor | None
-Key = str | tuple[str | int | None, ...]
+FetchedT = TypeVar("FetchedT")
+DimSlice = int | slice | Sequence[int] | Tensor | None
+CacheKey = str | tuple[str | int | None, ...]
 
 
 class NamedTensors(Mapping[str, Tensor]):
@@ -31,22 +31,22 @@ class NamedTensors(Mapping[str, Tensor]):
         self._fetch, self._spread = weights, spread
         self.has_batch_dim = True
 
-    def __getitem__(self, key: Key) -> Tensor:
+    def __getitem__(self, key: CacheKey) -> Tensor:
         name = self._full(key)
         if name not in self._tensors:
-            raise SiteError(f"{name!r} is not in this cache{nearest(name, self._tensors)}")
+            raise SiteError(f"{name!r} is not in this cache{suggest_nearest(name, self._tensors)}")
         return self._tensors[name]
 
-    def _full(self, key: Key) -> str:
+    def _full(self, key: CacheKey) -> str:
         if isinstance(key, str):
             if key in self._tensors or ":" in key:
                 return key
             points = [n for n in self._tensors if n.partition(":")[0] == key and ":" in n]
-            return points[0] if len(points) == 1 else shorthand(key)
+            return points[0] if len(points) == 1 else expand_shorthand(key)
         name, layer, kind = (*key, None, None)[:3]
         if not isinstance(name, str) or isinstance(layer, str) or isinstance(kind, int):
             raise SiteError(f"{key!r} is no (name, layer, kind of part); write it in that order")
-        return shorthand(name, layer if layer is None or layer >= 0 else layer + self._layers, kind)
+        return expand_shorthand(name, layer if layer is None or layer >= 0 else layer + self._layers, kind)
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, (str, tuple)) and self._full(key) in self._tensors
@@ -81,7 +81,7 @@ class NamedTensors(Mapping[str, Tensor]):
             self.has_batch_dim = False
         return self
 
-    def apply_slice_to_batch_dim(self, batch_slice: Slice) -> Self:
+    def apply_slice_to_batch_dim(self, batch_slice: DimSlice) -> Self:
         """These sequences alone; with one number, without the dim for them. This cache stays as it is.
 
         Raises:
@@ -89,7 +89,7 @@ class NamedTensors(Mapping[str, Tensor]):
         """
         if not self.has_batch_dim:
             raise FlexError("the batch dim is removed; take sequences before that")
-        kept = {name: cut(tensor, batch_slice, 0) for name, tensor in self._tensors.items()}
+        kept = {name: slice_dim(tensor, batch_slice, 0) for name, tensor in self._tensors.items()}
         out = type(self)(kept, self._fetch, self._spread)
         out.has_batch_dim = not isinstance(batch_slice, int)
         return out
@@ -104,7 +104,7 @@ class NamedTensors(Mapping[str, Tensor]):
         """How many ranks each axis of the mesh had."""
         return self._fetch.sizes
 
-    def site(self, key: Key) -> Site | None:
+    def site(self, key: CacheKey) -> Site | None:
         """The site that a tensor was read at; None where it was computed from several."""
         name, names = self._full(key), self._fetch.names
         name = names.aliases[name].site if name in names.aliases else name
@@ -122,14 +122,14 @@ class NamedTensors(Mapping[str, Tensor]):
             )
         return last
 
-    def _weight(self, fetch: Callable[[], Fetched]) -> Fetched:
+    def _weight(self, fetch: Callable[[], FetchedT]) -> FetchedT:
         """A weight; refused where other ranks, which have no cache, would not ask for it."""
         if not self._spread:
             raise FlexError("this needs weights, which all ranks must fetch; run_with_cache(everywhere=True)")
         return fetch()
 
 
-def cut(tensor: Tensor, which: Slice, dim: int) -> Tensor:
+def slice_dim(tensor: Tensor, which: DimSlice, dim: int) -> Tensor:
     """Some places along a dim: all (None), one (which removes the dim), a stretch (a slice), or those listed.
 
     A tuple or list of one to three numbers is a slice's arguments, as for TransformerLens.

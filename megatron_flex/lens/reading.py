@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives import checksum, everyone, to_all
+from megatron_flex.collectives import checksum, gather_objects, broadcast_in_buckets
 from megatron_flex.errors import FlexError, HookError
-from megatron_flex.knobs import knobs
-from megatron_flex.lens.names import Alias
-from megatron_flex.lens.weights import WholeWeights
+from megatron_flex.config import flex_config
+from megatron_flex.lens.lens_names import Alias
+from megatron_flex.lens.full_weights import WholeWeights
 from megatron_flex.runtime import HookFunction, Key, Session
-from megatron_flex.sites import EDITED, GRAD, Site
+from megatron_flex.sites import EDITED_SUFFIX, GRADIENT_SUFFIX, Site
 
-Read = dict[str, list[Tensor]]  # by site, a tensor for each microbatch
+SiteTensors = dict[str, list[Tensor]]  # by site, a tensor for each microbatch
 
 
 class Reading:
@@ -47,7 +47,7 @@ class Reading:
         new = {a.site for a in aliases} - self.sites
         self.aliases += aliases
         if new:
-            hook = HookFunction(chosen(new))
+            hook = HookFunction(match_sites(new))
             hook.behind = True
             self.session.add(hook, always=True)
             self._hooks.append(hook)
@@ -69,7 +69,7 @@ class Reading:
         """
         mesh = self.session.mesh.replica()
         read = self._taken()
-        arrived = to_all([(n, torch.empty(0)) for n in read], mesh, knobs.bucket_bytes)
+        arrived = broadcast_in_buckets([(n, torch.empty(0)) for n in read], mesh, flex_config.bucket_bytes)
         silent = {a.site for a in self.aliases if a.sure} - {name for name, _ in arrived}
         if silent:
             names = ", ".join(sorted(a.name for a in self.aliases if a.site in silent))
@@ -77,36 +77,36 @@ class Reading:
         if everywhere:
             items = [((site, n), t) for site, found in read.items() for n, t in enumerate(found)]
             read = {}
-            for (site, _), tensor in to_all(items, mesh, knobs.bucket_bytes):
+            for (site, _), tensor in broadcast_in_buckets(items, mesh, flex_config.bucket_bytes):
                 read.setdefault(site, []).append(tensor)
         elif not self.session.is_leader:
             return {}
         weights = self.weights.of(w for a in self.aliases for w in a.view.weights)
         return {
-            a.name: _together([a.view.theirs(t, weights) for t in read[a.site]])
+            a.name: _concatenate([a.view.theirs(t, weights) for t in read[a.site]])
             for a in self.aliases
             if a.site in read
         }
 
-    def _taken(self) -> Read:
+    def _taken(self) -> SiteTensors:
         """On the leader what was read at each site in the last step that passed it, behind its edits."""
         since, real = self._since, self.real
 
         def ours(key: Key) -> bool:
             filler = real is not None and key.microbatch >= real
-            return key.step > since and (filler or key.site.removesuffix(EDITED) in self.sites)
+            return key.step > since and (filler or key.site.removesuffix(EDITED_SUFFIX) in self.sites)
 
         captures = self.session.captures
-        taken = captures.take(ours)
+        captured = captures.take(ours)
         last: dict[str, dict[int, Tensor]] = {}
         for site in self.sites:
-            mine = [(k, t) for k, t in taken if k.site == site + EDITED]
-            mine = mine or [(k, t) for k, t in taken if k.site == site]
+            mine = [(k, t) for k, t in captured if k.site == site + EDITED_SUFFIX]
+            mine = mine or [(k, t) for k, t in captured if k.site == site]
             steps = [k.step for k, _ in mine]
             for key, tensor in mine:
                 if key.step == max(steps) and (real is None or key.microbatch < real):
                     last.setdefault(site, {})[key.microbatch] = tensor  # of several calls the last
-        for key, tensor in taken:
+        for key, tensor in captured:
             if key.site in self._others and (real is None or key.microbatch < real):
                 captures.add(key, tensor)
         return {site: [found[n] for n in sorted(found)] for site, found in last.items()}
@@ -117,17 +117,17 @@ class Reading:
         out: set[str] = set()
         for entry in self.session.registry.active:
             if entry.hook.save and entry.hook not in self._hooks:
-                out |= {name + (GRAD if entry.hook.backward else "") for name in entry.names}
-                out |= {name + EDITED for name in entry.names if entry.hook.behind}
+                out |= {name + (GRADIENT_SUFFIX if entry.hook.backward else "") for name in entry.names}
+                out |= {name + EDITED_SUFFIX for name in entry.names if entry.hook.behind}
         return out
 
 
-def _together(microbatches: list[Tensor]) -> Tensor:
+def _concatenate(microbatches: list[Tensor]) -> Tensor:
     """One behind the other along the first dim, or, without dims, along one of their own."""
     return (torch.cat if microbatches[0].ndim else torch.stack)(microbatches).contiguous()
 
 
-def chosen(sites: Iterable[str]) -> Callable[[Site], bool]:
+def match_sites(sites: Iterable[str]) -> Callable[[Site], bool]:
     """A pattern for exactly these sites, whose name all ranks can compare."""
     names = frozenset(sites)
 
@@ -155,9 +155,9 @@ def run(session: Session, tokens: Tensor, microbatch_size: int | None) -> int:
             "without it to run the model over tokens"
         )
     mesh = session.mesh.replica()
-    told = everyone((tuple(tokens.shape), checksum(tokens)), mesh, [a.name for a in mesh])
-    if len(set(told)) > 1:
-        shapes = ", ".join(map(str, sorted({shape for shape, _ in told})))
+    digests = gather_objects((tuple(tokens.shape), checksum(tokens)), mesh, [a.name for a in mesh])
+    if len(set(digests)) > 1:
+        shapes = ", ".join(map(str, sorted({shape for shape, _ in digests})))
         raise FlexError(f"ranks of one replica have different tokens (shapes {shapes}); give all the same")
     count = len(tokens) // (microbatch_size or len(tokens)) if tokens.numel() and tokens.ndim else 1
     session.probing = count

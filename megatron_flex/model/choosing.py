@@ -9,23 +9,23 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_flex.errors import FlexWarning, HookError
-from megatron_flex.layout import AXIS
+from megatron_flex.layout import TENSOR_AXIS
 from megatron_flex.runtime import Session
 from megatron_flex.sites import Pattern, Site
 
-LEAF = re.compile(r"(.+:.+)\[(\d+)\]")  # a point, and which of the tensors that pass there
-SHOWN = 8  # names in one warning
+INDEXED_POINT = re.compile(r"(.+:.+)\[(\d+)\]")  # a point, and which of the tensors that pass there
+MAX_NAMES_SHOWN = 8  # names in one warning
 
 
-class Purpose(NamedTuple):
+class SinkPurpose(NamedTuple):
     """What sites are chosen for, as warnings say it: what it is, and what is done to them."""
 
     what: str
     done: str
 
 
-def chosen_sites(
-    session: Session, patterns: Sequence[Pattern], purpose: Purpose, bars: Callable[[Site], str] | None = None
+def select_sink_sites(
+    session: Session, patterns: Sequence[Pattern], purpose: SinkPurpose, bars: Callable[[Site], str] | None = None
 ) -> tuple[tuple[Site, ...], frozenset[str]]:
     """The sites that patterns choose, in model order, and which of them were named as they are.
 
@@ -46,10 +46,10 @@ def chosen_sites(
     exact: set[str] = set()
     barred: dict[str, str] = {}
     for pattern in patterns:
-        name, index = _leaf(pattern)
+        name, index = _split_index(pattern)
         found = session.sites.match(name, "output")
         why = {s.name: s.hidden or (bars(s) if bars else "") for s in found}
-        barred |= {name: told for name, told in why.items() if told}
+        barred |= {name: reasons for name, reasons in why.items() if reasons}
         free = [s for s in found if not why[s.name]]
         if not free or (len(free) < len(found) and not _is_glob(name)):
             first = next(s for s in found if why[s.name])
@@ -57,23 +57,23 @@ def chosen_sites(
         for site in free:
             wanted.setdefault(site.name, set()).add(index)
         exact |= set() if _is_glob(name) else {s.leaf(index).name for s in free}
-    tell_left_out(barred, purpose)
+    warn_left_out(barred, purpose)
     sites = [s.leaf(i) for s in session.sites if s.name in wanted for i in sorted(wanted[s.name])]
-    _tell_uncut(session, sites, purpose)
+    _warn_assumed_replicated(session, sites, purpose)
     return tuple(replace(s, tap=own[s.place].tap) if s.place in own else s for s in sites), frozenset(exact)
 
 
-def tell_left_out(barred: dict[str, str], purpose: Purpose) -> None:
+def warn_left_out(barred: dict[str, str], purpose: SinkPurpose) -> None:
     """Warn of places that are left out, and why."""
     if barred:
-        told = "; ".join(f"{name}: {why}" for name, why in list(barred.items())[:SHOWN])
-        more = f"; and {len(barred) - SHOWN} more" if len(barred) > SHOWN else ""
-        warnings.warn(f"left out of {purpose.what}: {told}{more}", FlexWarning, stacklevel=4)
+        reasons = "; ".join(f"{name}: {why}" for name, why in list(barred.items())[:MAX_NAMES_SHOWN])
+        more = f"; and {len(barred) - MAX_NAMES_SHOWN} more" if len(barred) > MAX_NAMES_SHOWN else ""
+        warnings.warn(f"left out of {purpose.what}: {reasons}{more}", FlexWarning, stacklevel=4)
 
 
-def _tell_uncut(session: Session, sites: list[Site], purpose: Purpose) -> None:
+def _warn_assumed_replicated(session: Session, sites: list[Site], purpose: SinkPurpose) -> None:
     """Warn of plain modules whose tensors may be parts, which nobody says."""
-    expected, cut = session.registry.expected, session.mesh[AXIS].size > 1
+    expected, cut = session.registry.expected, session.mesh[TENSOR_AXIS].size > 1
     names = [s.name for s in sites if cut and s.inferred and not s.followed and expected(s.name) is None]
     if names:
         warnings.warn(
@@ -84,9 +84,9 @@ def _tell_uncut(session: Session, sites: list[Site], purpose: Purpose) -> None:
         )
 
 
-def _leaf(pattern: Pattern) -> tuple[Pattern, int]:
+def _split_index(pattern: Pattern) -> tuple[Pattern, int]:
     """A pattern without the number of a tensor, and that number."""
-    found = LEAF.fullmatch(pattern) if isinstance(pattern, str) else None
+    found = INDEXED_POINT.fullmatch(pattern) if isinstance(pattern, str) else None
     return (found.group(1), int(found.group(2))) if found else (pattern, 0)
 
 

@@ -10,7 +10,7 @@ from megatron_flex.errors import FlexError
 from megatron_flex.runtime import Session
 
 if TYPE_CHECKING:
-    from megatron_flex.costs import Costs, Links
+    from megatron_flex.costs import RunEstimate, Links
 
 
 class Costing:
@@ -26,7 +26,7 @@ class Costing:
         micro_batch_size: int | None = None,
         microbatches: int = 1,
         links: Links | None = None,
-    ) -> Costs:
+    ) -> RunEstimate:
         """What the active hooks, dumps and statistics cost in a step: bytes by link, collectives, memory.
 
         Communicates nothing, and needs no step to have run; any rank may call it alone, and each gets the
@@ -41,8 +41,8 @@ class Costing:
         Raises:
             FlexError: nothing stands whose cost can be told, or nothing tells a length.
         """
-        from megatron_flex.costs import Links, costs_of  # needs numpy, which reading and editing do not
-        from megatron_flex.costs.standing import Standing
+        from megatron_flex.costs import Links, estimate_run  # needs numpy, which reading and editing do not
+        from megatron_flex.costs.session_estimate import SessionEstimate
 
         if microbatches < 1:
             raise FlexError(f"microbatches={microbatches}: a step has at least one")
@@ -53,9 +53,9 @@ class Costing:
         padded = max((int(getattr(m, "vocab_size", 0) or 0) for m in modules), default=0)
         config = next((m.config for m in modules if hasattr(m, "config")), None)
         heads = int(getattr(config, "num_attention_heads", 0) or 0)
-        standing = Standing(session, lengths, padded, microbatches)
+        standing = SessionEstimate(session, lengths, padded, microbatches)
         found, more = list(standing.hooks()), list(standing.more(links))
         if not found and not more:
             why = "; ".join(f"{n}: {w}" for n, w in standing.uncounted.items())
             raise FlexError(f"costs of nothing: {why or 'no hook is active; register some first'}")
-        return costs_of(standing.mesh, found, links, standing.uncounted, heads, more)
+        return estimate_run(standing.mesh, found, links, standing.uncounted, heads, more)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from megatron_flex.dump import Dump
-from megatron_flex.model.choosing import Purpose, chosen_sites
+from megatron_flex.model.choosing import SinkPurpose, select_sink_sites
 from megatron_flex.runtime import Session
-from megatron_flex.runtime.dumps import Chosen, chosen_parameters, manifest_of
+from megatron_flex.runtime.dumps import DumpSelection, select_parameters, make_manifest
 
-DUMPS = Purpose("the dump", "dumped")
+DUMP_PURPOSE = SinkPurpose("the dump", "dumped")
 
 
 class Dumps:
@@ -32,11 +32,11 @@ class Dumps:
         """
         session = self.session
         session.check_open()
-        sites, exact = chosen_sites(session, dump.sites, DUMPS)
-        chosen = Chosen(sites, exact, chosen_parameters(session.survey, dump.parameters))
+        sites, exact = select_sink_sites(session, dump.sites, DUMP_PURPOSE)
+        chosen = DumpSelection(sites, exact, select_parameters(session.survey, dump.parameters))
         config = getattr(self.chunks[0], "config", getattr(session.adapter, "config", None))
         parameters = {name: found[0] for name, found in session.survey.sites.items()}
-        manifest = manifest_of(dump, session.adapter.name, session.mesh, chosen, parameters, config)
+        manifest = make_manifest(dump, session.adapter.name, session.mesh, chosen, parameters, config)
         for hook in session.sinks.dumping.add(dump, chosen, manifest).hooks:
             session.add(hook)
 

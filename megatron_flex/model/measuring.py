@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from megatron_flex.adapters import training_writers
 from megatron_flex.errors import HookError
-from megatron_flex.layout import is_sum
-from megatron_flex.model.choosing import Purpose, chosen_sites, tell_left_out
+from megatron_flex.layout import is_partial
+from megatron_flex.model.choosing import SinkPurpose, select_sink_sites, warn_left_out
 from megatron_flex.runtime import Session
-from megatron_flex.runtime.dumps import chosen_parameters
-from megatron_flex.runtime.measuring import Wanted, header_of
-from megatron_flex.sites import GRAD, Site
+from megatron_flex.runtime.dumps import select_parameters
+from megatron_flex.runtime.measuring import StatisticsSelection, make_header
+from megatron_flex.sites import GRADIENT_SUFFIX, Site
 from megatron_flex.statistics import Statistics, open_writers
 from megatron_flex.statistics.sink import Sink
 
-STATISTICS = Purpose("the statistics", "measured")
+STATISTICS_PURPOSE = SinkPurpose("the statistics", "measured")
 
 
 class Measures:
@@ -41,10 +41,10 @@ class Measures:
         """
         session = self.session
         session.check_open()
-        values, exact = chosen_sites(session, statistics.sites, STATISTICS, self._bars)
+        values, exact = select_sink_sites(session, statistics.sites, STATISTICS_PURPOSE, self._why_unmeasurable)
         gradients = self._gradients(values, exact) if statistics.gradients else ()
-        parameters = chosen_parameters(session.survey, statistics.parameters, STATISTICS.what)
-        wanted = Wanted(values, gradients, exact, parameters)
+        parameters = select_parameters(session.survey, statistics.parameters, STATISTICS_PURPOSE.what)
+        wanted = StatisticsSelection(values, gradients, exact, parameters)
 
         def opened() -> Sink:
             return self._writers(statistics, wanted) if sink is None else sink
@@ -61,16 +61,16 @@ class Measures:
         for hook in self.session.sinks.measuring.remove(statistics).hooks:
             self.session.remove(hook)
 
-    def _writers(self, statistics: Statistics, wanted: Wanted) -> Sink:
+    def _writers(self, statistics: Statistics, wanted: StatisticsSelection) -> Sink:
         """The files, on the first rank, and the framework's writers, where they are."""
         session, found = self.session, wanted.parameters
         parameters = [] if found is None else [found.survey.sites[n][0] for n in found.names]
-        told = header_of(statistics, session.adapter.name, session.mesh, wanted.values, parameters)
+        header = make_header(statistics, session.adapter.name, session.mesh, wanted.values, parameters)
         first = session.mesh.is_first(a.name for a in session.mesh)
-        return open_writers(statistics, told, first, training_writers)
+        return open_writers(statistics, header, first, training_writers)
 
-    def _bars(self, site: Site) -> str:
-        if not site.inferred and is_sum(site.layout, self.session.mesh.sizes):
+    def _why_unmeasurable(self, site: Site) -> str:
+        if not site.inferred and is_partial(site.layout, self.session.mesh.sizes):
             sums = ", ".join(site.layout.partial)
             return f"ranks along {sums} hold summands, and no rank their sum; measure :output instead"
         return ""
@@ -82,12 +82,12 @@ class Measures:
             turned = site.layout.gradient()
             if site.fixed:
                 continue
-            if not site.inferred and is_sum(turned, self.session.mesh.sizes):
+            if not site.inferred and is_partial(turned, self.session.mesh.sizes):
                 why = f"ranks hold summands of it ({turned.describe(self.session.mesh.sizes)})"
                 if site.name in exact:
                     raise HookError(f"the gradient at {site.name} cannot be measured: {why}; measure another")
-                barred[site.name + GRAD] = why
+                barred[site.name + GRADIENT_SUFFIX] = why
             else:
                 out.append(site)
-        tell_left_out(barred, STATISTICS)
+        warn_left_out(barred, STATISTICS_PURPOSE)
         return tuple(out)

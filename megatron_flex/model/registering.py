@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from megatron_flex.errors import HookError
 from megatron_flex.runtime import HookFunction, Session
-from megatron_flex.runtime.groups import Switches, checked_tags, selection, switches
+from megatron_flex.runtime.hook_groups import Switches, check_tags, parse_selection, parse_switches
 from megatron_flex.runtime.hooks import HookType
-from megatron_flex.runtime.skipping import Skipped
+from megatron_flex.runtime.skipping import SkipCount
 
 
 class Registering:
@@ -51,7 +51,7 @@ class Registering:
         return self.session.registry.groups()
 
     @property
-    def skipped(self) -> dict[HookFunction, Skipped]:
+    def skipped(self) -> dict[HookFunction, SkipCount]:
         """Of hooks with `on_error="skip"` those that failed: in how many passes on this rank, and why first.
 
         A pass in which another rank failed that holds the same tensor counts too. All that is told once on
@@ -61,7 +61,7 @@ class Registering:
 
     def tag(self, hook: HookFunction, *tags: str) -> None:
         """Put a registered hook into further groups, on every rank alike."""
-        hook.tags |= checked_tags(tags)
+        hook.tags |= check_tags(tags)
         self.session.registry.retagged()
 
     def untag(self, hook: HookFunction, *tags: str) -> None:
@@ -70,7 +70,7 @@ class Registering:
         Raises:
             HookError: it is not in one of them.
         """
-        missing = checked_tags(tags) - hook.tags
+        missing = check_tags(tags) - hook.tags
         if missing:
             names = ", ".join(sorted(missing))
             raise HookError(f"hook ({hook.describe()}) is not in {names}; it is in {sorted(hook.tags)}")
@@ -94,7 +94,7 @@ class Registering:
 
     def understood(self, *words: str) -> Switches:
         """What `select()` would do with these words; raises what it would."""
-        return switches(words, [*self.groups, *sorted(self.session.sinks.tags - set(self.groups))])
+        return parse_switches(words, [*self.groups, *sorted(self.session.sinks.tags - set(self.groups))])
 
     @contextmanager
     def hooks(self, *groups: str, complement: bool = False) -> Iterator[None]:
@@ -114,7 +114,7 @@ class Registering:
         """
         registry = self.session.registry
         before = registry.selection
-        registry.selection = selection(groups, self.groups, complement)
+        registry.selection = parse_selection(groups, self.groups, complement)
         try:
             yield
         finally:

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from torch import nn
 
-from megatron_flex.errors import FlexError, SiteError, nearest
-from megatron_flex.markup import PAGE_BYTES
+from megatron_flex.errors import FlexError, SiteError, suggest_nearest
+from megatron_flex.notebook_html import PAGE_BYTES
 from megatron_flex.runtime import HookFunction, Session
-from megatron_flex.runtime.hooks import name_of
+from megatron_flex.runtime.hooks import describe_edit
 from megatron_flex.sites import Pattern
 from megatron_flex.statistics.reading import OpenStatistics, open_statistics
-from megatron_flex.view import Hooked, Node, chosen, folded, tree
+from megatron_flex.view import TreeHook, TreeNode, sites_of_stage, fold_layers, build_tree
 
 if TYPE_CHECKING:
-    from megatron_flex.page.sources import Given
+    from megatron_flex.page.page_builder import DumpOrPath
 
-ELSEWHERE = (
+OTHER_STAGES_NOTE = (
     "hooks on other stages that bring nothing to the leader are shown as active: "
     "only those stages know whether they have fired"
 )
-NO_RICH = "showing needs rich, which is not installed: pip install megatron-flex[cli]"
+RICH_MISSING = "showing needs rich, which is not installed: pip install megatron-flex[cli]"
 
 
 class Showing:
@@ -63,31 +63,31 @@ class Showing:
         if file is None and not self.session.is_leader:
             return
         try:
-            from megatron_flex.view.terminal import show
+            from megatron_flex.view.tree_terminal import print_tree
         except ImportError as error:
-            raise FlexError(NO_RICH) from error
-        head = headline(self.session)
-        show(root if every else folded(root), head, sys.stdout if file is None else file)
+            raise FlexError(RICH_MISSING) from error
+        head = format_headline(self.session)
+        print_tree(root if every else fold_layers(root), head, sys.stdout if file is None else file)
 
-    def tree(self, pattern: Pattern = "**", *, group: str | None = None, stage: int | None = None) -> Node:
+    def tree(self, pattern: Pattern = "**", *, group: str | None = None, stage: int | None = None) -> TreeNode:
         """What `show()` shows, as data; `to_json()` of it is plain values."""
         session = self.session
-        hooks = standing(session)
-        sites = chosen(session.sites.match(pattern), stage)
+        hooks = collect_site_hooks(session)
+        sites = sites_of_stage(session.sites.match(pattern), stage)
         if group is not None:
             tags = {t for hs in hooks.values() for h in hs for t in h.tags}
             if group not in tags:
-                raise SiteError(f"no hook is in a group {group!r}{nearest(group, tags)}")
+                raise SiteError(f"no hook is in a group {group!r}{suggest_nearest(group, tags)}")
             named = {n for n, hs in hooks.items() if any(group in h.tags for h in hs)}
             sites = [s for s in sites if s.name in named]
             if not sites:
                 raise SiteError(f"no hook of group {group!r} stands at a site that is meant; say less")
-        return tree(sites, session.mesh.sizes, hooks)
+        return build_tree(sites, session.mesh.sizes, hooks)
 
     def to_html(
         self,
         path: str | PathLike[str],
-        dumps: Sequence[Given] | Given = (),
+        dumps: Sequence[DumpOrPath] | DumpOrPath = (),
         statistics: OpenStatistics | str | PathLike[str] | None = None,
         comparison: Any = None,
         *,
@@ -123,44 +123,44 @@ class Showing:
         sites = session.sites.match(pattern)
         if not session.is_leader or session.mesh["dp"].coord:
             return None
-        from megatron_flex.page import Page, of_mesh, write  # needs numpy, which nothing else here does
-        from megatron_flex.page.pricing import held_of, prices
-        from megatron_flex.page.sources import filled
+        from megatron_flex.page import Page, grid_of_mesh, write  # needs numpy, which nothing else here does
+        from megatron_flex.page.site_estimates import tensor_at_site, estimate_sites
+        from megatron_flex.page.page_builder import fill_page
 
-        grid = of_mesh(session.mesh)
-        known = _lengths(session) | dict(lengths or {})
+        grid = grid_of_mesh(session.mesh)
+        known = _captured_lengths(session) | dict(lengths or {})
         weight = next((p.element_size() for p in self.chunks.parameters() if p.is_floating_point()), None)
-        fired = _fired(session)
+        fired = _fired_sites(session)
         page = Page(
             title or type(self.chunks[0]).__name__,
             grid,
             [replace(s, tap=None) for s in sites],
-            standing(session),
+            collect_site_hooks(session),
             fired,
-            prices(sites, lambda s: held_of(s, grid.sizes, weight, known), grid),
-            notes=[("info", ELSEWHERE)] if _unknown(session, fired) else (),
+            estimate_sites(sites, lambda s: tensor_at_site(s, grid.sizes, weight, known), grid),
+            notes=[("info", OTHER_STAGES_NOTE)] if _has_unknown_hooks(session, fired) else (),
         )
         if isinstance(statistics, (str, PathLike)):
             statistics = open_statistics(statistics)
         several = dumps if isinstance(dumps, Sequence) and not isinstance(dumps, str) else [dumps]
-        return write(filled(page, several, statistics, comparison), path, most_bytes=most_bytes)
+        return write(fill_page(page, several, statistics, comparison), path, most_bytes=most_bytes)
 
 
-def _fired(session: Session) -> frozenset[str]:
+def _fired_sites(session: Session) -> frozenset[str]:
     """The sites where a hook has fired, as far as this rank knows."""
     own, fired = session.standing.own, session.editing.fired
     here = {s.place for e in session.registry.entries if e.hook in fired for s in e.sites if s.place in own}
     return frozenset(here | {s.name for s in session.sites if s.name in session.captures})
 
 
-def _unknown(session: Session, fired: frozenset[str]) -> bool:
+def _has_unknown_hooks(session: Session, fired: frozenset[str]) -> bool:
     """Whether a hook that brings nothing to this rank stands elsewhere."""
     own = session.standing.own
-    silent = [e for e in session.registry.active if e.hook.taker is not None or not e.hook.save]
+    silent = [e for e in session.registry.active if e.hook.tensor_sink is not None or not e.hook.save]
     return any(s.place not in own and s.place not in fired for e in silent for s in e.sites)
 
 
-def _lengths(session: Session) -> dict[str, int]:
+def _captured_lengths(session: Session) -> dict[str, int]:
     """How long the dims are in what was read whole, whose names stand in the sites' shapes."""
     out: dict[str, int] = {}
     whole = [e for e in session.registry.entries if e.hook.wanted is None and not e.hook.keep_as]
@@ -172,28 +172,28 @@ def _lengths(session: Session) -> dict[str, int]:
     return out
 
 
-def headline(session: Session) -> str:
+def format_headline(session: Session) -> str:
     """The mesh, and how many sites and hooks there are."""
     hidden = sum(bool(s.hidden) for s in session.sites)
-    stands = len([e for e in session.registry.entries if e.hook.taker is None])
-    return f"{session.mesh.describe()}: {len(session.sites)} sites, {hidden} of them hidden; {stands} hook(s)"
+    count = len([e for e in session.registry.entries if e.hook.tensor_sink is None])
+    return f"{session.mesh.describe()}: {len(session.sites)} sites, {hidden} of them hidden; {count} hook(s)"
 
 
-def standing(session: Session) -> Mapping[str, Sequence[Hooked]]:
+def collect_site_hooks(session: Session) -> Mapping[str, Sequence[TreeHook]]:
     """What stands at each site, of all stages."""
     active = {e.hook for e in session.registry.active}
-    out: dict[str, list[Hooked]] = {}
+    out: dict[str, list[TreeHook]] = {}
     for entry in session.registry.entries:
-        kind, what = _kind(entry.hook)
-        told = Hooked(kind, what, tuple(sorted(entry.hook.tags)), entry.hook.backward, entry.hook in active)
+        kind, what = _describe_hook_kind(entry.hook)
+        hooked = TreeHook(kind, what, tuple(sorted(entry.hook.tags)), entry.hook.backward, entry.hook in active)
         for site in entry.sites:
-            out.setdefault(site.place, []).append(told)
+            out.setdefault(site.place, []).append(hooked)
     return out
 
 
-def _kind(hook: HookFunction) -> tuple[str, str]:
-    if hook.taker is not None:
-        return ("dump" if hasattr(hook.taker, "dump") else "statistics"), ""
+def _describe_hook_kind(hook: HookFunction) -> tuple[str, str]:
+    if hook.tensor_sink is not None:
+        return ("dump" if hasattr(hook.tensor_sink, "dump") else "statistics"), ""
     if hook.editing_function is not None:
-        return "edits", name_of(hook.editing_function)
+        return "edits", describe_edit(hook.editing_function)
     return "reads", ""

@@ -9,7 +9,7 @@ from torch import nn
 from megatron_flex.runtime import Session
 
 
-class Training:
+class TrainableModuleRegistration:
     """What FlexModel does with trainable modules.
 
     Attributes:

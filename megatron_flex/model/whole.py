@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from megatron_flex.runtime import Session, parameters
-from megatron_flex.runtime.survey import Want
+from megatron_flex.runtime.survey import ParameterRequest
 
 
-class WholeParameters:
+class ParameterAccess:
     """What FlexModel does with parameters."""
 
     session: Session
@@ -50,8 +50,8 @@ class WholeParameters:
             SiteError: no such parameter, or its module's layout is not known; on all ranks, as what follows.
             FlexError: another shape, no gradient, or one that is not what `reduced` says.
         """
-        want = Want(gradient, reduced, padded, everywhere)
-        return parameters.get(self.session.survey, name, want, expected_shape)
+        want = ParameterRequest(gradient, reduced, padded, everywhere)
+        return parameters.gather_parameter(self.session.survey, name, want, expected_shape)
 
     def set_module_parameter(
         self,
@@ -81,10 +81,10 @@ class WholeParameters:
             SiteError: no such parameter, or its module's layout is not known; on all ranks, as what follows.
             FlexError: another shape or dtype, differing values, or no value on the leader.
         """
-        want = Want(gradient, reduced, padded)
-        parameters.set_whole(self.session.survey, name, value, want, optimizer)
+        want = ParameterRequest(gradient, reduced, padded)
+        parameters.set_parameter(self.session.survey, name, value, want, optimizer)
 
-    def named_whole_parameters(
+    def named_full_parameters(
         self,
         gradients: bool = False,
         *,
@@ -103,7 +103,7 @@ class WholeParameters:
             padded: likewise.
             everywhere: likewise.
         """
-        return parameters.every(self.session.survey, Want(gradients, reduced, padded, everywhere))
+        return parameters.gather_all_parameters(self.session.survey, ParameterRequest(gradients, reduced, padded, everywhere))
 
     def parameters_without_layout(self) -> dict[str, str]:
         """The parameters that cannot be put together, on all stages, and the classes of their modules."""

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_flex.layout import Layout
-from megatron_flex.layout.drawing import picture
-from megatron_flex.page.grid import Grid
+from megatron_flex.layout.layout_drawing import make_picture
+from megatron_flex.page.rank_grid import RankGrid
 from megatron_flex.sites import Site
-from megatron_flex.view import Hooked, layout_in_words, shape_in_words
+from megatron_flex.view import TreeHook, describe_layout, describe_shape
 
-VERSION = 1
+PAGE_VERSION = 1
 POSSIBLE, ACTIVE, FIRED, HIDDEN, FIXED = range(5)
-UNTOLD = "told when a tensor passes"
-MOST_BLOCKS = 2048  # of a picture; one with more is told of in words
+UNKNOWN_LAYOUT = "told when a tensor passes"
+MAX_PICTURE_BLOCKS = 2048  # of a picture; one with more is told of in words
 Json = dict[str, Any]
 
 
@@ -36,9 +36,9 @@ class Page:
     """
 
     title: str
-    mesh: Grid
+    mesh: RankGrid
     sites: Sequence[Site]
-    hooks: Mapping[str, Sequence[Hooked]] = field(default_factory=dict)
+    hooks: Mapping[str, Sequence[TreeHook]] = field(default_factory=dict)
     fired: frozenset[str] = frozenset()
     costs: Mapping[str, Json] = field(default_factory=dict)
     data: Sequence[Json] = ()
@@ -47,7 +47,7 @@ class Page:
 
     def to_json(self) -> Json:
         """In plain values; what repeats is told once."""
-        layouts, shapes, reasons, costs = _Table(), _Table(), _Table(), _Table()
+        layouts, shapes, reasons, costs = _UniqueValues(), _UniqueValues(), _UniqueValues(), _UniqueValues()
         columns: dict[str, list[Any]] = {
             n: [] for n in ("name", "layout", "shape", "stage", "chunk", "state", "reason", "cost")
         }
@@ -56,8 +56,8 @@ class Page:
             why, cost = site.hidden or site.fixed, self.costs.get(site.name)
             row = {
                 "name": site.name,
-                "layout": layouts.add(UNTOLD if site.inferred else site.layout),
-                "shape": shapes.add(UNTOLD if site.inferred else shape_in_words(site.shape)),
+                "layout": layouts.add(UNKNOWN_LAYOUT if site.inferred else site.layout),
+                "shape": shapes.add(UNKNOWN_LAYOUT if site.inferred else describe_shape(site.shape)),
                 "stage": site.stage,
                 "chunk": site.chunk,
                 "state": self._state(site),
@@ -73,11 +73,11 @@ class Page:
                 ("info", "ranks are numbered by their coordinates here, as their numbers follow no rule")
             )
         return {
-            "version": VERSION,
+            "version": PAGE_VERSION,
             "title": self.title,
             "notes": [{"kind": kind, "text": text} for kind, text in notes],
             "mesh": self.mesh.to_json(),
-            "layouts": [_drawn(layout, sizes) for layout in layouts.values],
+            "layouts": [_layout_json(layout, sizes) for layout in layouts.values],
             "shapes": shapes.values,
             "reasons": reasons.values,
             "sites": columns,
@@ -106,7 +106,7 @@ class Page:
         return out
 
 
-class _Table:
+class _UniqueValues:
     """Values, each once."""
 
     def __init__(self) -> None:
@@ -121,11 +121,11 @@ class _Table:
         return self._numbers[key]
 
 
-def _drawn(layout: Layout | str, sizes: Mapping[str, int]) -> Json:
+def _layout_json(layout: Layout | str, sizes: Mapping[str, int]) -> Json:
     """A layout in words, and its picture."""
     if isinstance(layout, str):
         return {"words": layout, "picture": None}
-    shown = picture(layout, sizes)
+    shown = make_picture(layout, sizes)
     blocks = [
         {"rows": list(b.rows), "columns": list(b.columns), "ranks": [dict(rank) for rank in b.ranks]}
         for b in shown.blocks
@@ -137,5 +137,5 @@ def _drawn(layout: Layout | str, sizes: Mapping[str, int]) -> Json:
         "more": list(shown.more),
         "summed": shown.summed,
     }
-    words = layout_in_words(layout, sizes)
-    return {"words": words, "picture": drawn if len(blocks) <= MOST_BLOCKS else None}
+    words = describe_layout(layout, sizes)
+    return {"words": words, "picture": drawn if len(blocks) <= MAX_PICTURE_BLOCKS else None}

@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 from megatron_flex.figures import ComparisonLike, Divergence, FigureError
 from megatron_flex.figures import divergence as tables_of
-from megatron_flex.page.data_packing import evenly, flag, number
-from megatron_flex.sites import GRAD
+from megatron_flex.page.data_packing import choose_evenly, nonfinite_flag, json_number
+from megatron_flex.sites import GRADIENT_SUFFIX
 
-MOST_ROWS = 30_000
+MAX_COMPARISON_ROWS = 30_000
 
 
-class Told(ComparisonLike, Protocol):
+class DescribedComparison(ComparisonLike, Protocol):
     """Two dumps compared, with words; `compare.Comparison`."""
 
     @property
@@ -32,7 +32,7 @@ class Told(ComparisonLike, Protocol):
         ...
 
 
-def divergence(comparison: Told, names: Sequence[str], most: int = MOST_ROWS) -> dict[str, Any]:
+def divergence_json(comparison: DescribedComparison, names: Sequence[str], most: int = MAX_COMPARISON_ROWS) -> dict[str, Any]:
     """The rows of a comparison as plain JSON values.
 
     Args:
@@ -65,13 +65,13 @@ def divergence(comparison: Told, names: Sequence[str], most: int = MOST_ROWS) ->
     if len(comparison.rows) > most:
         several = max(1, most // max(1, len(found.sites)))
         first = {found.first[1]} if found.first else set()
-        iterations = sorted({*evenly(iterations, max(1, several - len(first))), *first})
+        iterations = sorted({*choose_evenly(iterations, max(1, several - len(first))), *first})
         if several == 1:
-            kept = set(evenly(range(len(found.sites)), most // len(iterations) - 1))
+            kept = set(choose_evenly(range(len(found.sites)), most // len(iterations) - 1))
             kept |= {found.sites.index(found.first[0])} if found.first else set()
-        text = f"{len(kept)} of {len(found.sites)} tensors are shown, in iterations {_list(iterations)}"
+        text = f"{len(kept)} of {len(found.sites)} tensors are shown, in iterations {_list_numbers(iterations)}"
         notes.append({"kind": "info", "text": f"of the comparison {text}"})
-    rows, first_row = _rows(comparison, found, names, set(iterations), kept)
+    rows, first_row = _comparison_rows(comparison, found, names, set(iterations), kept)
     return {
         "verdict": comparison.verdict,
         "a": comparison.a,
@@ -86,8 +86,8 @@ def divergence(comparison: Told, names: Sequence[str], most: int = MOST_ROWS) ->
     }
 
 
-def _rows(
-    comparison: Told, found: Divergence, names: Sequence[str], iterations: set[int], kept: set[int]
+def _comparison_rows(
+    comparison: DescribedComparison, found: Divergence, names: Sequence[str], iterations: set[int], kept: set[int]
 ) -> tuple[list[list[Any]], int | None]:
     """The rows that are shown, and which of them is the first that is above its tolerance."""
     at = {name: i for i, name in enumerate(names)}
@@ -100,10 +100,10 @@ def _rows(
             continue
         if found.first == (row.name, row.iteration) and first is None:
             first = len(rows)
-        site = at.get(row.name.partition("#")[0].removesuffix(GRAD), -1)
-        rows.append([site, row.iteration, number(row.error), number(row.tolerance), place, flag(row.error)])
+        site = at.get(row.name.partition("#")[0].removesuffix(GRADIENT_SUFFIX), -1)
+        rows.append([site, row.iteration, json_number(row.error), json_number(row.tolerance), place, nonfinite_flag(row.error)])
     return rows, first
 
 
-def _list(numbers: Sequence[int], most: int = 8) -> str:
+def _list_numbers(numbers: Sequence[int], most: int = 8) -> str:
     return ", ".join(map(str, numbers[:most])) + (" and more" if len(numbers) > most else "")

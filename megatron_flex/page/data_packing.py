@@ -16,11 +16,11 @@ from torch import Tensor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-NAN, POSITIVE, NEGATIVE, STEPS = 255, 254, 253, 252  # codes of what is no number, and of the highest one
+NAN_CODE, POSITIVE_CODE, NEGATIVE_CODE, STEPS = 255, 254, 253, 252  # codes of what is no number, and of the highest one
 T = TypeVar("T")
 
 
-def quantised(values: NDArray[Any] | Tensor) -> dict[str, Any]:
+def quantise(values: NDArray[Any] | Tensor) -> dict[str, Any]:
     """Values in 8 bits each, row by row: `lo + code * (hi - lo) / 252`; NaN and infinities have own codes.
 
     Args:
@@ -36,39 +36,39 @@ def quantised(values: NDArray[Any] | Tensor) -> dict[str, Any]:
     lo, hi = (float(v) for v in finite.aminmax()) if finite.numel() else (0.0, 0.0)
     scale = STEPS / (hi - lo) if hi > lo and math.isfinite(hi - lo) else 0.0
     codes = ((table - lo) * scale).round().where(good, torch.zeros_like(table)).clamp(0, STEPS)
-    codes[table.isnan()] = NAN
-    codes[table == math.inf] = POSITIVE
-    codes[table == -math.inf] = NEGATIVE
-    return {"lo": lo, "hi": hi, "q": base64(codes.to(torch.uint8).flatten().tolist())}
+    codes[table.isnan()] = NAN_CODE
+    codes[table == math.inf] = POSITIVE_CODE
+    codes[table == -math.inf] = NEGATIVE_CODE
+    return {"lo": lo, "hi": hi, "q": encode_bytes(codes.to(torch.uint8).flatten().tolist())}
 
 
-def base64(codes: Iterable[int]) -> str:
+def encode_bytes(codes: Iterable[int]) -> str:
     """Bytes as text."""
     return b64encode(bytes(codes)).decode("ascii")
 
 
-def floats(values: Sequence[float | None]) -> str:
+def encode_floats(values: Sequence[float | None]) -> str:
     """Numbers in 4 bytes each, little endian, in base64; 0 where there is none or it is not finite."""
     most = torch.finfo(torch.float32).max
     plain = [0.0 if v is None or not math.isfinite(v) else max(-most, min(most, v)) for v in values]
     return b64encode(struct.pack(f"<{len(plain)}f", *plain)).decode("ascii")
 
 
-def number(value: float | None, digits: int = 5) -> float | None:
+def json_number(value: float | None, digits: int = 5) -> float | None:
     """A number for JSON, rounded to so many digits; None where it is not finite."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.{digits}g}")
 
 
-def flag(value: float) -> str:
+def nonfinite_flag(value: float) -> str:
     """What a number is that JSON does not have: `NaN`, `inf`, `-inf`; empty of others."""
     if math.isnan(value):
         return "NaN"
     return "" if math.isfinite(value) else ("inf" if value > 0 else "-inf")
 
 
-def evenly(several: Sequence[T], most: int) -> list[T]:
+def choose_evenly(several: Sequence[T], most: int) -> list[T]:
     """So many of several, the first and the last among them, evenly spread; all if they are no more."""
     if len(several) <= most:
         return list(several)
@@ -77,7 +77,7 @@ def evenly(several: Sequence[T], most: int) -> list[T]:
     return [several[round(i * (len(several) - 1) / (most - 1))] for i in range(most)]
 
 
-def shrunk(values: NDArray[Any], most: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
+def shrink(values: NDArray[Any], most: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
     """Means over blocks of the last two dims, so that no more than `most` entries are left of each.
 
     Returns:
@@ -91,7 +91,7 @@ def shrunk(values: NDArray[Any], most: tuple[int, int]) -> tuple[Tensor, tuple[i
     return table, block
 
 
-def positions(labels: Sequence[int]) -> list[int] | dict[str, int]:
+def encode_labels(labels: Sequence[int]) -> list[int] | dict[str, int]:
     """Labels of rows or columns: first, step and count where they are evenly spread, else a list."""
     found = [int(n) for n in labels]
     step = found[1] - found[0] if len(found) > 1 else 1

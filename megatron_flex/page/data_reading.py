@@ -8,11 +8,11 @@ from math import prod
 
 from torch import Tensor
 
-from megatron_flex.dump.reading import DumpArray, NothingPassed
+from megatron_flex.dump.reader import DumpArray, NoActivationError
 from megatron_flex.errors import DumpError
-from megatron_flex.statistics.measured import Measured
-from megatron_flex.statistics.moments import Sums
-from megatron_flex.statistics.table import HEAD, Entry, Table
+from megatron_flex.statistics.measured import TensorStatistics
+from megatron_flex.statistics.moments import MomentSums
+from megatron_flex.statistics.table import HEAD_WIDTH, MomentEntry, MomentTable
 
 THERE, ABSENT, DAMAGED, NANS, INFINITIES, PARTLY = (
     0,
@@ -22,11 +22,11 @@ THERE, ABSENT, DAMAGED, NANS, INFINITIES, PARTLY = (
     8,
     16,
 )  # what is known of a tensor in an iteration
-MOST_SAMPLES = 64  # that are tried one by one where not all can be read
+MAX_SINGLE_SAMPLES = 64  # that are tried one by one where not all can be read
 
 
 @dataclass(slots=True)
-class Cell:
+class TensorCell:
     """A tensor in one iteration.
 
     Attributes:
@@ -37,12 +37,12 @@ class Cell:
     """
 
     state: int
-    found: Measured | None = None
+    found: TensorStatistics | None = None
     text: str = ""
     cut: bool = False
 
 
-def cell(array: DumpArray, iteration: int, most: int, one_by_one: bool = True) -> Cell:
+def read_cell(array: DumpArray, iteration: int, most: int, one_by_one: bool = True) -> TensorCell:
     """Read a tensor in one iteration and measure it.
 
     Args:
@@ -53,44 +53,44 @@ def cell(array: DumpArray, iteration: int, most: int, one_by_one: bool = True) -
             reads of a shard by all of it.
     """
     if iteration not in array.iterations:
-        return Cell(ABSENT)
-    sums, read, failed = Sums(), 0, ""
+        return TensorCell(ABSENT)
+    sums, read, failed = MomentSums(), 0, ""
     try:
         one = array.at(iteration)[0]
-        part = cut(one, most)
-        for values, trouble in _values(part, one_by_one):
+        part = limit_values(one, most)
+        for values, trouble in _readable_values(part, one_by_one):
             failed = failed or trouble
             if values is not None:
                 sums.add(values.float() if not values.is_floating_point() else values)
                 read += values.numel()
-    except NothingPassed:
-        return Cell(ABSENT)
+    except NoActivationError:
+        return TensorCell(ABSENT)
     except DumpError as error:
-        return Cell(DAMAGED, text=str(error))
+        return TensorCell(DAMAGED, text=str(error))
     if not read:
-        return Cell(DAMAGED if failed else ABSENT, text=failed)
-    found = measured(array.name, iteration, sums)
+        return TensorCell(DAMAGED if failed else ABSENT, text=failed)
+    found = measure_sums(array.name, iteration, sums)
     state = (
         (PARTLY if failed else THERE) | (NANS if found.nans else 0) | (INFINITIES if found.infinities else 0)
     )
-    return Cell(state, found, failed, part.shape != one.shape)
+    return TensorCell(state, found, failed, part.shape != one.shape)
 
 
-def broken(found: Measured) -> int:
+def nonfinite_state(found: TensorStatistics) -> int:
     """Whether there are NaNs and infinities."""
     return (NANS if found.nans else 0) | (INFINITIES if found.infinities else 0)
 
 
-def measured(name: str, iteration: int, sums: Sums) -> Measured:
+def measure_sums(name: str, iteration: int, sums: MomentSums) -> TensorStatistics:
     """The numbers that follow from sums over a tensor's values, which are not none."""
-    table = Table((Entry(name, "value", 0),), ranks=1, histogram=True)
+    table = MomentTable((MomentEntry(name, "value", 0),), ranks=1, histogram=True)
     head = [1.0, float(iteration), 1.0]
-    assert len(head) == HEAD
+    assert len(head) == HEAD_WIDTH
     (found,) = table.measured(iteration, table.pack({0: sums}, set(), head, 0), None)
     return found
 
 
-def cut(array: DumpArray, most: int) -> DumpArray:
+def limit_values(array: DumpArray, most: int) -> DumpArray:
     """No more than so many values of an array: its first samples; of one, tokens or rows evenly spread."""
     if array.size <= most or not array.shape:
         return array
@@ -103,7 +103,7 @@ def cut(array: DumpArray, most: int) -> DumpArray:
     return array[:1, :: -(-each // most)]
 
 
-def _values(array: DumpArray, one_by_one: bool) -> Iterator[tuple[Tensor | None, str]]:
+def _readable_values(array: DumpArray, one_by_one: bool) -> Iterator[tuple[Tensor | None, str]]:
     """The values; of an array with samples that cannot be read those of the others, and what is wrong.
 
     Raises:
@@ -113,7 +113,7 @@ def _values(array: DumpArray, one_by_one: bool) -> Iterator[tuple[Tensor | None,
         values = array.torch()
     except DumpError as error:
         sampled = bool(array.dims) and array.dims[0] in ("sample", "microbatch")
-        if not (one_by_one and sampled) or not 1 < len(array) <= MOST_SAMPLES:
+        if not (one_by_one and sampled) or not 1 < len(array) <= MAX_SINGLE_SAMPLES:
             raise
         trouble = error
     else:

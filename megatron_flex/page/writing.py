@@ -11,12 +11,12 @@ from os import PathLike
 from pathlib import Path
 
 from megatron_flex.errors import FlexError
-from megatron_flex.markup import PAGE_BYTES
+from megatron_flex.notebook_html import PAGE_BYTES
 from megatron_flex.page.content import Page
 
-FIRST, LAST = ("core.js", "top.js"), ("go.js",)  # what others need, and what draws them
-FRAME = "style.css"  # the others build on it
-MARK = re.compile(r"@(title|style|page|scripts)@")
+FIRST_SCRIPTS, LAST_SCRIPTS = ("core.js", "top.js"), ("go.js",)  # what others need, and what draws them
+BASE_STYLE = "style.css"  # the others build on it
+PLACEHOLDER = re.compile(r"@(title|style|page|scripts)@")
 ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
@@ -28,27 +28,27 @@ def html(page: Page) -> str:
     assets = files("megatron_flex.page") / "assets"
     there = sorted(f.name for f in assets.iterdir() if f.name.endswith(".js"))
     styles = sorted(
-        (f.name for f in assets.iterdir() if f.name.endswith(".css")), key=lambda n: (n != FRAME, n)
+        (f.name for f in assets.iterdir() if f.name.endswith(".css")), key=lambda n: (n != BASE_STYLE, n)
     )
-    middle = [n for n in there if n not in (*FIRST, *LAST)]
+    middle = [n for n in there if n not in (*FIRST_SCRIPTS, *LAST_SCRIPTS)]
     scripts = [
         f"<script>\n{(assets / name).read_text(encoding='utf-8')}</script>"
-        for name in (*FIRST, *middle, *LAST)
+        for name in (*FIRST_SCRIPTS, *middle, *LAST_SCRIPTS)
     ]
     parts = {
         "title": escape(page.title),
         "style": "\n".join((assets / name).read_text(encoding="utf-8") for name in styles),
-        "page": values(page),
+        "page": page_json(page),
         "scripts": "\n".join(scripts),
     }
     frame = (assets / "page.html").read_text(encoding="utf-8")
-    return MARK.sub(lambda found: parts[found[1]], frame)
+    return PLACEHOLDER.sub(lambda found: parts[found[1]], frame)
 
 
-def values(page: Page) -> str:
+def page_json(page: Page) -> str:
     """What the page shows, as JSON that may stand in a script element."""
-    told = json.dumps(page.to_json(), separators=(",", ":"), allow_nan=False)
-    return re.sub("[<>&]", lambda found: ESCAPES[found[0]], told)
+    encoded = json.dumps(page.to_json(), separators=(",", ":"), allow_nan=False)
+    return re.sub("[<>&]", lambda found: ESCAPES[found[0]], encoded)
 
 
 def write(page: Page, path: str | PathLike[str], *, most_bytes: int | None = PAGE_BYTES) -> Path:

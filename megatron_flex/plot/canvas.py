@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 Tokenizer = Callable[[int], str]  # what the number of a token stands for
 
 SMALL, TINY = 8, 7  # points
-LETTERS = 15.5  # of a caption in an inch
+CAPTION_LETTERS = 15.5  # of a caption in an inch
 GREY, RED = "0.35", "tab:red"
-SHOWN = {"\n": "⏎", "\t": "⇥", " ": "␣", "\r": "␍"}
-LAYER = re.compile(r"(?<=layers\.)(\d+)(?=[.:])")
+VISIBLE_LETTERS = {"\n": "⏎", "\t": "⇥", " ": "␣", "\r": "␍"}
+LAYER_NUMBER = re.compile(r"(?<=layers\.)(\d+)(?=[.:])")
 
 
-def new(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     """An empty figure, in inches; nobody shows it and pyplot does not know it.
 
     Raises:
@@ -35,21 +35,21 @@ def new(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def finish(figure: Figure, title: str, caption: str) -> Figure:
+def finish_figure(figure: Figure, title: str, caption: str) -> Figure:
     """Put the title above and the caption below, broken into lines as wide as the figure."""
-    wide = max(30, int(figure.get_figwidth() * LETTERS))
-    figure.suptitle(_wrapped(title, wide * 2 // 3), fontsize=11, parse_math=False)
-    told = _wrapped(caption, wide)
-    figure.supxlabel(told, x=0.01, ha="left", fontsize=SMALL, color=GREY, parse_math=False)
+    wide = max(30, int(figure.get_figwidth() * CAPTION_LETTERS))
+    figure.suptitle(_wrap_text(title, wide * 2 // 3), fontsize=11, parse_math=False)
+    visible = _wrap_text(caption, wide)
+    figure.supxlabel(visible, x=0.01, ha="left", fontsize=SMALL, color=GREY, parse_math=False)
     return figure
 
 
-def _wrapped(text: str, wide: int) -> str:
+def _wrap_text(text: str, wide: int) -> str:
     """Lines of at most so many letters: broken between words, or within longer ones, as paths are."""
     return textwrap.fill(text, wide, break_on_hyphens=False)
 
 
-def ticks(axis: Any, labels: Sequence[str], most: int = 32, **how: Any) -> None:
+def label_ticks(axis: Any, labels: Sequence[str], most: int = 32, **how: Any) -> None:
     """Label the places 0, 1, ... of an axis (`axes.xaxis`); where more than fit, only every so many."""
     least = -(-len(labels) // most)
     step = next(s * 10**p for p in range(9) for s in (1, 2, 5) if s * 10**p >= least)
@@ -57,20 +57,20 @@ def ticks(axis: Any, labels: Sequence[str], most: int = 32, **how: Any) -> None:
     axis.set_ticks(list(places), [labels[i] for i in places], parse_math=False, **how)
 
 
-def site_ticks(axes: Axes, sites: Sequence[str]) -> None:
+def label_sites(axes: Axes, sites: Sequence[str]) -> None:
     """Label the x axis with sites: with the numbers of layers alone where nothing else differs."""
-    alike = {LAYER.sub("N", name, count=1) for name in sites}
-    numbers = [LAYER.search(name) for name in sites]
+    alike = {LAYER_NUMBER.sub("N", name, count=1) for name in sites}
+    numbers = [LAYER_NUMBER.search(name) for name in sites]
     if len(alike) == 1 and all(numbers):
-        ticks(axes.xaxis, [match[0] for match in numbers if match is not None])
+        label_ticks(axes.xaxis, [match[0] for match in numbers if match is not None])
         axes.set_xlabel(f"N of {alike.pop()}", parse_math=False)
     else:
-        ticks(axes.xaxis, sites, 48, rotation=90, fontsize=TINY)
+        label_ticks(axes.xaxis, sites, 48, rotation=90, fontsize=TINY)
 
 
 def token_labels(ids: Sequence[int], tokenizer: Tokenizer | None, most: int = 9) -> list[str]:
     """Tokens as they can be shown: by their numbers, or what these stand for, cut if that is long."""
-    return [_shown(str(i) if tokenizer is None else tokenizer(int(i)), most) for i in ids]
+    return [_show_token(str(i) if tokenizer is None else tokenizer(int(i)), most) for i in ids]
 
 
 def place_labels(
@@ -91,9 +91,9 @@ def place_labels(
     return token_labels([ids[p] for p in places], tokenizer, most)
 
 
-def _shown(text: str, most: int) -> str:
-    told = "".join(SHOWN.get(c, c if c.isprintable() else "·") for c in text)
-    return told if len(told) <= most else told[: most - 1] + "…"
+def _show_token(text: str, most: int) -> str:
+    visible = "".join(VISIBLE_LETTERS.get(c, c if c.isprintable() else "·") for c in text)
+    return visible if len(visible) <= most else visible[: most - 1] + "…"
 
 
 def iteration_colors(iterations: Sequence[int]) -> list[Any]:
@@ -105,7 +105,7 @@ def iteration_colors(iterations: Sequence[int]) -> list[Any]:
     return [colormaps["viridis"](0.9 * (number - first) / span) for number in iterations]
 
 
-def iteration_bar(figure: Figure, axes: Axes, iterations: Sequence[int]) -> None:
+def add_iteration_bar(figure: Figure, axes: Axes, iterations: Sequence[int]) -> None:
     """A bar that tells the colors of iterations; nothing for one."""
     if len(iterations) < 2:
         return

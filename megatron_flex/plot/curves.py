@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_flex import figures
 from megatron_flex.figures import ComparisonLike, Divergence, Norms, Source
-from megatron_flex.figures.streams import STREAM
-from megatron_flex.plot.canvas import GREY, RED, finish, iteration_bar, iteration_colors, new, site_ticks
+from megatron_flex.figures.streams import LAYER_OUTPUTS
+from megatron_flex.plot.canvas import GREY, RED, finish_figure, add_iteration_bar, iteration_colors, new_figure, label_sites
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDE = 20  # how many times the least value the greatest is, where an axis becomes logarithmic
+LOG_RATIO = 20  # how many times the least value the greatest is, where an axis becomes logarithmic
 
 
-def norms(source: Source | Norms, pattern: str = STREAM, *, rms: bool = False) -> Figure:
+def norms(source: Source | Norms, pattern: str = LAYER_OUTPUTS, *, rms: bool = False) -> Figure:
     """The norm of the residual stream, or of other tensors, by layer: a curve for each iteration.
 
     Of one tensor over several iterations the curve goes over these.
@@ -30,35 +30,35 @@ def norms(source: Source | Norms, pattern: str = STREAM, *, rms: bool = False) -
     Raises:
         FlexError: nothing of that name was dumped or measured; matplotlib is not installed.
     """
-    made = source if isinstance(source, Norms) else figures.norms(source, pattern)
-    values = made.values
+    figure_data = source if isinstance(source, Norms) else figures.norms(source, pattern)
+    values = figure_data.values
     if rms:
         import numpy as np
 
-        values = values / np.sqrt(np.maximum(made.counts, 1))
-    figure = new(max(6.0, min(16.0, 0.3 * len(made.sites) + 3)), 4.2)
+        values = values / np.sqrt(np.maximum(figure_data.counts, 1))
+    figure = new_figure(max(6.0, min(16.0, 0.3 * len(figure_data.sites) + 3)), 4.2)
     axes = figure.subplots()
-    many = len(made.iterations)
-    if len(made.sites) == 1 and many > 1:
-        axes.plot(made.iterations, values[:, 0], marker="o", markersize=3)
-        _mark(axes, made.iterations, values[:, 0], made.broken[:, 0])
+    many = len(figure_data.iterations)
+    if len(figure_data.sites) == 1 and many > 1:
+        axes.plot(figure_data.iterations, values[:, 0], marker="o", markersize=3)
+        _mark_nonfinite(axes, figure_data.iterations, values[:, 0], figure_data.broken[:, 0])
         axes.set_xlabel("iteration")
     else:
-        places = range(len(made.sites))
-        for line, color, broken in zip(values, iteration_colors(made.iterations), made.broken, strict=True):
+        places = range(len(figure_data.sites))
+        for line, color, broken in zip(values, iteration_colors(figure_data.iterations), figure_data.broken, strict=True):
             axes.plot(places, line, color=color, marker="o", markersize=3)
-            _mark(axes, places, line, broken)
-        site_ticks(axes, made.sites)
-        iteration_bar(figure, axes, made.iterations)
+            _mark_nonfinite(axes, places, line, broken)
+        label_sites(axes, figure_data.sites)
+        add_iteration_bar(figure, axes, figure_data.iterations)
     _log_where_wide(axes, values)
-    if made.broken.any():
-        axes.legend(*_first_of_each(axes), fontsize=8)
+    if figure_data.broken.any():
+        axes.legend(*_unique_legend(axes), fontsize=8)
     axes.set_ylabel("RMS" if rms else "norm")
     axes.grid(alpha=0.3)
-    return finish(figure, "RMS by site" if rms else "Norm by site", made.caption)
+    return finish_figure(figure, "RMS by site" if rms else "Norm by site", figure_data.caption)
 
 
-def _mark(axes: Axes, places: Any, values: Any, broken: Any) -> None:
+def _mark_nonfinite(axes: Axes, places: Any, values: Any, broken: Any) -> None:
     """Mark where there were NaNs or infinities, which are in no norm; at zero where nothing else was."""
     at = [n for n, count in enumerate(broken) if count]
     if at:
@@ -66,14 +66,14 @@ def _mark(axes: Axes, places: Any, values: Any, broken: Any) -> None:
         axes.plot([places[n] for n in at], heights, "x", color=RED, label="NaNs or infinities", zorder=5)
 
 
-def _first_of_each(axes: Axes) -> tuple[list[Any], list[str]]:
+def _unique_legend(axes: Axes) -> tuple[list[Any], list[str]]:
     named = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     return list(named.values()), list(named)
 
 
 def _log_where_wide(axes: Axes, values: Any) -> None:
     there = values[(values > 0) & (values < math.inf)]
-    if there.size and there.max() > WIDE * there.min():
+    if there.size and there.max() > LOG_RATIO * there.min():
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
@@ -91,56 +91,56 @@ def divergence(comparison: ComparisonLike | Divergence) -> Figure:
     Raises:
         FlexError: nothing was compared; matplotlib is not installed.
     """
-    made = comparison if isinstance(comparison, Divergence) else figures.divergence(comparison)
-    figure = new(max(7.0, min(18.0, 0.16 * len(made.sites) + 4)), 5.6)
+    figure_data = comparison if isinstance(comparison, Divergence) else figures.divergence(comparison)
+    figure = new_figure(max(7.0, min(18.0, 0.16 * len(figure_data.sites) + 4)), 5.6)
     axes = figure.subplots()
-    floor, ceiling = _ends(made)
-    places = range(len(made.sites))
-    heights = made.errors.clip(floor, ceiling)
-    for line, color in zip(heights, iteration_colors(made.iterations), strict=True):
+    floor, ceiling = _error_bounds(figure_data)
+    places = range(len(figure_data.sites))
+    heights = figure_data.errors.clip(floor, ceiling)
+    for line, color in zip(heights, iteration_colors(figure_data.iterations), strict=True):
         axes.plot(places, line, color=color, marker="o", markersize=3, linewidth=1)
-    axes.plot(places, _greatest(made.tolerances), color=GREY, linestyle="--", linewidth=1, label="tolerance")
-    above = made.errors > made.tolerances
+    axes.plot(places, _max_tolerances(figure_data.tolerances), color=GREY, linestyle="--", linewidth=1, label="tolerance")
+    above = figure_data.errors > figure_data.tolerances
     for line, over in zip(heights, above, strict=True):
         at = [n for n in places if over[n]]
         axes.plot(at, line[at], "o", color=RED, markersize=4, label="above tolerance" if at else None)
     axes.axhline(floor * 3, color=GREY, linestyle=":", linewidth=0.8)
-    axes.text(1.0, floor * 1.2, "equal ", ha="right", fontsize=8, color=GREY, transform=_across(axes))
-    if made.first is not None:
-        _mark_first(axes, made, heights)
-    axes.set(yscale="log", ylabel="error", ylim=(floor / 2, ceiling * 3), xlim=(-0.8, len(made.sites) - 0.2))
-    site_ticks(axes, made.sites)
+    axes.text(1.0, floor * 1.2, "equal ", ha="right", fontsize=8, color=GREY, transform=_axis_transform(axes))
+    if figure_data.first is not None:
+        _mark_first(axes, figure_data, heights)
+    axes.set(yscale="log", ylabel="error", ylim=(floor / 2, ceiling * 3), xlim=(-0.8, len(figure_data.sites) - 0.2))
+    label_sites(axes, figure_data.sites)
     axes.grid(alpha=0.3, axis="y")
-    handles, labels = _first_of_each(axes)  # above the axes, where no curve and no mark can be
+    handles, labels = _unique_legend(axes)  # above the axes, where no curve and no mark can be
     axes.legend(handles, labels, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
-    iteration_bar(figure, axes, made.iterations)
-    return finish(figure, "Divergence by site, in the order of execution", made.caption)
+    add_iteration_bar(figure, axes, figure_data.iterations)
+    return finish_figure(figure, "Divergence by site, in the order of execution", figure_data.caption)
 
 
-def _across(axes: Axes) -> Any:
+def _axis_transform(axes: Axes) -> Any:
     return axes.get_yaxis_transform()
 
 
-def _ends(made: Divergence) -> tuple[float, float]:
+def _error_bounds(figure_data: Divergence) -> tuple[float, float]:
     """Where errors of zero and infinite ones stand on a logarithmic axis."""
-    both = [*made.errors.flat, *made.tolerances.flat]
+    both = [*figure_data.errors.flat, *figure_data.tolerances.flat]
     there = [v for v in both if 0 < v < math.inf] or [1e-7, 1.0]
     return min(there) / 10, max(there) * (10 if math.inf in both else 1)
 
 
-def _greatest(tolerances: Any) -> Any:
+def _max_tolerances(tolerances: Any) -> Any:
     """Of each site over the iterations."""
     import numpy as np
 
     return np.where(np.isnan(tolerances), 0, tolerances).max(0)
 
 
-def _mark_first(axes: Axes, made: Divergence, heights: Any) -> None:
-    assert made.first is not None
-    site, iteration = made.first
-    at = made.sites.index(site)
-    height = heights[made.iterations.index(iteration), at]
-    left = at < len(made.sites) / 2
+def _mark_first(axes: Axes, figure_data: Divergence, heights: Any) -> None:
+    assert figure_data.first is not None
+    site, iteration = figure_data.first
+    at = figure_data.sites.index(site)
+    height = heights[figure_data.iterations.index(iteration), at]
+    left = at < len(figure_data.sites) / 2
     axes.axvline(at, color=RED, linewidth=0.8, alpha=0.6)
     axes.annotate(
         f"first: {site}",

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 from megatron_flex import figures
 from megatron_flex.errors import FlexError
 from megatron_flex.figures import Attention, Heat, Induction, Source
-from megatron_flex.plot.canvas import GREY, SMALL, TINY, Tokenizer, finish, new, place_labels, ticks
+from megatron_flex.plot.canvas import GREY, SMALL, TINY, Tokenizer, finish_figure, new_figure, place_labels, label_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ACROSS = 4  # panels in a row
-WRITTEN = 16  # layers and heads up to which scores are written into their cells
-CUT = 99.5  # percent of magnitudes that a heat map's colors reach; single outliers would hide all others
+PANELS_IN_ROW = 4  # panels in a row
+MAX_WRITTEN_HEADS = 16  # layers and heads up to which scores are written into their cells
+COLOR_PERCENTILE = 99.5  # percent of magnitudes that a heat map's colors reach; single outliers would hide all others
 
 
 def attention(
@@ -44,43 +44,43 @@ def attention(
     Raises:
         FlexError: the source has no patterns of that layer; matplotlib is not installed.
     """
-    made = (
+    figure_data = (
         source
         if isinstance(source, Attention)
         else figures.attention(source, layer, iteration=iteration, sample=sample)
     )
-    shown = list(range(len(made.values))) if heads is None else list(heads)
-    wrong = next((h for h in shown if not 0 <= h < len(made.values)), None)
+    shown = list(range(len(figure_data.values))) if heads is None else list(heads)
+    wrong = next((h for h in shown if not 0 <= h < len(figure_data.values)), None)
     if wrong is not None or not shown:
-        said = "none was named" if wrong is None else f"{wrong} is none of them"
-        raise FlexError(f"layer {made.layer} has heads 0 to {len(made.values) - 1}; {said}")
-    across = min(ACROSS, len(shown))
+        problem = "none was named" if wrong is None else f"{wrong} is none of them"
+        raise FlexError(f"layer {figure_data.layer} has heads 0 to {len(figure_data.values) - 1}; {problem}")
+    across = min(PANELS_IN_ROW, len(shown))
     down = math.ceil(len(shown) / across)
-    figure = new(2.6 * across + 1.2, 2.5 * down + 1.2)
+    figure = new_figure(2.6 * across + 1.2, 2.5 * down + 1.2)
     from matplotlib.colors import PowerNorm
 
     panels = figure.subplots(down, across, squeeze=False)
-    rows = place_labels(made.queries, tokens, tokenizer)
-    columns = place_labels(made.keys, tokens, tokenizer)
-    scale = PowerNorm(0.5, 0, float(made.values[shown].max()))  # the first query's only key always has 1
+    rows = place_labels(figure_data.queries, tokens, tokenizer)
+    columns = place_labels(figure_data.keys, tokens, tokenizer)
+    scale = PowerNorm(0.5, 0, float(figure_data.values[shown].max()))  # the first query's only key always has 1
     for number, axes in enumerate(panels.flat):
         if number >= len(shown):
             axes.set_visible(False)
             continue
-        image = axes.imshow(made.values[shown[number]], cmap="viridis", norm=scale, aspect="auto")
+        image = axes.imshow(figure_data.values[shown[number]], cmap="viridis", norm=scale, aspect="auto")
         axes.set_title(f"head {shown[number]}", fontsize=9)
-        _label(axes, rows, columns, tokens is not None)
+        _label_axes(axes, rows, columns, tokens is not None)
         below = number + across < len(shown)
         axes.tick_params(labelbottom=not below, labelleft=number % across == 0)
     figure.supylabel("query", fontsize=9)
     figure.colorbar(image, ax=panels, label="attention to key", pad=0.02)
-    return finish(figure, f"Attention patterns, layer {made.layer}", made.caption)
+    return finish_figure(figure, f"Attention patterns, layer {figure_data.layer}", figure_data.caption)
 
 
-def _label(axes: Axes, rows: Sequence[str], columns: Sequence[str], are_tokens: bool) -> None:
+def _label_axes(axes: Axes, rows: Sequence[str], columns: Sequence[str], are_tokens: bool) -> None:
     many = 24 if are_tokens else 6
-    ticks(axes.yaxis, rows, many, fontsize=TINY)
-    ticks(axes.xaxis, columns, many, fontsize=TINY, rotation=90 if are_tokens else 0)
+    label_ticks(axes.yaxis, rows, many, fontsize=TINY)
+    label_ticks(axes.xaxis, columns, many, fontsize=TINY, rotation=90 if are_tokens else 0)
 
 
 def induction(source: Source | Induction, *, iteration: int | None = None) -> Figure:
@@ -93,27 +93,27 @@ def induction(source: Source | Induction, *, iteration: int | None = None) -> Fi
     Raises:
         FlexError: the source has no patterns, or repeats nothing; matplotlib is not installed.
     """
-    made = source if isinstance(source, Induction) else figures.induction(source, iteration=iteration)
-    layers, heads = made.scores.shape
-    figure = new(max(7.5, 1.1 * heads + 2.2), max(2.8, 0.42 * layers + 1.9))
+    figure_data = source if isinstance(source, Induction) else figures.induction(source, iteration=iteration)
+    layers, heads = figure_data.scores.shape
+    figure = new_figure(max(7.5, 1.1 * heads + 2.2), max(2.8, 0.42 * layers + 1.9))
     panels = figure.subplots(1, 2, sharey=True)
-    most = max(float(made.scores.max()), float(made.previous.max()))
+    most = max(float(figure_data.scores.max()), float(figure_data.previous.max()))
     titles = "to the token behind the earlier copy", "to the token before"
-    for axes, values, title in zip(panels, (made.scores, made.previous), titles, strict=True):
+    for axes, values, title in zip(panels, (figure_data.scores, figure_data.previous), titles, strict=True):
         image = axes.imshow(values, cmap="viridis", vmin=0, vmax=most, aspect="auto", origin="lower")
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("head", fontsize=9)
-        ticks(axes.xaxis, [str(n) for n in range(heads)], 16)
-        ticks(axes.yaxis, [str(n) for n in made.layers], 24)
-        if layers <= WRITTEN and heads <= WRITTEN:
-            write(axes, values, [[f"{v:.2f}" for v in row] for row in values], most)
+        label_ticks(axes.xaxis, [str(n) for n in range(heads)], 16)
+        label_ticks(axes.yaxis, [str(n) for n in figure_data.layers], 24)
+        if layers <= MAX_WRITTEN_HEADS and heads <= MAX_WRITTEN_HEADS:
+            write_cells(axes, values, [[f"{v:.2f}" for v in row] for row in values], most)
     panels[0].set_ylabel("layer", fontsize=9)
     figure.colorbar(image, ax=panels, label="mean attention", pad=0.02)
-    told = f"{made.caption} · no preference gives {made.uniform:.3f}"
-    return finish(figure, "Induction scores", told)
+    caption_text = f"{figure_data.caption} · no preference gives {figure_data.uniform:.3f}"
+    return finish_figure(figure, "Induction scores", caption_text)
 
 
-def write(axes: Axes, values: Any, words: Sequence[Sequence[str]], most: float) -> None:
+def write_cells(axes: Axes, values: Any, words: Sequence[Sequence[str]], most: float) -> None:
     """Write words into the cells of an image, light on dark colors and dark on light ones."""
     for row, line in enumerate(words):
         for column, word in enumerate(line):
@@ -150,36 +150,36 @@ def heat(
     Raises:
         FlexError: the source has no such tensor of tokens; matplotlib is not installed.
     """
-    made = source if isinstance(source, Heat) else figures.heat(source, site, iteration, sample, most)
-    figure = new(9, 4.8)
+    figure_data = source if isinstance(source, Heat) else figures.heat(source, site, iteration, sample, most)
+    figure = new_figure(9, 4.8)
     axes = figure.subplots()
-    bound = _bound(made.values)
-    signed = made.block == (1, 1)
+    bound = _color_bound(figure_data.values)
+    signed = figure_data.block == (1, 1)
     image = axes.imshow(
-        made.values,
+        figure_data.values,
         cmap="RdBu_r" if signed else "magma",
         vmin=-bound if signed else 0,
         vmax=bound,
         aspect="auto",
         interpolation="nearest",
     )
-    ticks(
+    label_ticks(
         axes.yaxis,
-        place_labels(made.rows, tokens, tokenizer),
+        place_labels(figure_data.rows, tokens, tokenizer),
         32 if tokens is not None else 12,
         fontsize=SMALL,
     )
-    ticks(axes.xaxis, [str(c) for c in made.columns], 12, fontsize=SMALL)
+    label_ticks(axes.xaxis, [str(c) for c in figure_data.columns], 12, fontsize=SMALL)
     axes.set_ylabel("token")
     axes.set_xlabel("feature", color=GREY)
     label = "value" if signed else "mean |x| of a block"
     figure.colorbar(image, ax=axes, label=label, pad=0.02, extend="both" if signed else "max")
-    return finish(figure, made.site, f"{made.caption} · colors reach {CUT} % of magnitudes")
+    return finish_figure(figure, figure_data.site, f"{figure_data.caption} · colors reach {COLOR_PERCENTILE} % of magnitudes")
 
 
-def _bound(values: Any) -> float:
+def _color_bound(values: Any) -> float:
     """The magnitude where colors end; NaNs and infinities, which stay blank, aside."""
     import numpy as np
 
     finite = np.abs(values[np.isfinite(values)])
-    return float(np.percentile(finite, CUT)) or 1.0 if finite.size else 1.0
+    return float(np.percentile(finite, COLOR_PERCENTILE)) or 1.0 if finite.size else 1.0

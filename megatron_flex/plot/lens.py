@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from megatron_flex import figures
 from megatron_flex.figures import LogitLens, Source
-from megatron_flex.plot.canvas import SMALL, Tokenizer, finish, new, place_labels, ticks, token_labels
-from megatron_flex.plot.grids import write
+from megatron_flex.plot.canvas import SMALL, Tokenizer, finish_figure, new_figure, place_labels, label_ticks, token_labels
+from megatron_flex.plot.grids import write_cells
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LAST = slice(-16, None)  # positions that fit side by side
-SHORT = 5  # letters of a label that need not be turned
-WRITTEN = 48  # positions up to which tokens are written into their cells
+LAST_POSITIONS = slice(-16, None)  # positions that fit side by side
+SHORT_LABEL = 5  # letters of a label that need not be turned
+MAX_WRITTEN_POSITIONS = 48  # positions up to which tokens are written into their cells
 
 
 def logit_lens(
@@ -23,7 +23,7 @@ def logit_lens(
     *,
     iteration: int | None = None,
     sample: int = 0,
-    positions: slice | Sequence[int] = LAST,
+    positions: slice | Sequence[int] = LAST_POSITIONS,
     tied: bool | None = None,
     tokens: Sequence[int] | None = None,
     tokenizer: Tokenizer | None = None,
@@ -44,27 +44,27 @@ def logit_lens(
     Raises:
         FlexError: the source lacks streams or weights; matplotlib is not installed.
     """
-    made = (
+    figure_data = (
         source
         if isinstance(source, LogitLens)
         else figures.logit_lens(source, iteration, sample, 1, positions=positions, tied=tied)
     )
-    best = made.probabilities[:, :, 0]
+    best = figure_data.probabilities[:, :, 0]
     layers, places = best.shape
-    figure = new(max(6.0, 0.62 * min(places, WRITTEN) + 1.8), max(3.0, 0.32 * layers + 1.8))
+    figure = new_figure(max(6.0, 0.62 * min(places, MAX_WRITTEN_POSITIONS) + 1.8), max(3.0, 0.32 * layers + 1.8))
     axes = figure.subplots()
     image = axes.imshow(best, cmap="magma", vmin=0, vmax=1, aspect="auto", origin="lower")
-    if places <= WRITTEN:
-        words = [token_labels(line, tokenizer, 8) for line in made.ids[:, :, 0].tolist()]
-        write(axes, best, words, 1.0)
-    labels = place_labels(made.tokens, tokens, tokenizer)
-    turned = 45 if max(map(len, labels)) > SHORT else 0
-    ticks(axes.xaxis, labels, WRITTEN, fontsize=SMALL, rotation=turned)
-    ticks(axes.yaxis, [_layer(n) for n in made.layers], 32, fontsize=SMALL)
+    if places <= MAX_WRITTEN_POSITIONS:
+        words = [token_labels(line, tokenizer, 8) for line in figure_data.ids[:, :, 0].tolist()]
+        write_cells(axes, best, words, 1.0)
+    labels = place_labels(figure_data.tokens, tokens, tokenizer)
+    turned = 45 if max(map(len, labels)) > SHORT_LABEL else 0
+    label_ticks(axes.xaxis, labels, MAX_WRITTEN_POSITIONS, fontsize=SMALL, rotation=turned)
+    label_ticks(axes.yaxis, [_stream_label(n) for n in figure_data.layers], 32, fontsize=SMALL)
     axes.set_xlabel("token" if tokens is not None else "position")
     figure.colorbar(image, ax=axes, label="probability", pad=0.02)
-    return finish(figure, "Logit lens: the likeliest next token", made.caption)
+    return finish_figure(figure, "Logit lens: the likeliest next token", figure_data.caption)
 
 
-def _layer(behind: int) -> str:
+def _stream_label(behind: int) -> str:
     return f"behind layer {behind - 1}" if behind else "embeddings"

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 from megatron_flex import figures
 from megatron_flex.errors import FlexError
 from megatron_flex.figures import Histograms, Source
-from megatron_flex.plot.canvas import SMALL, finish, iteration_colors, new
-from megatron_flex.statistics.measured import LOWEST, SIDE
+from megatron_flex.plot.canvas import SMALL, finish_figure, iteration_colors, new_figure
+from megatron_flex.statistics.measured import LOWEST_EXPONENT, BINS_PER_SIGN
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-RIDGES = 24  # that can be told apart
+MAX_RIDGES = 24  # that can be told apart
 OVERLAP = 2.2  # rows that the highest ridge reaches over
 
 
@@ -33,15 +33,15 @@ def histograms(source: Source | Histograms, site: str = "") -> Figure:
     """
     import numpy as np
 
-    made = source if isinstance(source, Histograms) else figures.histograms(source, site)
-    if not made.counts.sum():
-        raise FlexError(f"{made.site}: no finite values, of which there could be a histogram")
-    rows = np.unique(np.linspace(0, len(made.iterations) - 1, min(RIDGES, len(made.iterations))).round())
+    figure_data = source if isinstance(source, Histograms) else figures.histograms(source, site)
+    if not figure_data.counts.sum():
+        raise FlexError(f"{figure_data.site}: no finite values, of which there could be a histogram")
+    rows = np.unique(np.linspace(0, len(figure_data.iterations) - 1, min(MAX_RIDGES, len(figure_data.iterations))).round())
     shown = [int(row) for row in rows]
-    numbers = [made.iterations[row] for row in shown]
-    columns, exponents = _columns(made.counts)
-    shares = made.counts[np.ix_(shown, columns)] / np.maximum(made.counts[shown].sum(1, keepdims=True), 1)
-    figure = new(8.5, max(3.2, 0.34 * len(shown) + 2.2))
+    numbers = [figure_data.iterations[row] for row in shown]
+    columns, exponents = _used_bins(figure_data.counts)
+    shares = figure_data.counts[np.ix_(shown, columns)] / np.maximum(figure_data.counts[shown].sum(1, keepdims=True), 1)
+    figure = new_figure(8.5, max(3.2, 0.34 * len(shown) + 2.2))
     axes = figure.subplots()
     height = OVERLAP / shares.max() if len(shown) > 1 else 1 / shares.max()
     places = np.arange(len(columns))
@@ -63,28 +63,28 @@ def histograms(source: Source | Histograms, site: str = "") -> Figure:
     axes.set_yticks([-float(n) for n in range(len(shown))], [str(n) for n in numbers], fontsize=SMALL)
     axes.set_ylabel("iteration")
     axes.set_xlabel("value")
-    _powers(axes, exponents)
-    few = "" if len(shown) == len(made.iterations) else f" · {len(shown)} of {len(made.iterations)} drawn"
-    return finish(figure, f"Values of {made.site}", made.caption + few)
+    _label_powers(axes, exponents)
+    few = "" if len(shown) == len(figure_data.iterations) else f" · {len(shown)} of {len(figure_data.iterations)} drawn"
+    return finish_figure(figure, f"Values of {figure_data.site}", figure_data.caption + few)
 
 
-def _columns(counts: Any) -> tuple[list[int], list[int]]:
+def _used_bins(counts: Any) -> tuple[list[int], list[int]]:
     """The bins from the least to the greatest exponent that occurs, of both signs, with that of zeros.
 
     Returns:
         The bins, and the exponents of the positive ones.
     """
     used = counts.sum(0)
-    both = used[:SIDE][::-1] + used[SIDE + 1 :]
-    there = [n for n, count in enumerate(both) if count] or [-LOWEST]
+    both = used[:BINS_PER_SIGN][::-1] + used[BINS_PER_SIGN + 1 :]
+    there = [n for n, count in enumerate(both) if count] or [-LOWEST_EXPONENT]
     low, high = there[0], there[-1]
     inside = list(range(low, high + 1))
-    return [*(SIDE - 1 - n for n in reversed(inside)), SIDE, *(SIDE + 1 + n for n in inside)], [
-        LOWEST + n for n in inside
+    return [*(BINS_PER_SIGN - 1 - n for n in reversed(inside)), BINS_PER_SIGN, *(BINS_PER_SIGN + 1 + n for n in inside)], [
+        LOWEST_EXPONENT + n for n in inside
     ]
 
 
-def _powers(axes: Axes, exponents: list[int]) -> None:
+def _label_powers(axes: Axes, exponents: list[int]) -> None:
     """Label bins of both signs with their powers of two, zeros with 0."""
     middle = len(exponents)
     step = max(1, -(-middle // 8))

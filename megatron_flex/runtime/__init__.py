@@ -3,6 +3,6 @@
 from megatron_flex.runtime.captures import Captures, Key, Readings
 from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.runtime.session import Session
-from megatron_flex.runtime.sharing.context import Context
+from megatron_flex.runtime.context.save_context import Context
 
 __all__ = ["Captures", "Context", "HookFunction", "Key", "Readings", "Session"]

@@ -8,8 +8,8 @@ from typing import NamedTuple, overload
 
 from torch import Tensor
 
-from megatron_flex.errors import SiteError, nearest
-from megatron_flex.sites import GRAD
+from megatron_flex.errors import SiteError, suggest_nearest
+from megatron_flex.sites import GRADIENT_SUFFIX
 
 
 class Key(NamedTuple):
@@ -59,9 +59,9 @@ class Readings(Sequence[Tensor]):
 
     def take(self, wanted: Callable[[Key], bool]) -> list[tuple[Key, Tensor]]:
         """Take out what `wanted` says yes to."""
-        taken = [item for item in self._items if wanted(item[0])]
+        removed = [item for item in self._items if wanted(item[0])]
         self._items = [item for item in self._items if not wanted(item[0])]
-        return taken
+        return removed
 
     @overload
     def __getitem__(self, index: int) -> Tensor: ...
@@ -94,9 +94,9 @@ class Captures(Mapping[str, Readings]):
         """Take out what `wanted` says yes to, in the order in which each site's were read."""
         out: list[tuple[Key, Tensor]] = []
         for name in list(self._readings):
-            taken = self._readings[name].take(wanted)
-            out += taken
-            if taken and not len(self._readings[name]):
+            removed = self._readings[name].take(wanted)
+            out += removed
+            if removed and not len(self._readings[name]):
                 del self._readings[name]
         return out
 
@@ -108,12 +108,12 @@ class Captures(Mapping[str, Readings]):
         if name in self._readings:
             return self._readings[name]
         points = [n for n in self._readings if n.partition(":")[0] == name]
-        chosen = next((n for n in points if n.endswith((":output", f":output{GRAD}"))), None)
+        chosen = next((n for n in points if n.endswith((":output", f":output{GRADIENT_SUFFIX}"))), None)
         if len(points) == 1 or chosen:
             return self._readings[chosen or points[0]]
         if points:
             raise SiteError(f"{name!r} was read at several points ({', '.join(points)}); name one of them")
-        raise KeyError(f"nothing was read at {name!r}{nearest(name, self._readings)}")
+        raise KeyError(f"nothing was read at {name!r}{suggest_nearest(name, self._readings)}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._readings)

@@ -14,23 +14,23 @@ from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
-from megatron_flex.runtime.editing import Editing
+from megatron_flex.runtime.editing import EditRunner
 from megatron_flex.runtime.hooks import HookFunction
-from megatron_flex.runtime.locally import Locally, Way
-from megatron_flex.runtime.reading import Reading
+from megatron_flex.runtime.local_edits import LocalEditPlanner, LocalEditPlan
+from megatron_flex.runtime.capture_dispatcher import CaptureDispatcher
 from megatron_flex.runtime.recorder import Recorder
 from megatron_flex.runtime.weak import weakly
-from megatron_flex.sites import EDITED
+from megatron_flex.sites import EDITED_SUFFIX
 
 
-class Changing(Reading):
+class EditDispatcher(CaptureDispatcher):
     """The part of a Firing that edits."""
 
     def __init__(
         self,
         clock: Clock,
         recorder: Recorder,
-        editing: Editing,
+        editing: EditRunner,
         mesh: Mesh,
         gather_data_parallel: bool,
         backward_seen: Callable[[], None],
@@ -38,8 +38,8 @@ class Changing(Reading):
     ) -> None:
         super().__init__(clock, recorder, editing, mesh, gather_data_parallel)
         self._backward_seen = backward_seen
-        self.locally = Locally(mesh, lambda: bool(editing.modules), version)
-        self.compared: Callable[[list[HookFunction], Key, Any, Tensor, Way, Tensor], None] | None = None
+        self.locally = LocalEditPlanner(mesh, lambda: bool(editing.modules), version)
+        self.compared: Callable[[list[HookFunction], Key, Any, Tensor, LocalEditPlan, Tensor], None] | None = None
 
     def edited(
         self,
@@ -64,18 +64,18 @@ class Changing(Reading):
         self._backward_seen()
 
     def on_part(
-        self, hooks: list[HookFunction], key: Key, module: Any, local: Tensor, way: Way, record: bool
+        self, hooks: list[HookFunction], key: Key, module: Any, local: Tensor, way: LocalEditPlan, record: bool
     ) -> Tensor:
         """Edit this rank's part. Nothing is sent but what an edit sums over ranks."""
         if record:
-            self.keep_part(hooks, key, local, way.layout)
+            self.keep_shard(hooks, key, local, way.layout)
         made = self.editing.edit(hooks, key, module, way.into(local), way.layout, way)
         out = way.outof(made, local)
         if self.compared is not None:
             self.compared(hooks, key, module, local, way, out)
         behind = [h for h in hooks if h.behind]
         if record and behind and not hooks[0].backward:
-            self.keep_part(behind, key._replace(site=key.site + EDITED), out, way.layout)
+            self.keep_shard(behind, key._replace(site=key.site + EDITED_SUFFIX), out, way.layout)
         return out
 
     def edit(
@@ -94,16 +94,16 @@ class Changing(Reading):
         edited = self.editing.edit(hooks, key, module, whole, layout)
         if self.editing.modules and edited.requires_grad and not hooks[0].backward:
             if self._over_data and "dp" not in layout.axes and self.mesh["dp"].size > 1:
-                self.editing.guard(hooks[0], key, partial(_not_together, key.site))
+                self.editing.guard(hooks[0], key, partial(_raise_no_batch_dim, key.site))
             # Outside a schedule all ranks must know of this backward pass, also where one rank edits for all.
             edited.register_hook(weakly(self._backward_came))
         if record and any(h.behind for h in hooks) and not hooks[0].backward:
             kept = [h for h in hooks if h.behind]
-            self.keep(kept, key._replace(site=key.site + EDITED), edited, layout)
+            self.keep(kept, key._replace(site=key.site + EDITED_SUFFIX), edited, layout)
         return edited
 
 
-def _not_together(site: str) -> None:
+def _raise_no_batch_dim(site: str) -> None:
     raise HookError(
         f"{site} has no batch dim along which data parallel ranks could be put together, so gradients of "
         "trainable modules would be of another scale there; attach without gather_data_parallel"

@@ -79,7 +79,7 @@ class Clock:
 
     def mark(self, output: Any) -> None:
         """Remember which microbatch, in which chunk, made this output, for its backward pass."""
-        for tensor in _tensors(output):
+        for tensor in _list_tensors(output):
             self._outputs[tensor] = self.microbatch, self.chunk
 
     def count(self, tokens: Tensor) -> None:
@@ -88,7 +88,7 @@ class Clock:
 
     def backward(self, output: Any) -> None:
         """The backward pass from this output starts."""
-        for tensor in _tensors(output):
+        for tensor in _list_tensors(output):
             self.microbatch, self.chunk = self._outputs.get(tensor, (self.microbatch, self.chunk))
 
     def key(self, site: str, tensor: Tensor | None = None) -> Key:
@@ -108,26 +108,26 @@ class Clock:
         if tensor is not None:
             before = self._passed.setdefault((site, self.microbatch), [])
             if not replay:
-                before.append(_sample(tensor))
+                before.append(_sample_entries(tensor))
             elif len(before) > 1:
-                same = [n for n, sample in enumerate(before) if torch.equal(sample, _sample(tensor))]
+                same = [n for n, sample in enumerate(before) if torch.equal(sample, _sample_entries(tensor))]
                 call = same[0] if len(same) == 1 else call
         return Key(site, self.step, self.iteration, self.microbatch, call)
 
 
-SAMPLED = 16  # entries of a tensor by which its pass is known again
+SAMPLE_SIZE = 16  # entries of a tensor by which its pass is known again
 
 
-def _sample(tensor: Tensor) -> Tensor:
+def _sample_entries(tensor: Tensor) -> Tensor:
     """Some entries, of which nothing has to wait."""
     tensor = tensor.detach()
-    step = max(1, tensor.numel() // SAMPLED)
+    step = max(1, tensor.numel() // SAMPLE_SIZE)
     if tensor.is_contiguous():
         return tensor.view(-1)[::step].clone()
     places = torch.arange(0, tensor.numel(), step, device=tensor.device)
     return tensor[torch.unravel_index(places, tensor.shape)]  # to flatten it would copy all
 
 
-def _tensors(output: Any) -> list[Tensor]:
+def _list_tensors(output: Any) -> list[Tensor]:
     items = output if isinstance(output, (list, tuple)) else [output]
     return [t for t in items if isinstance(t, Tensor)]

@@ -12,31 +12,31 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from megatron_flex.collectives import from_leader, leads, replicas, towards_leader
+from megatron_flex.collectives import from_edit_rank, is_leader_for, replica_mesh, to_edit_rank
 from megatron_flex.errors import FlexError, HookError, described
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
-from megatron_flex.runtime.debugging.blame import guard_backward, users_line
-from megatron_flex.runtime.debugging.stopping import inside
+from megatron_flex.runtime.debug.error_origin import guard_backward, format_user_line
+from megatron_flex.runtime.debugging.stopping import track_edit
 from megatron_flex.runtime.hooks import EditingFunction, HookFunction
-from megatron_flex.runtime.locally import Way
-from megatron_flex.runtime.sharing.context import Context
-from megatron_flex.runtime.sharing.passing import Passing
-from megatron_flex.runtime.sharing.scopes import Scopes
-from megatron_flex.runtime.skipping import ELSEWHERE, LeftOut, Skipping
-from megatron_flex.runtime.streams import same_stream
-from megatron_flex.runtime.trainable import Trainable
+from megatron_flex.runtime.local_edits import LocalEditPlan
+from megatron_flex.runtime.context.save_context import Context
+from megatron_flex.runtime.context.context_relay import ContextRelay
+from megatron_flex.runtime.context.context_scopes import ContextScopes
+from megatron_flex.runtime.skipping import FAILED_ELSEWHERE, SkipEdit, EditSkips
+from megatron_flex.runtime.streams import seed_generators
+from megatron_flex.runtime.trainable_modules import TrainableModules
 
 Result = TypeVar("Result")
-ALONE = Mesh()
-LATE = "; on_error='skip' cannot leave out an edit whose result has been used"
+SINGLE_RANK = Mesh()
+TOO_LATE_TO_SKIP = "; on_error='skip' cannot leave out an edit whose result has been used"
 # By this torch's checkpointing ends a replay that has recomputed all that it needs.
-ENOUGH = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
+STOP_RECOMPUTATION = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
 
 
-class Editing:
+class EditRunner:
     """Runs editing functions.
 
     Attributes:
@@ -51,17 +51,17 @@ class Editing:
     """
 
     def __init__(
-        self, mesh: Mesh, clock: Clock, trainable: Trainable, name: str, gather_data_parallel: bool
+        self, mesh: Mesh, clock: Clock, trainable: TrainableModules, name: str, gather_data_parallel: bool
     ) -> None:
         self.mesh, self.trainable = mesh, trainable
-        self.scopes = Scopes(mesh, clock, gather_data_parallel)
-        self.passing = Passing(mesh, clock, self.scopes, self.note, name)
+        self.scopes = ContextScopes(mesh, clock, gather_data_parallel)
+        self.passing = ContextRelay(mesh, clock, self.scopes, self.note, name)
         self.save_ctx = Context(self.scopes)
         self.modules = trainable.modules
         self.fired: set[HookFunction] = set()
         self.failure: tuple[str, BaseException] | None = None
         self.reasons: dict[str, str] = {}
-        self.skipping = Skipping(mesh, trainable)
+        self.skipping = EditSkips(mesh, trainable)
 
     def edit(
         self,
@@ -70,14 +70,14 @@ class Editing:
         module: Any,
         whole: Tensor,
         layout: Layout,
-        way: Way | None = None,
+        way: LocalEditPlan | None = None,
     ) -> Tensor:
         """Run editing functions one after the other; one that fails leaves the tensor as it was.
 
         `way`: they run on this rank's part, which `whole` then is.
         """
         if way is None:
-            holders, here, shape = replicas(layout, self.mesh), leads(layout, self.mesh), tuple(whole.shape)
+            holders, here, shape = replica_mesh(layout, self.mesh), is_leader_for(layout, self.mesh), tuple(whole.shape)
         else:
             holders, here, shape = way.holders, way.leads, way.shard.whole
         for index, hook in enumerate(hooks):
@@ -94,9 +94,9 @@ class Editing:
                 if hook.run == "leader":
                     whole = self._lead(hook, index, key, module, whole, holders, here)
                 else:
-                    edited = self._run(hook, index, key, module, whole, holders, here, *_found(hook, key))
+                    edited = self._run(hook, index, key, module, whole, holders, here, *_resolve_edit(hook, key))
                     whole = whole if edited is None else edited
-        return self.scopes.anchored(whole, holders, here)
+        return self.scopes.anchor_gradients(whole, holders, here)
 
     def _run(
         self,
@@ -112,21 +112,21 @@ class Editing:
     ) -> Tensor | None:
         replay = Clock.replaying() and not hook.backward
         skips = hook.on_error == "skip" and not replay
-        if replay and self.skipping.was_left_out(key, index):
+        if replay and self.skipping.was_skipped(key, index):
             return None
         if skips and not getattr(edit, "fresh", False):  # what it does in place is no edit if it fails
             whole = whole.clone()
         with ExitStack() as around:
             self._prepare(around, hook, index, key, whole, edit, replay)
-            call = partial(call_editing, find, module, whole, self.save_ctx, self.modules)
-            attempt = partial(self.skipping.attempt, holders) if skips else _call
+            call = partial(call_editing_function, find, module, whole, self.save_ctx, self.modules)
+            attempt = partial(self.skipping.attempt, holders) if skips else _call_once
             if hook in self.passing.plan.hooks:
                 call = partial(self.scopes.call, hook, index, key, whole.device, call, attempt)
             elif skips:
                 call = partial(attempt, call)
             try:
                 made = self.guard(hook, key, call, late=replay)
-            except LeftOut as left:
+            except SkipEdit as left:
                 self.skipping.count(hook, index, key, self._told(hook, key, left.error), left, here)
                 return None
         if made is not None and made.grad_fn is not None and not getattr(edit, "fresh", False):
@@ -146,10 +146,10 @@ class Editing:
     ) -> None:
         """Enter what an editing function runs in; presets say what they can do without."""
         if getattr(edit, "draws", True):
-            around.enter_context(same_stream(key, index, whole))
+            around.enter_context(seed_generators(key, index, whole))
         if self.modules or not getattr(edit, "fresh", False):
             around.enter_context(self.trainable.editing(replay))
-            around.enter_context(inside(hook, key, self.mesh))
+            around.enter_context(track_edit(hook, key, self.mesh))
             if self.modules or hook.run == "leader":  # what the leader does backward, others do not
                 self.trainable.contain(whole)
 
@@ -157,17 +157,17 @@ class Editing:
         self, hook: HookFunction, index: int, key: Key, module: Any, whole: Tensor, holders: Mesh, here: bool
     ) -> Tensor:
         """Let the leader edit for all ranks that hold this whole."""
-        whole = towards_leader(whole, holders)
+        whole = to_edit_rank(whole, holders)
         made: Tensor | None = whole
         if here:
-            made = self._run(hook, index, key, module, whole, ALONE, here, *_found(hook, key))
+            made = self._run(hook, index, key, module, whole, SINGLE_RANK, here, *_resolve_edit(hook, key))
         if hook in self.passing.plan.hooks:
             self.scopes.share(hook, partial(self._refused, hook, key), holders, here)
-        return from_leader(whole if made is None else made, whole, holders)
+        return from_edit_rank(whole if made is None else made, whole, holders)
 
     def _refused(self, hook: HookFunction, key: Key, name: str, error: Exception) -> None:
         self.note(
-            f"{_where(hook, key)}: save_ctx.{name} cannot be sent to the other ranks of the stage "
+            f"{_describe_hook_call(hook, key)}: save_ctx.{name} cannot be sent to the other ranks of the stage "
             f"({described(error)}); save tensors, numbers, strings or what can be pickled",
             error,
         )
@@ -186,19 +186,19 @@ class Editing:
         try:
             return call()
         except Exception as error:
-            if isinstance(error, (LeftOut, ENOUGH)):
+            if isinstance(error, (SkipEdit, STOP_RECOMPUTATION)):
                 raise
             self._failed(hook, key, error, late)
             return None
 
     def _failed(self, hook: HookFunction, key: Key, error: BaseException, late: bool = False) -> None:
-        self.note(self._told(hook, key, error) + LATE * (late and hook.on_error == "skip"), error)
+        self.note(self._told(hook, key, error) + TOO_LATE_TO_SKIP * (late and hook.on_error == "skip"), error)
 
     def _told(self, hook: HookFunction, key: Key, error: BaseException | None) -> str:
         if error is None:
-            return f"{_where(hook, key)}: {ELSEWHERE}"
-        line = "" if isinstance(error, FlexError) else f" in {users_line(error)}"
-        return f"{_where(hook, key)}: {described(error)}{line}"
+            return f"{_describe_hook_call(hook, key)}: {FAILED_ELSEWHERE}"
+        line = "" if isinstance(error, FlexError) else f" in {format_user_line(error)}"
+        return f"{_describe_hook_call(hook, key)}: {described(error)}{line}"
 
     def check_shapes(self, hooks: list[HookFunction], key: Key, shape: Sequence[int]) -> None:
         """Compare a whole's shape with what hooks expect."""
@@ -206,7 +206,7 @@ class Editing:
             self.guard(hook, key, partial(hook.check_shape, shape))
 
 
-def call_editing(
+def call_editing_function(
     find: Callable[[], EditingFunction | None],
     module: Any,
     whole: Tensor,
@@ -238,17 +238,17 @@ def call_editing(
     return out
 
 
-def _found(
+def _resolve_edit(
     hook: HookFunction, key: Key
 ) -> tuple[Callable[[], EditingFunction | None], EditingFunction | None]:
     """What finds a hook's editing function for one pass, which may raise, and that of any pass."""
     return partial(hook.editing_at, key), hook.editing_of(key.site)
 
 
-def _call(function: Callable[[], Tensor]) -> Tensor:
+def _call_once(function: Callable[[], Tensor]) -> Tensor:
     return function()
 
 
-def _where(hook: HookFunction, key: Key) -> str:
+def _describe_hook_call(hook: HookFunction, key: Key) -> str:
     when = f"iteration {key.iteration}, microbatch {key.microbatch}"
     return f"hook ({hook.describe()}) at {key.site}, {when}"

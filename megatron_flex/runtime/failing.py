@@ -7,14 +7,14 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megatron_flex.collectives import everyone
+from megatron_flex.collectives import gather_objects
 from megatron_flex.errors import AbsentError, HookError
 from megatron_flex.mesh import Mesh
 
-SHOWN = 4  # errors that are told before it is said how many more there are
+MAX_ERRORS = 4  # errors that are told before it is said how many more there are
 
 
-def raise_everywhere(failure: tuple[str, BaseException] | None, mesh: Mesh) -> NoReturn:
+def raise_on_all_ranks(failure: tuple[str, BaseException] | None, mesh: Mesh) -> NoReturn:
     """Raise what any rank says. Collective over the mesh, once some rank has something to say.
 
     Args:
@@ -24,18 +24,18 @@ def raise_everywhere(failure: tuple[str, BaseException] | None, mesh: Mesh) -> N
     Raises:
         HookError: on every rank; it names the ranks that each error came up on.
     """
-    told = everyone((global_rank(), failure and failure[0]), mesh, [a.name for a in mesh])
-    found = grouped((rank, message) for rank, message in told if message)
-    messages = [f"{message}{on_ranks(ranks)}" for message, ranks in found.items()]
-    more = f"; and {len(messages) - SHOWN} more" if len(messages) > SHOWN else ""
+    reports = gather_objects((global_rank(), failure and failure[0]), mesh, [a.name for a in mesh])
+    found = group_ranks((rank, message) for rank, message in reports if message)
+    messages = [f"{message}{format_on_ranks(ranks)}" for message, ranks in found.items()]
+    more = f"; and {len(messages) - MAX_ERRORS} more" if len(messages) > MAX_ERRORS else ""
     kind = type(failure[1]) if failure and isinstance(failure[1], AbsentError) else HookError
-    raise kind("; ".join(messages[:SHOWN]) + more) from (failure and failure[1])
+    raise kind("; ".join(messages[:MAX_ERRORS]) + more) from (failure and failure[1])
 
 
-def grouped(told: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
+def group_ranks(reports: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
     """The ranks that say the same, by what they say."""
     out: dict[str, list[int]] = {}
-    for rank, message in told:
+    for rank, message in reports:
         out.setdefault(message, []).append(rank)
     return out
 
@@ -45,7 +45,7 @@ def global_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def on_ranks(ranks: Sequence[int]) -> str:
+def format_on_ranks(ranks: Sequence[int]) -> str:
     """` (on rank 3)`, ` (on ranks 0-3, 8)`; nothing in a job of one rank."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return ""
@@ -55,5 +55,5 @@ def on_ranks(ranks: Sequence[int]) -> str:
             runs[-1][1:] = [rank]
         else:
             runs.append([rank])
-    told = ", ".join("-".join(map(str, run)) for run in runs)
-    return f" (on rank{'s' if len(ranks) > 1 else ''} {told})"
+    reports = ", ".join("-".join(map(str, run)) for run in runs)
+    return f" (on rank{'s' if len(ranks) > 1 else ''} {reports})"

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from megatron_flex.errors import FlexError, HookError, described
 from megatron_flex.runtime.captures import Key
-from megatron_flex.runtime.groups import checked_tags
-from megatron_flex.runtime.selecting import INDICES, Reduction, Select, Wanted
-from megatron_flex.runtime.takers import Taker
-from megatron_flex.sites import EDITED, GRAD, Pattern, Site, in_words
+from megatron_flex.runtime.hook_groups import check_tags
+from megatron_flex.runtime.selection import INDICES, Reduction, Select, CaptureSelection
+from megatron_flex.runtime.takers import TensorSink
+from megatron_flex.sites import EDITED_SUFFIX, GRADIENT_SUFFIX, Pattern, Site, describe_pattern
 
 HookType = Literal["forward", "forward_pre", "full_backward", "full_backward_pre", "tensor"]
 GradientScale = Literal["raw", "loss"]
 Run = Literal["replicated", "leader"]
 OnError = Literal["raise", "skip"]
 EditingFunction = Callable[[nn.Module | None, Tensor, Namespace, nn.ModuleDict], Tensor]
-POINTS = {
+POINT_OF_TYPE = {
     "forward": "output",
     "forward_pre": "input",
     "full_backward": "input",
@@ -99,8 +99,8 @@ class HookFunction:
         reduce: Reduction | None = None,
         keep_as: str = "",
     ) -> None:
-        if hook_type not in POINTS:
-            raise HookError(f"hook_type {hook_type!r} is none of {', '.join(POINTS)}")
+        if hook_type not in POINT_OF_TYPE:
+            raise HookError(f"hook_type {hook_type!r} is none of {', '.join(POINT_OF_TYPE)}")
         if editing_function is not None and not callable(editing_function):
             raise HookError(f"editing_function {editing_function!r} is not callable; pass a function or None")
         if editing_function is not None:
@@ -117,9 +117,9 @@ class HookFunction:
             raise HookError(f"unpack_idx {unpack_idx!r} is not a number; count tensors from 0")
         if not save and editing_function is None:
             raise HookError(
-                f"hook on {in_words(module_name)!r} neither saves nor edits; give it an editing_function"
+                f"hook on {describe_pattern(module_name)!r} neither saves nor edits; give it an editing_function"
             )
-        check_wanted(select, reduce, keep_as, save)
+        check_capture(select, reduce, keep_as, save)
         self.module_name = module_name
         self.expected_shape = None if expected_shape is None else tuple(expected_shape)
         self.editing_function = editing_function
@@ -129,11 +129,11 @@ class HookFunction:
         self.gradient_scale: GradientScale = gradient_scale
         self.run: Run = run
         self.on_error: OnError = on_error
-        self.tags = checked_tags(tags)
+        self.tags = check_tags(tags)
         self.enabled = enabled
         self.behind = self.records = False
-        self.taker: Taker | None = None
-        self.wanted = None if select is None and reduce is None else Wanted(select or Select(), reduce)
+        self.tensor_sink: TensorSink | None = None
+        self.wanted = None if select is None and reduce is None else CaptureSelection(select or Select(), reduce)
         self.keep_as = keep_as
         self._sure = True
         self._at: dict[str, EditingFunction] = {}
@@ -158,12 +158,12 @@ class HookFunction:
 
     def editing_of(self, site: str) -> EditingFunction | None:
         """The editing function at a place, for whichever pass."""
-        return self._at.get(site.removesuffix(GRAD), self.editing_function)
+        return self._at.get(site.removesuffix(GRADIENT_SUFFIX), self.editing_function)
 
     @property
     def where(self) -> str:
         """The pattern in words."""
-        return in_words(self.module_name)
+        return describe_pattern(self.module_name)
 
     @property
     def backward(self) -> bool:
@@ -173,7 +173,7 @@ class HookFunction:
     @property
     def brings(self) -> bool:
         """Whether something that passes is kept for the leader; what a taker has stays on its rank."""
-        return self.taker is None and (self.save or self.behind or self.records)
+        return self.tensor_sink is None and (self.save or self.behind or self.records)
 
     @property
     def can_fail(self) -> bool:
@@ -188,16 +188,16 @@ class HookFunction:
 
     def describe(self) -> str:
         """Return what all ranks must have in common of this hook, in words."""
-        edit = name_of(self.editing_function)
+        edit = describe_edit(self.editing_function)
         scale = " on the loss's scale" if self.gradient_scale == "loss" else ""
         place = " on the leader" if self.run == "leader" else ""
         place += ", left out where it fails" if self.on_error == "skip" else ""
-        told = f" editing by {edit}{place}" if self.editing_function else ""
+        wording = f" editing by {edit}{place}" if self.editing_function else ""
         leaf = f"[{self.unpack_idx}]" if self.unpack_idx else ""
         shape = f" expecting {self.expected_shape}" if self.expected_shape is not None else ""
         kept = f" keeping {self.wanted.describe()}" if self.wanted and self.save else ""
         kept += f" as {self.keep_as}" if self.keep_as else ""
-        return f"{self.hook_type} on {self.where}{leaf}{scale}{shape}{told}{kept}"
+        return f"{self.hook_type} on {self.where}{leaf}{scale}{shape}{wording}{kept}"
 
     def check_shape(self, shape: Sequence[int]) -> None:
         """Compare a whole tensor's shape with the expected one.
@@ -223,7 +223,7 @@ def for_site(edit: EditingFunction, site: Site) -> EditingFunction:
         raise
     except Exception as error:  # what a person wrote, before any step: it never stands, whatever on_error
         raise HookError(
-            f"{name_of(edit)} cannot stand at {site.name}: for_site raised {described(error)}"
+            f"{describe_edit(edit)} cannot stand at {site.name}: for_site raised {described(error)}"
         ) from error
 
 
@@ -233,13 +233,13 @@ def for_pass(edit: EditingFunction, key: Key) -> EditingFunction:
     return edit if bind is None else cast(EditingFunction, bind(key))
 
 
-def name_of(edit: EditingFunction | None) -> str:
+def describe_edit(edit: EditingFunction | None) -> str:
     """An editing function in words: what it says of itself, or its name."""
-    told = getattr(edit, "in_words", None)
-    return str(told()) if told else getattr(edit, "__qualname__", type(edit).__name__)
+    wording = getattr(edit, "in_words", None)
+    return str(wording()) if wording else getattr(edit, "__qualname__", type(edit).__name__)
 
 
-def check_wanted(select: object, reduce: object, keep_as: str, save: bool) -> None:
+def check_capture(select: object, reduce: object, keep_as: str, save: bool) -> None:
     """See whether what a hook is to keep can be understood.
 
     Raises:
@@ -251,11 +251,11 @@ def check_wanted(select: object, reduce: object, keep_as: str, save: bool) -> No
         raise HookError(f"reduce={reduce!r} is none of reduce.mean, sum, norm, topk, dot; give such a one")
     if (select or reduce or keep_as) and not save:
         raise HookError("select, reduce and keep_as say what is kept, and nothing is; leave out save=False")
-    taken = {n.removeprefix(".") for n in (GRAD, EDITED, INDICES)}
-    if keep_as and (not keep_as.isidentifier() or keep_as in taken):
+    reserved = {n.removeprefix(".") for n in (GRADIENT_SUFFIX, EDITED_SUFFIX, INDICES)}
+    if keep_as and (not keep_as.isidentifier() or keep_as in reserved):
         raise HookError(
             f"keep_as={keep_as!r} is no name; take letters, digits and _, and none of "
-            + ", ".join(sorted(taken))
+            + ", ".join(sorted(reserved))
         )
 
 
@@ -272,7 +272,7 @@ def check_signature(editing_function: EditingFunction) -> None:
     try:
         signature.bind(None, None, None, None)
     except TypeError as error:
-        name = name_of(editing_function)
+        name = describe_edit(editing_function)
         raise HookError(
             f"editing function {name}{signature} cannot be called with the four arguments (current_module, "
             f"inputs, save_ctx, modules): {error}; take all four, by position"

@@ -10,31 +10,31 @@ import torch
 from torch import Tensor
 
 from megatron_flex.collectives import (
-    Board,
-    Parcel,
+    SharedMemoryTransport,
+    PendingShard,
     Route,
-    Sending,
-    Step,
+    LeaderGather,
+    GatherStep,
     is_leader,
-    join,
-    leads,
+    open_shared_memory,
+    is_leader_for,
     plan_read,
-    send_up_pipeline,
-    staging,
+    gather_up_pipeline,
+    buffer_pool,
     takes_part,
 )
-from megatron_flex.knobs import knobs
-from megatron_flex.layout import Layout, whole_shape
+from megatron_flex.config import flex_config
+from megatron_flex.layout import Layout, full_shape
 from megatron_flex.mesh import Mesh
-from megatron_flex.runtime.buffers import Buffers, Piece
+from megatron_flex.runtime.buffers import CopyTapes, TapeBlock
 from megatron_flex.runtime.captures import Captures, Key
 
-MOST = 4096  # layouts and shapes that are remembered
+MAX_SEND_PLANS = 4096  # layouts and shapes that are remembered
 Finish = Callable[[Tensor], Mapping[str, Tensor]]  # of what arrives: what is kept, by how its name ends
 
 
 @dataclass(slots=True)
-class _Pending:
+class _PendingCapture:
     key: Key
     layout: Layout
     tensor: Tensor | None  # None on a rank whose part nobody needs
@@ -43,7 +43,7 @@ class _Pending:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _SendPlan:
     """What there is to know of all local tensors of one layout and shape.
 
     Attributes:
@@ -55,18 +55,18 @@ class _Known:
 
     layout: Layout
     needed: bool
-    steps: list[Step]
+    steps: list[GatherStep]
     entries: int
 
 
 @dataclass(slots=True)
-class _Sent:
+class _InFlight:
     """What is on its way: as it was read, as it is sent, and the memory that it lies in."""
 
-    read: list[_Pending]
-    order: list[_Pending]
-    pieces: list[Piece]
-    sending: Sending
+    read: list[_PendingCapture]
+    order: list[_PendingCapture]
+    pieces: list[TapeBlock]
+    sending: LeaderGather
 
 
 class Recorder:
@@ -79,20 +79,20 @@ class Recorder:
     def __init__(self, mesh: Mesh, captures: Captures) -> None:
         self.mesh, self.captures = mesh, captures
         self._leader = is_leader(mesh)
-        self._pending: list[_Pending] = []
+        self._pending: list[_PendingCapture] = []
         self._arrived: list[tuple[Key, Tensor]] = []
         self._waiting_bytes = 0
-        self._buffers = Buffers()
-        self._sent: _Sent | None = None
-        self._board: Board | None = None
+        self._buffers = CopyTapes()
+        self._sent: _InFlight | None = None
+        self._board: SharedMemoryTransport | None = None
         self._prepared = False
         self._finishes: dict[Key, Finish] = {}  # of what lies in shared memory
-        self._known: dict[tuple[int, torch.Size], _Known] = {}
+        self._known: dict[tuple[int, torch.Size], _SendPlan] = {}
 
     def prepare(self) -> None:
         """Set shared memory up, the first time. Collective within the stage; nothing is recorded yet."""
         if not self._prepared:
-            self._prepared, self._board = True, join(self.mesh)
+            self._prepared, self._board = True, open_shared_memory(self.mesh)
 
     def shard(self, key: Key, local: Tensor, layout: Layout, finish: Finish | None = None) -> None:
         """Record a local tensor. It is copied: frameworks overwrite many of them in place.
@@ -105,20 +105,20 @@ class Recorder:
             return
         known = self._of(layout, local.shape)
         kept = self._copy(local.detach(), known) if known.needed else None
-        self._pending.append(_Pending(key, layout, kept, None, finish))
+        self._pending.append(_PendingCapture(key, layout, kept, None, finish))
         self._waiting_bytes += known.entries * local.element_size()
 
     def rows(self, key: Key, local: Tensor, route: Route) -> None:
         """Record rows of experts. Every rank's are needed: they go home to their tokens first."""
         if self._board is not None:
             self._board.note(key)
-        kept = self._buffers.copy(local.detach(), "rows", knobs.bucket_bytes)
-        self._pending.append(_Pending(key, route.home_layout, kept, route))
+        kept = self._buffers.copy(local.detach(), "rows", flex_config.bucket_bytes)
+        self._pending.append(_PendingCapture(key, route.token_layout, kept, route))
 
     def whole(self, key: Key, whole: Tensor, layout: Layout, finish: Finish | None = None) -> None:
         """Record a tensor, in `layout`, that every rank has whole; the leader alone keeps it."""
-        if leads(layout, self.mesh):
-            for named, tensor in _finished(key, whole.detach(), finish):
+        if is_leader_for(layout, self.mesh):
+            for named, tensor in _finish_capture(key, whole.detach(), finish):
                 self._arrived.append((named, tensor.to("cpu", copy=True)))
 
     def drop(self, failed: bool = True) -> None:
@@ -130,7 +130,7 @@ class Recorder:
         self._finishes.clear()
         self._sent = None
         self._buffers.clear()
-        staging.clear()
+        buffer_pool.clear()
         self._waiting_bytes = 0
 
     def forget(self) -> None:
@@ -151,7 +151,7 @@ class Recorder:
         What was sent so before is waited for first, so that no more than two lots are in memory. Collective
         within the stage; all its ranks decide alike, from the wholes' sizes.
         """
-        if self._waiting_bytes > knobs.pending_bytes:
+        if self._waiting_bytes > flex_config.pending_bytes:
             self._post()
 
     def gather(self) -> None:
@@ -172,10 +172,10 @@ class Recorder:
                 known = self._of(pending.layout, home.shape)
                 pending.tensor = self._copy(home, known) if known.needed else None
         parcels = [
-            Parcel(p.layout, [] if p.tensor is None else [p.tensor], bool(plan_read(p.layout, self.mesh)))
+            PendingShard(p.layout, [] if p.tensor is None else [p.tensor], bool(plan_read(p.layout, self.mesh)))
             for p in sent
         ]
-        self._sent = _Sent(todo, sent, self._buffers.take(), Sending(parcels, self.mesh, knobs.bucket_bytes))
+        self._sent = _InFlight(todo, sent, self._buffers.take(), LeaderGather(parcels, self.mesh, flex_config.bucket_bytes))
 
     def _arrive(self) -> None:
         """Wait for what was sent."""
@@ -187,29 +187,29 @@ class Recorder:
             pending.tensor = whole if whole is None or order is None else whole[order]
         for p in sent.read:
             if p.tensor is not None:
-                self._arrived += [(k, t.cpu()) for k, t in _finished(p.key, p.tensor, p.finish)]
+                self._arrived += [(k, t.cpu()) for k, t in _finish_capture(p.key, p.tensor, p.finish)]
         self._buffers.give_back(sent.pieces)
 
-    def _of(self, layout: Layout, shape: torch.Size) -> _Known:
+    def _of(self, layout: Layout, shape: torch.Size) -> _SendPlan:
         """What is known of a local tensor."""
         found = self._known.get((id(layout), shape))
         if found is None:
-            if len(self._known) >= MOST:
+            if len(self._known) >= MAX_SEND_PLANS:
                 self._known.clear()
             even = not any(d.uneven for d in layout.dims)
-            entries = prod(whole_shape(layout, shape, self.mesh.sizes)) if even else 0
+            entries = prod(full_shape(layout, shape, self.mesh.sizes)) if even else 0
             needed = takes_part(layout, self.mesh)
-            found = _Known(layout, needed, plan_read(layout, self.mesh), entries)
+            found = _SendPlan(layout, needed, plan_read(layout, self.mesh), entries)
             self._known[id(layout), shape] = found
         return found
 
-    def _copy(self, tensor: Tensor, known: _Known) -> Tensor:
+    def _copy(self, tensor: Tensor, known: _SendPlan) -> Tensor:
         """A copy: where it will be sent, behind what goes the same way first; else the whole itself."""
         if not known.steps:
             return tensor.clone(memory_format=torch.contiguous_format)
         first = known.steps[0]
         tape = (first, tensor.dtype if first.op == "sum" else None)
-        return self._buffers.copy(tensor, tape, knobs.bucket_bytes)
+        return self._buffers.copy(tensor, tape, flex_config.bucket_bytes)
 
     def flush(self) -> None:
         """Bring everything recorded to the leader's captures. Collective within the model replica.
@@ -219,15 +219,15 @@ class Recorder:
         if self._board is not None:
             finishes, self._finishes = self._finishes, {}
             for key, whole in self._board.settle(gathers=bool(self._pending)):
-                self._arrived += _finished(key, whole, finishes.get(key))
+                self._arrived += _finish_capture(key, whole, finishes.get(key))
         self.gather()
         arrived, self._arrived = self._arrived, []
         if self._leader:
-            for key, tensor in send_up_pipeline(arrived, self.mesh):
+            for key, tensor in gather_up_pipeline(arrived, self.mesh):
                 self.captures.add(key, tensor)
 
 
-def _finished(key: Key, whole: Tensor, finish: Finish | None) -> Iterator[tuple[Key, Tensor]]:
+def _finish_capture(key: Key, whole: Tensor, finish: Finish | None) -> Iterator[tuple[Key, Tensor]]:
     """What is kept of what arrived, and under which keys."""
     if finish is None:
         yield key, whole

@@ -11,27 +11,27 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters import Adapter, Undo
-from megatron_flex.collectives import Agreement, everyone, is_leader
+from megatron_flex.collectives import Agreement, gather_objects, is_leader
 from megatron_flex.errors import HookError
-from megatron_flex.knobs import knobs
-from megatron_flex.layout import over_data
+from megatron_flex.config import flex_config
+from megatron_flex.layout import shard_over_data
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Captures
 from megatron_flex.runtime.clock import Clock
-from megatron_flex.runtime.debugging.rehearsal import Rehearsal
-from megatron_flex.runtime.debugging.tracing import Tracer
-from megatron_flex.runtime.editing import Editing
-from megatron_flex.runtime.failing import raise_everywhere
-from megatron_flex.runtime.firing import Firing
+from megatron_flex.runtime.debug.dry_run import DryRun
+from megatron_flex.runtime.debug.hook_trace import Tracer
+from megatron_flex.runtime.editing import EditRunner
+from megatron_flex.runtime.failing import raise_on_all_ranks
+from megatron_flex.runtime.firing import HookDispatcher
 from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.runtime.recorder import Recorder
-from megatron_flex.runtime.registry import Registry
-from megatron_flex.runtime.sharing.passing import Plan
-from megatron_flex.runtime.sinks import Sinks
-from megatron_flex.runtime.standing import Standing
-from megatron_flex.runtime.survey import Survey
-from megatron_flex.runtime.trainable import NO_GRADIENT, Trainable
-from megatron_flex.runtime.verify import Watch, error_of
+from megatron_flex.runtime.hook_registry import HookRegistry
+from megatron_flex.runtime.context.context_relay import ContextPlan
+from megatron_flex.runtime.session_sinks import SessionSinks
+from megatron_flex.runtime.session_taps import SessionTaps
+from megatron_flex.runtime.survey import ParameterIndex
+from megatron_flex.runtime.trainable_modules import NO_GRADIENT, TrainableModules
+from megatron_flex.runtime.verify import VerificationRequest, make_verify_error
 from megatron_flex.sites import SiteTable, model_order
 
 
@@ -60,38 +60,38 @@ class Session:
         own, parameters = adapter.sites(), adapter.parameters()
         self._plain = own
         if gather_data_parallel:
-            own = [replace(s, layout=over_data(s.layout)) for s in own]
+            own = [replace(s, layout=shard_over_data(s.layout)) for s in own]
         mine = [s.remote() for s in own], [p.remote() for p in parameters], adapter.without_layout()
-        told = everyone(mine, self.mesh, ["pp"])
+        told = gather_objects(mine, self.mesh, ["pp"])
         self.sites = SiteTable(sorted((s for sites, _, _ in told for s in sites), key=model_order))
         everywhere = [p for _, ps, _ in told for p in ps]
-        self.registry = Registry(self.sites, {p.name: p for p in everywhere})
+        self.registry = HookRegistry(self.sites, {p.name: p for p in everywhere})
         unknown = {name: kind for _, _, names in told for name, kind in names.items()}
-        self.rehearsal = Rehearsal(adapter, parameters, self.mesh)
-        self.survey = Survey(adapter, parameters, everywhere, unknown)
+        self.rehearsal = DryRun(adapter, parameters, self.mesh)
+        self.survey = ParameterIndex(adapter, parameters, everywhere, unknown)
         self.captures = Captures()
         self.clock = Clock()
         self._recorder = Recorder(self.mesh, self.captures)
         ranks = self.mesh.ranks
         name = f"session{Session._counts[ranks]}"
         Session._counts[ranks] += 1
-        meeting = Agreement(f"{name}/gradients", knobs.agree_seconds, ranks, NO_GRADIENT)
-        self.trainable = Trainable(adapter, self.clock, meeting, gather_data_parallel, self._await_backward)
-        self.editing = Editing(self.mesh, self.clock, self.trainable, name, gather_data_parallel)
+        meeting = Agreement(f"{name}/gradients", flex_config.agree_seconds, ranks, NO_GRADIENT)
+        self.trainable = TrainableModules(adapter, self.clock, meeting, gather_data_parallel, self._await_backward)
+        self.editing = EditRunner(self.mesh, self.clock, self.trainable, name, gather_data_parallel)
         self.passing = self.editing.passing
         common = self.clock, self._recorder, self.editing, self.mesh, gather_data_parallel
-        self.firing = Firing(self.registry, *common, self._await_backward)
-        self.standing = Standing(own, parameters, self.registry, self.firing, self.mesh)
+        self.firing = HookDispatcher(self.registry, *common, self._await_backward)
+        self.standing = SessionTaps(own, parameters, self.registry, self.firing, self.mesh)
         self.tracer: Tracer | None = None
-        self.trace(knobs.debug)
-        self._agreement = Agreement(name, knobs.agree_seconds, ranks)
-        self.sinks = Sinks(self.registry, self.mesh, self.clock, name, self.standing.retap)
+        self.trace(flex_config.debug)
+        self._agreement = Agreement(name, flex_config.agree_seconds, ranks)
+        self.sinks = SessionSinks(self.registry, self.mesh, self.clock, name, self.standing.update_taps)
         self._agreed = -1
         self._objection = ""
         self._in_schedule, self._in_call, self._calls = False, False, 0
         self.probing: int | None = None
         self._awaits_backward = False
-        self.watch = Watch()
+        self.watch = VerificationRequest()
         self.delivered: Callable[[], None] | None = None
         self._unwatch: Undo | None = adapter.watch(self)
 
@@ -140,7 +140,7 @@ class Session:
     def remove(self, hook: HookFunction) -> None:
         """Take a hook out, on every rank alike; a tap that no hook needs goes with it."""
         self.registry.remove(hook)
-        self.standing.retap()
+        self.standing.update_taps()
 
     def register_trainable(self, name: str, module: nn.Module) -> None:
         """Register a trainable module, on every rank alike."""
@@ -276,13 +276,13 @@ class Session:
     def _compare(self) -> None:
         # A selection counts from the start of a step to that of the next one, the backward pass included.
         if self.registry.adopt():
-            self.standing.retap()
+            self.standing.update_taps()
         if self.registry.version != self._agreed or self._agreement.wanted():
-            plan = Plan.of(self.registry.active, self.mesh["pp"].size)
+            plan = ContextPlan.of(self.registry.active, self.mesh["pp"].size)
             more = plan.describe() + (", verify()" if self.watch.on else "")
             self._agreement.compare(self.registry.describe() + more)
             self.passing.adopt(plan)
-            if any(e.hook.save and e.hook.taker is None for e in self.registry.active):
+            if any(e.hook.save and e.hook.tensor_sink is None for e in self.registry.active):
                 self._recorder.prepare()
             self._agreed = self.registry.version
 
@@ -304,7 +304,7 @@ class Session:
             self.trainable.synchronize()
             found += self.trainable.unequal() if watched else []
         if found:
-            raise error_of(found, self.clock.step)
+            raise make_verify_error(found, self.clock.step)
 
     def _finish(self, failed: bool, mesh: Mesh, called: bool = False) -> None:
         failure, self.editing.failure = self.editing.failure, None
@@ -318,7 +318,7 @@ class Session:
                 raise HookError(objection)
             return
         if self.probing is None:  # which may not pass where a step does: no labels, no backward pass
-            self.standing.judge(h for h in hooks if torch.is_grad_enabled() or not (h.taker and h.backward))
+            self.standing.judge(h for h in hooks if torch.is_grad_enabled() or not (h.tensor_sink and h.backward))
         differ = self.firing.declared.differ()
         if differ:
             failure = failure or (differ, HookError(differ))
@@ -330,7 +330,7 @@ class Session:
         self.sinks.ends(wrong, mesh, called)
         if wrong:
             self._recorder.drop()
-            raise_everywhere(failure, mesh)
+            raise_on_all_ranks(failure, mesh)
         if not self.registry.brings:  # as every rank knows: nothing to bring to the leader
             self._recorder.forget()
             return

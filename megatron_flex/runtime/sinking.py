@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megatron_flex.runtime.hooks import HookFunction, HookType
-from megatron_flex.runtime.takers import Taker
+from megatron_flex.runtime.takers import TensorSink
 from megatron_flex.sites import Site
 
 
-class Sinking(HookFunction):
+class SinkHook(HookFunction):
     """A hook that keeps nothing and edits nothing, and hands what passes to its taker."""
 
     def __init__(
         self,
-        taker: Taker,
-        told: str,
+        tensor_sink: TensorSink,
+        description: str,
         places: frozenset[str],
         hook_type: HookType,
         index: int,
@@ -24,13 +24,13 @@ class Sinking(HookFunction):
         def chosen(site: Site) -> bool:
             return site.name in places
 
-        chosen.__qualname__ = f"{told}: {len(places)} places"
+        chosen.__qualname__ = f"{description}: {len(places)} places"
         super().__init__(chosen, hook_type=hook_type, tags=tags, unpack_idx=index)
-        self.save, self.taker = False, taker
+        self.save, self.tensor_sink = False, tensor_sink
 
 
-def standing_for(
-    taker: Taker, told: str, values: Sequence[Site], gradients: Sequence[Site], tags: Iterable[str]
+def make_sink_hooks(
+    tensor_sink: TensorSink, description: str, values: Sequence[Site], gradients: Sequence[Site], tags: Iterable[str]
 ) -> list[HookFunction]:
     """The hooks of a taker, as few as can be.
 
@@ -46,5 +46,5 @@ def standing_for(
     for kind, sites in kinds:
         for index in sorted({s.index for s in sites}):
             places = frozenset(s.place for s in sites if s.index == index)
-            out.append(Sinking(taker, told, places, kind, index, tags))
+            out.append(SinkHook(tensor_sink, description, places, kind, index, tags))
     return out

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatron_flex.knobs import knobs
+from megatron_flex.config import flex_config
 from megatron_flex.runtime.captures import Key
 
 
 @contextmanager
-def same_stream(key: Key, index: int, like: Tensor) -> Iterator[None]:
+def seed_generators(key: Key, index: int, like: Tensor) -> Iterator[None]:
     """Seed the generators of torch, numpy and Python from the key for the time of an edit, and put them back.
 
     Generators that a person made are theirs.
@@ -27,8 +27,8 @@ def same_stream(key: Key, index: int, like: Tensor) -> Iterator[None]:
         like: a tensor on the device whose generator the edit would use.
     """
     devices = [like.device] if like.device.type == "cuda" else []
-    seed = zlib.crc32(f"{knobs.seed}/{key.site}/{key.step}/{key.microbatch}/{key.call}/{index}".encode())
-    with torch.random.fork_rng(devices, device_type="cuda"), _others(seed):
+    seed = zlib.crc32(f"{flex_config.seed}/{key.site}/{key.step}/{key.microbatch}/{key.call}/{index}".encode())
+    with torch.random.fork_rng(devices, device_type="cuda"), _seed_other_generators(seed):
         torch.default_generator.manual_seed(seed)
         if devices:
             torch.cuda.manual_seed(seed)
@@ -36,7 +36,7 @@ def same_stream(key: Key, index: int, like: Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def _others(seed: int) -> Iterator[None]:
+def _seed_other_generators(seed: int) -> Iterator[None]:
     """The global generators of Python and, where somebody has imported it, of numpy."""
     numpy = sys.modules.get("numpy")
     python, array = random.getstate(), None if numpy is None else numpy.random.get_state()

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters import Adapter, ParameterSite
-from megatron_flex.collectives import checksum, differing, everyone
-from megatron_flex.errors import FlexError, LayoutError, SiteError, nearest
-from megatron_flex.layout import AXIS, Layout, Sizes, declared, whole_shape
+from megatron_flex.collectives import checksum, find_differing_axes, gather_objects
+from megatron_flex.errors import FlexError, LayoutError, SiteError, suggest_nearest
+from megatron_flex.layout import TENSOR_AXIS, Layout, Sizes, infer_layout, full_shape
 from megatron_flex.sites import model_order
 
-EXPERT = {"ep", "etp", "edp"}
-SHOWN = 8  # names in one error
-SAY_WHICH = "whether these gradients are reduced is not known: {why}"
+EXPERT_AXES = {"ep", "etp", "edp"}
+MAX_NAMES = 8  # names in one error
+UNKNOWN_REDUCTION = "whether these gradients are reduced is not known: {why}"
 
 
-class Want(NamedTuple):
+class ParameterRequest(NamedTuple):
     """What is asked for of a parameter.
 
     Attributes:
@@ -51,14 +51,14 @@ class Want(NamedTuple):
         """
         layout = site.layout
         if site.inferred:
-            layout = declared(site.shape, self.expected, sizes.get(AXIS, 1))
+            layout = infer_layout(site.shape, self.expected, sizes.get(TENSOR_AXIS, 1))
         layout = layout.gradient() if self.summands else layout
         if self.padded:
             layout = replace(layout, dims=tuple(replace(d, keep=None) for d in layout.dims))
         return layout
 
 
-class Note(NamedTuple):
+class ParameterReport(NamedTuple):
     """What a rank says about its part of a parameter, or of its gradient.
 
     Attributes:
@@ -78,7 +78,7 @@ class Note(NamedTuple):
     unsure: bool = False
 
 
-class Survey:
+class ParameterIndex:
     """All parameters of a model by global name, over all stages, and what this rank holds of each.
 
     Attributes:
@@ -91,12 +91,12 @@ class Survey:
         self,
         adapter: Adapter,
         own: Sequence[ParameterSite],
-        told: Sequence[ParameterSite],
+        reports: Sequence[ParameterSite],
         unknown: Mapping[str, str],
     ) -> None:
         self.adapter, self.mesh, self.unknown, self.called = adapter, adapter.mesh, dict(unknown), False
         self.sites: dict[str, list[ParameterSite]] = {}
-        for site in sorted(told, key=model_order):
+        for site in sorted(reports, key=model_order):
             self.sites.setdefault(site.copy_of or site.name, []).append(site)
         self.own: dict[str, list[ParameterSite]] = {}
         for site in own:
@@ -126,9 +126,9 @@ class Survey:
                 f"{name} belongs to a {self.unknown[name]}, whose layout is not known; build the layers with "
                 "the local spec (--transformer-impl local), or read the shards yourself"
             )
-        raise SiteError(f"no parameter {name!r}{nearest(name, self.sites)}")
+        raise SiteError(f"no parameter {name!r}{suggest_nearest(name, self.sites)}")
 
-    def prepare(self, want: Want) -> Want:
+    def prepare(self, want: ParameterRequest) -> ParameterRequest:
         """Say what `reduced` is, and wait for what the framework still does to parameters.
 
         Raises:
@@ -140,7 +140,7 @@ class Survey:
         known = self.adapter.gradients_reduced(self.called)
         if want.reduced is None:
             if isinstance(known, str):
-                raise FlexError(SAY_WHICH.format(why=known))
+                raise FlexError(UNKNOWN_REDUCTION.format(why=known))
             return want._replace(reduced=known)
         if known is True and not want.reduced:
             raise FlexError(
@@ -148,7 +148,7 @@ class Survey:
             )
         return want
 
-    def layout(self, site: ParameterSite, want: Want) -> Layout:
+    def layout(self, site: ParameterSite, want: ParameterRequest) -> Layout:
         """How the local tensors of what is wanted of a parameter relate.
 
         Raises:
@@ -159,15 +159,15 @@ class Survey:
         there = {*layout.axes, *layout.shared}
         return replace(layout, partial=(*layout.partial, *(a for a in more or () if a not in there)))
 
-    def note(self, name: str, want: Want) -> Note | None:
+    def note(self, name: str, want: ParameterRequest) -> ParameterReport | None:
         """What this rank has to say about a parameter; None if it holds nothing of it."""
         for site, parameter in self.held(name):
             try:
                 layout = self.layout(site, want)
             except LayoutError as error:
-                return Note(None, parameter.dtype, site.shape, str(error))
-            shape = whole_shape(layout, site.local, self.mesh.sizes)
-            note = Note(
+                return ParameterReport(None, parameter.dtype, site.shape, str(error))
+            shape = full_shape(layout, site.local, self.mesh.sizes)
+            note = ParameterReport(
                 parameter.dtype, parameter.dtype, shape, layout=layout.describe() if site.inferred else ""
             )
             kind = type(parameter.data)
@@ -186,17 +186,17 @@ class Survey:
             )
         return None
 
-    def notes(self, names: Sequence[str], want: Want) -> dict[str, Note]:
+    def notes(self, names: Sequence[str], want: ParameterRequest) -> dict[str, ParameterReport]:
         """Those of the parameters that exist (have a gradient). Collective over the mesh.
 
         Raises:
             FlexError: on all ranks, if one of them has a problem, or gradients are not what is said.
         """
         mine = {n: note for n in names if (note := self.note(n, want)) is not None}
-        found: dict[str, Note] = {}
+        found: dict[str, ParameterReport] = {}
         others: dict[str, str] = {}
-        for told in everyone(mine, self.mesh, [a.name for a in self.mesh]):
-            for name, note in told.items():
+        for reports in gather_objects(mine, self.mesh, [a.name for a in self.mesh]):
+            for name, note in reports.items():
                 if note.problem:
                     raise FlexError(f"{name}: {note.problem}")
                 if note.layout != others.setdefault(name, note.layout):
@@ -214,7 +214,7 @@ class Survey:
         """Why a gradient that is not reduced cannot be put together, if it cannot."""
         axes, sizes = {*site.layout.axes, *site.layout.shared}, self.mesh.sizes
         apart = sizes.get("ep", 1) > 1 or sizes.get("etp", 1) != sizes.get("tp", 1)
-        if apart and (site.owner or axes & EXPERT):
+        if apart and (site.owner or axes & EXPERT_AXES):
             return "an expert's gradient comes from several data parallel ranks; reduced=True reads the sum"
         if self.mesh["cp"].size > 1 and "cp" not in axes:
             return "with context parallelism each rank has a share of it; reduced=True reads the sum"
@@ -222,7 +222,7 @@ class Survey:
 
     def _check_shares(self, names: Sequence[str]) -> None:
         """Refuse gradients that may be summands, where no call was followed that would tell."""
-        found = differing([self._copy(name, {"tp", "cp"}) for name in names], self.mesh, ("tp", "cp"))
+        found = find_differing_axes([self._copy(name, {"tp", "cp"}) for name in names], self.mesh, ("tp", "cp"))
         wrong = [name for name, axes in zip(names, found, strict=True) if axes]
         if wrong:
             raise FlexError(
@@ -242,13 +242,13 @@ class Survey:
     def _check_reduced(self, names: Sequence[str]) -> None:
         """Hold a promise that gradients are reduced against the gradients: copies must be equal."""
         axes = ("tp", "cp", "dp", "pp", "etp", "edp")
-        found = differing([self._reduced_copy(name) for name in names], self.mesh, axes)
+        found = find_differing_axes([self._reduced_copy(name) for name in names], self.mesh, axes)
         wrong = [f"{n} over {', '.join(axes)}" for n, axes in zip(names, found, strict=True) if axes]
         if wrong:
-            more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+            more = f" and {len(wrong) - MAX_NAMES} more" if len(wrong) > MAX_NAMES else ""
             raise FlexError(
                 f"gradients said to be reduced differ between ranks that should have equal ones "
-                f"({'; '.join(wrong[:SHOWN])}{more}); run finalize_model_grads() first, or ask for "
+                f"({'; '.join(wrong[:MAX_NAMES])}{more}); run finalize_model_grads() first, or ask for "
                 "reduced=False"
             )
 
@@ -258,7 +258,7 @@ class Survey:
             local = self.adapter.gradient(parameter, True)
             if local.tensor is None:
                 continue
-            axes = copies_over(site, len(self.stages(name)) > 1) - {*(self.adapter.shares(name) or ())}
+            axes = find_copy_axes(site, len(self.stages(name)) > 1) - {*(self.adapter.shares(name) or ())}
             tensor = local.tensor
             if local.part is not None:
                 tensor = tensor.reshape(-1)[slice(*local.part)]
@@ -267,7 +267,7 @@ class Survey:
         return {}
 
 
-def copies_over(site: ParameterSite, copied: bool) -> set[str]:
+def find_copy_axes(site: ParameterSite, copied: bool) -> set[str]:
     """The axes along which ranks must hold the same of a parameter.
 
     Args:
@@ -276,6 +276,6 @@ def copies_over(site: ParameterSite, copied: bool) -> set[str]:
     """
     if site.inferred:
         return {"dp"}
-    expert = bool(site.owner) or bool({*site.layout.axes, *site.layout.shared} & EXPERT)
+    expert = bool(site.owner) or bool({*site.layout.axes, *site.layout.shared} & EXPERT_AXES)
     axes = {"etp", "edp"} if expert else {"tp", "cp", "dp"}
     return (axes | ({"pp"} if copied else set())) - set(site.layout.axes)

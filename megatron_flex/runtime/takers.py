@@ -11,7 +11,7 @@ from megatron_flex.layout import Layout
 from megatron_flex.runtime.captures import Key
 
 
-class Taker(Protocol):
+class TensorSink(Protocol):
     """Something at work on this rank that hooks stand for.
 
     Attributes:
@@ -34,5 +34,5 @@ class Taker(Protocol):
             Why the tensor cannot be recorded, if that is an error of the step (`leaves_out`); else empty.
         """
 
-    def leaves_out(self, name: str, why: str) -> bool:
+    def omits_site(self, name: str, why: str) -> bool:
         """Whether a place that cannot be taken is left out, with a warning; else it is an error."""

@@ -1,7 +1,7 @@
 """Files of statistics as one rank writes them: a new one at each start of a run, its header first.
 
 JSON lines: one for each tensor of an iteration, so that what a killed run leaves is whole but for its last
-line. Parquet: a folder of one file for each `GROUP` iterations, which has its name once it is whole.
+line. Parquet: a folder of one file for each `ITERATIONS_PER_PART` iterations, which has its name once it is whole.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from shutil import rmtree
 from typing import Any, Protocol
 
 from megatron_flex.errors import FlexError
-from megatron_flex.statistics.header import Header
-from megatron_flex.statistics.measured import Measured
-from megatron_flex.statistics.settings import Format
+from megatron_flex.statistics.header import StatisticsHeader
+from megatron_flex.statistics.measured import TensorStatistics
+from megatron_flex.statistics.statistics_settings import FileFormat
 
-GROUP = 64  # iterations of one Parquet file
+ITERATIONS_PER_PART = 64  # iterations of one Parquet file
 STEM, SUFFIXES = "statistics", {"jsonl": ".jsonl", "parquet": ".parquet"}
-NAME = re.compile(STEM + r"-([0-9]{4,})\.(jsonl|parquet)")
-HEADER, PART, KEY = "_header.json", "part-{:06d}.parquet", b"megatron_flex"
-WHOLE = ("iteration", "order", "stage", "count", "nans", "infinities", "microbatches")
-COLUMNS = tuple(f.name for f in fields(Measured))
+FILE_NAME = re.compile(STEM + r"-([0-9]{4,})\.(jsonl|parquet)")
+HEADER_NAME, PARQUET_NAME, PARQUET_KEY = "_header.json", "part-{:06d}.parquet", b"megatron_flex"
+INTEGER_COLUMNS = ("iteration", "order", "stage", "count", "nans", "infinities", "microbatches")
+FILE_COLUMNS = tuple(f.name for f in fields(TensorStatistics))
 
 
-class File(Protocol):
+class StatisticsFile(Protocol):
     """What rows are written to; one thread calls it.
 
     Attributes:
@@ -41,14 +41,14 @@ class File(Protocol):
     path: Path
     lost: int
 
-    def write(self, rows: Sequence[Measured]) -> None:
+    def write(self, rows: Sequence[TensorStatistics]) -> None:
         """Write the rows of an iteration, or keep them for the next part. Raises OSError."""
 
     def close(self) -> None:
         """Write what is kept, and close. Raises OSError."""
 
 
-def new_file(path: Path, form: Format, header: Header) -> File:
+def create_file(path: Path, form: FileFormat, header: StatisticsHeader) -> StatisticsFile:
     """Begin a file under the next number that is free. One rank calls it.
 
     Args:
@@ -59,12 +59,12 @@ def new_file(path: Path, form: Format, header: Header) -> File:
     Raises:
         FlexError: the folder cannot be written, or pyarrow is absent and `form` needs it.
     """
-    made = JsonLines if form == "jsonl" else Parquet
+    made = JsonLinesFile if form == "jsonl" else ParquetFolder
     if form == "parquet":
-        _pyarrow()
+        _import_pyarrow()
     try:
         path.mkdir(parents=True, exist_ok=True)
-        number = max((n for n, _ in starts(path)), default=-1) + 1
+        number = max((n for n, _ in list_files(path)), default=-1) + 1
         while True:
             try:
                 return made(path / f"{STEM}-{number:04d}{SUFFIXES[form]}", header)
@@ -74,30 +74,30 @@ def new_file(path: Path, form: Format, header: Header) -> File:
         raise FlexError(f"{path}: no statistics can be written there: {error.strerror or error}") from error
 
 
-def starts(path: Path) -> list[tuple[int, Path]]:
+def list_files(path: Path) -> list[tuple[int, Path]]:
     """The files of a folder by number. Raises OSError."""
-    found = ((NAME.fullmatch(f.name), f) for f in path.iterdir())
+    found = ((FILE_NAME.fullmatch(f.name), f) for f in path.iterdir())
     return sorted((int(match[1]), f) for match, f in found if match is not None)
 
 
-class JsonLines:
+class JsonLinesFile:
     """JSON lines: the header, then a line for each tensor of an iteration; an iteration is one write."""
 
-    def __init__(self, path: Path, header: Header) -> None:
+    def __init__(self, path: Path, header: StatisticsHeader) -> None:
         self.path, self.lost = path, 0
         self._file = path.open("xb", buffering=0)
         self._torn = False
         try:
-            self._put(_line(header.to_json()))
+            self._put(_format_line(header.to_json()))
         except BaseException:
             self._file.close()
             path.unlink(missing_ok=True)
             raise
 
-    def write(self, rows: Sequence[Measured]) -> None:
+    def write(self, rows: Sequence[TensorStatistics]) -> None:
         """Write the rows of an iteration. Raises OSError."""
         self.lost += 1
-        self._put(b"".join(_line(_row(row)) for row in rows))
+        self._put(b"".join(_format_line(_row_to_json(row)) for row in rows))
         self.lost -= 1
 
     def close(self) -> None:
@@ -113,26 +113,26 @@ class JsonLines:
         self._torn = False
 
 
-class Parquet:
+class ParquetFolder:
     """A folder that readers of Parquet take for one table: parts, and the header beside them."""
 
-    def __init__(self, path: Path, header: Header) -> None:
+    def __init__(self, path: Path, header: StatisticsHeader) -> None:
         path.mkdir()
         self.path, self.lost = path, 0
-        self._told = json.dumps(_finite(header.to_json()), allow_nan=False)
+        self._told = json.dumps(_null_nonfinite(header.to_json()), allow_nan=False)
         try:
-            (path / HEADER).write_text(self._told + "\n", encoding="utf-8")
+            (path / HEADER_NAME).write_text(self._told + "\n", encoding="utf-8")
         except BaseException:
             rmtree(path, ignore_errors=True)
             raise
-        self._rows: list[Measured] = []
+        self._rows: list[TensorStatistics] = []
         self._iterations = self._parts = 0
 
-    def write(self, rows: Sequence[Measured]) -> None:
+    def write(self, rows: Sequence[TensorStatistics]) -> None:
         """Keep the rows of an iteration; write what is kept when that is enough. Raises OSError."""
         self._rows += rows
         self._iterations += 1
-        if self._iterations >= GROUP:
+        if self._iterations >= ITERATIONS_PER_PART:
             self._part()
 
     def close(self) -> None:
@@ -145,10 +145,10 @@ class Parquet:
         rows, self._rows = self._rows, []
         held, self._iterations = self._iterations, 0
         self.lost += held
-        arrow = _pyarrow()
-        columns = {name: [getattr(row, name) for row in rows] for name in COLUMNS}
-        table = arrow.table(columns, schema=_schema(arrow, self._told))
-        name = PART.format(self._parts)
+        arrow = _import_pyarrow()
+        columns = {name: [getattr(row, name) for row in rows] for name in FILE_COLUMNS}
+        table = arrow.table(columns, schema=_make_schema(arrow, self._told))
+        name = PARQUET_NAME.format(self._parts)
         rough = self.path / f".{name}.{os.getpid()}.tmp"
         try:
             import_module("pyarrow.parquet").write_table(table, rough, compression="zstd")
@@ -160,14 +160,14 @@ class Parquet:
         self.lost -= held
 
 
-def _schema(arrow: Any, told: str) -> Any:
+def _make_schema(arrow: Any, record: str) -> Any:
     text, double, whole = arrow.string(), arrow.float64(), arrow.int64()
     kinds = {"site": text, "kind": text, "histogram": arrow.list_(whole)}
-    kinds |= dict.fromkeys(WHOLE, whole)
-    return arrow.schema([(n, kinds.get(n, double)) for n in COLUMNS], {KEY: told.encode()})
+    kinds |= dict.fromkeys(INTEGER_COLUMNS, whole)
+    return arrow.schema([(n, kinds.get(n, double)) for n in FILE_COLUMNS], {PARQUET_KEY: record.encode()})
 
 
-def _pyarrow() -> Any:
+def _import_pyarrow() -> Any:
     try:
         import_module("pyarrow.parquet")
         return import_module("pyarrow")
@@ -178,32 +178,32 @@ def _pyarrow() -> Any:
         ) from error
 
 
-def _line(told: Mapping[str, Any]) -> bytes:
+def _format_line(record: Mapping[str, Any]) -> bytes:
     try:
-        text = json.dumps(told, allow_nan=False, separators=(",", ":"))
+        text = json.dumps(record, allow_nan=False, separators=(",", ":"))
     except ValueError:
-        text = json.dumps(_finite(told), allow_nan=False, separators=(",", ":"))
+        text = json.dumps(_null_nonfinite(record), allow_nan=False, separators=(",", ":"))
     return text.encode() + b"\n"
 
 
-def _row(row: Measured) -> dict[str, Any]:
+def _row_to_json(row: TensorStatistics) -> dict[str, Any]:
     """A row in plain values; of the histogram the bins that are not empty, behind the first one's number."""
-    told = {name: getattr(row, name) for name in COLUMNS}
-    first, counts = trimmed(row.histogram)
-    told["histogram"] = ([first, *counts] if counts else []) if row.histogram else None
-    return told
+    record = {name: getattr(row, name) for name in FILE_COLUMNS}
+    first, counts = trim_bins(row.histogram)
+    record["histogram"] = ([first, *counts] if counts else []) if row.histogram else None
+    return record
 
 
-def trimmed(counts: Sequence[int]) -> tuple[int, Sequence[int]]:
+def trim_bins(counts: Sequence[int]) -> tuple[int, Sequence[int]]:
     """The first bin that is not empty, and the counts from there to the last such bin."""
-    there = [n for n, count in enumerate(counts) if count]
-    return (there[0], counts[there[0] : there[-1] + 1]) if there else (0, ())
+    nonempty = [n for n, count in enumerate(counts) if count]
+    return (nonempty[0], counts[nonempty[0] : nonempty[-1] + 1]) if nonempty else (0, ())
 
 
-def _finite(value: Any) -> Any:
+def _null_nonfinite(value: Any) -> Any:
     """The same values with null for floats that JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return {key: _null_nonfinite(one) for key, one in value.items()}
+    return [_null_nonfinite(one) for one in value] if isinstance(value, (list, tuple)) else value

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_flex.statistics.measured import HIGHEST, LOWEST
+from megatron_flex.statistics.measured import HIGHEST_EXPONENT, LOWEST_EXPONENT
 
-FORMAT = "megatron_flex statistics"
-VERSION = 1
+STATISTICS_FORMAT = "megatron_flex statistics"
+STATISTICS_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MeasuredSite:
     """A site, or a parameter, that is measured.
 
     Attributes:
@@ -28,7 +28,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class StatisticsHeader:
     """What one start of a run says of itself.
 
     Attributes:
@@ -44,37 +44,37 @@ class Header:
     versions: Mapping[str, str]
     framework: str
     axes: Mapping[str, int]
-    sites: Sequence[Place]
+    sites: Sequence[MeasuredSite]
     settings: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         """In plain values; with the exponents of the histogram's first and last bins."""
-        bins = {"lowest": LOWEST, "highest": HIGHEST}
-        return {"format": FORMAT, "version": VERSION, "bins": bins, **asdict(self)}
+        bins = {"lowest": LOWEST_EXPONENT, "highest": HIGHEST_EXPONENT}
+        return {"format": STATISTICS_FORMAT, "version": STATISTICS_VERSION, "bins": bins, **asdict(self)}
 
     @staticmethod
-    def from_json(told: Mapping[str, Any]) -> Header:
+    def from_json(record: Mapping[str, Any]) -> StatisticsHeader:
         """The header that `to_json` told.
 
         Raises:
             ValueError: it is none, or of another version, which the message says.
             KeyError, TypeError: a damaged one.
         """
-        if told["format"] != FORMAT:
+        if record["format"] != STATISTICS_FORMAT:
             raise ValueError("no statistics")
-        version, bins = told["version"], (told["bins"]["lowest"], told["bins"]["highest"])
-        if version != VERSION or bins != (LOWEST, HIGHEST):
+        version, bins = record["version"], (record["bins"]["lowest"], record["bins"]["highest"])
+        if version != STATISTICS_VERSION or bins != (LOWEST_EXPONENT, HIGHEST_EXPONENT):
             raise ValueError(
-                f"version {str(version)[:20]}; this megatron_flex reads version {VERSION}: use the one that "
+                f"version {str(version)[:20]}; this megatron_flex reads version {STATISTICS_VERSION}: use the one that "
                 "wrote it, or a newer one"
             )
         sites = tuple(
-            Place(
+            MeasuredSite(
                 str(s["name"]),
                 dict(s["layout"]),
                 tuple(int(n) if isinstance(n, int) else str(n) for n in s["shape"]),
             )
-            for s in told["sites"]
+            for s in record["sites"]
         )
-        plain = {name: dict(told[name]) for name in ("versions", "axes", "settings")}
-        return Header(created=str(told["created"]), framework=str(told["framework"]), sites=sites, **plain)
+        plain = {name: dict(record[name]) for name in ("versions", "axes", "settings")}
+        return StatisticsHeader(created=str(record["created"]), framework=str(record["framework"]), sites=sites, **plain)

@@ -9,15 +9,15 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from megatron_flex.errors import FlexWarning
-from megatron_flex.statistics.files import trimmed
-from megatron_flex.statistics.measured import SIDE, Measured, edges
+from megatron_flex.statistics.files import trim_bins
+from megatron_flex.statistics.measured import BINS_PER_SIGN, TensorStatistics, compute_bin_edges
 
-SCALARS = ("mean", "std", "rms", "absmax", "zeros", "kurtosis")
-TROUBLE = ("nans", "infinities")  # told where there are any
-MOST = sys.float_info.max  # where the outermost bins end, for writers that want numbers
+LOGGED_STATISTICS = ("mean", "std", "rms", "absmax", "zeros", "kurtosis")
+LOGGED_COUNTS = ("nans", "infinities")  # told where there are any
+LARGEST_FLOAT = sys.float_info.max  # where the outermost bins end, for writers that want numbers
 
 
-class Found(Protocol):
+class FrameworkWriters(Protocol):
     """The writers of this rank."""
 
     @property
@@ -33,25 +33,25 @@ class Found(Protocol):
         """Of how many iterations they get one."""
 
 
-class Find(Protocol):
+class FindWriters(Protocol):
     """Tells which writers there are by now."""
 
-    def __call__(self) -> Found | None:
+    def __call__(self) -> FrameworkWriters | None:
         """Those of this rank; None where there can be none."""
 
 
-def none() -> None:
+def find_no_writers() -> None:
     """No framework: no writers."""
 
 
-class Loggers:
+class FrameworkLoggers:
     """Writes rows to the framework's writers under `flex/SITE/STATISTIC`.
 
     The number of the step is the iteration's plus one, which is what Megatron's own curves of it have: it
     counts up before it logs, and W&B joins what it logs later to the same step.
     """
 
-    def __init__(self, find: Find) -> None:
+    def __init__(self, find: FindWriters) -> None:
         self._find = find
         self._told: set[str] = set()
 
@@ -61,7 +61,7 @@ class Loggers:
         found = self._find()
         return found is not None and (found.tensorboard is not None or found.wandb is not None)
 
-    def write(self, iteration: int, rows: Sequence[Measured]) -> None:
+    def write(self, iteration: int, rows: Sequence[TensorStatistics]) -> None:
         """Write the rows of an iteration. What a writer raises is a warning, once of each kind."""
         found, step = self._find(), iteration + 1
         if found is None or step % found.every:
@@ -70,40 +70,40 @@ class Loggers:
             if writer is not None:
                 self._try(write, writer, step, rows)
 
-    def _try(self, write: Callable[[Any, int, Sequence[Measured]], None], *args: Any) -> None:
+    def _try(self, write: Callable[[Any, int, Sequence[TensorStatistics]], None], *args: Any) -> None:
         try:
             write(*args)
         except Exception as error:  # a full disk, a service that is away: training goes on whatever it is
             kind = f"{write.__name__} {type(error).__name__}"
             if kind not in self._told:
                 self._told.add(kind)
-                told = f"statistics cannot be written {write.__name__.replace('_', ' ')}: {error}"
-                warnings.warn(f"{told}; training goes on, and their file has them", FlexWarning, stacklevel=4)
+                content = f"statistics cannot be written {write.__name__.replace('_', ' ')}: {error}"
+                warnings.warn(f"{content}; training goes on, and their file has them", FlexWarning, stacklevel=4)
 
 
-def scalars(rows: Sequence[Measured]) -> Iterator[tuple[str, float]]:
+def iterate_scalars(rows: Sequence[TensorStatistics]) -> Iterator[tuple[str, float]]:
     """What is drawn, by tag. A gradient's norm is, too; counts of NaNs where there are any."""
     for row in rows:
-        names = SCALARS if row.kind == "value" else (*SCALARS, "norm")
-        for name in (*names, *(n for n in TROUBLE if getattr(row, n))):
+        names = LOGGED_STATISTICS if row.kind == "value" else (*LOGGED_STATISTICS, "norm")
+        for name in (*names, *(n for n in LOGGED_COUNTS if getattr(row, n))):
             value = getattr(row, name)
             if value is not None:
                 yield f"flex/{row.site}/{name}", float(value)
 
 
-def to_tensorboard(writer: Any, step: int, rows: Sequence[Measured]) -> None:
+def to_tensorboard(writer: Any, step: int, rows: Sequence[TensorStatistics]) -> None:
     """Write to a SummaryWriter: all scalars as one event, as one for each takes twenty times as long."""
     file = getattr(writer, "file_writer", None)
     if file is None:
-        for tag, value in scalars(rows):
+        for tag, value in iterate_scalars(rows):
             writer.add_scalar(tag, value, step)
     else:
         proto = import_module("tensorboard.compat.proto.summary_pb2").Summary
-        values = [proto.Value(tag=tag, simple_value=value) for tag, value in scalars(rows)]
+        values = [proto.Value(tag=tag, simple_value=value) for tag, value in iterate_scalars(rows)]
         file.add_summary(proto(value=values), step)
-    limits = _finite_edges()
+    limits = _compute_finite_edges()
     for row in rows:
-        first, counts = trimmed(row.histogram)
+        first, counts = trim_bins(row.histogram)
         finite = row.count - row.nans - row.infinities
         if counts and row.absmax is not None and row.mean is not None and row.norm is not None:
             writer.add_histogram_raw(
@@ -119,20 +119,20 @@ def to_tensorboard(writer: Any, step: int, rows: Sequence[Measured]) -> None:
             )
 
 
-def to_wandb(writer: Any, step: int, rows: Sequence[Measured]) -> None:
+def to_wandb(writer: Any, step: int, rows: Sequence[TensorStatistics]) -> None:
     """Log to W&B: one call, of the step that the framework logs to next."""
-    told: dict[str, Any] = dict(scalars(rows))
-    limits, wandb = _finite_edges(), import_module("wandb")
+    content: dict[str, Any] = dict(iterate_scalars(rows))
+    limits, wandb = _compute_finite_edges(), import_module("wandb")
     for row in rows:
-        first, counts = trimmed(row.histogram)
+        first, counts = trim_bins(row.histogram)
         if counts:
             bounds = limits[first : first + len(counts) + 1]
-            told[f"flex/{row.site}/histogram"] = wandb.Histogram(np_histogram=(list(counts), bounds))
-    writer.log(told, step=step)
+            content[f"flex/{row.site}/histogram"] = wandb.Histogram(np_histogram=(list(counts), bounds))
+    writer.log(content, step=step)
 
 
-def _finite_edges() -> list[float]:
+def _compute_finite_edges() -> list[float]:
     """The bounds of bins as writers want them: numbers that ascend, also where a bin is of zero alone."""
-    out = [max(-MOST, min(MOST, edge)) for edge in edges()]
-    out[SIDE + 1] = sys.float_info.min
+    out = [max(-LARGEST_FLOAT, min(LARGEST_FLOAT, edge)) for edge in compute_bin_edges()]
+    out[BINS_PER_SIGN + 1] = sys.float_info.min
     return out

@@ -6,14 +6,14 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-LOWEST, HIGHEST = -40, 23  # exponents of the first and the last bin; what lies beyond is counted in those
-SIDE = HIGHEST - LOWEST + 1  # bins of positive values, and as many of negative ones
+LOWEST_EXPONENT, HIGHEST_EXPONENT = -40, 23  # exponents of the first and the last bin; what lies beyond is counted in those
+BINS_PER_SIGN = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1  # bins of positive values, and as many of negative ones
 
-Kind = Literal["value", "gradient", "parameter_gradient"]
+StatisticsKind = Literal["value", "gradient", "parameter_gradient"]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class TensorStatistics:
     """The statistics of one tensor, whole, over all microbatches and data parallel ranks of an iteration.
 
     NaNs and infinities are counted and are in none of the other numbers, which are of the finite values;
@@ -34,14 +34,14 @@ class Measured:
             are all equal.
         norm: the root of the sum of squares.
         nans, infinities: how many.
-        histogram: how many values lie in each bin, ascending (`edges` has the bounds): negative ones by the
+        histogram: how many values lie in each bin, ascending (`compute_bin_edges` has the bounds): negative ones by the
             power of two of their magnitude, zeros, positive ones. Empty if it is not wanted.
         microbatches: how many passes through the site were added up, over all data parallel ranks.
     """
 
     iteration: int
     site: str
-    kind: Kind
+    kind: StatisticsKind
     order: int
     stage: int
     count: int
@@ -62,12 +62,12 @@ class Measured:
         return {**asdict(self), "histogram": list(self.histogram)}
 
 
-def edges() -> list[float]:
+def compute_bin_edges() -> list[float]:
     """The bounds of the histogram's bins, one more than there are bins.
 
     `2 * SIDE + 1` bins: those of `-2^e` with e descending, one for zero alone, those of `2^e` ascending. The
     outermost reach to infinity, and those beside zero to zero. A magnitude m is in the bin of e for
     `2^e <= m < 2^(e+1)`.
     """
-    powers = [2.0**e for e in range(LOWEST + 1, HIGHEST + 1)]
+    powers = [2.0**e for e in range(LOWEST_EXPONENT + 1, HIGHEST_EXPONENT + 1)]
     return [-math.inf, *(-p for p in reversed(powers)), 0.0, 0.0, *powers, math.inf]

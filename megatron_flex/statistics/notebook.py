@@ -4,41 +4,41 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_flex.markup import BAD, WARN, Markup, counted, fragment, line, table
-from megatron_flex.statistics.measured import Measured
+from megatron_flex.notebook_html import BAD_COLOUR, WARN_COLOUR, Markup, count_words, html_fragment, html_line, html_table
+from megatron_flex.statistics.measured import TensorStatistics
 
 if TYPE_CHECKING:
     from megatron_flex.statistics.reading import OpenStatistics
 
-HEADS = ("tensor", ">iteration", ">rms", ">mean", ">std", ">greatest", ">zeros", ">kurtosis", ">not finite")
-REST = "found.sites lists the names, found['NAME'] has one over iterations, found.pandas() everything"
+STATISTICS_HEADS = ("tensor", ">iteration", ">rms", ">mean", ">std", ">greatest", ">zeros", ">kurtosis", ">not finite")
+SITES_HINT = "found.sites lists the names, found['NAME'] has one over iterations, found.pandas() everything"
 
 
-def in_html(found: OpenStatistics) -> Markup:
+def render_statistics(found: OpenStatistics) -> Markup:
     """What was measured, of each tensor the last row; those with values that are not finite are marked."""
     last = {name: row for rows in found.by_iteration.values() for name, row in rows.items()}
-    rows = sorted(last.values(), key=lambda row: (not _broken(row), row.order))
+    rows = sorted(last.values(), key=lambda row: (not _count_nonfinite(row), row.order))
     iterations = found.iterations
     ends = f" ({iterations[0]} to {iterations[-1]})" if iterations else ""
-    told = (
-        f"{counted(len(found.headers), 'start')} of the run, {counted(len(rows), 'tensor')}, "
-        f"{counted(len(iterations), 'iteration')}{ends}"
+    texts = (
+        f"{count_words(len(found.headers), 'start')} of the run, {count_words(len(rows), 'tensor')}, "
+        f"{count_words(len(iterations), 'iteration')}{ends}"
     )
-    notes = [line(told)]
+    notes = [html_line(texts)]
     if found.torn:
-        told = f"lines and files that are torn, and left out: {found.torn}, of killed runs or full disks"
-        notes.append(line(told, WARN))
-    marked = {n: BAD for n, row in enumerate(rows) if _broken(row)}
-    shown = table(HEADS, (_cells(row) for row in rows), len(rows), REST, marked)
-    return fragment(f"OpenStatistics · {found.path}", *notes, shown)
+        texts = f"lines and files that are torn, and left out: {found.torn}, of killed runs or full disks"
+        notes.append(html_line(texts, WARN_COLOUR))
+    marked = {n: BAD_COLOUR for n, row in enumerate(rows) if _count_nonfinite(row)}
+    shown = html_table(STATISTICS_HEADS, (_format_statistics_cells(row) for row in rows), len(rows), SITES_HINT, marked)
+    return html_fragment(f"OpenStatistics · {found.path}", *notes, shown)
 
 
-def _broken(row: Measured) -> int:
+def _count_nonfinite(row: TensorStatistics) -> int:
     return row.nans + row.infinities
 
 
-def _cells(row: Measured) -> tuple[object, ...]:
+def _format_statistics_cells(row: TensorStatistics) -> tuple[object, ...]:
     numbers = (row.rms, row.mean, row.std, row.absmax, row.zeros, row.kurtosis)
-    told = ("–" if n is None else f"{n:.4g}" for n in numbers)
-    broken = f"{row.nans:,} NaN, {row.infinities:,} infinite" if _broken(row) else ""
-    return row.site, row.iteration, *told, broken
+    texts = ("–" if n is None else f"{n:.4g}" for n in numbers)
+    broken = f"{row.nans:,} NaN, {row.infinities:,} infinite" if _count_nonfinite(row) else ""
+    return row.site, row.iteration, *texts, broken

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from megatron_flex.statistics.measured import Measured
+from megatron_flex.statistics.measured import TensorStatistics
 
 
 class Sink(Protocol):
@@ -18,7 +18,7 @@ class Sink(Protocol):
     @property
     def wanted(self) -> bool: ...
 
-    def write(self, iteration: int, rows: Sequence[Measured]) -> None:
+    def write(self, iteration: int, rows: Sequence[TensorStatistics]) -> None:
         """Keep those of an iteration: a row for each tensor that passed in it. No error is raised."""
 
     def close(self) -> None:

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron_flex.errors import FlexWarning
-from megatron_flex.knobs import knobs
-from megatron_flex.statistics.files import File, new_file
-from megatron_flex.statistics.header import Header
-from megatron_flex.statistics.loggers import Find, Loggers, none
-from megatron_flex.statistics.measured import Measured
-from megatron_flex.statistics.settings import Statistics
+from megatron_flex.config import flex_config
+from megatron_flex.statistics.files import StatisticsFile, create_file
+from megatron_flex.statistics.header import StatisticsHeader
+from megatron_flex.statistics.loggers import FindWriters, FrameworkLoggers, find_no_writers
+from megatron_flex.statistics.measured import TensorStatistics
+from megatron_flex.statistics.statistics_settings import Statistics
 
-MOST = 64  # iterations that wait for the disk; more, and the model waits, too
+MOST_QUEUED = 64  # iterations that wait for the disk; more, and the model waits, too
 
 
-def open_writers(statistics: Statistics, header: Header, first: bool, find: Find = none) -> Writers:
+def open_writers(statistics: Statistics, header: StatisticsHeader, first: bool, find: FindWriters = find_no_writers) -> StatisticsWriters:
     """Begin the file, where this is the `first` rank. Every rank calls it.
 
     Args:
@@ -36,16 +36,16 @@ def open_writers(statistics: Statistics, header: Header, first: bool, find: Find
     Raises:
         FlexError: the file cannot be begun. It is raised on the rank that writes it.
     """
-    file = new_file(Path(statistics.path), statistics.format, header) if first else None
-    back = None if file is None else Background(file)
-    return Writers(back, Loggers(find) if statistics.writers else None)
+    file = create_file(Path(statistics.path), statistics.format, header) if first else None
+    thread = None if file is None else StatisticsThread(file)
+    return StatisticsWriters(thread, FrameworkLoggers(find) if statistics.writers else None)
 
 
-class Writers:
+class StatisticsWriters:
     """All that the statistics of a run are written to, as one rank sees it. Every rank makes one."""
 
-    def __init__(self, back: Background | None, loggers: Loggers | None) -> None:
-        self._back, self._loggers = back, loggers
+    def __init__(self, thread: StatisticsThread | None, loggers: FrameworkLoggers | None) -> None:
+        self._back, self._loggers = thread, loggers
 
     @property
     def wanted(self) -> bool:
@@ -57,7 +57,7 @@ class Writers:
         """How many iterations could not be written to the file."""
         return 0 if self._back is None else self._back.lost
 
-    def write(self, iteration: int, rows: Sequence[Measured]) -> None:
+    def write(self, iteration: int, rows: Sequence[TensorStatistics]) -> None:
         """Write the rows of an iteration. No error is raised: the first one is a warning, all are counted."""
         if self._back is not None and rows:
             self._back.submit(list(rows))
@@ -71,27 +71,27 @@ class Writers:
             self._back.close()
             self._warn(self._back)
 
-    def _warn(self, back: Background) -> None:
-        while back.failures:
-            warnings.warn(back.failures.popleft(), FlexWarning, stacklevel=3)
+    def _warn(self, thread: StatisticsThread) -> None:
+        while thread.failures:
+            warnings.warn(thread.failures.popleft(), FlexWarning, stacklevel=3)
 
 
-class Background:
+class StatisticsThread:
     """The thread that writes a file, and what waits for it.
 
-    A disk that has taken nothing for `knobs.dump_seconds` counts as stalled: nobody waits for it then.
+    A disk that has taken nothing for `flex_config.dump_seconds` counts as stalled: nobody waits for it then.
 
     Attributes:
         file: what it writes.
         failures: what went wrong and has not been told; each kind once.
     """
 
-    def __init__(self, file: File) -> None:
+    def __init__(self, file: StatisticsFile) -> None:
         self.file, self._dropped = file, 0
         self.failures: deque[str] = deque()
         self._told: set[str] = set()
         self._change = threading.Condition()
-        self._queue: deque[list[Measured]] = deque()
+        self._queue: deque[list[TensorStatistics]] = deque()
         self._busy = self._closing = False
         self._moved = time.monotonic()
         self._process = os.getpid()
@@ -103,16 +103,16 @@ class Background:
         """Iterations that are not in the file, and will not be."""
         return self._dropped + self.file.lost
 
-    def submit(self, rows: list[Measured]) -> None:
+    def submit(self, rows: list[TensorStatistics]) -> None:
         """Have the rows of an iteration written, in order."""
         if os.getpid() != self._process:
             return
         with self._change:
             if self._closing:
                 return
-            if not self._until(lambda: len(self._queue) < MOST):
+            if not self._until(lambda: len(self._queue) < MOST_QUEUED):
                 self._dropped += 1
-                self._tell("stalled", _stalled())
+                self._tell("stalled", _describe_stall())
                 return
             self._queue.append(rows)
             if self._thread is None or not self._thread.is_alive():
@@ -133,7 +133,7 @@ class Background:
             self._change.notify_all()
             if not self._until(lambda: not self._queue and not self._busy):
                 self._dropped += len(self._queue) + 1
-                self._tell("lost", _stalled())
+                self._tell("lost", _describe_stall())
                 return
         self._at_exit.cancel()
         if self._thread is not None:
@@ -145,9 +145,9 @@ class Background:
     def _until(self, ready: Callable[[], bool]) -> bool:
         """Wait; False if the disk is stalled. The lock is held."""
         while not ready():
-            if self._busy and time.monotonic() - self._moved > knobs.dump_seconds:
+            if self._busy and time.monotonic() - self._moved > flex_config.dump_seconds:
                 return False
-            self._change.wait(min(1.0, knobs.dump_seconds))
+            self._change.wait(min(1.0, flex_config.dump_seconds))
         return True
 
     def _work(self) -> None:
@@ -181,5 +181,5 @@ class Background:
             )
 
 
-def _stalled() -> str:
-    return f"the disk has taken nothing for {knobs.dump_seconds:g} s"
+def _describe_stall() -> str:
+    return f"the disk has taken nothing for {flex_config.dump_seconds:g} s"

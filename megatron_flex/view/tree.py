@@ -9,11 +9,11 @@ from typing import Any
 from megatron_flex.errors import SiteError
 from megatron_flex.layout import Sizes
 from megatron_flex.sites import Site
-from megatron_flex.view.words import layout_in_words, numbers_in_words, shape_in_words
+from megatron_flex.view.words import describe_layout, describe_numbers, describe_shape
 
 
 @dataclass(frozen=True, slots=True)
-class Hooked:
+class TreeHook:
     """Something that stands at a place.
 
     Attributes:
@@ -45,7 +45,7 @@ class Hooked:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TreePoint:
     """A point of a module where a tensor passes.
 
     Attributes:
@@ -62,11 +62,11 @@ class Place:
     shape: str
     hidden: str = ""
     fixed: str = ""
-    hooks: tuple[Hooked, ...] = ()
+    hooks: tuple[TreeHook, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class TreeNode:
     """A module, or several that are alike.
 
     Attributes:
@@ -78,8 +78,8 @@ class Node:
     """
 
     label: str
-    places: tuple[Place, ...] = ()
-    children: tuple[Node, ...] = ()
+    places: tuple[TreePoint, ...] = ()
+    children: tuple[TreeNode, ...] = ()
     stages: frozenset[int] = frozenset()
     count: int = 1
 
@@ -111,19 +111,19 @@ class Node:
 
 
 @dataclass(slots=True)
-class _Growing:
+class _NodeBuilder:
     label: str
-    places: list[Place] = field(default_factory=list)
-    children: dict[str, _Growing] = field(default_factory=dict)
+    places: list[TreePoint] = field(default_factory=list)
+    children: dict[str, _NodeBuilder] = field(default_factory=dict)
     stages: set[int] = field(default_factory=set)
 
-    def grown(self) -> Node:
+    def grown(self) -> TreeNode:
         children = tuple(c.grown() for c in self.children.values())
         stages = frozenset(self.stages).union(*(c.stages for c in children))
-        return Node(self.label, tuple(self.places), children, stages)
+        return TreeNode(self.label, tuple(self.places), children, stages)
 
 
-def tree(sites: Iterable[Site], sizes: Sizes, hooks: Mapping[str, Sequence[Hooked]] | None = None) -> Node:
+def build_tree(sites: Iterable[Site], sizes: Sizes, hooks: Mapping[str, Sequence[TreeHook]] | None = None) -> TreeNode:
     """The tree of some sites, in their order; its root has no label.
 
     Args:
@@ -131,17 +131,17 @@ def tree(sites: Iterable[Site], sizes: Sizes, hooks: Mapping[str, Sequence[Hooke
         sizes: the mesh.
         hooks: by site what stands there.
     """
-    root = _Growing("")
+    root = _NodeBuilder("")
     for site in sites:
         at = root
         for step in site.module.split("."):
-            at = at.children.setdefault(step, _Growing(step))
+            at = at.children.setdefault(step, _NodeBuilder(step))
         at.stages.add(site.stage)
         at.places.append(
-            Place(
+            TreePoint(
                 site.point + (f"[{site.index}]" if site.index else ""),
-                "told when a tensor passes" if site.inferred else layout_in_words(site.layout, sizes),
-                shape_in_words(site.shape),
+                "told when a tensor passes" if site.inferred else describe_layout(site.layout, sizes),
+                describe_shape(site.shape),
                 site.hidden,
                 site.fixed,
                 tuple((hooks or {}).get(site.name, ())),
@@ -150,7 +150,7 @@ def tree(sites: Iterable[Site], sizes: Sizes, hooks: Mapping[str, Sequence[Hooke
     return root.grown()
 
 
-def chosen(sites: Sequence[Site], stage: int | None) -> list[Site]:
+def sites_of_stage(sites: Sequence[Site], stage: int | None) -> list[Site]:
     """The sites of one stage; all if None.
 
     Raises:
@@ -158,54 +158,54 @@ def chosen(sites: Sequence[Site], stage: int | None) -> list[Site]:
     """
     found = [s for s in sites if stage is None or s.stage == stage]
     if not found:
-        stages = numbers_in_words(s.stage for s in sites)
+        stages = describe_numbers(s.stage for s in sites)
         raise SiteError(f"stage {stage} owns none of these sites, which are on {stages}; name one of those")
     return found
 
 
-def folded(node: Node) -> Node:
+def fold_layers(node: TreeNode) -> TreeNode:
     """The same with numbered modules that are alike in one, where the first of them was."""
-    children = [folded(c) for c in node.children]
+    children = [fold_layers(c) for c in node.children]
     numbered = [c for c in children if c.label.isdigit()]
-    groups: dict[Any, list[Node]] = {}
+    groups: dict[Any, list[TreeNode]] = {}
     for child in numbered:
         groups.setdefault(child.alike, []).append(child)
-    out: list[Node] = []
+    out: list[TreeNode] = []
     for child in children:
         group = groups.get(child.alike) if child.label.isdigit() else [child]
         if group and group[0] is child:
-            out.append(_one(group))
+            out.append(_fold_group(group))
     return replace(node, children=tuple(out))
 
 
-def _one(group: list[Node]) -> Node:
+def _fold_group(group: list[TreeNode]) -> TreeNode:
     """Modules that are alike as one."""
     if len(group) == 1:
         return group[0]
-    merged = _merged(group, [n.label for n in group])
-    return replace(merged, label=numbers_in_words(int(n.label) for n in group), count=len(group))
+    merged = _merge_nodes(group, [n.label for n in group])
+    return replace(merged, label=describe_numbers(int(n.label) for n in group), count=len(group))
 
 
-def _merged(group: Sequence[Node], labels: Sequence[str]) -> Node:
+def _merge_nodes(group: Sequence[TreeNode], labels: Sequence[str]) -> TreeNode:
     """The first of some, with the stages and hooks of all; `labels` are the numbers of those they are in."""
     places = zip(*(n.places for n in group), strict=True)
     children = zip(*(n.children for n in group), strict=True)
     return replace(
         group[0],
-        places=tuple(replace(same[0], hooks=_hooks([p.hooks for p in same], labels)) for same in places),
-        children=tuple(_merged(same, labels) for same in children),
+        places=tuple(replace(same[0], hooks=_merge_hooks([p.hooks for p in same], labels)) for same in places),
+        children=tuple(_merge_nodes(same, labels) for same in children),
         stages=frozenset[int]().union(*(n.stages for n in group)),
     )
 
 
-def _hooks(stand: Sequence[Sequence[Hooked]], labels: Sequence[str]) -> tuple[Hooked, ...]:
+def _merge_hooks(hooks_at: Sequence[Sequence[TreeHook]], labels: Sequence[str]) -> tuple[TreeHook, ...]:
     """What stands at one place of modules that are alike, each told once."""
-    where: dict[Hooked, list[int]] = {}
-    for label, hooks in zip(labels, stand, strict=True):
+    where: dict[TreeHook, list[int]] = {}
+    for label, hooks in zip(labels, hooks_at, strict=True):
         for hook in dict.fromkeys(hooks):
             where.setdefault(hook, []).append(int(label))
     out = []
     for hook, numbers in where.items():
-        some = numbers_in_words(numbers) if len(numbers) < len(labels) else ""
+        some = describe_numbers(numbers) if len(numbers) < len(labels) else ""
         out.append(replace(hook, at="/".join(w for w in (some, hook.at) if w)))
     return tuple(out)

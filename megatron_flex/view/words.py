@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from megatron_flex.layout import Cut, Dim, Layout, Sizes
 
-WHOLE = "every rank"
+EVERY_RANK = "every rank"
 
 
-def layout_in_words(layout: Layout, sizes: Sizes) -> str:
+def describe_layout(layout: Layout, sizes: Sizes) -> str:
     """`[s, b, f] · s over cp (zigzag) then tp · f over tp`: what is cut, and how.
 
     Args:
@@ -19,36 +19,36 @@ def layout_in_words(layout: Layout, sizes: Sizes) -> str:
     order = layout.permute or tuple(range(len(layout.dims)))
     dims = [layout.dims[i] for i in order]
     names = [d.name or f"d{i}" for i, d in enumerate(dims)]
-    told = [f"[{', '.join(names)}]"]
+    description = [f"[{', '.join(names)}]"]
     for name, dim in zip(names, dims, strict=True):
         cuts = [c for c in dim.cuts if sizes.get(c.axis, 1) > 1]
         if cuts:
-            told.append(f"{name} over {' then '.join(map(_cut, cuts))}{_segments(dim)}")
+            description.append(f"{name} over {' then '.join(map(_describe_cut, cuts))}{_describe_segments(dim)}")
     sums = [a for a in layout.partial if sizes.get(a, 1) > 1]
     if sums:
-        told.append(f"a sum over {', '.join(sums)}")
-    if len(told) == 1 and any(n > 1 for n in sizes.values()):
-        told.append(WHOLE)
-    return " · ".join(told)
+        description.append(f"a sum over {', '.join(sums)}")
+    if len(description) == 1 and any(n > 1 for n in sizes.values()):
+        description.append(EVERY_RANK)
+    return " · ".join(description)
 
 
-def _cut(cut: Cut) -> str:
+def _describe_cut(cut: Cut) -> str:
     words = cut.axis + (" (zigzag)" if cut.order == "zigzag" else "")
     if cut.copies > 1:
         words += f" ({cut.copies} {'summands' if cut.partial else 'copies'} each)"
     return words
 
 
-def _segments(dim: Dim) -> str:
+def _describe_segments(dim: Dim) -> str:
     return "" if len(dim.segments) < 2 else ", part by part"
 
 
-def shape_in_words(shape: Sequence[int | str]) -> str:
+def describe_shape(shape: Sequence[int | str]) -> str:
     """`s x b x 512`; names where only the data tell."""
     return " x ".join(map(str, shape))
 
 
-def numbers_in_words(numbers: Iterable[int]) -> str:
+def describe_numbers(numbers: Iterable[int]) -> str:
     """`0-15,17,20-24`; every other one and the like as `0-30:2`."""
     left = sorted(set(numbers))
     out: list[str] = []

@@ -8,9 +8,9 @@ import pytest
 
 from megatron_flex import open_dump
 from megatron_flex.compare import compare
-from megatron_flex.dump.layouts import from_json
+from megatron_flex.dump.layouts import layout_from_json
 from megatron_flex.layout import spans
-from megatron_flex.view import layout_in_words, shape_in_words
+from megatron_flex.view import describe_layout, describe_shape
 from tests.browser.conftest import Make, Open
 
 SITES = [
@@ -35,11 +35,11 @@ def test_a_site_is_told_as_its_layout_and_its_values_are(show: Open, made: Make,
     window.pick("site", site)
     with open_dump(path) as dump:
         place = next(p for p in dump.manifest.sites if p.name == site)
-        words = layout_in_words(from_json(place.layout), dict(dump.manifest.sizes))
+        words = describe_layout(layout_from_json(place.layout), dict(dump.manifest.sizes))
         told = window.text("#chosen")
         assert site in told.replace(" ", "")
         assert words in told
-        assert shape_in_words(place.shape) in told
+        assert describe_shape(place.shape) in told
         assert f"stage {place.stage}" in told.lower()
         value = dump[site.removesuffix(":output")].torch()[-1].double()
     shown = window.text("#data")
@@ -63,7 +63,7 @@ def test_a_rank_is_told_with_its_coordinates_and_its_part(show: Open, made: Make
     assert re.search(rf"tp[ =]{tp}\b", told)
     with open_dump(path) as dump:
         place = next(p for p in dump.manifest.sites if p.name == site)
-        layout, sizes = from_json(place.layout), dict(dump.manifest.sizes)
+        layout, sizes = layout_from_json(place.layout), dict(dump.manifest.sizes)
     assert place.stage == 1
     pieces = window.page.locator("#mesh [data-part][aria-selected=true] rect")
     if pp != place.stage:

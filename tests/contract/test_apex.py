@@ -39,10 +39,10 @@ def test_names_that_the_adapter_uses() -> None:
 
     from megatron_flex.adapters import apex as adapter
 
-    for getter in (*adapter.GROUPS.values(), "model_parallel_is_initialized"):
+    for getter in (*adapter.GROUP_GETTERS.values(), "model_parallel_is_initialized"):
         assert callable(getattr(parallel_state, getter))
     for name in adapter.PARALLEL:
-        assert getattr(layers, name).__module__ == adapter.LAYERS
+        assert getattr(layers, name).__module__ == adapter.LAYERS_MODULE
     assert callable(layers.reduce_from_tensor_model_parallel_region)
     assert callable(mappings.copy_to_tensor_model_parallel_region)
     gather = inspect.signature(mappings.gather_from_sequence_parallel_region)
@@ -53,7 +53,7 @@ def test_names_that_the_adapter_uses() -> None:
     )
     for name in (adapter.COLUMN, adapter.ROW):
         switches = inspect.signature(getattr(layers, name)).parameters
-        assert {"skip_bias_add", "gradient_accumulation_fusion", adapter.SEQUENCE} <= set(switches)
+        assert {"skip_bias_add", "gradient_accumulation_fusion", adapter.SEQUENCE_PARALLEL} <= set(switches)
 
 
 def test_norms_have_these_names() -> None:
@@ -175,7 +175,7 @@ def beside() -> list[Any]:
         4, 8, stride=2, gather_output=False, use_cpu_initialization=True, keep_master_weight_for_test=True
     )
     flex = mf.FlexModel(strided)
-    whole = dict(flex.named_whole_parameters(everywhere=True))["weight"]
+    whole = dict(flex.named_full_parameters(everywhere=True))["weight"]
     out = [bias, torch.equal(whole, strided.master_weight), flex.sites("root:output")[0].hidden]
     flex.restore()
     with pytest.raises(mf.FlexError) as sizes:

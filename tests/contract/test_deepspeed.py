@@ -42,9 +42,9 @@ def assigned(path: str, owner: str) -> set[str]:
 @pytest.mark.parametrize(
     ("path", "name"),
     [
-        (ENGINE, adapter.ENGINE),
-        (PIPE, adapter.PIPELINE),
-        ("inference/engine.py", adapter.INFERENCE),
+        (ENGINE, adapter.DEEPSPEED_ENGINE),
+        (PIPE, adapter.PIPELINE_ENGINE),
+        ("inference/engine.py", adapter.INFERENCE_ENGINE),
         ("runtime/hybrid_engine.py", "DeepSpeedHybridEngine"),
         (ZERO_12, adapter.ZERO_12),
         (ZERO_3, adapter.ZERO_3),
@@ -58,7 +58,7 @@ def test_classes_have_their_names(path: str, name: str) -> None:
 
 
 def test_an_engine_says_how_it_is_configured() -> None:
-    known = functions(ENGINE, adapter.ENGINE).keys() | assigned(ENGINE, adapter.ENGINE)
+    known = functions(ENGINE, adapter.DEEPSPEED_ENGINE).keys() | assigned(ENGINE, adapter.DEEPSPEED_ENGINE)
     gone = {"mics_shard_size", "zenflow"}  # since 0.19.0; set by another file
     assert adapter.WITHOUT_A_RULE.keys() - gone <= known
     asked = {"seq_data_parallel_group", "optimizer", "is_gradient_accumulation_boundary", "global_steps"}
@@ -97,15 +97,15 @@ def test_functions_take_what_they_are_given(name: str, arguments: list[str]) -> 
 
 
 def test_a_pipeline_runs_each_schedule_through_one_method() -> None:
-    run = ast.unparse(functions(PIPE, adapter.PIPELINE)["_exec_schedule"])
+    run = ast.unparse(functions(PIPE, adapter.PIPELINE_ENGINE)["_exec_schedule"])
     assert "pipe_schedule.num_pipe_buffers()" in run
     assert "for step_cmds in pipe_schedule" in run
     for name in ("train_batch", "eval_batch"):
-        assert "self._exec_schedule(sched)" in ast.unparse(functions(PIPE, adapter.PIPELINE)[name])
+        assert "self._exec_schedule(sched)" in ast.unparse(functions(PIPE, adapter.PIPELINE_ENGINE)[name])
     assert "self.pipe_buffers['outputs'][buffer_id] = outputs" in ast.unparse(
-        functions(PIPE, adapter.PIPELINE)["_exec_forward_pass"]
+        functions(PIPE, adapter.PIPELINE_ENGINE)["_exec_forward_pass"]
     )
     kept = assigned("runtime/pipe/topology.py", "PipelineParallelGrid")
     assert {"pp_proc_group", "dp_proc_group", "slice_proc_group"} <= kept
     assert {"parts", "_layer_specs"} <= assigned("runtime/pipe/module.py", "PipelineModule")
-    assert "reset_activation_shape" in functions(PIPE, adapter.PIPELINE)
+    assert "reset_activation_shape" in functions(PIPE, adapter.PIPELINE_ENGINE)

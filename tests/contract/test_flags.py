@@ -8,7 +8,7 @@ import pytest
 
 import megatron_flex as mf
 from megatron_flex.launch import settings_of
-from megatron_flex.launch.flags import settings
+from megatron_flex.launch.flags import settings_from_argv
 from megatron_flex.launch.table import FLAGS
 from tests.support import pages, typed
 
@@ -23,7 +23,7 @@ def test_no_flag_of_megatrons_is_in_the_way() -> None:
     ours = ["--flex-sites", "a", "b", "--flex-stats", "--flex-edit=zero"]
     namespace = parser.parse_args(["--num-layers", "2", *ours, "--seq-length", "8"])
     assert (namespace.num_layers, namespace.seq_length) == (2, 8)
-    assert settings_of(namespace, {}) == settings(ours, {})[0]
+    assert settings_of(namespace, {}) == settings_from_argv(ours, {})[0]
     assert not theirs & {f.option for f in FLAGS}
     assert not [o for o in theirs if o.startswith("--flex-")], "the prefix is ours alone"
 

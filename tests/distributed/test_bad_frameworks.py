@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import megatron_flex as mf
-from megatron_flex.adapters.registry import Found
-from megatron_flex.knobs import knobs
+from megatron_flex.adapters.adapter_registry import Found
+from megatron_flex.config import flex_config
 from tests.distributed import test_dtensor
 from tests.distributed.test_errors import told
 from tests.support import llama_fairscale, wrapping
@@ -59,12 +59,12 @@ def untested() -> dict[str, str]:
     model, own = nn.Sequential(_column()), fairscale.__version__
     fairscale.__version__ = "0.4.6"
     out = {"refused": told(lambda: mf.FlexModel(model)), "told": str(mf.detect(model))}
-    knobs.untested = True
+    flex_config.untested = True
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         mf.FlexModel(model).restore()
     out["warned"] = "; ".join(str(w.message) for w in shown if w.category is mf.FlexWarning)
-    knobs.untested, fairscale.__version__ = False, own
+    flex_config.untested, fairscale.__version__ = False, own
     out["tested"] = told(lambda: mf.FlexModel(model).restore())
     return out
 
@@ -92,9 +92,9 @@ def broken_adapter() -> dict[str, str]:
         warnings.simplefilter("always")
         out["another's"] = told(lambda: mf.FlexModel(nn.Sequential(_column())).restore())
     out["warned"] = "; ".join(str(w.message) for w in shown if w.category is mf.FlexWarning)
-    knobs.adapters_off = "broken"
+    flex_config.adapters_off = "broken"
     out["off"] = told(lambda: mf.FlexModel(nn.Linear(2, 2)).restore())
-    knobs.adapters_off = ""
+    flex_config.adapters_off = ""
     undo()
     out["out"] = told(lambda: mf.FlexModel(nn.Linear(2, 2)).restore())
     return out

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives import send
+from megatron_flex.collectives import leader_gather
 from megatron_flex.collectives.edit import GATHER
-from megatron_flex.knobs import knobs
+from megatron_flex.config import flex_config
 from megatron_flex.layout import Cut, Dim, Layout, coordinates, extract, replicated
 from megatron_flex.runtime.recorder import Recorder
 from tests.distributed.test_collectives import _counted, make_mesh
@@ -88,19 +88,19 @@ def right(kept: Kept, sites: list[tuple[Layout, torch.dtype]], steps: int) -> bo
 
 def flushes(cp: int, uneven: bool, equal: bool, most: int, steps: int = 3) -> Any:
     """Counts of each flush, whether messages were sent from where they were recorded, and the leader's."""
-    knobs.bucket_bytes = most
+    flex_config.bucket_bytes = most
     sites = SITES + (UNEVEN if uneven else [])
     # Of Captures a recorder uses `add` alone.
     recorder = Recorder(mesh := make_mesh(cp), kept := Kept())  # type: ignore[arg-type]
     views: list[bool] = []
-    pack = send.pack
+    pack = leader_gather.pack
 
     def looked_at(tensors: Any, widths: Any) -> Tensor:
         out = pack(tensors, widths)
         views.append(out.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr())
         return out
 
-    changes.setattr(send, "pack", looked_at)
+    changes.setattr(leader_gather, "pack", looked_at)
     counts: list[dict[str, int]] = []
     found: dict[str, int] = {}
     for name in OPS:
@@ -156,7 +156,7 @@ def test_messages_of_at_most_so_many_bytes() -> None:
 
 def posting() -> bool:
     """Send between microbatches, while the framework communicates too; flush at the end."""
-    knobs.pending_bytes = 0
+    flex_config.pending_bytes = 0
     mesh = make_mesh(1)
     # Likewise.
     recorder = Recorder(mesh, kept := Kept())  # type: ignore[arg-type]
@@ -175,9 +175,9 @@ def test_what_is_on_its_way_is_not_overwritten() -> None:
 
 
 def test_memory_of_a_tape() -> None:
-    from megatron_flex.runtime.buffers import Buffers
+    from megatron_flex.runtime.buffers import CopyTapes
 
-    buffers, made = Buffers(), []
+    buffers, made = CopyTapes(), []
     for _ in range(4):
         copies = [buffers.copy(torch.full((n,), float(n)), "tape", 1 << 20) for n in (30000, 1, 70000, 5)]
         assert [c.tolist() == [float(len(c))] * len(c) for c in copies] == [True] * 4

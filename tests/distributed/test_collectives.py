@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_flex.collectives import (
-    Parcel,
-    any_rank,
-    everyone,
-    gather_whole,
+    PendingShard,
+    max_over_ranks,
+    gather_objects,
+    gather_full,
     is_leader,
     plan_read,
-    scatter_whole,
-    send_to_leader,
-    send_up_pipeline,
+    scatter_full,
+    gather_to_leader,
+    gather_up_pipeline,
     takes_part,
 )
 from megatron_flex.collectives.edit import GATHER
@@ -97,8 +97,8 @@ def one_edit(layout: Layout, mesh: Mesh) -> dict[str, Tensor]:
     padded = [n if d.keep is None else n // mesh["tp"].size for n, d in zip(SHAPE, layout.dims, strict=True)]
     shape = padded if any(d.keep for d in layout.dims) else None
     local = extract(layout, whole, mesh.coords, mesh.sizes, shape).requires_grad_()
-    gathered = gather_whole(local, layout, mesh)
-    back = scatter_whole(edit(gathered, weight), local, layout, mesh)
+    gathered = gather_full(local, layout, mesh)
+    back = scatter_full(edit(gathered, weight), local, layout, mesh)
     back.backward(extract(layout.gradient(), out, mesh.coords, mesh.sizes, shape))
     assert local.grad is not None
     assert weight.grad is not None
@@ -142,10 +142,10 @@ def uneven() -> Any:
     local = (
         torch.arange(rank * 2 * 3, dtype=torch.float64).reshape(rank * 2, 3) + 100 * rank
     ).requires_grad_()
-    whole = gather_whole(local, layout, mesh)
-    back = scatter_whole(whole * torch.arange(len(whole)).unsqueeze(1), local, layout, mesh)
+    whole = gather_full(local, layout, mesh)
+    back = scatter_full(whole * torch.arange(len(whole)).unsqueeze(1), local, layout, mesh)
     back.backward(torch.ones_like(back))
-    read = send_to_leader([Parcel(layout, [local.detach()])], mesh, 1 << 20)
+    read = gather_to_leader([PendingShard(layout, [local.detach()])], mesh, 1 << 20)
     return whole.detach(), back.detach(), local.grad, read[0], local.detach()
 
 
@@ -177,9 +177,9 @@ def reads(cp: int, offset: int, bucket: int) -> Any:
         local = extract(
             layout, whole, mesh.coords, mesh.sizes, padded if layout is LAYOUTS["padded"] else None
         )
-        parcels.append(Parcel(layout, [local] if takes_part(layout, mesh) else []))
+        parcels.append(PendingShard(layout, [local] if takes_part(layout, mesh) else []))
         wholes.append(whole)
-    got = send_to_leader(parcels, mesh, bucket)
+    got = gather_to_leader(parcels, mesh, bucket)
     return (
         is_leader(mesh),
         counts,
@@ -212,8 +212,8 @@ def up_the_pipeline() -> Any:
     rank = dist.get_rank()
     mesh = Mesh((Axis("pp", 3, rank, dist.group.WORLD, (0, 1, 2)),))
     items = [((rank, i), torch.full((rank, i + 1), rank, dtype=torch.bfloat16)) for i in range(rank + 1)]
-    flags = any_rank([rank == 2, 0], mesh)
-    return send_up_pipeline(items, mesh), flags, everyone(rank, mesh, ["pp"])
+    flags = max_over_ranks([rank == 2, 0], mesh)
+    return gather_up_pipeline(items, mesh), flags, gather_objects(rank, mesh, ["pp"])
 
 
 def test_up_the_pipeline() -> None:

@@ -307,9 +307,9 @@ def test_a_first_gradient_that_is_none() -> None:
 
 
 def lonely(case: Case) -> str:
-    from megatron_flex.knobs import knobs
+    from megatron_flex.config import flex_config
 
-    knobs.agree_seconds = 3
+    flex_config.agree_seconds = 3
     chunks = compat.start(case)
     flex = compat.wrap(case, chunks, {})
     if dist.get_rank() == 1:

@@ -107,13 +107,13 @@ def _filed(cell: matrix.Cell) -> matrix.Cell:
 
 def left_behind() -> list[Any]:
     """A message that nobody took, and a later one with the same tag."""
-    from megatron_flex.collectives import Message, Relay, pack, unpack
+    from megatron_flex.collectives import StageMessage, PipelineRelay, pack_values, unpack_values
     from megatron_flex.mesh import Axis, Mesh
 
     rank = torch.distributed.get_rank()
-    relay = Relay(Mesh((Axis("pp", 2, rank, torch.distributed.group.WORLD, (0, 1)),)), "test")
+    relay = PipelineRelay(Mesh((Axis("pp", 2, rank, torch.distributed.group.WORLD, (0, 1)),)), "test")
     relay.open()
-    old, new = (Message(step, 3, 1, False) for step in (0, 1024))
+    old, new = (StageMessage(step, 3, 1, False) for step in (0, 1024))
     assert old.tag == new.tag
     found: list[Any] = []
     if rank == 0:
@@ -121,12 +121,12 @@ def left_behind() -> list[Any]:
             half = torch.arange(5).bfloat16()
             items = {"step": message.step, "x": [half, {"y": half[1]}, half.bool(), torch.empty(0, 3)]}
             items["f"] = lambda: 0
-            relay.send(pack(items, lambda key, error: found.append((key, type(error).__name__))), 1, message)
+            relay.send(pack_values(items, lambda key, error: found.append((key, type(error).__name__))), 1, message)
             if message is old:
                 relay.abandon()
         relay.settle()
     else:
-        found.append(unpack(relay.receive(0, new)))
+        found.append(unpack_values(relay.receive(0, new)))
     relay.close()
     return found
 
@@ -153,17 +153,17 @@ def ignores(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
 def traffic(case: Case) -> dict[str, Any]:
     """How often packages leave, and how large; and which groups there are."""
     import megatron_flex as mf
-    from megatron_flex.collectives import Relay
+    from megatron_flex.collectives import PipelineRelay
 
     chunks = ranks.start(case)
     sent: list[tuple[int, bool, int]] = []
-    original = Relay.send
+    original = PipelineRelay.send
 
     def send(self: Any, package: Tensor, stage: int, message: Any) -> None:
         sent.append((message.place, message.backward, package.numel()))
         original(self, package, stage, message)
 
-    changes.setattr(Relay, "send", send)
+    changes.setattr(PipelineRelay, "send", send)
     out: dict[str, Any] = {}
     for name, hooks in (
         ("not used", [mf.HookFunction("decoder.layers.*", editing_function=ignores)]),
@@ -205,17 +205,17 @@ def test_only_what_is_used_travels_and_once() -> None:
 
 def revisits(case: Case) -> list[int]:
     import megatron_flex as mf
-    from megatron_flex.collectives import Relay
+    from megatron_flex.collectives import PipelineRelay
 
     chunks = ranks.start(case)
     sizes: list[int] = []
-    original = Relay.send
+    original = PipelineRelay.send
 
     def send(self: Any, package: Tensor, stage: int, message: Any) -> None:
         sizes.append(package.numel())
         original(self, package, stage, message)
 
-    changes.setattr(Relay, "send", send)
+    changes.setattr(PipelineRelay, "send", send)
     with mf.attach(chunks, sharing.hooks("count", EVERYWHERE)[1:] + sharing.hooks("patch", EVERYWHERE)):
         gpt.step(case, chunks, 0, forward_only=True)
     return sizes

@@ -128,7 +128,7 @@ def _directions(k: int, width: int) -> torch.Tensor:
 def _said(words: str) -> Callable[[Any], None]:
     """What a person registers who means what is said to the plan."""
     from megatron_flex import HookFunction, edits
-    from megatron_flex.costs import read_said
+    from megatron_flex.costs import parse_read_hook
 
     given = words in EDITS
     place, _, how = words.replace("@gradient", "").partition("=")
@@ -144,7 +144,7 @@ def _said(words: str) -> Callable[[Any], None]:
     kind = "full_backward_pre" if "@gradient" in words else "forward"
     more: dict[str, Any] = {"editing_function": edit, "save": not given, "hook_type": kind}
     if not given:
-        meant = read_said(words)
+        meant = parse_read_hook(words)
         place = str(meant.pattern)
         if meant.wanted is not None:
             more.update(select=meant.wanted.select, reduce=meant.wanted.reduce)

@@ -172,7 +172,7 @@ def megatron(case: gpt.Case, state: dict[str, Tensor]) -> dict[str, Any]:
         for name, value in state.items():
             flex.set_module_parameter(name, value)
         gpt.step(case, wrapped, flex.session.mesh["dp"].coord)
-        return dict(flex.named_whole_parameters(gradients=True, everywhere=True))
+        return dict(flex.named_full_parameters(gradients=True, everywhere=True))
 
 
 def one(case: gpt.Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -45,7 +45,7 @@ def planned(
 ) -> dict[str, tuple[list[Any], list[Any], list[Any], list[Any]]]:
     """Of each site what was planned and what was sent, there and back."""
     import megatron_flex as mf
-    from megatron_flex.collectives import plan_lead, plan_whole
+    from megatron_flex.collectives import plan_result_broadcast, plan_full_gather
 
     chunks = ranks.start(case)
     known = {"s": gpt.SEQUENCE, "b": gpt.BATCH}
@@ -60,9 +60,9 @@ def planned(
             mesh, backward = flex.session.mesh, kind == "tensor"
             seen = flex.session.tracer.last[place + (".grad" if backward else "")]
             layout = site.layout.gradient() if backward else site.layout
-            lead = plan_lead(layout, site.shape, 4, mesh) if run_on == "leader" else []
-            there = [*plan_whole(layout, site.shape, 4, mesh), *lead]
-            back = [] if backward else [*plan_whole(layout.gradient(), site.shape, 4, mesh), *lead]
+            lead = plan_result_broadcast(layout, site.shape, 4, mesh) if run_on == "leader" else []
+            there = [*plan_full_gather(layout, site.shape, 4, mesh), *lead]
+            back = [] if backward else [*plan_full_gather(layout.gradient(), site.shape, 4, mesh), *lead]
             told = flex.explain(hook)
             assert f"measured: {seen.describe()}" in told
             assert all(p.describe() in told for p in [*there, *back])
@@ -239,8 +239,8 @@ def debugged(
 ) -> tuple[list[float], list[str], list[str], str]:
     """A step with a debugger in it: losses, what the person saw, what was told, and the step's error."""
     import megatron_flex as mf
-    from megatron_flex.knobs import knobs
-    from megatron_flex.runtime.debugging import stopping
+    from megatron_flex.config import flex_config
+    from megatron_flex.runtime.debug import stopping
 
     chunks = ranks.start(case)
     told: list[str] = []
@@ -259,7 +259,7 @@ def debugged(
             target=talk, args=(read, lambda t: os.write(master, t.encode()), commands, heard), daemon=True
         )
     if torch.distributed.get_rank() == 0 and way == "port":
-        knobs.debug_port = 0
+        flex_config.debug_port = 0
 
         def connect() -> None:
             while len(told) < 2:
@@ -339,7 +339,7 @@ def test_without_a_terminal_or_a_port() -> None:
 
 def nowhere(case: Case) -> str:
     import megatron_flex as mf
-    from megatron_flex.runtime.debugging import stopping
+    from megatron_flex.runtime.debug import stopping
 
     stopping.to_stderr = lambda line: None
     os.setsid()  # a session without a terminal

@@ -187,7 +187,7 @@ def microbatches() -> Any:
     with mf.attach(engine, hooks) as flex:
         engine.train_batch(iter(data))
         read = dict(flex.output_dict)
-        gradients = dict(flex.named_whole_parameters(gradients=True, everywhere=True))
+        gradients = dict(flex.named_full_parameters(gradients=True, everywhere=True))
         with flex.trace(torch.cat([tokens for tokens, _ in data]), microbatch_size=llama.SAMPLES):
             pass
         evaluated = dict(flex.output_dict).get(names[0])

@@ -59,7 +59,7 @@ def kept(stage: int) -> dict[str, Any]:
     out: dict[str, Any] = {}
     with mf.FlexModel(engine) as flex:
         flex.set_module_parameter("0.weight", NEW)
-        out["shapes"] = {n: tuple(t.shape) for n, t in flex.named_whole_parameters(everywhere=True)}
+        out["shapes"] = {n: tuple(t.shape) for n, t in flex.named_full_parameters(everywhere=True)}
         hook = mf.HookFunction(
             "2.weight", hook_type="tensor", gradient_scale="loss", editing_function=doubled
         )
@@ -71,11 +71,11 @@ def kept(stage: int) -> dict[str, Any]:
             out.setdefault("own", []).append(flex.output_dict["2.weight.grad"][-1].clone())
             if microbatch < STEPS - 1:
                 engine.step()
-        out["gradients"] = dict(flex.named_whole_parameters(gradients=True, everywhere=True))
+        out["gradients"] = dict(flex.named_full_parameters(gradients=True, everywhere=True))
         flex.set_module_parameter("0.bias", torch.full_like(out["gradients"]["0.bias"], 3.0), gradient=True)
         engine.step()
         out["late"] = refused(lambda: flex.get_module_parameter("0.weight", gradient=True, everywhere=True))
-        out["parameters"] = {n: t.clone() for n, t in flex.named_whole_parameters(everywhere=True)}
+        out["parameters"] = {n: t.clone() for n, t in flex.named_full_parameters(everywhere=True)}
     return out
 
 

@@ -66,7 +66,7 @@ def run(model: Any) -> dict[str, Any]:
     with mf.attach(model, [mf.HookFunction(s, hook_type=k) for s in SITES for k in kinds]) as flex:
         model(tokens()).logits.logsumexp(-1).sum().backward()
         out |= {name: read[0] for name, read in flex.output_dict.items()}
-        out["whole"] = {n: t.clone() for n, t in flex.named_whole_parameters()}
+        out["whole"] = {n: t.clone() for n, t in flex.named_full_parameters()}
     with mf.FlexModel(model) as flex:
         torch.manual_seed(1)
         flex.register_trainable_module("probe", nn.Linear(32, 32))

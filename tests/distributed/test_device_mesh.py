@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_flex.adapters.device_mesh import axes_of, mesh_of
+from megatron_flex.adapters.device_mesh import axes_of_device_mesh, mesh_of_device_meshes
 from megatron_flex.errors import FlexError
 from tests.support.pool import run
 
@@ -24,27 +24,27 @@ def _said(act: Callable[[], Any]) -> str:
 def _meshes() -> dict[str, Any]:
     out: dict[str, Any] = {}
     three = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "pp", "tp"))
-    mesh = mesh_of([(three["tp"], "tp")], {})
+    mesh = mesh_of_device_meshes([(three["tp"], "tp")], {})
     out["three"] = mesh.describe(), dict(mesh.coords), mesh["dp"].ranks, mesh["tp"].ranks
-    out["dims"] = axes_of(three, mesh), axes_of(three["tp"], mesh)
+    out["dims"] = axes_of_device_mesh(three, mesh), axes_of_device_mesh(three["tp"], mesh)
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    mesh = mesh_of([(both, "dp")], {})
-    out["flat"] = mesh.describe(), mesh["dp"].ranks, axes_of(both, mesh)
+    mesh = mesh_of_device_meshes([(both, "dp")], {})
+    out["flat"] = mesh.describe(), mesh["dp"].ranks, axes_of_device_mesh(both, mesh)
     gathered: list[Any] = [None] * 4
     dist.all_gather_object(gathered, dist.get_rank(), group=mesh["dp"].group)
     out["flat group"] = gathered
     nameless = init_device_mesh("cpu", (4,))
-    out["nameless"] = mesh_of([(nameless, "tp")], {}).describe(), mesh_of([(nameless, "dp")], {}).describe()
+    out["nameless"] = mesh_of_device_meshes([(nameless, "tp")], {}).describe(), mesh_of_device_meshes([(nameless, "dp")], {}).describe()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     half = DeviceMesh.from_group(groups[dist.get_rank() // 2], "cpu")
-    out["replicas"] = mesh_of([(half, "tp")], {"dp": 2}).describe()
-    stages = mesh_of([(half, "tp")], {"pp": 2})
+    out["replicas"] = mesh_of_device_meshes([(half, "tp")], {"dp": 2}).describe()
+    stages = mesh_of_device_meshes([(half, "tp")], {"pp": 2})
     out["stages"] = stages.describe(), stages["pp"].ranks
-    out["unsaid"] = _said(lambda: mesh_of([(half, "tp")], {}))
+    out["unsaid"] = _said(lambda: mesh_of_device_meshes([(half, "tp")], {}))
     letters = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    out["letters"] = _said(lambda: mesh_of([(letters["a"], "tp")], {}))
-    out["wrong size"] = _said(lambda: mesh_of([(three, "tp")], {"tp": 4}))
-    out["disagree"] = _said(lambda: mesh_of([(three["tp"], "tp"), (nameless, "tp")], {}))
+    out["letters"] = _said(lambda: mesh_of_device_meshes([(letters["a"], "tp")], {}))
+    out["wrong size"] = _said(lambda: mesh_of_device_meshes([(three, "tp")], {"tp": 4}))
+    out["disagree"] = _said(lambda: mesh_of_device_meshes([(three["tp"], "tp"), (nameless, "tp")], {}))
     return out
 
 

@@ -278,7 +278,7 @@ def _compare_toy(names: dict[str, Any]) -> None:
 
     flex, functional = names["flex"], torch.nn.functional
     with mf.FlexModel(names["model"]) as whole:
-        up, down = (t.clone().requires_grad_() for _, t in whole.named_whole_parameters(everywhere=True))
+        up, down = (t.clone().requires_grad_() for _, t in whole.named_full_parameters(everywhere=True))
     assert (tuple(up.shape), tuple(down.shape)) == ((16, 6), (8, 16))
     x = functional.linear(torch.arange(24.0).view(4, 6) / 24, up)
     edited = x / x.norm(dim=-1, keepdim=True)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import megatron_flex as mf
 from megatron_flex.adapters import dtensor
-from megatron_flex.adapters.device_mesh import mesh_of
+from megatron_flex.adapters.device_mesh import mesh_of_device_meshes
 from megatron_flex.adapters.spread import Spread, Unknown
 from tests.distributed.test_dtensor import Plan, build, parallel
 from tests.support import llama
@@ -67,23 +67,23 @@ def test_inside_of_linears(sequence: bool) -> None:
 
 def _spreads() -> list[Any]:
     device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    mesh = mesh_of([(device_mesh, "tp")], {})
+    mesh = mesh_of_device_meshes([(device_mesh, "tp")], {})
     tp = device_mesh["tp"]
 
     def of(placement: Any, **more: Any) -> Any:
-        return dtensor.spread_of([placement], tp, mesh, **more)
+        return dtensor.spread_of_placements([placement], tp, mesh, **more)
 
     return [
         of(Shard(1)),
         of(Shard(0), shape=(5, 2)),
         of(Partial()),
         of(Replicate(), grad_placements=[Partial()]),
-        dtensor.spread_of([Shard(0), Shard(0)], device_mesh, mesh),
-        dtensor.spread_of([Replicate(), Replicate()], device_mesh, mesh),
+        dtensor.spread_of_placements([Shard(0), Shard(0)], device_mesh, mesh),
+        dtensor.spread_of_placements([Replicate(), Replicate()], device_mesh, mesh),
         of(Partial("avg")),
         of(_StridedShard(0, split_factor=2)),
-        dtensor.spread_of([Partial(), Replicate()], device_mesh, mesh),
-        dtensor.spread_of([Shard(1), Replicate()], device_mesh, mesh),
+        dtensor.spread_of_placements([Partial(), Replicate()], device_mesh, mesh),
+        dtensor.spread_of_placements([Shard(1), Replicate()], device_mesh, mesh),
     ]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.dump.files import Entry
+from megatron_flex.dump.part_format import ShardEntry
 from tests.support import gpt, killing, ranks
 from tests.support.gpt import Case
 
@@ -32,7 +32,7 @@ def given(iteration: int, rank: int) -> Tensor:
     return torch.full(SHAPE, float(iteration)) + torch.arange(8) / 16 + rank / 128
 
 
-def fed(iteration: int, rank: int, entry: Entry) -> Tensor:
+def fed(iteration: int, rank: int, entry: ShardEntry) -> Tensor:
     """What passed at a place; the loss is the sum of the outputs, times the iteration and one."""
     x = given(iteration, rank)
     return {
@@ -116,7 +116,7 @@ class Like(killing.Watch):
     """Equal to what a run wrote that nobody killed."""
 
     def __init__(self, path: Path, other: Path) -> None:
-        from megatron_flex.dump.files import read_part
+        from megatron_flex.dump.part_format import read_part
 
         self.known: dict[tuple[int, int, str], Tensor] = {}
         self.tensors: dict[int, set[str]] = {}

@@ -37,7 +37,7 @@ def trained(net: nn.Module, number: int) -> None:
 
 def broken(what: str, iterations: range) -> None:
     """From now on `os.what` fails on this rank for files of these iterations."""
-    from megatron_flex.dump import parts
+    from megatron_flex.dump.writer.dump_writer import part_writer
 
     good = getattr(os, what)
 
@@ -46,7 +46,7 @@ def broken(what: str, iterations: range) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return good(path, *args, **kwargs)
 
-    changes.setattr(parts.os, what, call)
+    changes.setattr(part_writer.os, what, call)
 
 
 def with_a_full_disk(path: str, on_error: str) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def test_a_full_disk_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
 
 
 def with_a_slow_disk(path: str) -> list[int]:
-    from megatron_flex.dump import parts
+    from megatron_flex.dump.writer.dump_writer import part_writer
 
     net, gate, rename = model(), threading.Event(), os.rename
 
@@ -116,7 +116,7 @@ def with_a_slow_disk(path: str) -> list[int]:
         rename(*args)
 
     if dist.get_rank() == 1:
-        changes.setattr(parts.os, "rename", slow)
+        changes.setattr(part_writer.os, "rename", slow)
     dump = mf.Dump(path, ["0"], when_full="drop", queue_bytes=2000)
     with mf.attach(net, dumps=dump) as flex:
         for number in range(STEPS):

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import megatron_flex as mf
-from megatron_flex.dump import ROUTING, Entry
-from megatron_flex.dump.reading import open_remains
-from megatron_flex.dump.reading.shards import Files
+from megatron_flex.dump import ROUTING, ShardEntry
+from megatron_flex.dump.reader import open_damaged_dump
+from megatron_flex.dump.reading.shards import PartFiles
 from tests.distributed.matrix import BOUND, judge, relative
 from tests.distributed.test_matrix import VERSION
 from tests.distributed.test_moe import GROUPED, of
@@ -133,14 +133,14 @@ def test_a_rank_whose_rows_are_gone(tmp_path: Path) -> None:
     """A reader that finds decisions, and no rows for them, says whose are missing."""
     (state,) = run(1, weights, ACROSS.single())
     run(2, dumped, ACROSS, state, str(tmp_path), {"all": {}})
-    kept = Files.read
+    kept = PartFiles.read
 
-    def nothing(self: Files, part: Any, entry: Entry, where: Any) -> torch.Tensor:
+    def nothing(self: PartFiles, part: Any, entry: ShardEntry, where: Any) -> torch.Tensor:
         found = kept(self, part, entry, where)
         return torch.zeros_like(found) if entry.kind == ROUTING else found
 
     damaged = pytest.raises(mf.DumpError, match="and routers sent 0")
-    with mf.open_dump(tmp_path / "all") as dump, patch.object(Files, "read", nothing), damaged:
+    with mf.open_dump(tmp_path / "all") as dump, patch.object(PartFiles, "read", nothing), damaged:
         dump[FEW[0]].torch()
     with mf.open_dump(tmp_path / "all") as dump:
         opened = [dump.files.open(p) for p in dump.written((0, 0)).paths(1)]
@@ -159,12 +159,12 @@ def test_experts_of_a_dump_that_lost_a_rank(tmp_path: Path) -> None:
     """Their rows would read as zeros where they are lost: they are refused."""
     (state,) = run(1, weights, ACROSS.single())
     run(2, dumped, ACROSS, state, str(tmp_path), {"all": {}})
-    with mf.open_dump(tmp_path / "all") as dump, open_remains(tmp_path / "all") as rest:
+    with mf.open_dump(tmp_path / "all") as dump, open_damaged_dump(tmp_path / "all") as rest:
         lost = list(dump.written((0, 0)).paths(1))
         assert torch.equal(rest[FEW[0]].torch(), dump[FEW[0]].torch())
     for path in lost:
         path.unlink()
-    with open_remains(tmp_path / "all") as rest:
+    with open_damaged_dump(tmp_path / "all") as rest:
         for site in FEW:  # expert 2 was on the lost rank
             why = (
                 "nothing of it is left" if "local_experts.2" in site else "rows of experts are read of whole"

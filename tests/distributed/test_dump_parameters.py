@@ -85,7 +85,7 @@ def test_parameters_and_their_gradients(
 def once(path: Path) -> None:
     """No bytes of a parameter or its gradient are written twice, and every copy is checked."""
     import megatron_flex as mf
-    from megatron_flex.dump.files import read_part
+    from megatron_flex.dump.part_format import read_part
 
     parts = [read_part(p).index for p in sorted(path.rglob("*.safetensors"))]
     with mf.open_dump(path) as dump:

@@ -166,7 +166,7 @@ def presets() -> dict[str, Row]:
 def truth(case: Case, names: list[str]) -> dict[str, Any]:
     """Each preset's formula on one process of plain Megatron."""
     from megatron_flex.runtime.captures import Key
-    from megatron_flex.runtime.streams import same_stream
+    from megatron_flex.runtime.streams import seed_generators
 
     chunks = ranks.start(case)
     state = gpt.randomize(chunks[0])
@@ -177,7 +177,7 @@ def truth(case: Case, names: list[str]) -> dict[str, Any]:
         gpt.load(fresh, state)
 
         def visit(x: Tensor, site: str = site, formula: Formula = formula, count: Any = count) -> Tensor:
-            with same_stream(Key(site, 0, 0, next(count), 0), 0, x):
+            with seed_generators(Key(site, 0, 0, next(count), 0), 0, x):
                 return formula(x)
 
         oracle.install(fresh[0], site, visit)

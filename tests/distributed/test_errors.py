@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.knobs import knobs
+from megatron_flex.config import flex_config
 from tests.support import gpt, ranks
 from tests.support.gpt import Case
 from tests.support.pool import run
@@ -154,7 +154,7 @@ def in_a_step(case: Case) -> dict[str, Any]:
     for edit in (wrong_shape, wrong_dtype):
         attach = partial(mf.attach, chunks, [mf.HookFunction(LAYER, editing_function=edit)])
         out[f"{edit.__name__} at once"] = told(attach)
-    knobs.dry_run = False
+    flex_config.dry_run = False
     for edit in (wrong_shape, wrong_dtype, wrong_device, a_tuple, nothing, raises, raises_on_one):
         flex = mf.attach(chunks, [mf.HookFunction(LAYER, editing_function=edit)])
         out[edit.__name__] = told(lambda: gpt.step(case, chunks, rank))
@@ -321,7 +321,7 @@ def without_a_file(case: Case, file: str, error: Exception, stage: int) -> str:
     import megatron_flex as mf
 
     chunks = ranks.start(case)
-    knobs.dry_run = False
+    flex_config.dry_run = False
     names = {"fails": False, "error": error}
     exec(compile(SOURCE, file, "exec"), names)
     flex = mf.FlexModel(chunks)

@@ -64,7 +64,7 @@ def test_matrix(checkpoint: str, edited: bool, cells: list[Any]) -> None:
         read = {name: list(of) for name, of in flex.output_dict.items()}
         keys = [k for name, of in flex.output_dict.items() if name[0] != "r" for k in of.keys]
         assert [(k.microbatch, k.call) for k in keys] == [(n, 0) for n in range(CHUNKS)] * 8
-        found = {n: t.clone() for n, t in flex.named_whole_parameters(gradients=True)}
+        found = {n: t.clone() for n, t in flex.named_full_parameters(gradients=True)}
     assert tuple(found) == NAMES
     case = f"Pipe, {checkpoint} recomputed" + (", edited" if edited else "")
     out = []

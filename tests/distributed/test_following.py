@@ -166,7 +166,7 @@ def _case(size: int, edited: str, backward: bool) -> dict[str, Any]:
             model(tokens).square().mean().backward()
             for name, tensors in flex.output_dict.items():
                 out[name] = tensors[0].clone()
-        out |= flex.named_whole_parameters(gradients=True, everywhere=True)
+        out |= flex.named_full_parameters(gradients=True, everywhere=True)
         follower = flex.session.adapter.follower
         out["shared"] = None if follower is None else dict(follower.shared)
     return out

@@ -77,7 +77,7 @@ def together() -> dict[str, Any]:
         loss.backward()
         out["read"] = flex.output_dict[SITE][0] if flex.is_leader else None
         out["loss"] = loss.detach()
-        out["gradients"] = dict(flex.named_whole_parameters(gradients=True, everywhere=True))
+        out["gradients"] = dict(flex.named_full_parameters(gradients=True, everywhere=True))
     return out
 
 
@@ -116,8 +116,8 @@ def half() -> dict[str, Any]:
         flex.register_forward_hook(mf.HookFunction("frozen:output"))
         model(uneven.batch(dist.get_rank())).float().square().mean().backward()
         out: dict[str, Any] = {"read": flex.output_dict["frozen:output"][0]}
-        out["gradients"] = dict(flex.named_whole_parameters(gradients=True, everywhere=True))
-        out["parameters"] = dict(flex.named_whole_parameters(everywhere=True))
+        out["gradients"] = dict(flex.named_full_parameters(gradients=True, everywhere=True))
+        out["parameters"] = dict(flex.named_full_parameters(everywhere=True))
     return out
 
 

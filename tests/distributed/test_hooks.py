@@ -123,9 +123,9 @@ def test_restore_leaves_nothing(case: Case) -> None:
 
 def keyed(case: Case, pending: int) -> Any:
     import megatron_flex as mf
-    from megatron_flex.knobs import knobs
+    from megatron_flex.config import flex_config
 
-    knobs.pending_bytes = pending
+    flex_config.pending_bytes = pending
     chunks = ranks.start(case)
     rank = ranks.mine(chunks)
     flex = mf.FlexModel(chunks)
@@ -181,7 +181,7 @@ def direct() -> Any:
     all_ = {n: tuple(r[0].shape) for n, r in flex.output_dict.items()}
     weight = chunks[0].decoder.layers[0].mlp.linear_fc1.weight.grad.clone()
     whole = flex.output_dict[parameter + ".grad"][0] if all_ else None
-    names = dict(flex.named_whole_parameters())
+    names = dict(flex.named_full_parameters())
     kept = {n: r[0].clone() for n, r in flex.output_dict.items()}
     with torch.no_grad():
         chunks[0].decoder.layers[0].mlp.linear_fc1.weight.mul_(2)

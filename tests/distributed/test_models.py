@@ -154,7 +154,7 @@ def shared_embedding(case: Case) -> list[str]:
     try:
         flex.register_hook(mf.HookFunction(name))
     except mf.HookError as error:
-        return [str(error), *(n for n, _ in flex.named_whole_parameters() if n == name)]
+        return [str(error), *(n for n, _ in flex.named_full_parameters() if n == name)]
     return []
 
 

@@ -80,8 +80,8 @@ def weights(case: Case, state: dict[str, Tensor], together: list[str]) -> dict[s
     dp = flex.session.mesh["dp"].coord
     answer: dict[str, Any] = {"leader": flex.is_leader, "dp": dp, "losses": gpt.step(case, chunks, dp)}
     answer["read"] = {n: flex.get_module_parameter(n, tuple(t.shape)) for n, t in state.items()}
-    answer["listed"] = dict(flex.named_whole_parameters())
-    answer["everywhere"] = dict(flex.named_whole_parameters(everywhere=True))
+    answer["listed"] = dict(flex.named_full_parameters())
+    answer["everywhere"] = dict(flex.named_full_parameters(everywhere=True))
     answer["after"] = {}
     for names in together:
         for name in oracle.apart(names):
@@ -160,7 +160,7 @@ def gradients(
             chunk.zero_grad_buffer()
         gpt.step(case, chunks, dp)
     answer: dict[str, Any] = {"leader": flex.is_leader, "reduced": flex.session.adapter.gradients_reduced()}
-    answer["listed"] = dict(flex.named_whole_parameters(gradients=True, reduced=said))
+    answer["listed"] = dict(flex.named_full_parameters(gradients=True, reduced=said))
     norm = NORM if NORM in state else "decoder.final_layernorm.weight"
     one = {n: flex.get_module_parameter(n, gradient=True, reduced=said) for n in (WORDS, norm)}
     answer["one"] = one
@@ -267,7 +267,7 @@ def refused(case: Case) -> dict[str, str]:
         "without layout": str(flex.parameters_without_layout()),
     }
     with pytest.warns(UserWarning, match=r"left out: decoder.layers.0.probe.weight \(Linear\)"):
-        out["listed"] = str("decoder.layers.0.probe.weight" in dict(flex.named_whole_parameters()))
+        out["listed"] = str("decoder.layers.0.probe.weight" in dict(flex.named_full_parameters()))
     flex.restore()
     return out
 
@@ -303,7 +303,7 @@ def lies(case: Case, settings: dict[str, Any], finalize: bool) -> dict[str, str]
     gpt.step(case, chunks, flex.session.mesh["dp"].coord)
 
     def ask(reduced: bool | None, model: Any = flex) -> str:
-        return said(lambda: list(model.named_whole_parameters(gradients=True, reduced=reduced)))
+        return said(lambda: list(model.named_full_parameters(gradients=True, reduced=reduced)))
 
     out = {"nothing": ask(None), "reduced": ask(True), "unreduced": ask(False)}
     flex.restore()
@@ -403,14 +403,14 @@ def owned(case: Case) -> list[Any]:
     """Two weights beside the model's, each on the ranks of one expert parallel coordinate."""
     import megatron_flex as mf
     from megatron_flex.adapters import ParameterSite
-    from megatron_flex.adapters.megatron_core import MegatronCore
+    from megatron_flex.adapters.megatron_core import MegatronAdapter
     from megatron_flex.layout import Cut, Dim, Layout, extract
 
     chunks = ranks.start(case)
     layout = Layout((Dim("out", (Cut("etp"),)), Dim("in")))
-    upstream = MegatronCore.parameters
+    upstream = MegatronAdapter.parameters
 
-    def parameters(self: MegatronCore) -> list[ParameterSite]:
+    def parameters(self: MegatronAdapter) -> list[ParameterSite]:
         out, mesh = upstream(self), self.mesh
         for number, whole in enumerate(EXPERTS):
             shard = extract(layout, whole, mesh.coords, mesh.sizes)
@@ -429,7 +429,7 @@ def owned(case: Case) -> list[Any]:
             )
         return out
 
-    changes.setattr(MegatronCore, "parameters", parameters)
+    changes.setattr(MegatronAdapter, "parameters", parameters)
     flex = mf.FlexModel(chunks)
     names = [f"decoder.layers.{stage}.expert{number}" for stage in range(case.pp) for number in (0, 1)]
     first = [flex.get_module_parameter(n, (8, 4)) for n in names]

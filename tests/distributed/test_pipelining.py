@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import megatron_flex as mf
-from megatron_flex.adapters.pipelining import Stages
+from megatron_flex.adapters.pipelining import StageModules
 from tests.support import llama, proof
 from tests.support.pool import run
 
@@ -65,7 +65,7 @@ def build(kind: str, microbatches: int = 2, chunks: int = 1) -> proof.Built:
 
 def stepping(schedule: Any, group: Any = None) -> Any:
     """A step of a schedule, whose loss the last stage's rank tells all."""
-    stages = Stages(schedule).stages
+    stages = StageModules(schedule).stages
 
     def step(tokens: Tensor, labels: Tensor) -> Tensor:
         losses: list[Tensor] = []
@@ -152,7 +152,7 @@ def shared(kind: str, chunks: int, scale_grads: bool) -> dict[str, Any]:
         for hook in hooks:
             flex.session.add(hook)
         out["loss"] = step(*data)
-        out["gradients"] = {n: t.clone() for n, t in flex.named_whole_parameters(True, everywhere=True)}
+        out["gradients"] = {n: t.clone() for n, t in flex.named_full_parameters(True, everywhere=True)}
         out["trained"] = {n: p.grad.clone() for n, p in flex.trainable_modules["probe"].named_parameters()}
         if flex.is_leader:
             keys = [(k.step, k.microbatch) for k in flex.output_dict["layers.1:output.grad"].keys]
@@ -199,13 +199,13 @@ def running(kind: str, chunks: int) -> Any:
     schedule = schedule_of(kind, 2, chunks)
     step, data = stepping(schedule), llama.batch(0)
     before = step(*data)
-    named = {id(stage): dict(vars(stage)) for stage in Stages(schedule).stages}
+    named = {id(stage): dict(vars(stage)) for stage in StageModules(schedule).stages}
     flex = mf.FlexModel(schedule)
     _, cache = flex.run_with_cache(data[0], ["layers.1", "output"], microbatch_size=1)
     _, joint = flex.run_with_cache(data[0], "layers.1")
     assert torch.equal(step(*data), before)
     assert flex.restore() is schedule
-    assert all(vars(s).keys() == named[id(s)].keys() for s in Stages(schedule).stages)
+    assert all(vars(s).keys() == named[id(s)].keys() for s in StageModules(schedule).stages)
     assert "step" not in vars(schedule)
     return {n: cache[n] for n in cache}, joint["layers.1"], [s.name for s in mf.FlexModel(schedule).sites()]
 
@@ -234,7 +234,7 @@ def wrong() -> list[str]:
         said.append(str(caught.value))
 
     schedule = schedule_of("GPipe", 2, 1)
-    stages = Stages(schedule).stages
+    stages = StageModules(schedule).stages
     refused(stages[0])
     refused(stages)
     refused(schedule, pipeline_parallel_size=3)

@@ -363,7 +363,7 @@ def replicas() -> Any:
     losses(flex, x).backward()
     grads = [p.grad.clone() for p in model.parameters()]
     read = {n: r[0] for n, r in flex.output_dict.items()}
-    names = [n for n, _ in flex.named_whole_parameters(gradients=True)]
+    names = [n for n, _ in flex.named_full_parameters(gradients=True)]
     gradient = flex.get_module_parameter("up.weight", gradient=True, reduced=True, everywhere=True)
     flex.verify()
     flex(x)

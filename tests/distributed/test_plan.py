@@ -118,7 +118,7 @@ DUMPED = ["decoder.layers.*", "**.mlp.linear_fc1:*", "**.self_attention:k", "emb
 def dumped(case: Case, folder: str) -> int:
     """The bytes of tensors that this rank wrote of one iteration."""
     import megatron_flex as mf
-    from megatron_flex.dump.files import read_part
+    from megatron_flex.dump.part_format import read_part
     from tests.support import gpt, ranks
 
     chunks = ranks.start(case)

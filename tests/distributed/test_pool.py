@@ -140,9 +140,9 @@ def moded() -> None:
 
 
 def constant() -> None:
-    from megatron_flex.adapters import registry
+    from megatron_flex.adapters import adapter_registry
 
-    registry.BUILT_IN = ()
+    adapter_registry.BUILT_IN = ()
 
 
 def registered() -> None:

@@ -71,18 +71,18 @@ def test_places_of_one_module_fire_in_the_order_of_registration(
 
 def faulty(draw: Draw, state: dict[str, Tensor], shapes: Any, folder: str) -> dict[str, Any]:
     """Ranks that take the packed features `gate|up` to be cut as if they were not packed."""
-    from megatron_flex.adapters.megatron_core.layouts import Layouts
+    from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
 
-    right = Layouts.features
+    right = ModelLayouts.features
 
     def wrong(self: Any, name: str, segments: tuple[int, ...] = (1,)) -> Any:
         return right(self, name)
 
-    Layouts.features = wrong  # type: ignore[method-assign]
+    ModelLayouts.features = wrong  # type: ignore[method-assign]
     try:
         return random_proof.spread(draw, state, shapes, folder)
     finally:
-        Layouts.features = right  # type: ignore[method-assign]
+        ModelLayouts.features = right  # type: ignore[method-assign]
 
 
 def test_a_fault_is_found_and_made_small() -> None:

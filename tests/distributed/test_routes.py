@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_flex.collectives import Dispatch, Route
-from megatron_flex.collectives.routes import gather_rows, scatter_rows
+from megatron_flex.collectives.expert_route import gather_rows, scatter_rows
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Axis, Mesh
 from tests.support.pool import run

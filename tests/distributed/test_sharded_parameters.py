@@ -170,14 +170,14 @@ def frozen(kind: str) -> dict[str, Any]:
         flex.freeze()
         for _ in range(3):
             step()
-        out: dict[str, Any] = {"frozen": dict(flex.named_whole_parameters(gradients=True, everywhere=True))}
+        out: dict[str, Any] = {"frozen": dict(flex.named_full_parameters(gradients=True, everywhere=True))}
         out["probe"] = all(p.grad is not None for p in flex.trainable_modules["probe"].parameters())
         flex.unfreeze()
         hook.editing_function = None
         for _ in range(2):
             model.zero_grad()
             step()
-        out["thawed"] = dict(flex.named_whole_parameters(gradients=True, everywhere=True))
+        out["thawed"] = dict(flex.named_full_parameters(gradients=True, everywhere=True))
     return out
 
 

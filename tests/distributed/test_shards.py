@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import megatron_flex as mf
 from megatron_flex import edits
 from megatron_flex.layout import Cut, Layout
-from megatron_flex.runtime.locally import decide
+from megatron_flex.runtime.local_edits import plan_local_edits
 from tests.support import shards
 from tests.support.pool import run
 from tests.support.ranks import counting
@@ -79,7 +79,7 @@ def on_ranks(cp: int) -> Any:
             whole = shards.whole(layout)
             local = shards.shard(layout, whole, mesh, -torch.inf).requires_grad_()
             hook = mf.HookFunction("", editing_function=wanted.make(whole.shape[-1]))
-            here, _ = decide({hook: hook.editing_function}, layout, tuple(local.shape), mesh, False)
+            here, _ = plan_local_edits({hook: hook.editing_function}, layout, tuple(local.shape), mesh, False)
             if here is None:
                 out[name, way] = None
                 continue

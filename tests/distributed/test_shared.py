@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives.shared import notes
-from megatron_flex.collectives.shared import slots
+from megatron_flex.collectives.transport import node_sockets
+from megatron_flex.collectives.transport import slots
 from megatron_flex.errors import FlexError, FlexWarning
-from megatron_flex.knobs import knobs
+from megatron_flex.config import flex_config
 from megatron_flex.layout import Cut, Dim, Layout, assemble, coordinates, extract
 from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.runtime.captures import Captures, Key
@@ -126,7 +126,7 @@ def step_of_all(made: Recorder, captures: Captures, mesh: Mesh, number: int) -> 
 
 def layouts(tp: int, cp: int, nodes: bool) -> Any:
     if nodes:
-        knobs.node = f"node{dist.get_rank() // 2}"
+        flex_config.node = f"node{dist.get_rank() // 2}"
     mesh = mesh_of(tp, cp)
     made, captures = recorder(mesh)
     first = step_of_all(made, captures, mesh, 0)
@@ -172,7 +172,7 @@ def right(tensor: Tensor, step: int) -> bool:
 
 
 def keeping(most: int, steps: int, clear: bool) -> Any:
-    knobs.shared_bytes, slots.FIRST = most, 1 << 20
+    flex_config.shared_bytes, slots.FIRST = most, 1 << 20
     made, captures = recorder(mesh_of(2, 1))
     with saying() as seen, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -216,7 +216,7 @@ def test_the_ring_is_as_small_as_what_is_kept() -> None:
 
 
 def growing() -> Any:
-    knobs.shared_bytes, slots.FIRST = 64 << 20, 1 << 16
+    flex_config.shared_bytes, slots.FIRST = 64 << 20, 1 << 16
     made, captures = recorder(mesh_of(2, 1))
     out = []
     for step, entries in enumerate([1 << 12, 1 << 18, 1 << 18, 1 << 12, 1 << 20, 1 << 20]):
@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_gathered_and_fits_in_the_next_step() -> None:
 
 
 def lacking(folder: str, most: int) -> Any:
-    knobs.shared_folder, knobs.shared_bytes = folder, most
+    flex_config.shared_folder, flex_config.shared_bytes = folder, most
     made, captures = recorder(mesh_of(2, 1))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -393,7 +393,7 @@ def test_ranks_that_recorded_different_things_raise() -> None:
 
 def killed(victim: int, folder: str) -> Any:
     """Kill a rank in the middle of a step; what the other says, and what of ours is mapped or named."""
-    knobs.shared_folder = folder
+    flex_config.shared_folder = folder
     made, _ = recorder(mesh_of(2, 1))
     one(made, 0, 1 << 16)
     made.flush()
@@ -429,7 +429,7 @@ def test_a_killed_rank_leaves_nothing_and_nobody_hangs(victim: int, tmp_path: Pa
 
 
 def silent() -> Any:
-    changes.setattr(notes, "SECONDS", 0.5)
+    changes.setattr(node_sockets, "SECONDS", 0.5)
     made, _ = recorder(mesh_of(2, 1))
     one(made, 0, 64)
     said = ""

@@ -148,7 +148,7 @@ def many(case: Case, state: Any) -> Any:
     from megatron_flex.statistics import Statistics, table
     from tests.support import ranks
 
-    changes.setattr(table, "APART", 1)
+    changes.setattr(table, "MOST_SEPARATE_RANKS", 1)
     chunks = ranks.start(case)
     if state is None:
         state = gpt.randomize(chunks[0])

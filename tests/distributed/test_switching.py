@@ -43,7 +43,7 @@ class Loop:
 
     def __init__(self, case: Case, path: Path | None, folder: Path) -> None:
         import megatron_flex as mf
-        from megatron_flex.launch.switching import Control
+        from megatron_flex.launch.hook_control import Control
 
         self.case, self.path = case, path
         self.chunks = ranks.start(case)
@@ -181,7 +181,7 @@ def test_a_signal_to_one_rank(tmp_path: Path) -> None:
 
 def of_the_page(case: Case, chunks: list[Any], folder: Path) -> tuple[list[list[float]], str]:
     """The loop on the page, with an edit that waits to be switched on and a file that does."""
-    from megatron_flex.launch.settings import EditSettings, Settings
+    from megatron_flex.launch.launch_settings import EditSettings, Settings
 
     text = (Path(__file__).parents[2] / "docs" / "switching.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
@@ -206,7 +206,7 @@ def of_the_page(case: Case, chunks: list[Any], folder: Path) -> tuple[list[list[
 def at_the_start(case: Case, folder: Path) -> tuple[Any, ...]:
     """What cannot be is said by all ranks before any step; and what listening costs in each."""
     import megatron_flex as mf
-    from megatron_flex.launch.switching import Control
+    from megatron_flex.launch.hook_control import Control
 
     chunks = ranks.start(case)
     flex = mf.attach(chunks, [mf.HookFunction(FC1, tags="probe")])
@@ -242,7 +242,7 @@ def test_a_file_that_cannot_be_at_the_start_and_the_price_of_listening(tmp_path:
 
 
 def failing_on(rank: int) -> str:
-    from megatron_flex.launch.agreeing import job, together
+    from megatron_flex.launch.agreeing import job_mesh, run_or_raise_on_all
 
     def act() -> int:
         if dist.get_rank() == rank:
@@ -250,7 +250,7 @@ def failing_on(rank: int) -> str:
         return rank
 
     try:
-        return str(together(job(), act))
+        return str(run_or_raise_on_all(job_mesh(), act))
     except FlexError as error:
         return str(error)
 

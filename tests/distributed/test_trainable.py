@@ -462,9 +462,9 @@ def outside(case: Case) -> str:
 
 
 def alone_outside(case: Case) -> str:
-    from megatron_flex.knobs import knobs
+    from megatron_flex.config import flex_config
 
-    knobs.agree_seconds = 2.0
+    flex_config.agree_seconds = 2.0
     return outside(case) if torch.distributed.get_rank() == 0 else "absent" + str(_registered(case))
 
 

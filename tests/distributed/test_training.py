@@ -80,7 +80,7 @@ def spread(case: Case, ddp: dict[str, Any], state: dict[str, Tensor], edited: bo
     with mf.attach(trainer.models, hooks) as flex:
         steps = [trainer.step() for _ in range(STEPS)]
         trainer.settle()
-        after = dict(flex.named_whole_parameters())
+        after = dict(flex.named_full_parameters())
         read = {n: list(r) for n, r in flex.output_dict.items()}
     return {"dp": rank, "steps": steps, "read": read, "after": after, "last": bool(chunks[-1].post_process)}
 

@@ -86,7 +86,7 @@ def gradients(family: str, attention: str, folder: str) -> dict[str, dict[str, T
     names = [n for n, _ in model.named_parameters()]
 
     def named(flex: Any) -> dict[str, Tensor]:
-        return {n: t.clone() for n, t in flex.named_whole_parameters(gradients=True, everywhere=True)}
+        return {n: t.clone() for n, t in flex.named_full_parameters(gradients=True, everywhere=True)}
 
     with mf.FlexModel(model) as flex:
         step(model)

@@ -206,7 +206,7 @@ def known_lengths(case: Case) -> tuple[str, str]:
     import types
 
     import megatron_flex as mf
-    from megatron_flex.knobs import knobs
+    from megatron_flex.config import flex_config
 
     chunks = ranks.start(case)
     state = types.ModuleType("megatron.training.global_vars")
@@ -223,7 +223,7 @@ def known_lengths(case: Case) -> tuple[str, str]:
             pass
     beyond = mf.HookFunction(MID, editing_function=mf.edits.scale(2.0, positions=16))
     assert "positions: 16 is beyond a dim of 16" in told(lambda: mf.attach(chunks, [beyond]))
-    knobs.dry_run = False
+    flex_config.dry_run = False
     later = told(lambda: mf.attach(chunks, [mf.HookFunction(MID, editing_function=wrong)]))
     return said, later
 

@@ -143,13 +143,13 @@ def test_an_activation_that_differs() -> None:
 
 def wrong_layout(case: Case, cut: bool) -> list[str]:
     """A rule for the residual stream that takes it for cut where it is not, or the other way about."""
-    from megatron_flex.adapters.megatron_core.layouts import Layouts
+    from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
     from megatron_flex.layout import Dim, Layout
 
-    def stream(self: Layouts, sequence_parallel: bool | None = None) -> Layout:
+    def stream(self: ModelLayouts, sequence_parallel: bool | None = None) -> Layout:
         return Layout((self.sequence(cut), Dim("b"), Dim("h")))
 
-    changes.setattr(Layouts, "stream", stream)
+    changes.setattr(ModelLayouts, "stream", stream)
     return told(case, nothing)
 
 
@@ -168,11 +168,11 @@ def test_a_layout_that_takes_wholes_for_shards() -> None:
 
 
 def wrong_width(case: Case) -> list[str]:
-    from megatron_flex.adapters.megatron_core.layouts import Layouts
+    from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
     from megatron_flex.layout import Dim, Layout
 
     uncut = (Dim("b"), Dim("n"), Dim("d"))
-    changes.setattr(Layouts, "heads", lambda self: Layout((self.sequence(), *uncut)))
+    changes.setattr(ModelLayouts, "heads", lambda self: Layout((self.sequence(), *uncut)))
     return told(case, nothing)
 
 

@@ -59,9 +59,9 @@ class Alone:
 
 def modules(models: list[Any], path: str) -> list[Any]:
     """The module of that global name, on the ranks that have it."""
-    from megatron_flex.adapters.megatron_core.kinds import global_modules, unwrap
+    from megatron_flex.adapters.megatron_core.module_classes import global_modules, unwrap_model
 
-    return [m for model in models for name, m in global_modules(unwrap(model)) if name == path]
+    return [m for model in models for name, m in global_modules(unwrap_model(model)) if name == path]
 
 
 def everywhere(path: str, attribute: str, value: Callable[[Any], Any]) -> Patch:
@@ -275,9 +275,9 @@ def untied_gradient(models: list[Any], state: State) -> Iterator[None]:
 
 
 def unwrapped(model: Any) -> Any:
-    from megatron_flex.adapters.megatron_core.kinds import unwrap
+    from megatron_flex.adapters.megatron_core.module_classes import unwrap_model
 
-    return unwrap(model)
+    return unwrap_model(model)
 
 
 # -- experts and recomputation ---------------------------------------------------------------------------

@@ -90,6 +90,6 @@ def converted(case: Case, state: dict[str, Tensor]) -> list[Any]:
     with mf.FlexModel(chunks) as flex:
         for name, value in state.items():
             flex.set_module_parameter(name, value)
-        listed = {name for name, _ in flex.named_whole_parameters(everywhere=True)}
+        listed = {name for name, _ in flex.named_full_parameters(everywhere=True)}
     assert listed == set(state), "every parameter was set"
     return chunks

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.layouts import from_json
+from megatron_flex.dump.layouts import layout_from_json
 from tests.distributed.matrix import Cell, relative
 from tests.support import gpt, moe, oracle, ranks, truths
 
@@ -88,7 +88,7 @@ def against_truth(case: gpt.Case, path: str | Path, sites: list[str], truth: dic
     with mf.open_dump(path) as dump:
         places = {s.name: s for s in dump.manifest.sites}
         for site in sites:
-            layout = from_json(dict(places[site].layout))
+            layout = layout_from_json(dict(places[site].layout))
             order = range(len(layout.dims)) if layout.permute is None else layout.permute
             dims = [layout.dims[i].name for i in order]
             for check, name, wanted in (
@@ -141,7 +141,7 @@ class Written(NamedTuple):
 
 def entries(path: Path) -> list[Written]:
     """All entries of all parts of a dump."""
-    from megatron_flex.dump.files import read_part
+    from megatron_flex.dump.part_format import read_part
 
     out = []
     for file in sorted(path.rglob("*.safetensors")):
@@ -156,7 +156,7 @@ def entries(path: Path) -> list[Written]:
 def summands(dump: Any, name: str) -> int:
     """How many ranks hold a summand of each entry of an array."""
     place = next(p for p in dump.manifest.sites if p.name == name.removesuffix(".grad"))
-    layout = from_json(dict(place.layout))
+    layout = layout_from_json(dict(place.layout))
     layout = layout.gradient() if name.endswith(".grad") else layout
     out = 1
     for axis in layout.partial:

@@ -17,20 +17,20 @@ from megatron_flex.dump import (
     PARAMETER_GRADIENT,
     VALUE,
     Dump,
-    Entry,
+    ShardEntry,
     Manifest,
     Ownership,
-    Place,
-    Writer,
-    mean,
-    mean_layout,
-    open_run,
-    pick,
-    to_json,
+    SiteRecord,
+    DumpWriter,
+    compute_partial_mean,
+    make_mean_layout,
+    create_run,
+    select_entries,
+    layout_to_json,
 )
-from megatron_flex.dump.numbering import first_sample
-from megatron_flex.dump.selection import SAMPLE, TOKEN, dim_of
-from megatron_flex.layout import Cut, Dim, Layout, extract, parts
+from megatron_flex.dump.numbering import number_first_sample
+from megatron_flex.dump.selection import SAMPLE_DIM, TOKEN_DIM, find_dim
+from megatron_flex.layout import Cut, Dim, Layout, extract, count_parts
 from megatron_flex.mesh import Axis, Mesh
 
 # Layouts as Megatron has them; `s` are tokens and `b` samples.
@@ -109,7 +109,7 @@ def write(
     settings = {"gradients": graded, **settings}
     dump = Dump(path, list(sites) or (), parameters=list(parameters), **settings)
     places = [dict(zip(sizes, at, strict=True)) for at in product(*(range(n) for n in sizes.values()))]
-    manifest = open_run(Path(path), _manifest(dump, sizes, places, sites, parameters, dict(versions or {})))
+    manifest = create_run(Path(path), _manifest(dump, sizes, places, sites, parameters, dict(versions or {})))
     given = next(iter([*sites.values(), *parameters.values()]))
     numbers = list(range(len(given.value)) if iterations is None else iterations)
     for rank, coords in enumerate(places):
@@ -134,7 +134,7 @@ class _Rank:
     ) -> None:
         self.coords, self.sizes, self.dump, self.many = coords, sizes, dump, many
         self.ownership = Ownership(mesh_of(sizes, coords))
-        self.writer = Writer(folder, rank, coords, dump)
+        self.writer = DumpWriter(folder, rank, coords, dump)
         self.turn = 0
 
     def iteration(
@@ -178,9 +178,9 @@ class _Rank:
     ) -> None:
         layout = given.layout.gradient() if kind == GRADIENT else given.layout
         order, replicas, replica = self.dump.order, self.sizes["dp"], self.coords["dp"]
-        sampled = dim_of(layout, SAMPLE) is not None
+        sampled = find_dim(layout, SAMPLE_DIM) is not None
         count = len(whole) // (replicas * self.many) if sampled else 1
-        first = first_sample(order, microbatch, replica, replicas, self.many, count)
+        first = number_first_sample(order, microbatch, replica, replicas, self.many, count)
         assert first is not None
         block = whole[first : first + count] if sampled else whole[first]
         block = _in_order(block, layout)
@@ -190,25 +190,25 @@ class _Rank:
             return
         numbers = list(range(first, first + count)) if sampled else None
         dump, tokens = self.dump, self.dump.tokens
-        if dump.reduce == "mean" and dim_of(layout, TOKEN) is not None:
-            local = mean(local, layout, self.sizes, self.coords, tokens, number, numbers)
-            layout, tokens = mean_layout(layout), None
+        if dump.reduce == "mean" and find_dim(layout, TOKEN_DIM) is not None:
+            local = compute_partial_mean(local, layout, self.sizes, self.coords, tokens, number, numbers)
+            layout, tokens = make_mean_layout(layout), None
         kept = dump.samples
         if isinstance(kept, slice):
             kept = frozenset(range(len(whole))[kept])
-        picked = pick(tokens, kept, layout, local.shape, self.sizes, self.coords, number, numbers)
+        picked = select_entries(tokens, kept, layout, local.shape, self.sizes, self.coords, number, numbers)
         shape = tuple(local.shape)
         if picked is not None:
             local = picked.of(local, layout)
         if dump.dtype is not None and local.is_floating_point():
             local = local.to(dump.dtype)
-        entry = Entry(name, kind, microbatch, call, 0, shape, "", picked is not None, turn=turn)
+        entry = ShardEntry(name, kind, microbatch, call, 0, shape, "", picked is not None, turn=turn)
         self.writer.put(entry, layout, local)
 
     def _parameter(self, kind: str, name: str, layout: Layout, whole: Tensor) -> None:
         local = extract(layout, whole, self.coords, self.sizes)
         if self.ownership.mine(layout, local.nbytes, ("pp",)):
-            self.writer.put(Entry(name, kind, 0, 0, 0, tuple(local.shape), ""), layout, local)
+            self.writer.put(ShardEntry(name, kind, 0, 0, 0, tuple(local.shape), ""), layout, local)
 
 
 def _lengths(layout: Layout, block: Tensor, sizes: dict[str, int]) -> dict[int, list[int]]:
@@ -217,7 +217,7 @@ def _lengths(layout: Layout, block: Tensor, sizes: dict[str, int]) -> dict[int, 
     order = layout.permute or tuple(range(len(layout.dims)))
     for index, dim in enumerate(layout.dims):
         if dim.uneven:
-            count, length = parts(dim, sizes), block.shape[order.index(index)]
+            count, length = count_parts(dim, sizes), block.shape[order.index(index)]
             out[index] = [length // count + (at < length % count) for at in range(count)]
     return out
 
@@ -225,7 +225,7 @@ def _lengths(layout: Layout, block: Tensor, sizes: dict[str, int]) -> dict[int, 
 def _in_order(block: Tensor, layout: Layout) -> Tensor:
     """From (sample, token, *features) to the order in which one device has the dims of the layout."""
     order = layout.permute or tuple(range(len(layout.dims)))
-    front = [order.index(d) for d in (dim_of(layout, SAMPLE), dim_of(layout, TOKEN)) if d is not None]
+    front = [order.index(d) for d in (find_dim(layout, SAMPLE_DIM), find_dim(layout, TOKEN_DIM)) if d is not None]
     return block.movedim(list(range(len(front))), front)
 
 
@@ -237,9 +237,9 @@ def _manifest(
     parameters: Mapping[str, Given],
     versions: dict[str, str],
 ) -> Manifest:
-    def place(name: str, given: Given) -> Place:
+    def place(name: str, given: Given) -> SiteRecord:
         shape: list[int | str] = list(given.value.shape[1:])
-        return Place(name, to_json(given.layout), shape, given.stage)
+        return SiteRecord(name, layout_to_json(given.layout), shape, given.stage)
 
     return Manifest(
         run=0,

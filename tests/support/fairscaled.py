@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_flex.adapters import plain, registry
+from megatron_flex.adapters import plain, adapter_registry
 from megatron_flex.adapters.modules import Modules
 from megatron_flex.adapters.rules import Rule
 from megatron_flex.adapters.spread import WHOLE, Spread
@@ -72,10 +72,10 @@ def load(model: nn.Module, whole: nn.Module, size: int, rank: int) -> None:
 def take_over() -> None:
     """Have these rules for every model that the running function makes, and no other adapter."""
 
-    def claim(chunks: list[Any], said: Any, group: Any) -> registry.Found:
-        return registry.Found("followed", "a test says so", lambda: adapter(chunks, said, group))
+    def claim(chunks: list[Any], said: Any, group: Any) -> adapter_registry.Found:
+        return adapter_registry.Found("followed", "a test says so", lambda: adapter(chunks, said, group))
 
-    changes.setattr(registry, "BUILT_IN", (("torch", claim),))
+    changes.setattr(adapter_registry, "BUILT_IN", (("torch", claim),))
 
 
 def adapter(chunks: list[Any], said: Any, group: Any = None) -> Modules:

@@ -75,13 +75,13 @@ class Fingerprint:
     def _all_else(self) -> dict[str, dict[Any, Any]]:
         import torch.distributed
 
-        from megatron_flex.adapters.registry import known_adapters
+        from megatron_flex.adapters.adapter_registry import finder_entries
 
         return {
             **_modes(),
             "modules that were not imported": dict.fromkeys(_stand_ins(), 1),
             "globals of megatron.training": _globals(),
-            "adapters": {known.name: known.origin for known in known_adapters()},
+            "adapters": {known.name: known.origin for known in finder_entries()},
             "default process group": {"is there": torch.distributed.is_initialized()},
             "process groups of megatron_flex": self._groups.made(),
             "files": _files(),

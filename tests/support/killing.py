@@ -18,12 +18,12 @@ from typing import Any
 from torch import Tensor
 
 import megatron_flex as mf
-from megatron_flex.dump.files import Entry, iteration_of, part_of, read_part, whole_parts
+from megatron_flex.dump.part_format import ShardEntry, parse_iteration_folder, parse_part_name, read_part, list_complete_parts
 from megatron_flex.dump.manifest import Manifest
-from megatron_flex.dump.opening import runs
+from megatron_flex.dump.opening import list_begun_runs
 from tests.support.pool import _context
 
-Fed = Callable[[int, int, Entry], Tensor]  # what a rank was fed: iteration, rank, of which tensor
+Fed = Callable[[int, int, ShardEntry], Tensor]  # what a rank was fed: iteration, rank, of which tensor
 LONGEST = 120.0  # seconds for ranks that nobody kills
 
 
@@ -119,10 +119,10 @@ class Watch(ABC):
         """What is whole is right, what was whole still is, and what is not whole is not to be seen."""
         self._rough |= {*self.path.glob(".run-*"), *self.path.glob("run-*/*/.*.tmp")}
         seen: set[tuple[str, str]] = set()
-        for run in runs(self.path) if self.path.is_dir() else ():
+        for run in list_begun_runs(self.path) if self.path.is_dir() else ():
             ranks = [rank for rank, _ in Manifest.read(run).ranks]
             for folder in (f for f in run.iterdir() if f.is_dir()):
-                parts = whole_parts(folder, ranks)
+                parts = list_complete_parts(folder, ranks)
                 if parts is None:
                     self._torn.add(folder)
                     continue
@@ -138,12 +138,12 @@ class Watch(ABC):
 
     def _right(self, folder: Path, rank: int, paths: list[Path]) -> None:
         """Every tensor that the rank was fed is there, once, with its checksum."""
-        number = iteration_of(folder.name)
+        number = parse_iteration_folder(folder.name)
         assert number is not None
         found: set[str] = set()
         for count, path in enumerate(paths):
             part = read_part(path)
-            assert part_of(path.name) == (rank, count, part.index.parts)
+            assert parse_part_name(path.name) == (rank, count, part.index.parts)
             assert (part.index.rank, part.index.iteration, part.index.part) == (rank, number[0], count)
             content = path.read_bytes()
             for entry in part.index.entries:

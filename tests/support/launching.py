@@ -127,8 +127,8 @@ def _serve() -> None:
     with cpu.runtime():
         import megatron.training.training  # noqa: F401
 
-        import megatron_flex.launch.looking
-        import megatron_flex.launch.runner  # noqa: F401
+        import megatron_flex.launch.preview
+        import megatron_flex.launch.script_runner  # noqa: F401
     answers = os.dup(1)
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -7,24 +7,24 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_flex.statistics import Header, Place, Statistics, open_writers
-from megatron_flex.statistics.measured import SIDE, Measured
-from megatron_flex.statistics.settings import Format
-from megatron_flex.statistics.writing import Writers
+from megatron_flex.statistics import StatisticsHeader, MeasuredSite, Statistics, open_writers
+from megatron_flex.statistics.measured import BINS_PER_SIGN, TensorStatistics
+from megatron_flex.statistics.statistics_settings import FileFormat
+from megatron_flex.statistics.writing import StatisticsWriters
 
-BINS = 2 * SIDE + 1
+BINS = 2 * BINS_PER_SIGN + 1
 LAYOUT = {"dims": [{"name": "s", "cuts": [{"axis": "tp"}]}, {"name": "b"}, {"name": "h"}]}
 SITES = [f"decoder.layers.{n}{end}" for n in range(2) for end in (":output", ".mlp.linear_fc1:output")]
 
 
-def header(sites: Sequence[str] = SITES, **settings: object) -> Header:
+def header(sites: Sequence[str] = SITES, **settings: object) -> StatisticsHeader:
     """What a run would say of itself."""
-    places = tuple(Place(name, LAYOUT, ("s", "b", 8)) for name in sites)
+    places = tuple(MeasuredSite(name, LAYOUT, ("s", "b", 8)) for name in sites)
     axes = {"pp": 1, "dp": 2, "tp": 2}
-    return Header("2026-01-02T03:04:05+00:00", {"torch": "2.13.0"}, "megatron-core", axes, places, settings)
+    return StatisticsHeader("2026-01-02T03:04:05+00:00", {"torch": "2.13.0"}, "megatron-core", axes, places, settings)
 
 
-def row(iteration: int, site: str = SITES[0], order: int = 0, **more: object) -> Measured:
+def row(iteration: int, site: str = SITES[0], order: int = 0, **more: object) -> TensorStatistics:
     """A row that follows from its iteration and site."""
     draw = random.Random(f"{iteration} {site}")
     counts = [0] * BINS
@@ -46,20 +46,20 @@ def row(iteration: int, site: str = SITES[0], order: int = 0, **more: object) ->
         "histogram": tuple(counts),
         "microbatches": 4,
     }
-    return Measured(iteration=iteration, site=site, order=order, **{**told, **more})
+    return TensorStatistics(iteration=iteration, site=site, order=order, **{**told, **more})
 
 
-def rows(iteration: int, sites: Sequence[str] = SITES) -> list[Measured]:
+def rows(iteration: int, sites: Sequence[str] = SITES) -> list[TensorStatistics]:
     """Those of an iteration."""
     return [row(iteration, site, order) for order, site in enumerate(sites)]
 
 
-def begin(path: Path, form: Format = "jsonl", sites: Sequence[str] = SITES) -> Writers:
+def begin(path: Path, form: FileFormat = "jsonl", sites: Sequence[str] = SITES) -> StatisticsWriters:
     """A start of a run, on its first rank."""
     return open_writers(Statistics(path, ["**"], format=form), header(sites, every=1), True)
 
 
-def write(path: Path, iterations: Sequence[int], form: Format = "jsonl") -> list[Measured]:
+def write(path: Path, iterations: Sequence[int], form: FileFormat = "jsonl") -> list[TensorStatistics]:
     """A start of a run from beginning to end; what it wrote."""
     writers = begin(path, form)
     out = []

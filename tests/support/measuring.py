@@ -133,7 +133,7 @@ def numbers(values: Tensor) -> dict[str, Any]:
 
 def differences(row: Any, want: dict[str, Any], microbatches: int) -> list[str]:
     """What a row says otherwise, beyond what sums in another order make of a model's values."""
-    from megatron_flex.statistics.measured import SIDE, edges
+    from megatron_flex.statistics.measured import BINS_PER_SIGN, compute_bin_edges
 
     plain = ("std", "rms", "norm", "absmax")
     found = [n for n in plain if not math.isclose(getattr(row, n), want[n], rel_tol=1e-4, abs_tol=1e-9)]
@@ -143,15 +143,15 @@ def differences(row: Any, want: dict[str, Any], microbatches: int) -> list[str]:
         found.append("kurtosis")
     if row.count != want["count"] or row.nans or row.infinities:
         found.append("count")
-    if abs(row.zeros - want["zeros"]) > 1e-6 or row.histogram[SIDE] != round(want["zeros"] * want["count"]):
+    if abs(row.zeros - want["zeros"]) > 1e-6 or row.histogram[BINS_PER_SIGN] != round(want["zeros"] * want["count"]):
         found.append("zeros")
     if row.microbatches != microbatches:
         found.append("microbatches")
-    halves = [i for i, e in enumerate(edges()) if abs(e) == 0.5]
-    small = sum(row.histogram[halves[0] : halves[1]]) - row.histogram[SIDE]
+    halves = [i for i, e in enumerate(compute_bin_edges()) if abs(e) == 0.5]
+    small = sum(row.histogram[halves[0] : halves[1]]) - row.histogram[BINS_PER_SIGN]
     near = 2 + want["count"] // 500  # that lie on the other side of an edge by rounding
     if sum(row.histogram) != row.count or abs(small - want["small"]) > near:
         found.append("histogram")
-    if abs(sum(row.histogram[SIDE + 1 :]) - want["positive"]) > near:
+    if abs(sum(row.histogram[BINS_PER_SIGN + 1 :]) - want["positive"]) > near:
         found.append("signs")
     return [f"{row.site} {name}: {getattr(row, name, None)} and not {want.get(name)}" for name in found]

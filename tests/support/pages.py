@@ -145,10 +145,10 @@ def valid_settings(text: str) -> Any:
     """YAML, as `--flex-config` takes it."""
     import tempfile
 
-    from megatron_flex.launch.configuring import read
-    from megatron_flex.launch.settings import Settings
+    from megatron_flex.launch.settings_file import read_settings_file
+    from megatron_flex.launch.launch_settings import Settings
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "block.yaml"
         file.write_text(text, encoding="utf-8")
-        return Settings.model_validate(read(file))
+        return Settings.model_validate(read_settings_file(file))

@@ -111,9 +111,9 @@ def present(case: Case) -> dict[str, Any]:
 
 def _layout(site: Any) -> Any:
     """Of what a rank holds: of experts' rows that over the ranks of one expert."""
-    from megatron_flex.adapters.megatron_core.dispatch import Rows
+    from megatron_flex.adapters.megatron_core.dispatch import ExpertRows
 
-    return site.tap.layout if isinstance(site.tap, Rows) else site.layout
+    return site.tap.layout if isinstance(site.tap, ExpertRows) else site.layout
 
 
 def written(answers: list[dict[str, Any]], name: str, layout: Any) -> int:

@@ -103,7 +103,7 @@ def answer(build: Build, args: Sequence[Any], sites: Sequence[str], edits: Seque
                 out.setdefault("read", {})[site + grad] = built.whole(site, _joined(read))
             if kind == "tensor":
                 out["gradients"] = _gradients(flex)
-                out["parameters"] = {n: t.clone() for n, t in flex.named_whole_parameters(everywhere=True)}
+                out["parameters"] = {n: t.clone() for n, t in flex.named_full_parameters(everywhere=True)}
         clear(built)
     out["loss"] = plain.detach()
     for site in edits:
@@ -139,7 +139,7 @@ def clear(built: Built) -> None:
 
 
 def _gradients(flex: mf.FlexModel) -> dict[str, Tensor]:
-    return {n: t.clone() for n, t in flex.named_whole_parameters(gradients=True, everywhere=True)}
+    return {n: t.clone() for n, t in flex.named_full_parameters(gradients=True, everywhere=True)}
 
 
 def compare(

@@ -144,7 +144,7 @@ class Rank:
         import torch.distributed as dist
 
         from megatron_flex.cpu import switch
-        from megatron_flex.knobs import knobs
+        from megatron_flex.config import flex_config
 
         self._calls += 1
         known = dist.distributed_c10d._world.pg_map
@@ -152,7 +152,7 @@ class Rank:
         torch.manual_seed(SEED)
         np.random.seed(SEED)
         random.seed(SEED)
-        environment, settings, depth = dict(os.environ), dict(vars(knobs)), switch._RUNTIME.depth
+        environment, settings, depth = dict(os.environ), dict(vars(flex_config)), switch._RUNTIME.depth
         streams, folder, threads = (sys.stdout, sys.stderr), os.getcwd(), torch.get_num_threads()
         path = list(sys.path)
         dtype, deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
@@ -173,7 +173,7 @@ class Rank:
             torch.set_num_threads(threads)
             torch.set_default_dtype(dtype)
             torch.use_deterministic_algorithms(deterministic)
-            vars(knobs).update(settings)
+            vars(flex_config).update(settings)
             if dict(os.environ) != environment:
                 os.environ.clear()
                 os.environ.update(environment)

@@ -101,30 +101,30 @@ def check_extras(words: list[str]) -> None:
 
 
 def check_launch(words: list[str]) -> None:
-    from megatron_flex.launch.flags import settings
+    from megatron_flex.launch.flags import settings_from_argv
 
     module, script, *flags = words
     assert module == "megatron_flex.launch", module
     assert script.endswith(".py"), script
-    found, rest = settings(flags, {})
-    assert found != settings([], {})[0], "the example wants nothing"
+    found, rest = settings_from_argv(flags, {})
+    assert found != settings_from_argv([], {})[0], "the example wants nothing"
     assert rest == ["$FLAGS"], rest
 
 
 def check_variables(words: list[str]) -> None:
-    from megatron_flex.launch.flags import VARIABLE, settings
+    from megatron_flex.launch.flags import FLAGS_VARIABLE, settings_from_argv
 
     variables = dict(word.split("=", 1) for word in words)
-    assert settings([], variables)[0] != settings([], {})[0], f"{VARIABLE} says nothing"
+    assert settings_from_argv([], variables)[0] != settings_from_argv([], {})[0], f"{FLAGS_VARIABLE} says nothing"
 
 
 def check_control(words: list[str]) -> None:
     """`echo 'WORDS' > FILE`, of a control file."""
-    from megatron_flex.runtime.groups import switches
+    from megatron_flex.runtime.hook_groups import parse_switches
 
     said, arrow, _ = words
     assert arrow == ">"
-    switches(said.split(), [word.lstrip("+-") for word in said.split()])
+    parse_switches(said.split(), [word.lstrip("+-") for word in said.split()])
 
 
 def check_command(words: list[str]) -> None:

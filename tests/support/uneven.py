@@ -90,6 +90,6 @@ def answer(wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
     trained(model, lambda: model(mine).square().mean().backward(), change)
     flex.verify()
     model(mine)
-    out = {n: t.clone() for n, t in flex.named_whole_parameters(everywhere=True)}
+    out = {n: t.clone() for n, t in flex.named_full_parameters(everywhere=True)}
     flex.restore()
     return out

@@ -279,15 +279,15 @@ def test_sites_that_cannot_be_shown_are_told_in_one_line(command, dump, words, s
 )
 def test_the_runner_stands_behind_torchruns_options(words: list[str], command: list[str]) -> None:
     pytest.importorskip("typer")
-    from megatron_flex.cli.running import command_of
+    from megatron_flex.cli.running import torchrun_command
 
-    assert command_of(words) == [sys.executable, "-m", "torch.distributed.run", *command]
+    assert torchrun_command(words) == [sys.executable, "-m", "torch.distributed.run", *command]
 
 
 @pytest.mark.parametrize("words", [[], ["--flex-dump", "out", "pretrain.py"], ["--no-python", "pretrain.py"]])
 def test_what_leaves_no_place_for_the_runner_is_an_error(words: list[str]) -> None:
     pytest.importorskip("typer")
-    from megatron_flex.cli.running import command_of
+    from megatron_flex.cli.running import torchrun_command
 
     with pytest.raises(FlexError, match=r"no script|leave it out"):
-        command_of(words)
+        torchrun_command(words)

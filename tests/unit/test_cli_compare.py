@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_flex.dump import sampled
-from megatron_flex.dump.said import tokens_said
+from megatron_flex.dump.said import parse_token_setting
 from megatron_flex.errors import FlexError
 from tests.support import dumps
 from tests.support.commands import Command, kept
@@ -133,10 +133,10 @@ def test_a_plan_that_cannot_be_is_told_in_one_line(command):
     ],
 )
 def test_tokens_as_they_are_said(said, means):
-    assert tokens_said(said) == means
+    assert parse_token_setting(said) == means
 
 
 @pytest.mark.parametrize("said", ["x", "1:2:3:4", "random:", "random:0", "1,,2", ""])
 def test_tokens_that_cannot_be_said(said):
     with pytest.raises(FlexError):
-        tokens_said(said)
+        parse_token_setting(said)

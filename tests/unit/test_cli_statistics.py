@@ -98,5 +98,5 @@ def test_errors_are_one_line(command, stats, words, said):
 
 
 def test_curves_of_ascii_where_there_is_no_more(command, stats, monkeypatch):
-    monkeypatch.setattr("megatron_flex.cli.statistics.unicode_works", lambda: False)
+    monkeypatch.setattr("megatron_flex.cli.stats_command.supports_unicode", lambda: False)
     assert "  @@#*++==--...___\n" in command("stats", "show", "stats", "-s", SITES[0]).out

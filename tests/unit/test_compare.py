@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_flex.compare import Comparison, compare, patterns
-from megatron_flex.compare.statistics import Statistics, blocks
+from megatron_flex.compare.statistics import DifferenceSums, split_into_blocks
 from megatron_flex.errors import DumpError, FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from tests.support import dumps
@@ -304,11 +304,11 @@ def test_tolerance_grows_with_depth_and_on_the_way_back(tmp_path: Path) -> None:
 def test_blocks_cover_everything_once() -> None:
     for shape in ((), (1,), (5, 3, 7), (2, 100)):
         seen = torch.zeros(shape)
-        for block in blocks(shape, 8 * 6):
+        for block in split_into_blocks(shape, 8 * 6):
             assert seen[block].numel() <= 6
             seen[block] += 1
         assert (seen == 1).all()
-    assert list(blocks((3, 0, 2))) == []
+    assert list(split_into_blocks((3, 0, 2))) == []
 
 
 def test_small_blocks_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +318,7 @@ def test_small_blocks_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     paths = both(tmp_path, {FIRST: given(value)}, {FIRST: given(other)})
     whole = compare(*paths)
     read: list[int] = []
-    from megatron_flex.dump.reading import DumpArray
+    from megatron_flex.dump.reader import DumpArray
 
     real = DumpArray.torch
     monkeypatch.setattr(DumpArray, "torch", lambda self, *a: (read.append(self.size), real(self, *a))[1])
@@ -332,9 +332,9 @@ def test_small_blocks_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_statistics_of_blocks_are_those_of_the_whole() -> None:
     a, b = dumps.random(6, 5), dumps.random(6, 5, seed=1)
-    whole, parts = Statistics(), Statistics()
+    whole, parts = DifferenceSums(), DifferenceSums()
     whole.add(a, b, (0, 0))
-    for block in blocks(a.shape, 8 * 7):
+    for block in split_into_blocks(a.shape, 8 * 7):
         parts.add(a[block], b[block], tuple(s.start for s in block))
     assert parts.worst == whole.worst
     assert parts.relative == pytest.approx(float((a - b).norm() / max(a.norm(), b.norm())))
@@ -392,7 +392,7 @@ def test_noise_has_no_pattern(tmp_path: Path) -> None:
     result = of_one(tmp_path, value, value + 0.1 * tensor(9))
     assert result.verdict == "diverges"
     assert result.hints == ()
-    assert patterns.factor(float("nan"), 0.0, {}) == ""
+    assert patterns.find_constant_factor(float("nan"), 0.0, {}) == ""
 
 
 # -- what people see -----------------------------------------------------------------------------------

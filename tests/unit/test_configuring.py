@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_flex.errors import FlexError
-from megatron_flex.launch.configuring import read
-from megatron_flex.launch.settings import Settings
+from megatron_flex.launch.settings_file import read_settings_file
+from megatron_flex.launch.launch_settings import Settings
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -18,7 +18,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 def of(folder: Path, text: str | bytes) -> Settings:
     file = folder / "hooks.yaml"
     file.write_bytes(text.encode() if isinstance(text, str) else text)
-    return Settings.model_validate(read(file))
+    return Settings.model_validate(read_settings_file(file))
 
 
 # --- what can be said
@@ -52,7 +52,7 @@ def test_the_error_of_the_page(tmp_path: Path) -> None:
 
 def test_only_what_is_said_is_there(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("every: 3\ndumps: [{path: x}]\nstatistics: {}")
-    assert read(tmp_path / "a.yaml") == {"every": 3, "dumps": ({"path": "x"},), "statistics": {}}
+    assert read_settings_file(tmp_path / "a.yaml") == {"every": 3, "dumps": ({"path": "x"},), "statistics": {}}
 
 
 @pytest.mark.parametrize(
@@ -164,9 +164,9 @@ def test_files_that_are_no_settings(content: bytes, said: str, tmp_path: Path) -
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(FlexError, match=r"none\.yaml: No such file"):
-        read(tmp_path / "none.yaml")
+        read_settings_file(tmp_path / "none.yaml")
     with pytest.raises(FlexError, match="Is a directory"):
-        read(tmp_path)
+        read_settings_file(tmp_path)
 
 
 def test_aliases_of_aliases_come_to_an_end(tmp_path: Path) -> None:

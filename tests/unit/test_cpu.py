@@ -17,7 +17,7 @@ from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode_st
 from torch.utils.data import DataLoader, dataloader
 
 from megatron_flex import cpu
-from megatron_flex.cpu.importing import AfterImport
+from megatron_flex.cpu.importing import AfterImportFinder
 from megatron_flex.cpu.norm import build_norm
 from megatron_flex.cpu.patching import Patches
 from megatron_flex.errors import FlexError
@@ -427,7 +427,7 @@ def test_after_import_leaves_the_loader_alone(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "flexpack" / "inner.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     loaded: list[str] = []
-    finder = AfterImport("flexpack", lambda module: loaded.append(module.__name__))
+    finder = AfterImportFinder("flexpack", lambda module: loaded.append(module.__name__))
     sys.meta_path.insert(0, finder)
     try:
         assert import_module("flexpack.inner").value == 1
@@ -439,7 +439,7 @@ def test_after_import_leaves_the_loader_alone(tmp_path: Path, monkeypatch: pytes
     assert loaded == ["flexpack", "flexpack.inner"]
     assert package.seen == (package.__loader__, package.__spec__.loader)
     assert package.__spec__.loader is package.__loader__
-    assert type(package.__loader__).__module__ != AfterImport.__module__
+    assert type(package.__loader__).__module__ != AfterImportFinder.__module__
 
 
 # --- gloo

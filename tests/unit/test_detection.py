@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 import megatron_flex as mf
 from megatron_flex import FlexError, FlexWarning
 from megatron_flex.adapters import Found, compose, detect, mesh_of
-from megatron_flex.adapters.versions import TESTED, Version, check_versions, release
-from megatron_flex.knobs import knobs
+from megatron_flex.adapters.versions import TESTED_RANGES, Version, check_versions, parse_release
+from megatron_flex.config import flex_config
 from tests.support import distribution
 
 
@@ -197,7 +197,7 @@ def test_a_broken_entry_point_is_told_with_its_distribution(
     monkeypatch.delitem(sys.modules, "flex_broken", raising=False)
     with pytest.warns(FlexWarning, match=rf"adapter 'broken' \(entry point of flex-broken 1.2\) .*{told}"):
         mf.FlexModel(nn.Linear(2, 2)).restore()
-    monkeypatch.setattr(knobs, "adapters_off", "other, broken")
+    monkeypatch.setattr(flex_config, "adapters_off", "other, broken")
     assert "broken" not in {part.name for part in mf.detect(nn.Linear(2, 2)).others}
 
 
@@ -244,7 +244,7 @@ def test_importing_looks_for_no_entry_points(tmp_path: Path, monkeypatch: pytest
     ],
 )
 def test_the_tested_range(package: str, text: str, inside: bool | None):
-    assert Version(TESTED[package], text).inside is inside
+    assert Version(TESTED_RANGES[package], text).inside is inside
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_the_tested_range(package: str, text: str, inside: bool | None):
     [("0.20.0rc1", True), ("0.20.dev3+x", True), ("0.20.0", False), ("0.20.1rc1", False), ("0.20+x", False)],
 )
 def test_a_pre_release_behind_the_range_is_no_error(text: str, early: bool):
-    version = Version(TESTED["megatron"], text)
+    version = Version(TESTED_RANGES["megatron"], text)
     assert version.early is early
     assert version.inside is False
     if early:
@@ -264,9 +264,9 @@ def test_a_pre_release_behind_the_range_is_no_error(text: str, early: bool):
 
 
 def test_release_numbers():
-    assert release("0.12.0") == release("0.12") == (0, 12)
-    assert release("1!2.3.post1") == (2, 3)
-    assert release("unknown") == ()
+    assert parse_release("0.12.0") == parse_release("0.12") == (0, 12)
+    assert parse_release("1!2.3.post1") == (2, 3)
+    assert parse_release("unknown") == ()
 
 
 def test_a_version_outside_the_range_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch):
@@ -289,6 +289,6 @@ def _refused(sharded: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "outside the tested range" in str(found), "it is told, not refused, where it is asked"
     mf.FlexModel(nn.Linear(2, 2)).restore()  # torch alone is no framework
     mf.FlexModel(nn.DataParallel(nn.Linear(2, 2))).restore()  # nor are wrappers that it promises to keep
-    monkeypatch.setattr(knobs, "untested", True)
+    monkeypatch.setattr(flex_config, "untested", True)
     with pytest.warns(FlexWarning, match=r"torch 2\.3\.1, outside the tested range"):
         check_versions(found.versions)

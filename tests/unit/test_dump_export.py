@@ -8,8 +8,8 @@ import torch
 
 from megatron_flex.dump import sampled
 from megatron_flex.dump.exporting import blocks as walking
-from megatron_flex.dump.exporting.blocks import slabs
-from megatron_flex.dump.reading import open_dump
+from megatron_flex.dump.exporting.blocks import split_into_slabs
+from megatron_flex.dump.reader import open_dump
 from tests.support import dumps
 from tests.support.commands import Command
 from tests.support.dumps import COLUMN, NORM, SEQUENCE, WEIGHT, Given, random
@@ -37,10 +37,10 @@ def write(path: Path, given: dict[str, Given] | None = None, **more) -> None:
 
 @pytest.fixture
 def command(monkeypatch, capsys, tmp_path) -> Command:
-    monkeypatch.setattr(walking, "BLOCK", 64)  # bytes: each array in many blocks
-    monkeypatch.setattr("megatron_flex.dump.exporting.arrow.BLOCK", 200)
-    monkeypatch.setattr(walking.slabs, "__defaults__", (64,))
-    monkeypatch.setattr(walking.blocks, "__defaults__", (64,))
+    monkeypatch.setattr(walking, "EXPORT_BLOCK", 64)  # bytes: each array in many blocks
+    monkeypatch.setattr("megatron_flex.dump.exporting.arrow.EXPORT_BLOCK", 200)
+    monkeypatch.setattr(walking.split_into_slabs, "__defaults__", (64,))
+    monkeypatch.setattr(walking.read_blocks, "__defaults__", (64,))
     return Command(monkeypatch, capsys, tmp_path)
 
 
@@ -106,7 +106,7 @@ def test_iterations_of_different_shapes_have_a_tensor_each_if_told(command, tmp_
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_zarr_has_every_array_with_names_of_dims(command, tmp_path, monkeypatch, dtype):
     zarr = pytest.importorskip("zarr")
-    monkeypatch.setattr("megatron_flex.dump.exporting.zarred.CHUNK", 150)
+    monkeypatch.setattr("megatron_flex.dump.exporting.zarred.ZARR_CHUNK", 150)
     given = sites(dtype)
     write(tmp_path / "dump", given)
     done = command("dump", "export", "dump", "out.zarr", "-f", "zarr")
@@ -131,7 +131,7 @@ def test_zarr_has_every_array_with_names_of_dims(command, tmp_path, monkeypatch,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_datasets_have_a_row_for_each_token(command, tmp_path, monkeypatch, dtype):
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr("megatron_flex.dump.exporting.arrow.SHARD", 4000)
+    monkeypatch.setattr("megatron_flex.dump.exporting.arrow.ARROW_FILE_BYTES", 4000)
     given = sites(dtype)
     write(tmp_path / "dump", given)
     assert command("dump", "export", "dump", "out", "-f", "datasets").status == 0
@@ -217,6 +217,6 @@ def test_a_package_that_is_missing_is_named_with_its_extra(command, tmp_path, mo
 @pytest.mark.parametrize("most", [1, 8, 20, 100, 1000])
 def test_slabs_are_in_row_major_order_and_bounded(shape, most):
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    found = [whole[where] for where in slabs(shape, 4, most)]
+    found = [whole[where] for where in split_into_slabs(shape, 4, most)]
     assert torch.equal(torch.cat([f.reshape(-1) for f in found] or [whole.reshape(-1)]), whole.reshape(-1))
     assert all(f.numel() * 4 <= max(most, 4) for f in found)

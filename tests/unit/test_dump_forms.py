@@ -19,10 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import megatron_flex as mf
-from megatron_flex.dump import Entry, Manifest, Place, forms
-from megatron_flex.dump.contents import contents
-from megatron_flex.dump.files import VERSION, Index, Part, read_part
-from megatron_flex.dump.reading import OpenDump
+from megatron_flex.dump import ShardEntry, Manifest, SiteRecord, json_form
+from megatron_flex.dump.tools.dump_contents import list_dump_contents
+from megatron_flex.dump.part_format import DUMP_VERSION, PartIndex, StoredPart, read_part
+from megatron_flex.dump.reader import OpenDump
 from megatron_flex.errors import DumpError
 from tests.support import dumps
 from tests.support.dumps import SEQUENCE, WEIGHT, Given, random
@@ -33,13 +33,13 @@ NAMES = ("CUT", "DIM", "LAYOUT", "PLACE", "MANIFEST", "ENTRY", "INDEX", "TENSOR"
 
 def test_the_form_is_frozen() -> None:
     """Another form needs another version: then write the file anew, and say what reads the old one."""
-    now = {"version": VERSION, "forms": {name: getattr(forms, name) for name in NAMES}}
+    now = {"version": DUMP_VERSION, "forms": {name: getattr(json_form, name) for name in NAMES}}
     assert json.loads(FROZEN.read_text()) == now
 
 
 @pytest.mark.parametrize(
     ("kind", "form"),
-    [(Manifest, forms.MANIFEST), (Place, forms.PLACE), (Entry, forms.ENTRY), (Index, forms.INDEX)],
+    [(Manifest, json_form.MANIFEST_FORM), (SiteRecord, json_form.SITE_FORM), (ShardEntry, json_form.ENTRY_FORM), (PartIndex, json_form.INDEX_FORM)],
 )
 def test_the_form_has_what_is_written(kind: Any, form: dict[str, Any]) -> None:
     keys = {key for key in form if not key.endswith("?")} - {"format", "version"}
@@ -48,9 +48,9 @@ def test_the_form_has_what_is_written(kind: Any, form: dict[str, Any]) -> None:
 
 def test_what_is_written_has_the_form(dump: Path) -> None:
     told = json.loads((dump / "run-0000" / "manifest.json").read_text())
-    forms.check(told, forms.MANIFEST)
+    json_form.check_form(told, json_form.MANIFEST_FORM)
     for path in dump.rglob("*.safetensors"):
-        forms.check(json.loads(header_of(path)[0]["__metadata__"]["index"]), forms.INDEX)
+        json_form.check_form(json.loads(header_of(path)[0]["__metadata__"]["index"]), json_form.INDEX_FORM)
 
 
 @pytest.fixture
@@ -245,7 +245,7 @@ def test_manifests_of_other_values(dump: Path, data: st.DataObject) -> None:
 def test_a_name_with_a_control_character(dump: Path) -> None:
     """Neither the writer nor the reader has such a name, so that every message is one line."""
     with pytest.raises(DumpError, match=r"'a\\nb' cannot be dumped: .*rename the module"):
-        Place("a\nb", {}, ())
+        SiteRecord("a\nb", {}, ())
     path = dump / "run-0000" / "manifest.json"
     before = path.read_text()
     told = json.loads(before)
@@ -272,7 +272,7 @@ def test_listing_reads_the_names_once_and_not_for_each_name(
         many = [told["sites"][0] | {"name": f"x{n}"} for n in range(more)]
         path.write_text(json.dumps(told | {"sites": [*told["sites"], *many]}))
         asked.clear()
-        assert len(contents(dump).tensors) > more
+        assert len(list_dump_contents(dump).tensors) > more
         counts.append(len(asked))
     assert counts[0] == counts[1] > 0
 
@@ -355,7 +355,7 @@ def test_values_that_json_lacks_are_words(tmp_path: Path, dump: Path) -> None:
 
 def test_a_part_is_what_was_written(dump: Path) -> None:
     part = read_part(first_part(dump))
-    assert isinstance(part, Part)
+    assert isinstance(part, StoredPart)
     assert [e.turn for e in part.index.entries if e.kind == "value"] == [0, 1]
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flex.dump import VALUE, Dump, Entry, Manifest, Writer, open_run, sees
+from megatron_flex.dump import VALUE, Dump, ShardEntry, Manifest, DumpWriter, create_run, find_access_problem
 from megatron_flex.dump import opening as opening_
-from megatron_flex.dump.files import MANIFEST, part_name, run_folder, whole_parts
-from megatron_flex.dump.opening import RECENT, runs, whole_iterations
+from megatron_flex.dump.part_format import MANIFEST_NAME, format_part_name, format_run_folder, list_complete_parts
+from megatron_flex.dump.opening import CHECKED_ITERATIONS, list_begun_runs, list_complete_iterations
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import replicated
 
@@ -38,17 +38,17 @@ def manifest(ranks: int = 2, **more: Any) -> Manifest:
 
 
 def write(folder: Path, rank: int, iterations: range) -> None:
-    at = Writer(folder, rank, {"dp": rank}, Dump(folder, "x", part_bytes=100))
+    at = DumpWriter(folder, rank, {"dp": rank}, Dump(folder, "x", part_bytes=100))
     for number in iterations:
         at.begin(number, 0, True, 1)
         for n in range(3):
-            at.put(Entry(f"x{n}", VALUE, 0, 0, 0, (30,), ""), replicated("h"), torch.ones(30))
+            at.put(ShardEntry(f"x{n}", VALUE, 0, 0, 0, (30,), ""), replicated("h"), torch.ones(30))
         at.finish()
     at.close()
 
 
 def opened(path: Path, **more: Any) -> Manifest:
-    return open_run(path, manifest(**more))
+    return create_run(path, manifest(**more))
 
 
 def refused(path: Path, **more: Any) -> str:
@@ -78,9 +78,9 @@ def test_a_run_skips_what_earlier_runs_have_whole(tmp_path: Path) -> None:
 def test_an_iteration_without_one_of_its_parts_is_not_whole(tmp_path: Path, lost: int) -> None:
     told = opened(tmp_path, ranks=1)
     write(tmp_path / "run-0000", 0, range(2))
-    (tmp_path / "run-0000" / "0000000001" / part_name(0, lost, 3 * (lost == 2))).unlink()
-    assert whole_iterations(tmp_path / "run-0000", told) == {"0000000000"}
-    assert whole_parts(tmp_path / "run-0000" / "0000000001", [0]) is None
+    (tmp_path / "run-0000" / "0000000001" / format_part_name(0, lost, 3 * (lost == 2))).unlink()
+    assert list_complete_iterations(tmp_path / "run-0000", told) == {"0000000000"}
+    assert list_complete_parts(tmp_path / "run-0000" / "0000000001", [0]) is None
 
 
 def test_what_is_whole_is_told_by_names(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_what_is_whole_is_told_by_names(tmp_path: Path) -> None:
             file.unlink()
         for name in names:
             (tmp_path / f"{name}.safetensors").touch()
-        found = whole_parts(tmp_path, [0, 3])
+        found = list_complete_parts(tmp_path, [0, 3])
         return (
             None
             if found is None
@@ -115,8 +115,8 @@ def test_what_is_whole_is_told_by_names(tmp_path: Path) -> None:
 def test_a_file_that_a_power_cut_cut_is_not_whole(tmp_path: Path, left: int) -> None:
     told = opened(tmp_path, ranks=1)
     write(tmp_path / "run-0000", 0, range(3))
-    os.truncate(tmp_path / "run-0000" / "0000000002" / part_name(0, 1), left)
-    assert whole_iterations(tmp_path / "run-0000", told) == {"0000000000", "0000000001"}
+    os.truncate(tmp_path / "run-0000" / "0000000002" / format_part_name(0, 1), left)
+    assert list_complete_iterations(tmp_path / "run-0000", told) == {"0000000000", "0000000001"}
 
 
 def test_thousands_of_iterations_are_told_by_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,20 +125,20 @@ def test_thousands_of_iterations_are_told_by_names(tmp_path: Path, monkeypatch: 
         folder = tmp_path / "run-0000" / f"{number:010d}"
         folder.mkdir()
         for rank in (0, 1):
-            (folder / part_name(rank, 0, 1)).touch()
+            (folder / format_part_name(rank, 0, 1)).touch()
     monkeypatch.setattr(opening_, "read_part", read.append)
-    assert len(whole_iterations(tmp_path / "run-0000", told)) == 2000
-    assert len(read) == 2 * RECENT
+    assert len(list_complete_iterations(tmp_path / "run-0000", told)) == 2000
+    assert len(read) == 2 * CHECKED_ITERATIONS
 
 
 def test_numbers_go_on_behind_the_last_run(tmp_path: Path) -> None:
     for _ in range(3):
         opened(tmp_path)
     for number in (0, 1):
-        (tmp_path / run_folder(number) / MANIFEST).unlink()
-        (tmp_path / run_folder(number)).rmdir()
+        (tmp_path / format_run_folder(number) / MANIFEST_NAME).unlink()
+        (tmp_path / format_run_folder(number)).rmdir()
     assert opened(tmp_path).run == 3
-    assert [r.name for r in runs(tmp_path)] == ["run-0002", "run-0003"]
+    assert [r.name for r in list_begun_runs(tmp_path)] == ["run-0002", "run-0003"]
 
 
 def test_leaders_that_open_at_once_get_runs_of_their_own(tmp_path: Path) -> None:
@@ -146,13 +146,13 @@ def test_leaders_that_open_at_once_get_runs_of_their_own(tmp_path: Path) -> None
         told = list(pool.map(lambda n: opened(tmp_path, created=str(n)), range(40)))
     assert sorted(m.run for m in told) == list(range(40))
     for one in told:
-        assert Manifest.read(tmp_path / run_folder(one.run)).created == one.created
+        assert Manifest.read(tmp_path / format_run_folder(one.run)).created == one.created
     assert not list(tmp_path.glob(".run-*"))
 
 
 def test_what_killed_runs_leave_is_no_hindrance(tmp_path: Path) -> None:
     (tmp_path / ".run-17-0a0b0c0d.tmp").mkdir()
-    (tmp_path / ".run-17-0a0b0c0d.tmp" / (MANIFEST + ".tmp")).write_text("{")
+    (tmp_path / ".run-17-0a0b0c0d.tmp" / (MANIFEST_NAME + ".tmp")).write_text("{")
     (tmp_path / "run-0000").mkdir()
     folder = tmp_path / "run-0001" / "0000000000"
     folder.mkdir(parents=True)
@@ -183,7 +183,7 @@ def test_other_dumps_and_other_folders_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": "other"}', "\0\1"])
 def test_a_damaged_manifest_is_told(tmp_path: Path, content: str) -> None:
     opened(tmp_path)
-    (tmp_path / "run-0000" / MANIFEST).write_text(content)
+    (tmp_path / "run-0000" / MANIFEST_NAME).write_text(content)
     assert "run-0000/manifest.json" in refused(tmp_path)
 
 
@@ -202,9 +202,9 @@ def test_nothing_is_left_of_a_run_that_cannot_be_opened(
 
 def test_a_rank_that_sees_another_folder_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = opened(tmp_path)
-    assert sees(tmp_path, told) == ""
-    assert sees(tmp_path, replace(told, created="later")) == "sees another folder of that name"
-    assert sees(tmp_path, replace(told, run=7), 0.0) == "does not see it"
-    assert sees(tmp_path / "elsewhere", told, 0.0) == "does not see it"
+    assert find_access_problem(tmp_path, told) == ""
+    assert find_access_problem(tmp_path, replace(told, created="later")) == "sees another folder of that name"
+    assert find_access_problem(tmp_path, replace(told, run=7), 0.0) == "does not see it"
+    assert find_access_problem(tmp_path / "elsewhere", told, 0.0) == "does not see it"
     monkeypatch.setattr(os, "access", lambda *args: False)  # which root always has
-    assert sees(tmp_path, told) == "may not write to it"
+    assert find_access_problem(tmp_path, told) == "may not write to it"

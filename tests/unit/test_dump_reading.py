@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import megatron_flex as mf
-from megatron_flex.dump.selection import Sampled
+from megatron_flex.dump.selection import RandomTokens
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import Cut, Dim, Layout
 from tests.support import dumps
@@ -201,7 +201,7 @@ def test_few_files_are_open_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens", [slice(None, None, 3), slice(-4, None), [0, 5, -1], Sampled(5, seed=1), 2], ids=str
+    "tokens", [slice(None, None, 3), slice(-4, None), [0, 5, -1], RandomTokens(5, seed=1), 2], ids=str
 )
 @pytest.mark.parametrize("samples", [None, [0, 3, 6], slice(1, None, 2)], ids=str)
 @pytest.mark.parametrize("mesh", [{}, {"dp": 2, "cp": 2, "tp": 2}], ids=str)
@@ -222,7 +222,7 @@ def test_picked_tokens_and_samples(tmp_path: Path, tokens: Any, samples: Any, me
         found = array.torch()
         for i in range(2):
             for j, number in enumerate(numbers):
-                if isinstance(tokens, Sampled):
+                if isinstance(tokens, RandomTokens):
                     positions = tokens.positions(16, i, number)
                     assert array.tokens[i, j].tolist() == positions
                 else:
@@ -515,24 +515,24 @@ def test_shards_that_ranks_did_not_write(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_flat_parts_of_gradients(tmp_path: Path) -> None:
-    from megatron_flex.dump import Dump, Entry, Manifest, Place, Writer, open_run, to_json
+    from megatron_flex.dump import Dump, ShardEntry, Manifest, SiteRecord, DumpWriter, create_run, layout_to_json
     from megatron_flex.layout import extract
 
     whole, path = random(8, 6), tmp_path / "d"
     sizes = {"dp": 3, "tp": 2}
     places = [{"dp": d, "tp": t} for d in range(3) for t in range(2)]
     dump = Dump(path, parameters=["w"], gradients=True)
-    place = Place("w", to_json(WEIGHT), (8, 6))
+    place = SiteRecord("w", layout_to_json(WEIGHT), (8, 6))
     manifest = Manifest(
         0, "", {}, "x", sizes, {}, tuple(enumerate(places)), {}, "", (), (place,), dump.to_json()
     )
-    open_run(path, manifest)
+    create_run(path, manifest)
     for rank, coords in enumerate(places):
-        writer = Writer(path / "run-0000", rank, coords, dump)
+        writer = DumpWriter(path / "run-0000", rank, coords, dump)
         writer.begin(0, 0, True, 1)
         local = extract(WEIGHT, whole, coords, sizes)
         span = (coords["dp"] * 7, min(coords["dp"] * 7 + 7, 24)) if coords["dp"] < 2 else (14, 24)
-        entry = Entry("w", "parameter_gradient", 0, 0, 0, (4, 6), "", span=span)
+        entry = ShardEntry("w", "parameter_gradient", 0, 0, 0, (4, 6), "", span=span)
         writer.put(entry, WEIGHT, local.flatten()[slice(*span)])
         writer.finish()
         writer.close()
@@ -566,8 +566,8 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 import torch
 import megatron_flex as mf
-assert not any(m.startswith("megatron_flex.dump.reading") for m in sys.modules)
-from megatron_flex.dump.reading import open_dump
+assert not any(m.startswith("megatron_flex.dump.reader") for m in sys.modules)
+from megatron_flex.dump.reader import open_dump
 assert mf.open_dump is open_dump
 dump = mf.open_dump({str(tmp_path / "d")!r}, check="first")
 value = torch.load({str(tmp_path / "value.pt")!r})

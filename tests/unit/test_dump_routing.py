@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_flex.dump.layouts import from_json, to_json
-from megatron_flex.dump.routing import Routing, choice_from_json, choice_to_json, pack, unpack
+from megatron_flex.dump.layouts import layout_from_json, layout_to_json
+from megatron_flex.dump.expert_routing import ExpertRouting, choice_from_json, choice_to_json, pack_choice, unpack_choice
 from megatron_flex.errors import DumpError
-from megatron_flex.layout import Choice, Cut, Dim, Layout, extract
+from megatron_flex.layout import ExpertChoice, Cut, Dim, Layout, extract
 
 FEATURES = 8
 LAYOUTS = {
@@ -55,12 +55,12 @@ class Ranks:
             out.append(chosen & (torch.rand(scores.shape, generator=generator) < 0.8))  # some are dropped
         return out
 
-    def choices(self, chosen: list[Tensor], slots: int) -> list[tuple[dict[str, int], Choice]]:
+    def choices(self, chosen: list[Tensor], slots: int) -> list[tuple[dict[str, int], ExpertChoice]]:
         out = []
         for coords in self.coords:
             own = extract(self.stream, chosen[coords["dp"]], coords, self.sizes)
             shape = int(own.shape[0]), int(own.shape[1])
-            out.append((coords, Choice(own.flatten(0, 1), shape, slots, self.stream, self.outer)))
+            out.append((coords, ExpertChoice(own.flatten(0, 1), shape, slots, self.stream, self.outer)))
         return out
 
     def rows(self, chosen: list[Tensor], layout: Layout, expert: int | None) -> dict[Any, Tensor]:
@@ -130,7 +130,7 @@ def test_rows_go_home(
     ranks, layout = Ranks(*mesh, sp=sp, each=each, outer=outer), LAYOUTS[kind]
     chosen = ranks.route(slots, seed)
     expert = seed % ranks.count if one else None
-    routing = Routing(ranks.choices(chosen, slots), ranks.sizes)
+    routing = ExpertRouting(ranks.choices(chosen, slots), ranks.sizes)
     rows = ranks.rows(chosen, layout, expert)
     if kind == "the same":  # one of those along etp wrote them
         rows = {p: r for p, r in rows.items() if p[2] == (p[0] + p[1]) % ranks.sizes["etp"]}
@@ -150,7 +150,7 @@ def test_rows_go_home(
 def test_some_tokens_only() -> None:
     ranks = Ranks((2, 1, 2), (1, 2, 2), True, 2, True)
     chosen = ranks.route(2, 5)
-    rows = Routing(ranks.choices(chosen, 2), ranks.sizes).rows(1)
+    rows = ExpertRouting(ranks.choices(chosen, 2), ranks.sizes).rows(1)
     mask = torch.arange(ranks.length * ranks.batch) % 3 == 0
     assert set(rows.among(mask).token.tolist()) <= set(mask.nonzero()[:, 0].tolist())
     assert len(rows.among(mask).row) == int(chosen[1].flatten(0, 1)[mask].sum())
@@ -159,16 +159,16 @@ def test_some_tokens_only() -> None:
 @given(st.integers(1, 40), st.integers(0, 9), st.integers(0, 99))
 def test_bits(experts: int, tokens: int, seed: int) -> None:
     chosen = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed)) < 0.4
-    assert pack(chosen).shape == (tokens, -(-experts // 8))
-    assert torch.equal(unpack(pack(chosen), experts), chosen)
+    assert pack_choice(chosen).shape == (tokens, -(-experts // 8))
+    assert torch.equal(unpack_choice(pack_choice(chosen), experts), chosen)
 
 
 def test_decisions_as_json() -> None:
     ranks = Ranks((1, 2, 2), (1, 4, 1), True, 3, False)
     _, choice = ranks.choices(ranks.route(2, 1), 2)[1]
-    again = choice_from_json(choice_to_json(choice), pack(choice.chosen))
+    again = choice_from_json(choice_to_json(choice), pack_choice(choice.chosen))
     assert torch.equal(again.chosen, choice.chosen)
-    assert again.stream == from_json(to_json(Layout(choice.stream.dims[:2])))
+    assert again.stream == layout_from_json(layout_to_json(Layout(choice.stream.dims[:2])))
     same = (again.shape, again.slots, again.etp_outer)
     assert same == (choice.shape, choice.slots, choice.etp_outer)
 
@@ -194,7 +194,7 @@ def test_what_is_no_decision(told: Any) -> None:
     broken = {**good, **told} if isinstance(told, dict) and told else told
     with pytest.raises(DumpError, match="damaged"):
         choice_from_json(
-            broken, pack(choice.chosen)[:, :0] if broken == {**good, "experts": 3} else pack(choice.chosen)
+            broken, pack_choice(choice.chosen)[:, :0] if broken == {**good, "experts": 3} else pack_choice(choice.chosen)
         )
 
 
@@ -204,13 +204,13 @@ def test_what_is_missing_is_named() -> None:
     choices = ranks.choices(chosen, 2)
     rows = ranks.rows(chosen, LAYOUTS["the same"], None)
     with pytest.raises(DumpError, match=r"no router's decision of the rank at \(edp, ep, etp\)=\(0, 1, 0\)"):
-        Routing(choices[:1], ranks.sizes).whole(rows, LAYOUTS["the same"], 0)
+        ExpertRouting(choices[:1], ranks.sizes).whole(rows, LAYOUTS["the same"], 0)
     del rows[0, 1, 0]
     with pytest.raises(DumpError, match="no rows of the ranks at edp=0, ep=1"):
-        Routing(choices, ranks.sizes).whole(rows, LAYOUTS["the same"], 0)
+        ExpertRouting(choices, ranks.sizes).whole(rows, LAYOUTS["the same"], 0)
     other = replace(choices[1][1], chosen=choices[1][1].chosen[:, :2])
     with pytest.raises(DumpError, match=r"among \[2, 4\] experts"):
-        Routing([choices[0], (choices[1][0], other)], ranks.sizes)
+        ExpertRouting([choices[0], (choices[1][0], other)], ranks.sizes)
 
 
 CUT_BY_DATA = {"dims": [{"name": "s", "cuts": [{"axis": "dp"}]}, {"name": "b"}]}
@@ -226,10 +226,10 @@ def test_nasty_decisions_are_refused_or_harmless(key: str, value: Any) -> None:
     """Whatever an entry says beside its bits: one kind of error, and no memory beyond the dump's own size."""
     ranks = Ranks((2, 1, 1), (1, 2, 1), True, 2, True)
     chosen = ranks.route(2, 3)
-    told = [(coords, choice_to_json(c), pack(c.chosen)) for coords, c in ranks.choices(chosen, 2)]
+    told = [(coords, choice_to_json(c), pack_choice(c.chosen)) for coords, c in ranks.choices(chosen, 2)]
     told[1][1][key] = value
     with contextlib.suppress(DumpError):
-        routing = Routing([(coords, choice_from_json(one, bits)) for coords, one, bits in told], ranks.sizes)
+        routing = ExpertRouting([(coords, choice_from_json(one, bits)) for coords, one, bits in told], ranks.sizes)
         assert len(routing.rows(0).row) == int(chosen[0].sum())
     with pytest.raises(DumpError, match="rows of expert"):
-        Routing(ranks.choices(chosen, 2), ranks.sizes).rows(0, 4 if key == "slots" else -1)
+        ExpertRouting(ranks.choices(chosen, 2), ranks.sizes).rows(0, 4 if key == "slots" else -1)

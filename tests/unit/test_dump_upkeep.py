@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_flex.dump import REPLICA, Writer
-from megatron_flex.dump.contents import contents
-from megatron_flex.dump.files import read_part
-from megatron_flex.dump.inventory import run_folders
-from megatron_flex.dump.reading import open_dump
-from megatron_flex.dump.upkeep import prune, to_prune
-from megatron_flex.dump.verifying import Finding, verify
+from megatron_flex.dump import REPLICA, DumpWriter
+from megatron_flex.dump.tools.dump_contents import list_dump_contents
+from megatron_flex.dump.part_format import read_part
+from megatron_flex.dump.inventory import list_run_folders
+from megatron_flex.dump.reader import open_dump
+from megatron_flex.dump.tools.dump_cleanup import prune_dump, list_removals
+from megatron_flex.dump.verifying import DumpFinding, verify_dump
 from megatron_flex.errors import DumpError
 from tests.support import dumps
 from tests.support.commands import Command, kept
@@ -56,15 +56,15 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def only(dump: Path, **more) -> Finding:
-    found = verify(dump, **more)
+def only(dump: Path, **more) -> DumpFinding:
+    found = verify_dump(dump, **more)
     (finding,) = found.findings
     assert found.good is not finding.error
     return finding
 
 
 def test_a_dump_as_it_was_written_is_good(dump):
-    found = verify(dump)
+    found = verify_dump(dump)
     assert found.good
     assert found.findings == []
     assert (found.files, found.tensors, found.whole) == (12, 3 * (2 * 2 + 2), [0, 10, 20])
@@ -117,7 +117,7 @@ def test_a_rank_that_stopped_leaves_a_torn_iteration(dump):
     finding = only(dump)
     assert (finding.kind, finding.rank, finding.iteration) == ("torn", 3, 20)
     assert finding.error
-    assert verify(dump, live=True).findings == []
+    assert verify_dump(dump, live=True).findings == []
 
 
 def test_what_another_run_has_whole_is_not_lost(dump):
@@ -133,7 +133,7 @@ def test_a_manifest_that_is_gone_is_found_and_checksums_are_still_checked(dump):
     (dump / "run-0000" / "manifest.json").unlink()
     path = part(dump, 10, 1)
     flip(path, path.stat().st_size - 1)
-    assert [f.kind for f in verify(dump).findings] == ["manifest", "checksum"]
+    assert [f.kind for f in verify_dump(dump).findings] == ["manifest", "checksum"]
 
 
 def test_a_part_under_another_name_contradicts_it(dump):
@@ -147,7 +147,7 @@ def test_a_part_under_another_name_contradicts_it(dump):
 def test_a_site_that_the_manifest_does_not_have_contradicts_it(dump):
     path = dump / "run-0000" / "manifest.json"
     path.write_text(path.read_text().replace(SECOND, "decoder.layers.7"))
-    found = verify(dump)
+    found = verify_dump(dump)
     assert not found.good
     assert {f.rank for f in found.findings if f.error} == {2, 3}
     assert any("decoder.layers.7" in f.text and not f.error for f in found.findings)
@@ -156,12 +156,12 @@ def test_a_site_that_the_manifest_does_not_have_contradicts_it(dump):
 def test_strays_are_noted_and_are_no_error(dump):
     (dump / "run-0000" / f"{10:010d}" / ".00001-000.safetensors.tmp").write_bytes(b"x" * 9)
     assert only(dump).kind == "stray"
-    assert verify(dump).good
+    assert verify_dump(dump).good
 
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_replicas_out_of_step_are_named(tmp_path, monkeypatch, wrong):
-    path, put = tmp_path / "dump", Writer.put
+    path, put = tmp_path / "dump", DumpWriter.put
     whole = {"decoder.layers.0": Given(random(1, 2, 4, 8), REPLICATED)}
     monkeypatch.setattr("tests.support.dumps.Ownership.mine", lambda *_, **__: True)
 
@@ -171,9 +171,9 @@ def test_replicas_out_of_step_are_named(tmp_path, monkeypatch, wrong):
             tensor = tensor + 1 if wrong else tensor
         put(self, entry, layout, tensor)
 
-    monkeypatch.setattr(Writer, "put", copied)
+    monkeypatch.setattr(DumpWriter, "put", copied)
     dumps.write(path, whole, mesh={"tp": 2}, replicas=True)
-    found = verify(path)
+    found = verify_dump(path)
     assert found.replicas == 1
     assert [(f.kind, f.rank, f.sites) for f in found.findings] == (
         [("replica", 1, ("decoder.layers.0",))] if wrong else []
@@ -191,14 +191,14 @@ def test_findings_as_they_are_printed(command, dump):
     told = json.loads(command("dump", "verify", "dump", "--json").out)
     assert not told["good"]
     assert [f["kind"] for f in told["findings"]] == ["checksum", "stray", "missing", "torn"]
-    assert contents(dump).iterations == [10]
+    assert list_dump_contents(dump).iterations == [10]
 
 
 # -- pruning
 
 
 def runs(dump: Path) -> dict[int, list[int]]:
-    return {r.number: [f.number for f in r.iterations] for r in run_folders(dump)}
+    return {r.number: [f.number for f in r.iterations] for r in list_run_folders(dump)}
 
 
 def test_prune_removes_what_is_torn_of_runs_that_are_over_and_nothing_that_is_whole(dump):
@@ -209,21 +209,21 @@ def test_prune_removes_what_is_torn_of_runs_that_are_over_and_nothing_that_is_wh
     torn = part(dump, 30, 0, run=1)
     torn.unlink()
     before = {n: open_dump(dump)[FIRST].at(n).torch() for n in (0, 10, 20)}
-    found = to_prune(dump)
+    found = list_removals(dump)
     assert [(r.why, r.iteration) for r in found] == [("temporary", 10), ("torn", 20)]
-    assert prune(dump, found) == sum(r.nbytes for r in found)
+    assert prune_dump(dump, found) == sum(r.nbytes for r in found)
     assert runs(dump) == {0: [0, 10], 1: [20, 30]}
     assert not stray.exists()
     assert {n: open_dump(dump)[FIRST].at(n).torch() for n in (0, 10, 20)}.keys() == before.keys()
     assert all(torch.equal(open_dump(dump)[FIRST].at(n).torch(), v) for n, v in before.items())
-    assert to_prune(dump) == []
-    assert [(r.why, r.iteration, r.run) for r in to_prune(dump, force=True)] == [("torn", 30, 1)]
+    assert list_removals(dump) == []
+    assert [(r.why, r.iteration, r.run) for r in list_removals(dump, force=True)] == [("torn", 30, 1)]
 
 
 def test_prune_leaves_the_newest_run_alone_unless_told(dump):
     part(dump, 20, 3).unlink()
-    assert to_prune(dump, keep_every=7, before=100) == []
-    assert [r.iteration for r in to_prune(dump, force=True)] == [20]
+    assert list_removals(dump, keep_every=7, before=100) == []
+    assert [r.iteration for r in list_removals(dump, force=True)] == [20]
 
 
 @pytest.mark.parametrize(
@@ -238,9 +238,9 @@ def test_prune_leaves_the_newest_run_alone_unless_told(dump):
 def test_prune_thins_whole_iterations_out_as_told(tmp_path, said, left):
     path = tmp_path / "dump"
     write(path, [0, 10, 20, 30, 40])
-    prune(path, to_prune(path, force=True, **said))
+    prune_dump(path, list_removals(path, force=True, **said))
     assert open_dump(path).iterations == left
-    assert verify(path).good
+    assert verify_dump(path).good
 
 
 def test_prune_leaves_what_is_damaged_to_a_person(dump):
@@ -248,35 +248,35 @@ def test_prune_leaves_what_is_damaged_to_a_person(dump):
     write(dump, [30])
     (dump / "run-0001" / "manifest.json").unlink()
     write(dump, [40])
-    assert to_prune(dump) == []
+    assert list_removals(dump) == []
 
 
 def test_prune_removes_the_folder_of_a_run_that_never_began(dump):
     (dump / "run-0001").mkdir()
-    assert to_prune(dump) == []  # it may be beginning
+    assert list_removals(dump) == []  # it may be beginning
     write(dump, [30])
-    (removal,) = to_prune(dump)
+    (removal,) = list_removals(dump)
     assert removal.why == "empty run"
-    prune(dump, [removal])
+    prune_dump(dump, [removal])
     assert runs(dump).keys() == {0, 2}
 
 
 def test_a_prune_that_was_stopped_is_finished_by_the_next(dump, monkeypatch):
     part(dump, 20, 3).unlink()
-    found = to_prune(dump, force=True)
+    found = list_removals(dump, force=True)
 
     def stopped(path):
         raise OSError(5, "stopped", str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr("megatron_flex.dump.upkeep.shutil.rmtree", stopped)
+        patched.setattr("megatron_flex.dump.tools.dump_cleanup.shutil.rmtree", stopped)
         with pytest.raises(DumpError, match="cannot be removed: stopped"):
-            prune(dump, found)
+            prune_dump(dump, found)
     assert runs(dump) == {0: [0, 10]}
-    assert verify(dump).good
-    (left,) = to_prune(dump)
+    assert verify_dump(dump).good
+    (left,) = list_removals(dump)
     assert left.why == "left over"
-    prune(dump, [left])
+    prune_dump(dump, [left])
     assert [p.name for p in dump.iterdir()] == ["run-0000"]
 
 

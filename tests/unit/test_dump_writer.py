@@ -25,32 +25,32 @@ from torch import Tensor
 from megatron_flex.dump import REPLICA
 from megatron_flex.dump import VALUE
 from megatron_flex.dump import Dump
-from megatron_flex.dump import Entry
-from megatron_flex.dump import Writer
+from megatron_flex.dump import ShardEntry
+from megatron_flex.dump import DumpWriter
 from megatron_flex.dump import background
-from megatron_flex.dump import parts
-from megatron_flex.dump.files import NAMES, read_part, whole_parts
-from megatron_flex.dump.staging import SLAB, Buffers, Side
+from megatron_flex.dump.writer.dump_writer import part_writer
+from megatron_flex.dump.part_format import DTYPE_NAMES, read_part, list_complete_parts
+from megatron_flex.dump.staging import SLAB_BYTES, HostBuffers, CopyStream
 from megatron_flex.errors import DumpError, FlexWarning
-from megatron_flex.knobs import knobs
+from megatron_flex.config import flex_config
 from megatron_flex.layout import replicated
 
 LAYOUT = replicated("s", "h")
 
 
-def writer(path: Path, rank: int = 0, **settings: Any) -> Writer:
+def writer(path: Path, rank: int = 0, **settings: Any) -> DumpWriter:
     path.mkdir(exist_ok=True)
-    return Writer(path, rank, {"tp": rank}, Dump(path, "x", **settings))
+    return DumpWriter(path, rank, {"tp": rank}, Dump(path, "x", **settings))
 
 
 def tensors(iteration: int, count: int = 3, size: int = 100) -> dict[str, Tensor]:
     return {f"site{n}": torch.full((size, 4), iteration + n / 8) for n in range(count)}
 
 
-def step(at: Writer, iteration: int, given: dict[str, Tensor] | None = None, owned: bool = False) -> None:
+def step(at: DumpWriter, iteration: int, given: dict[str, Tensor] | None = None, owned: bool = False) -> None:
     at.begin(iteration, 0, True, 1)
     for site, tensor in (tensors(iteration) if given is None else given).items():
-        at.put(Entry(site, VALUE, 0, 0, 0, tuple(tensor.shape), ""), LAYOUT, tensor, owned)
+        at.put(ShardEntry(site, VALUE, 0, 0, 0, tuple(tensor.shape), ""), LAYOUT, tensor, owned)
     at.finish()
 
 
@@ -58,7 +58,7 @@ def whole(path: Path, rank: int = 0) -> list[int]:
     """The iterations that are whole; all of them with right checksums."""
     out = []
     for folder in sorted(path.glob("0*")):
-        if (found := whole_parts(folder, [rank])) is not None:
+        if (found := list_complete_parts(folder, [rank])) is not None:
             out.append(int(folder.name))
             for file in found[rank]:
                 contents(file)
@@ -82,7 +82,7 @@ def contents(file: Path) -> dict[str, Tensor]:
 
 
 def of(path: Path, iteration: int) -> dict[str, Tensor]:
-    found = whole_parts(path / f"{iteration:010d}", [0])
+    found = list_complete_parts(path / f"{iteration:010d}", [0])
     assert found is not None
     return {site: t for file in found[0] for site, t in contents(file).items()}
 
@@ -121,8 +121,8 @@ def test_a_commit_is_durable_before_it_counts(
         calls.append(f"{old.name} to {new.name}")
         rename(old, new)
 
-    monkeypatch.setattr(parts.os, "fsync", synced)
-    monkeypatch.setattr(parts.os, "rename", renamed)
+    monkeypatch.setattr(part_writer.os, "fsync", synced)
+    monkeypatch.setattr(part_writer.os, "rename", renamed)
     at = writer(tmp_path / "run", durable=durable)
     step(at, 0)
     at.close()
@@ -152,12 +152,12 @@ def test_a_draft_is_a_file_of_the_writers_own(tmp_path: Path, left: str) -> None
 
 def test_every_dtype_and_form_comes_back(tmp_path: Path) -> None:
     at = writer(tmp_path)
-    given = {str(d): torch.arange(24).reshape(4, 6).to(d) for d in NAMES}
+    given = {str(d): torch.arange(24).reshape(4, 6).to(d) for d in DTYPE_NAMES}
     given["turned"] = torch.randn(6, 4).t()
     given["strided"] = torch.randn(8, 12)[::2, ::3]
     given["none"] = torch.empty(0, 4)
     given["one"] = torch.tensor(3.5)
-    given["large"] = torch.randn(SLAB // 8 + 3)
+    given["large"] = torch.randn(SLAB_BYTES // 8 + 3)
     step(at, 0, given)
     step(at, 1, {n: t.clone() for n, t in given.items()}, owned=True)
     step(at, 2, given, owned=True)  # of larger storages, which must not be kept
@@ -178,7 +178,7 @@ def test_a_tensor_may_be_overwritten_at_once(tmp_path: Path) -> None:
     for number in range(20):
         tensor.fill_(number)
         at.begin(number, 0, True, 1)
-        at.put(Entry("x", VALUE, 0, 0, 0, (64, 4), ""), LAYOUT, tensor)
+        at.put(ShardEntry("x", VALUE, 0, 0, 0, (64, 4), ""), LAYOUT, tensor)
         tensor.fill_(-1)
         at.finish()
     at.close()
@@ -188,11 +188,11 @@ def test_a_tensor_may_be_overwritten_at_once(tmp_path: Path) -> None:
 def test_of_a_replica_only_the_checksum_is_written(tmp_path: Path) -> None:
     at, tensor = writer(tmp_path), torch.randn(5, 4)
     at.begin(0, 0, True, 1)
-    at.put(Entry("x", REPLICA, 0, 0, 0, (5, 4), ""), LAYOUT, tensor)
-    at.put(Entry("y", VALUE, 0, 0, 0, (5, 4), ""), LAYOUT, tensor)
+    at.put(ShardEntry("x", REPLICA, 0, 0, 0, (5, 4), ""), LAYOUT, tensor)
+    at.put(ShardEntry("y", VALUE, 0, 0, 0, (5, 4), ""), LAYOUT, tensor)
     at.finish()
     at.close()
-    part = read_part(whole_parts(tmp_path / "0000000000", [0])[0][0])  # type: ignore[index]
+    part = read_part(list_complete_parts(tmp_path / "0000000000", [0])[0][0])  # type: ignore[index]
     first, second = part.index.entries
     assert list(part.where) == [second.tensor]
     assert first.crc == second.crc == zlib.crc32(tensor.numpy().tobytes())
@@ -204,11 +204,11 @@ def test_an_abandoned_iteration_leaves_nothing(tmp_path: Path) -> None:
     step(at, 0)
     at.begin(1, 0, True, 1)
     for site, tensor in tensors(1, 5).items():
-        at.put(Entry(site, VALUE, 0, 0, 0, (100, 4), ""), LAYOUT, tensor)
+        at.put(ShardEntry(site, VALUE, 0, 0, 0, (100, 4), ""), LAYOUT, tensor)
     at.abandon()
     step(at, 2)
     at.begin(3, 0, True, 1)  # and never ended
-    at.put(Entry("x", VALUE, 0, 0, 0, (100, 4), ""), LAYOUT, torch.ones(100, 4))
+    at.put(ShardEntry("x", VALUE, 0, 0, 0, (100, 4), ""), LAYOUT, torch.ones(100, 4))
     at.close()
     assert whole(tmp_path) == [0, 2]
     assert not list(tmp_path.glob("0000000001/*"))
@@ -249,7 +249,7 @@ def test_a_single_larger_tensor_passes_alone(tmp_path: Path) -> None:
 
 
 def test_buffers_are_used_again_and_bounded() -> None:
-    at = Buffers(1 << 20)
+    at = HostBuffers(1 << 20)
     assert at.slab == 1 << 17
     seen = set()
     for _ in range(50):
@@ -311,7 +311,7 @@ def test_copies_from_a_device_wait_for_the_model_and_are_waited_for(monkeypatch:
     monkeypatch.setattr(
         Tensor, "clone", lambda self, **kw: device.calls.append("clone") or torch.ops.aten.clone(self)
     )
-    side, host, tensor = Side(torch.device("cpu"), device), torch.empty(4), torch.arange(4.0)
+    side, host, tensor = CopyStream(torch.device("cpu"), device), torch.empty(4), torch.arange(4.0)
     side.copy(host, tensor, owned=False)
     assert device.calls == ["clone", "wait for the model's", "in", "out", "keep"]
     device.calls.clear()
@@ -333,7 +333,7 @@ def _slowly(monkeypatch: pytest.MonkeyPatch, gate: threading.Semaphore) -> None:
         gate.acquire()
         rename(*args)
 
-    monkeypatch.setattr(parts.os, "rename", renamed)
+    monkeypatch.setattr(part_writer.os, "rename", renamed)
 
 
 def test_a_writer_says_when_it_would_wait_and_counts_what_is_dropped(
@@ -366,7 +366,7 @@ def test_a_writer_says_when_it_would_wait_and_counts_what_is_dropped(
 def test_progress_and_bytes_are_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background, "EVERY", 0.0)
+    monkeypatch.setattr(background, "LOG_SECONDS", 0.0)
     caplog.set_level(logging.INFO, "megatron_flex.dump")
     first, second = writer(tmp_path), writer(tmp_path, rank=1)
     for at in (first, second):
@@ -382,7 +382,7 @@ def test_progress_and_bytes_are_in_the_log(
 # -- broken disks
 
 
-def _told(at: Writer, act: Any) -> list[str]:
+def _told(at: DumpWriter, act: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         act()
@@ -398,7 +398,7 @@ def _breaks(monkeypatch: pytest.MonkeyPatch, what: str, error: BaseException) ->
             raise error
         return good(*args, **kwargs)
 
-    monkeypatch.setattr(parts.os, what, call)
+    monkeypatch.setattr(part_writer.os, what, call)
     return broken
 
 
@@ -428,7 +428,7 @@ def test_a_full_disk_costs_iterations_and_nothing_else(
     assert (at.tally.written, at.tally.failed, at.held) == (2, 3, 0)
 
 
-def _drain(at: Writer) -> None:
+def _drain(at: DumpWriter) -> None:
     """Wait until the thread has nothing to do."""
     assert at._back._until(lambda: not at._back._queue and not at._back._busy)
 
@@ -440,11 +440,11 @@ def test_a_failing_later_part_takes_the_earlier_ones_with_it(
     at.begin(0, 0, True, 1)
     given = list(tensors(0, 3).items())
     for site, tensor in given[:2]:
-        at.put(Entry(site, VALUE, 0, 0, 0, (100, 4), ""), LAYOUT, tensor)
+        at.put(ShardEntry(site, VALUE, 0, 0, 0, (100, 4), ""), LAYOUT, tensor)
     _drain(at)
     assert [p.name for p in (tmp_path / "0000000000").iterdir()] == ["00000-000.safetensors"]
     _breaks(monkeypatch, "writev", OSError(errno.EIO, os.strerror(errno.EIO)))
-    at.put(Entry("last", VALUE, 0, 0, 0, (100, 4), ""), LAYOUT, given[2][1])
+    at.put(ShardEntry("last", VALUE, 0, 0, 0, (100, 4), ""), LAYOUT, given[2][1])
     at.finish()
     at.close()
     assert not list((tmp_path / "0000000000").iterdir())
@@ -541,7 +541,7 @@ def test_what_cannot_be_written_costs_its_iteration(tmp_path: Path) -> None:
         step(at, 0, {"x": torch.ones(3, dtype=torch.complex64), "y": torch.ones(3)})
         at.begin(1, 0, True, 1)
         for _ in range(2):
-            at.put(Entry("x", VALUE, 0, 0, 0, (2, 2), ""), LAYOUT, torch.ones(2, 2))
+            at.put(ShardEntry("x", VALUE, 0, 0, 0, (2, 2), ""), LAYOUT, torch.ones(2, 2))
         at.finish()
         step(at, 2)
         at.close()
@@ -553,7 +553,7 @@ def test_what_cannot_be_written_costs_its_iteration(tmp_path: Path) -> None:
 
 
 def test_a_dead_disk_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knobs, "dump_seconds", 0.2)
+    monkeypatch.setattr(flex_config, "dump_seconds", 0.2)
     gate = threading.Semaphore(0)
     _slowly(monkeypatch, gate)
     at = writer(tmp_path, queue_bytes=3000)

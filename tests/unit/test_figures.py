@@ -15,7 +15,7 @@ import megatron_flex as mf
 from megatron_flex import figures
 from megatron_flex.figures import FigureError
 from megatron_flex.layout import Cut, Dim, Layout
-from megatron_flex.statistics.measured import Measured
+from megatron_flex.statistics.measured import TensorStatistics
 from tests.support.dumps import COLUMN, NORM, SEQUENCE, WEIGHT, Given, write
 
 SCORES = Layout((Dim("b"), Dim("n", (Cut("tp"),)), Dim("s"), Dim("s")))
@@ -54,11 +54,11 @@ def test_iterations_that_lack_a_tensor_are_blank(tmp_path: Path) -> None:
     assert found.broken.tolist() == [[0, 0], [0, 10]]
 
 
-def measured(iteration: int, site: str, norm: float | None, histogram: tuple[int, ...] = ()) -> Measured:
+def measured(iteration: int, site: str, norm: float | None, histogram: tuple[int, ...] = ()) -> TensorStatistics:
     numbers: Any = dict.fromkeys(("mean", "std", "rms", "absmax", "zeros", "kurtosis"), 0.0)
     nans = 10 if norm is None else 0
     order = int(site.split(".")[2][0])
-    return Measured(
+    return TensorStatistics(
         iteration=iteration,
         site=site,
         kind="value",
@@ -74,10 +74,10 @@ def measured(iteration: int, site: str, norm: float | None, histogram: tuple[int
     )
 
 
-def statistics(rows: list[Measured]) -> Any:
+def statistics(rows: list[TensorStatistics]) -> Any:
     from megatron_flex.statistics.reading import OpenStatistics
 
-    table: dict[int, dict[str, Measured]] = {}
+    table: dict[int, dict[str, TensorStatistics]] = {}
     for row in rows:
         table.setdefault(row.iteration, {})[row.site] = row
     return OpenStatistics(Path("measured"), [], table, 0)
@@ -215,7 +215,7 @@ def test_what_is_not_repeated_has_no_induction_scores(tmp_path: Path) -> None:
 
 
 def test_a_logit_lens_in_pieces_is_that_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_flex.figures import lens
+    from megatron_flex.figures import lens_figure
 
     write(
         tmp_path,
@@ -230,8 +230,8 @@ def test_a_logit_lens_in_pieces_is_that_in_one(tmp_path: Path, monkeypatch: pyte
     assert whole.layers == (1,)
     assert whole.probabilities.shape == (1, 7, 12), "no more than there are"
     np.testing.assert_allclose(whole.probabilities.sum(-1), 1.0, rtol=1e-5)
-    monkeypatch.setattr(lens, "WHOLE", 25)  # two tokens at a time
-    monkeypatch.setattr(lens, "PIECE", 31)  # five words at a time
+    monkeypatch.setattr(lens_figure, "WHOLE", 25)  # two tokens at a time
+    monkeypatch.setattr(lens_figure, "PIECE", 31)  # five words at a time
     pieces = figures.logit_lens(tmp_path, sample=1, top=20)
     np.testing.assert_allclose(pieces.probabilities, whole.probabilities, rtol=1e-5)
     assert np.array_equal(pieces.ids, whole.ids)

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 import megatron_flex as mf
 from megatron_flex.errors import FlexError
 from megatron_flex.launch import settings_of
-from megatron_flex.launch.flags import settings as found
-from megatron_flex.launch.flags import split
-from megatron_flex.launch.settings import (
+from megatron_flex.launch.flags import settings_from_argv as found
+from megatron_flex.launch.flags import split_argv
+from megatron_flex.launch.launch_settings import (
     DumpSettings,
     EditSettings,
     Settings,
     StatisticsSettings,
-    merged,
+    merge_values,
 )
-from megatron_flex.launch.table import BY_OPTION, FLAGS, VARIABLE, Flag, help_text
+from megatron_flex.launch.table import FLAGS_BY_OPTION, FLAGS, FLAGS_VARIABLE, Flag, format_help
 from tests.support.commands import kept
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -86,7 +86,7 @@ def field_of(flag: Flag, out: Settings) -> Any:
 
 @pytest.mark.parametrize("name", [f.name for f in FLAGS if f.field])
 def test_a_flag_sets_its_field_and_no_other(name: str) -> None:
-    flag, (words, wanted) = BY_OPTION[f"--flex-{name}"], GIVEN[name]
+    flag, (words, wanted) = FLAGS_BY_OPTION[f"--flex-{name}"], GIVEN[name]
     others = [] if name in ("dump", "stats") else NEEDS.get(flag.field[0], [])
     before, after = found(others, {})[0], found([*others, flag.option, *words], {})[0]
     assert field_of(flag, after) == wanted
@@ -108,7 +108,7 @@ def test_every_field_has_a_flag_or_is_known_to_have_none() -> None:
 
 
 def test_the_help_is_as_it_was() -> None:
-    text = help_text()
+    text = format_help()
     assert max(map(len, text.splitlines())) <= 100
     kept("help-launch", text)
 
@@ -182,7 +182,7 @@ def test_argparse_gives_the_same_settings(flags: list[list[str]], theirs: list[s
     words = [w for flag in flags for w in flag]
     assert attempt(lambda: parsed(words)) == attempt(lambda: found(words, {})[0])
     mixed = [w for n, flag in enumerate(flags) for w in (*theirs[n : n + 1], *flag)] + theirs[len(flags) :]
-    taken, rest = split(mixed) if isinstance(attempt(lambda: split(mixed)), tuple) else ({}, theirs)
+    taken, rest = split_argv(mixed) if isinstance(attempt(lambda: split_argv(mixed)), tuple) else ({}, theirs)
     assert rest == theirs
     assert attempt(lambda: found(mixed, {})[0]) == attempt(lambda: found(words, {})[0])
     json.dumps(taken)
@@ -191,9 +191,9 @@ def test_argparse_gives_the_same_settings(flags: list[list[str]], theirs: list[s
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.text(max_size=6).filter(lambda w: not w.startswith("--flex-")), max_size=8))
 def test_words_that_are_not_ours_stay_as_they_are(words: list[str]) -> None:
-    assert split(words) == ({}, words)
-    assert split(["--flex-cpu", *words]) == ({"cpu": True}, words)
-    assert split([*words, "--", "--flex-cpu", "--flex-no"]) == ({}, [*words, "--", "--flex-cpu", "--flex-no"])
+    assert split_argv(words) == ({}, words)
+    assert split_argv(["--flex-cpu", *words]) == ({"cpu": True}, words)
+    assert split_argv([*words, "--", "--flex-cpu", "--flex-no"]) == ({}, [*words, "--", "--flex-cpu", "--flex-no"])
 
 
 @settings(max_examples=100, deadline=None)
@@ -236,7 +236,7 @@ def test_values_in_a_namespace_are_plain(flags: list[list[str]]) -> None:
     ],
 )
 def test_how_flags_are_written(words: str, values: dict[str, Any], rest: str) -> None:
-    assert split(words.split()) == (values, rest.split())
+    assert split_argv(words.split()) == (values, rest.split())
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_how_flags_are_written(words: str, values: dict[str, Any], rest: str) ->
 )
 def test_edits_with_and_without_a_site(words: list[str], site: str | None, edit: str) -> None:
     wanted = {"edit": edit} if site is None else {"site": site, "edit": edit}
-    assert split(["--flex-edit", *words])[0] == {"edits": [wanted]}
+    assert split_argv(["--flex-edit", *words])[0] == {"edits": [wanted]}
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_flags_count_on_top_of_the_environment_and_that_on_top_of_files(tmp_path
     one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
     one.write_text("sites: [a]\nevery: 2\ndumps: [{path: x}]\nstatistics: {every: 3, histogram: false}")
     two.write_text("sites: b\ntokens: 5")
-    environment = {VARIABLE: f"--flex-config {one} --flex-sites c --flex-every 5 --flex-dump 'y z'"}
+    environment = {FLAGS_VARIABLE: f"--flex-config {one} --flex-sites c --flex-every 5 --flex-dump 'y z'"}
     words = ["--flex-config", str(two), "--flex-sites", "d", "--flex-dump-mean", "--flex-stats=s", "--lr"]
     out, rest = found(words, environment)
     assert rest == ["--lr"]
@@ -313,18 +313,18 @@ def test_flags_count_on_top_of_the_environment_and_that_on_top_of_files(tmp_path
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("--flex-sites 'a", f"{VARIABLE}: no closing quotation"),
-        ("--flex-evry 2", f"{VARIABLE}: no flag --flex-evry"),
-        ("--lr 2", f"{VARIABLE}: '--lr' is no flag of ours"),
+        ("--flex-sites 'a", f"{FLAGS_VARIABLE}: no closing quotation"),
+        ("--flex-evry 2", f"{FLAGS_VARIABLE}: no flag --flex-evry"),
+        ("--lr 2", f"{FLAGS_VARIABLE}: '--lr' is no flag of ours"),
     ],
 )
 def test_an_environment_that_cannot_be(text: str, said: str) -> None:
     with pytest.raises(FlexError, match=re.escape(said)):
-        found([], {VARIABLE: text})
+        found([], {FLAGS_VARIABLE: text})
 
 
 def test_the_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "--flex-every 9")
+    monkeypatch.setenv(FLAGS_VARIABLE, "--flex-every 9")
     assert found([])[0].every == 9
     assert found([], {})[0].every == 1
 
@@ -337,7 +337,7 @@ def test_statistics_of_a_file_are_refined_by_flags(tmp_path: Path) -> None:
 
 
 def test_the_first_rank_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for rank, text in (("0", help_text()), ("1", "")):
+    for rank, text in (("0", format_help()), ("1", "")):
         with pytest.raises(SystemExit) as ended:
             found(["--flex-help"], {"RANK": rank})
         assert ended.value.code == 0
@@ -345,7 +345,7 @@ def test_the_first_rank_prints_the_help(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit) as ended:
         parsed(["--flex-help"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out == help_text()
+    assert capsys.readouterr().out == format_help()
 
 
 def test_a_namespace_of_another_parser_is_told() -> None:
@@ -361,7 +361,7 @@ def test_no_flags_are_nothing_wanted() -> None:
 
 def test_lists_are_joined_and_mappings_merged() -> None:
     first = {"a": [1], "b": {"c": [1], "d": 1}, "e": 1}
-    assert merged(first, {"a": (2,), "b": {"c": [2], "d": 2}, "e": 2, "f": 3}) == {
+    assert merge_values(first, {"a": (2,), "b": {"c": [2], "d": 2}, "e": 2, "f": 3}) == {
         "a": [1, 2],
         "b": {"c": [1, 2], "d": 2},
         "e": 2,

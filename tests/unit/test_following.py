@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from megatron_flex.adapters.following.call import flat
-from megatron_flex.adapters.following.functions import REGIONS
-from megatron_flex.adapters.following.shapes import landing
-from megatron_flex.adapters.following.trace import Trace
-from megatron_flex.adapters.spread import WHOLE, Spread, Told, Unknown, from_plain, to_plain
+from megatron_flex.adapters.following.call import iterate_tensors
+from megatron_flex.adapters.following.functions import PARALLEL_REGIONS
+from megatron_flex.adapters.following.shapes import target_dim
+from megatron_flex.adapters.following.trace import LayoutTrace
+from megatron_flex.adapters.spread import WHOLE, Spread, SpreadOrUnknown, Unknown, spread_from_json, spread_to_json
 from megatron_flex.errors import LayoutError
 from megatron_flex.layout import assemble, extract
 from megatron_flex.mesh import Axis, Mesh
@@ -36,14 +36,14 @@ def cut(dim: int | None) -> Spread:
     return WHOLE if dim is None else Spread(((dim, "tp"),))
 
 
-def run(function: Function, shards: Sequence[Tensor], told: Sequence[Spread]) -> tuple[list[Tensor], Told]:
+def run(function: Function, shards: Sequence[Tensor], told: Sequence[Spread]) -> tuple[list[Tensor], SpreadOrUnknown]:
     """One rank's results, and what is said of them."""
-    trace = Trace(nn.Module(), {}, MESH, {})
+    trace = LayoutTrace(nn.Module(), {}, MESH, {})
     for tensor, spread in zip(shards, told, strict=True):
         trace.marks.make(tensor, spread)
     with trace:
         out = function(*shards)
-    made = list(flat(out))
+    made = list(iterate_tensors(out))
     return made, trace.mark(made[0]).told
 
 
@@ -64,7 +64,7 @@ def judge(function: Function, wholes: Sequence[Tensor], dims: Sequence[int | Non
     if any(isinstance(t, Unknown) for _, t in results):
         return "unknown"
     torch.manual_seed(0)
-    want = list(flat(function(*[w.clone() for w in wholes])))
+    want = list(iterate_tensors(function(*[w.clone() for w in wholes])))
     for i, whole in enumerate(want):
         pieces = [made[i] for made, _ in results]
         spread = results[0][1]
@@ -228,7 +228,7 @@ def _way(dims: Sequence[int | None]) -> str:
     return "".join("-" if d is None else str(d) for d in dims)
 
 
-def whole(trace: Trace, tensor: Tensor, dim: int | None = None) -> Tensor:
+def whole(trace: LayoutTrace, tensor: Tensor, dim: int | None = None) -> Tensor:
     trace.marks.make(tensor, cut(dim))
     return tensor
 
@@ -257,7 +257,7 @@ def test_reshaping(data: st.DataObject) -> None:
     assert judge(function, [x], [dim]) in ("right", "unknown", "error")
 
 
-def told_of(function: Function, *dims: int | None, shape: tuple[int, ...] = (2, 4)) -> Told:
+def told_of(function: Function, *dims: int | None, shape: tuple[int, ...] = (2, 4)) -> SpreadOrUnknown:
     return run(function, [torch.randn(shape) for _ in dims], [cut(d) for d in dims])[1]
 
 
@@ -294,7 +294,7 @@ def test_what_is_not_said(function: Function, dims: tuple[int | None, ...], word
 
 
 def test_changed_unseen() -> None:
-    trace = Trace(nn.Module(), {}, MESH, {})
+    trace = LayoutTrace(nn.Module(), {}, MESH, {})
     x = whole(trace, torch.randn(4), 0)
     x.add_(1)  # where nothing is followed
     found = trace.mark(x).told
@@ -303,7 +303,7 @@ def test_changed_unseen() -> None:
 
 
 def test_written_through_a_view() -> None:
-    trace = Trace(nn.Module(), {}, MESH, {})
+    trace = LayoutTrace(nn.Module(), {}, MESH, {})
     x, y = whole(trace, torch.randn(4, 4)), whole(trace, torch.randn(4), 0)
     with trace:
         x[0].copy_(y)
@@ -314,7 +314,7 @@ def test_written_through_a_view() -> None:
 
 def gradient_of(function: Callable[[Tensor, Tensor], Tensor]) -> set[Any]:
     """What is said of the gradient of the first operand, whole, of which the second one is cut."""
-    trace = Trace(nn.Module(), {}, MESH, {})
+    trace = LayoutTrace(nn.Module(), {}, MESH, {})
     x, y = torch.randn(4, requires_grad=True), torch.randn(2, 4, requires_grad=True)
     whole(trace, x)
     whole(trace, y, 0)
@@ -342,18 +342,18 @@ def test_gradients() -> None:
 
 
 def test_places() -> None:
-    assert landing("view", (2, 3, 8), 2, (2, 3, 2, 4)) == 2
-    assert landing("view", (2, 1, 8), 2, (2, 1, 2, 4)) == 2
-    assert landing("view", (2, 3, 1, 4), 2, (2, 3, 4), 2) == 2
-    assert landing("view", (2, 3, 8), 2, (6, 8)) == 1
-    assert landing("view", (2, 3, 8), 1, (6, 8)) is None
+    assert target_dim("view", (2, 3, 8), 2, (2, 3, 2, 4)) == 2
+    assert target_dim("view", (2, 1, 8), 2, (2, 1, 2, 4)) == 2
+    assert target_dim("view", (2, 3, 1, 4), 2, (2, 3, 4), 2) == 2
+    assert target_dim("view", (2, 3, 8), 2, (6, 8)) == 1
+    assert target_dim("view", (2, 3, 8), 1, (6, 8)) is None
 
 
 # -- ways into and out of tensor parallel regions --------------------------------------------------------
 
 PARTIAL = Spread(partial=("tp",))
 # What a region makes of a matrix's parts on two ranks: `whole` of the results is what one process has.
-MADE: dict[str, list[tuple[Told, Told | None]]] = {
+MADE: dict[str, list[tuple[SpreadOrUnknown, SpreadOrUnknown | None]]] = {
     "_CopyToModelParallelRegion": [(WHOLE, WHOLE), (cut(1), cut(1))],
     "_ReduceFromModelParallelRegion": [(PARTIAL, WHOLE), (WHOLE, WHOLE)],
     "_GatherFromModelParallelRegion": [(cut(1), WHOLE), (cut(0), None)],
@@ -367,17 +367,17 @@ MADE: dict[str, list[tuple[Told, Told | None]]] = {
 @pytest.mark.parametrize("name", MADE)
 def test_regions_lead_from_one_layout_to_another(name: str) -> None:
     """None: what comes of such parts is nothing that one process has, and is not said to be."""
-    assert MADE.keys() == REGIONS.keys()
+    assert MADE.keys() == PARALLEL_REGIONS.keys()
     unknown = Unknown("as it was")
     for before, behind in MADE[name]:
-        told = REGIONS[name](before, 2)
+        told = PARALLEL_REGIONS[name](before, 2)
         assert isinstance(told, Unknown) if behind is None else told == behind
     if name != "_ReduceFromModelParallelRegion":
-        assert REGIONS[name](unknown, 2) is unknown
+        assert PARALLEL_REGIONS[name](unknown, 2) is unknown
 
 
 @pytest.mark.parametrize(
     "told", [WHOLE, PARTIAL, Unknown("why not"), Spread(((0, "cp"), (-1, "tp")), shared=("tp",), uneven=True)]
 )
 def test_what_is_told_of_a_tensor_goes_by_json(told: Any) -> None:
-    assert from_plain(json.loads(json.dumps(to_plain(told)))) == told
+    assert spread_from_json(json.loads(json.dumps(spread_to_json(told)))) == told

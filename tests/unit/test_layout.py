@@ -21,10 +21,10 @@ from megatron_flex.layout import (
     extract,
     first_copy,
     padded_shape,
-    parts,
+    count_parts,
     replicated,
     spans,
-    whole_shape,
+    full_shape,
 )
 
 SIZES = {"a": 2, "b": 3, "c": 4}
@@ -47,7 +47,7 @@ def layouts(draw: st.DrawFn, uneven: bool = False) -> tuple[Layout, tuple[int, .
         if not uneven and draw(st.booleans()):
             segments = tuple(draw(st.lists(st.integers(1, 2), min_size=1, max_size=3)))
         dim = Dim(f"d{index}", tuple(cuts), segments, uneven=uneven)
-        unit = parts(dim, SIZES) * 2 ** sum(c.order == "zigzag" for c in cuts)
+        unit = count_parts(dim, SIZES) * 2 ** sum(c.order == "zigzag" for c in cuts)
         length = unit * sum(segments) * draw(st.integers(1, 2))
         if segments == (1,) and not uneven and len(cuts) == 1 and draw(st.booleans()):
             keep = draw(st.integers(1, length))
@@ -70,8 +70,8 @@ def make(layout: Layout, shape: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...
     whole = torch.randn(ordered, dtype=torch.float64)
     local = []
     for dim, n in zip(layout.dims, shape, strict=True):
-        count = parts(dim, SIZES) * 2 ** sum(c.order == "zigzag" for c in dim.cuts)
-        local.append(-(-n // count) * count // parts(dim, SIZES))
+        count = count_parts(dim, SIZES) * 2 ** sum(c.order == "zigzag" for c in dim.cuts)
+        local.append(-(-n // count) * count // count_parts(dim, SIZES))
     return whole, tuple(local)
 
 
@@ -81,7 +81,7 @@ def test_assemble_and_extract_are_inverse(drawn: tuple[Layout, tuple[int, ...]])
     layout, shape = drawn
     whole, local = make(layout, shape)
     shards = scatter(layout, whole, local)
-    assert whole_shape(layout, shards[0].shape, SIZES) == tuple(whole.shape)
+    assert full_shape(layout, shards[0].shape, SIZES) == tuple(whole.shape)
     back = assemble(layout, shards, SIZES)
     assert torch.equal(back, whole)
     again = scatter(layout, back, local)
@@ -144,7 +144,7 @@ def test_every_entry_of_the_whole_lives_somewhere_once(drawn: tuple[Layout, tupl
     full = padded_shape(layout, local, SIZES)
     for dim, length in zip(layout.dims, full, strict=True):
         plain = replace(dim, cuts=tuple(replace(c, copies=1, partial=False) for c in dim.cuts))
-        if length % (parts(plain, SIZES) * 2 * sum(dim.segments)):
+        if length % (count_parts(plain, SIZES) * 2 * sum(dim.segments)):
             continue
         axes = [c.axis for c in dim.cuts]
         seen = [
@@ -276,7 +276,7 @@ def test_extract_shares_no_memory_and_is_contiguous() -> None:
         (lambda: spans(Dim("s", (Cut("a"),)), 7, {}, SIZES), "divide"),
         (lambda: spans(Dim("s", (Cut("a"),), (1, 2)), 7, {}, SIZES), "segments"),
         (lambda: spans(Dim("s", (Cut("b", copies=2),)), 6, {}, SIZES), "copies"),
-        (lambda: whole_shape(replicated("s"), (3, 4), SIZES), "2 dims"),
+        (lambda: full_shape(replicated("s"), (3, 4), SIZES), "2 dims"),
         (lambda: assemble(Layout((Dim("s", (Cut("a"),)),)), [torch.ones(2)], SIZES), "1 shards"),
         (lambda: assemble(Layout((Dim("s", (Cut("a"),)),)), [torch.ones(2), torch.ones(3)], SIZES), "fit"),
         (

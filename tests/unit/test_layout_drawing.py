@@ -11,19 +11,19 @@ from hypothesis import given
 
 from megatron_flex import Cut, Dim, Layout
 from megatron_flex.layout import coordinates, replicated, spans
-from megatron_flex.layout.drawing import Picture, drawing, picture
+from megatron_flex.layout.layout_drawing import LayoutPicture, draw_layout, make_picture
 from tests.unit.test_layout import SIZES, layouts
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def area(shown: Picture) -> int:
+def area(shown: LayoutPicture) -> int:
     return sum((b.rows[1] - b.rows[0]) * (b.columns[1] - b.columns[0]) for b in shown.blocks)
 
 
 @given(layouts())
 def test_blocks_fill_the_drawn_dims_once(drawn: tuple[Layout, tuple[int, ...]]) -> None:
-    shown = picture(drawn[0], SIZES)
+    shown = make_picture(drawn[0], SIZES)
     cells = Counter((r, c) for b in shown.blocks for r in range(*b.rows) for c in range(*b.columns))
     assert set(cells.values()) == {1}
     assert len(cells) == shown.lengths[0] * shown.lengths[1] == area(shown)
@@ -32,7 +32,7 @@ def test_blocks_fill_the_drawn_dims_once(drawn: tuple[Layout, tuple[int, ...]]) 
 @given(layouts())
 def test_every_rank_holds_what_the_layout_says(drawn: tuple[Layout, tuple[int, ...]]) -> None:
     layout = replace(drawn[0], dims=tuple(replace(d, keep=None) for d in drawn[0].dims), permute=None)
-    shown = picture(layout, SIZES)
+    shown = make_picture(layout, SIZES)
     names = [d.name for d in layout.dims]
     for coords in coordinates(layout, SIZES):
         mine = [b for b in shown.blocks if tuple(coords.items()) in b.ranks]
@@ -55,7 +55,7 @@ def test_every_rank_holds_what_the_layout_says(drawn: tuple[Layout, tuple[int, .
     ],
 )
 def test_blocks_say_who_holds_them(layout: Layout, sizes: dict[str, int], words: list[str]) -> None:
-    drawn = ET.fromstring(drawing(layout, sizes))
+    drawn = ET.fromstring(draw_layout(layout, sizes))
     found = [(float(g[1].get("x", 0)), g[0].text) for g in drawn.iter(f"{SVG}g")]
     assert [text for _, text in sorted(found)] == words
 

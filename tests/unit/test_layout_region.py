@@ -16,32 +16,32 @@ from megatron_flex.layout import (
     Coords,
     Cut,
     Dim,
-    Index,
+    DimIndex,
     Layout,
-    Where,
+    RegionIndex,
     assemble,
-    compact,
+    compact_index,
     coordinates,
     extract,
     first_copy,
     padded_shape,
-    part_lengths,
-    region,
-    take,
+    uneven_lengths,
+    assemble_region,
+    take_entries,
 )
 from tests.unit.test_layout import SIZES, layouts, make, scatter
 
 
 @st.composite
-def indices(draw: st.DrawFn, length: int) -> Index:
+def indices(draw: st.DrawFn, length: int) -> DimIndex:
     """Entries of a dim: a range, or a list in any order, also with repeats or empty."""
     if draw(st.booleans()):
         ends = sorted([draw(st.integers(0, length)), draw(st.integers(0, length))])
-        return compact(range(*ends, draw(st.integers(1, 4))))
-    return compact(draw(st.lists(st.integers(0, length - 1), max_size=6)) if length else [])
+        return compact_index(range(*ends, draw(st.integers(1, 4))))
+    return compact_index(draw(st.lists(st.integers(0, length - 1), max_size=6)) if length else [])
 
 
-def chosen(whole: Tensor, wanted: list[Index]) -> Tensor:
+def chosen(whole: Tensor, wanted: list[DimIndex]) -> Tensor:
     for dim, index in enumerate(wanted):
         whole = whole.index_select(dim, torch.tensor(list(index), dtype=torch.int64))
     return whole
@@ -54,8 +54,8 @@ class Shards:
         self.by = {tuple(c.values()): s for c, s in zip(coordinates(layout, SIZES), shards, strict=True)}
         self.asked = 0
 
-    def __call__(self, coords: Coords, where: Where) -> Tensor:
-        out = take(self.by[tuple(coords.values())], where).clone()
+    def __call__(self, coords: Coords, where: RegionIndex) -> Tensor:
+        out = take_entries(self.by[tuple(coords.values())], where).clone()
         self.asked += out.numel()
         return out
 
@@ -71,12 +71,12 @@ def test_region_is_what_assemble_has_there() -> None:
         shards = scatter(layout, whole, local)
         wanted = [data.draw(indices(n)) for n in whole.shape]
         held = Shards(layout, shards)
-        found = region(layout, held, padded_shape(layout, local, SIZES), SIZES, wanted)
+        found = assemble_region(layout, held, padded_shape(layout, local, SIZES), SIZES, wanted)
         expected = chosen(assemble(layout, shards, SIZES), wanted)
         assert torch.equal(found, expected)
         room = torch.full([2 * n for n in expected.shape], 7.0)
         out = room[tuple(slice(None, None, 2) for _ in expected.shape)]
-        region(layout, held, padded_shape(layout, local, SIZES), SIZES, wanted, out=out)
+        assemble_region(layout, held, padded_shape(layout, local, SIZES), SIZES, wanted, out=out)
         assert torch.equal(out, expected.float())
         assert int((room == 7.0).sum()) >= room.numel() - out.numel()
         held.asked //= 2
@@ -111,16 +111,16 @@ def test_region_of_uneven_parts(data: st.DataObject) -> None:
     order = layout.permute or tuple(range(len(dims)))
     whole = torch.randn([full[i] for i in order], dtype=torch.float64)
     shards = [extract(layout, whole, c, SIZES, lengths=lengths) for c in coordinates(layout, SIZES)]
-    assert part_lengths(layout, [s.shape for s in shards], SIZES) == lengths
+    assert uneven_lengths(layout, [s.shape for s in shards], SIZES) == lengths
     wanted = [data.draw(indices(n)) for n in whole.shape]
-    found = region(layout, Shards(layout, shards), full, SIZES, wanted, lengths)
+    found = assemble_region(layout, Shards(layout, shards), full, SIZES, wanted, lengths)
     assert torch.equal(found, chosen(whole, wanted))
 
 
 def test_half_precision_summands_are_rounded_once() -> None:
     layout = Layout((Dim("h"),), partial=("c",))
     shards = [torch.tensor([v], dtype=torch.bfloat16) for v in (256.0, 1.0, 1.0, 1.0)]
-    found = region(layout, Shards(layout, shards), [1], SIZES, [range(1)])
+    found = assemble_region(layout, Shards(layout, shards), [1], SIZES, [range(1)])
     assert found.dtype == torch.bfloat16
     assert found.item() == 260.0  # 259, rounded; in bfloat16 each 256 + 1 is 256 again
 
@@ -131,14 +131,14 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     whole = torch.arange(8 * 6).reshape(8, 6).remainder(3).to(dtype)
     shards = [extract(layout, whole, c, SIZES) for c in coordinates(layout, SIZES)]
     wanted: list[Any] = [[7, 0, 0], range(1, 6, 2)]
-    assert torch.equal(region(layout, Shards(layout, shards), [8, 6], SIZES, wanted), chosen(whole, wanted))
+    assert torch.equal(assemble_region(layout, Shards(layout, shards), [8, 6], SIZES, wanted), chosen(whole, wanted))
 
 
 def test_entries_outside_are_refused() -> None:
     layout = Layout((Dim("v", (Cut("a"),), keep=3),))
     shards = [torch.arange(2), torch.arange(2)]
     with pytest.raises(LayoutError, match="0 to 3 of a dim of 3"):
-        region(layout, Shards(layout, shards), [4], SIZES, [range(4)])
+        assemble_region(layout, Shards(layout, shards), [4], SIZES, [range(4)])
 
 
 def test_first_copy_is_one_of_the_ranks_that_hold_the_same() -> None:

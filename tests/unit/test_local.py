@@ -17,10 +17,10 @@ from megatron_flex import edits
 from megatron_flex.collectives import Shard
 from megatron_flex.layout import Cut, Dim, Layout, assemble, coordinates, extract, replicated
 from megatron_flex.mesh import Axis, Mesh
-from megatron_flex.runtime.debugging.comparing import difference
-from megatron_flex.runtime.debugging.purity import is_pure
-from megatron_flex.runtime.debugging.understanding import source_of
-from megatron_flex.runtime.locally import Way, decide
+from megatron_flex.runtime.debugging.comparing import measure_difference
+from megatron_flex.runtime.debug.purity import is_pure
+from megatron_flex.runtime.debugging.understanding import read_source
+from megatron_flex.runtime.local_edits import LocalEditPlan, plan_local_edits
 from megatron_flex.sites import Site
 from tests.unit.test_layout import SIZES, layouts, make
 
@@ -48,10 +48,10 @@ def site(layout: Layout) -> Site:
 
 def ways(
     layout: Layout, local: tuple[int, ...], edit: Any
-) -> Iterator[tuple[dict[str, int], Any, Way | None]]:
+) -> Iterator[tuple[dict[str, int], Any, LocalEditPlan | None]]:
     for coords in coordinates(layout, SIZES):
         hook = mf.HookFunction("x", editing_function=edit)
-        way, why = decide({hook: edit}, layout, local, mesh(coords), False)
+        way, why = plan_local_edits({hook: edit}, layout, local, mesh(coords), False)
         assert bool(why) == (way is None)
         yield coords, hook, way
 
@@ -174,7 +174,7 @@ def test_what_needs_the_whole_says_why() -> None:
     def why(edit: Any, layout: Layout = cut, trains: bool = False, **kwargs: Any) -> str:
         hook = mf.HookFunction("x", editing_function=edit, **kwargs)
         bound = edit.for_site(at) if hasattr(edit, "for_site") else edit
-        return decide({hook: bound}, layout, (4, 2, 6), two, trains)[1]
+        return plan_local_edits({hook: bound}, layout, (4, 2, 6), two, trains)[1]
 
     assert why(edits.scale(2.0)) == ""
     assert "nothing says that squared" in why(squared)
@@ -210,7 +210,7 @@ def test_a_marked_function_is_the_function() -> None:
     assert repr(marked) == "squared, local along s, b"
     x = torch.randn(3, 2)
     assert torch.equal(marked(None, x, None, None), x * x + 1)
-    source = source_of(marked)
+    source = read_source(marked)
     assert source is not None
     assert source.inputs == "inputs"
     assert is_pure(source)
@@ -265,7 +265,7 @@ def test_what_a_person_derives_from_a_preset_is_given_the_whole() -> None:
 def test_what_does_not_depend_on_the_tensor_goes_on_in_its_place() -> None:
     layout = replicated("s", "h")
     hook = mf.HookFunction("x", editing_function=edits.zero())
-    way, _ = decide({hook: edits.zero()}, layout, (2, 3), Mesh(), False)
+    way, _ = plan_local_edits({hook: edits.zero()}, layout, (2, 3), Mesh(), False)
     assert way is not None
     local = torch.ones(2, 3, requires_grad=True) * 1
     out = way.outof(torch.zeros_like(way.into(local)), local)
@@ -277,7 +277,7 @@ def test_what_does_not_depend_on_the_tensor_goes_on_in_its_place() -> None:
 def test_differences_are_told_with_what_is_no_number() -> None:
     nan, inf = float("nan"), float("inf")
     x = torch.tensor([1.0, nan, inf, -2.0])
-    assert difference(x, x) == (0.0, 2.0)
-    assert difference(torch.tensor([1.0, 2.0]), torch.tensor([1.5, 2.0])) == (0.5, 2.0)
-    assert difference(torch.tensor([nan]), torch.tensor([1.0]))[0] == inf
-    assert difference(torch.tensor([1, 2]), torch.tensor([1, 3]))[0] == 1.0
+    assert measure_difference(x, x) == (0.0, 2.0)
+    assert measure_difference(torch.tensor([1.0, 2.0]), torch.tensor([1.5, 2.0])) == (0.5, 2.0)
+    assert measure_difference(torch.tensor([nan]), torch.tensor([1.0]))[0] == inf
+    assert measure_difference(torch.tensor([1, 2]), torch.tensor([1, 3]))[0] == 1.0

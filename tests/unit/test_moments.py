@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_flex.errors import LayoutError
-from megatron_flex.layout import Cut, Dim, Layout, extract, is_sum
-from megatron_flex.runtime.measuring.counting import counted, counted_of_part
+from megatron_flex.layout import Cut, Dim, Layout, extract, is_partial
+from megatron_flex.runtime.measuring.counting import select_counted, select_counted_part
 from megatron_flex.statistics import moments
-from megatron_flex.statistics.measured import HIGHEST, LOWEST, SIDE, Measured, edges
-from megatron_flex.statistics.moments import Sums
-from megatron_flex.statistics.table import Entry, Table
+from megatron_flex.statistics.measured import HIGHEST_EXPONENT, LOWEST_EXPONENT, BINS_PER_SIGN, TensorStatistics, compute_bin_edges
+from megatron_flex.statistics.moments import MomentSums
+from megatron_flex.statistics.table import MomentEntry, MomentTable
 from tests.support.dumps import mesh_of
 from tests.unit.test_layout import SIZES, layouts, make
 
-ENTRIES = (Entry("x", "value", 0),)
+ENTRIES = (MomentEntry("x", "value", 0),)
 
 
-def measured(parts: list[Sums], apart: bool = True) -> Measured | None:
+def measured(parts: list[MomentSums], apart: bool = True) -> TensorStatistics | None:
     """The row that ranks come to that have a part each."""
-    table = Table(ENTRIES, len(parts) if apart else 1000, True)
+    table = MomentTable(ENTRIES, len(parts) if apart else 1000, True)
     packed = [table.pack({0: p}, set(), [1.0, 3.0, 1.0], n) for n, p in enumerate(parts)]
     maxima = [table.maxima({0: p}, v) for p, v in zip(parts, packed, strict=True)]
     greatest = None if maxima[0] is None else torch.stack([m for m in maxima if m is not None]).amax(0)
@@ -35,14 +35,14 @@ def measured(parts: list[Sums], apart: bool = True) -> Measured | None:
     return rows[0] if rows else None
 
 
-def sums(*values: Tensor, factor: float = 1.0) -> Sums:
-    out = Sums()
+def sums(*values: Tensor, factor: float = 1.0) -> MomentSums:
+    out = MomentSums()
     for v in values:
         out.add(v, factor)
     return out
 
 
-def close(row: Measured | None, values: Tensor, digits: float) -> None:
+def close(row: TensorStatistics | None, values: Tensor, digits: float) -> None:
     """A row says of values what plain fp64 says, in each of its numbers."""
     v = values.double().reshape(-1)
     good = v[v.isfinite()]
@@ -51,7 +51,7 @@ def close(row: Measured | None, values: Tensor, digits: float) -> None:
     assert row.nans == int(v.isnan().sum())
     assert row.infinities == int(v.isinf().sum())
     assert row.zeros == int((v == 0).sum()) / len(v)
-    bounds, zeros = list(edges()[SIDE + 1 :]), int((good == 0).sum())
+    bounds, zeros = list(compute_bin_edges()[BINS_PER_SIGN + 1 :]), int((good == 0).sum())
     sides = [[int(((v >= a) & (v < b) & (v > 0)).sum()) for a, b in pairwise(bounds)] for v in (-good, good)]
     assert list(row.histogram) == [*reversed(sides[0]), zeros, *sides[1]]
     if not len(good):
@@ -84,7 +84,7 @@ def test_numbers_of_normal_values(dtype: torch.dtype, mean: float) -> None:
     st.lists(
         st.one_of(
             st.floats(allow_nan=True, allow_infinity=True, width=32),
-            st.sampled_from([0.0, -0.0, 1.0, -2.0, 1e-45, 3e38, float(2**HIGHEST), float(2**LOWEST)]),
+            st.sampled_from([0.0, -0.0, 1.0, -2.0, 1e-45, 3e38, float(2**HIGHEST_EXPONENT), float(2**LOWEST_EXPONENT)]),
         ),
         min_size=1,
         max_size=40,
@@ -141,7 +141,7 @@ def test_the_quick_way_is_taken(monkeypatch: Any) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("summed in fp64")
 
-    monkeypatch.setattr(Sums, "_surely", refuse)
+    monkeypatch.setattr(MomentSums, "_surely", refuse)
     for values in (torch.randn(9), torch.randn(300_000).relu(), torch.randn(9).bfloat16(), torch.zeros(5)):
         sums(values, factor=4.0)
         sums(values * 1e-20)
@@ -151,7 +151,7 @@ def test_the_quick_way_is_taken(monkeypatch: Any) -> None:
 
 def test_without_a_histogram() -> None:
     values = torch.randn(1000).relu()
-    out = Sums(histogram=False)
+    out = MomentSums(histogram=False)
     out.add(values)
     assert float(out.row[moments.ZEROS]) == int((values == 0).sum())
     assert not out.row[moments.HISTOGRAM :].any()
@@ -163,19 +163,19 @@ def test_without_a_histogram() -> None:
 def test_each_entry_of_the_whole_is_counted_once(drawn: tuple[Layout, tuple[int, ...]]) -> None:
     layout, shape = drawn
     whole, local = make(layout, shape)
-    if is_sum(layout, SIZES):
+    if is_partial(layout, SIZES):
         mesh = mesh_of(SIZES, dict.fromkeys(SIZES, 0))
         with pytest.raises(LayoutError, match="partial sum"):
-            counted(extract(layout, whole, mesh.coords, SIZES, local), layout, mesh)
+            select_counted(extract(layout, whole, mesh.coords, SIZES, local), layout, mesh)
         return
     found, parts = [], []
     for at in product(*(range(n) for n in SIZES.values())):
         mesh = mesh_of(SIZES, dict(zip(SIZES, at, strict=True)))
         shard = extract(layout, whole, mesh.coords, SIZES, local)
-        found.append(counted(shard, layout, mesh).reshape(-1))
+        found.append(select_counted(shard, layout, mesh).reshape(-1))
         half = shard.numel() // 2
         for part in ((0, half), (half, shard.numel())):
-            parts += [counted_of_part(shard, part, layout, mesh, mesh.axes)]
+            parts += [select_counted_part(shard, part, layout, mesh, mesh.axes)]
     for pieces in (found, parts):
         assert torch.equal(torch.cat(pieces).sort().values, whole.reshape(-1).sort().values)
 
@@ -185,7 +185,7 @@ def test_what_all_hold_is_divided() -> None:
     layout = Layout((Dim("s"), Dim("h", (Cut("a"),))))
     for at in product(*(range(n) for n in SIZES.values())):
         mesh = mesh_of(SIZES, dict(zip(SIZES, at, strict=True)))
-        assert counted(torch.zeros(24, 5), layout, mesh).numel() == 10
+        assert select_counted(torch.zeros(24, 5), layout, mesh).numel() == 10
 
 
 @settings(max_examples=30, deadline=None)
@@ -197,5 +197,5 @@ def test_a_value_is_in_the_bin_of_its_power(power: float) -> None:
         row = measured([sums(value)])
         assert row is not None
         at = row.histogram.index(1)
-        low, high = edges()[at : at + 2]
+        low, high = compute_bin_edges()[at : at + 2]
         assert low <= float(value) <= high

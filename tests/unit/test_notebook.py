@@ -10,12 +10,12 @@ import pytest
 
 import megatron_flex as mf
 from megatron_flex.compare import Comparison, compare
-from megatron_flex.compare.comparison import OutOfStep, Row
+from megatron_flex.compare.comparison import ReplicaMismatch, Row
 from megatron_flex.layout import Cut, Dim, Layout, replicated
-from megatron_flex.markup import MOST_LETTERS, MOST_ROWS, Markup, details, fragment, line, lines, table, text
+from megatron_flex.notebook_html import MAX_TEXT_LETTERS, MAX_TABLE_ROWS, Markup, html_details, html_fragment, html_line, html_lines, html_table, html_text
 from megatron_flex.sites import Site, SiteTable
-from megatron_flex.view import Hooked, folded, tree
-from megatron_flex.view.notebook import MOST, in_html
+from megatron_flex.view import TreeHook, fold_layers, build_tree
+from megatron_flex.view.tree_notebook import MAX_TREE_ROWS, tree_html
 from tests.support import dumps, measured
 from tests.support.dumps import COLUMN, REPLICATED, WEIGHT, Given, random
 from tests.support.markup import Shown
@@ -35,31 +35,31 @@ def shown(found: object) -> Shown:
 
 
 def test_text_stays_text() -> None:
-    told = Shown(fragment(EVIL, line(EVIL, "red"), details(EVIL, table([EVIL], [[EVIL]], 1, EVIL))))
+    told = Shown(html_fragment(EVIL, html_line(EVIL, "red"), html_details(EVIL, html_table([EVIL], [[EVIL]], 1, EVIL))))
     assert told.text.count(EVIL) == 5
     assert "script" not in told.tags
 
 
 def test_only_markup_is_taken_as_it_is() -> None:
-    assert text(Markup("<b>x</b>")) == "<b>x</b>"
-    assert text("<b>") == "&lt;b&gt;"
-    assert text(3) == "3"
+    assert html_text(Markup("<b>x</b>")) == "<b>x</b>"
+    assert html_text("<b>") == "&lt;b&gt;"
+    assert html_text(3) == "3"
 
 
 def test_long_text_says_that_it_is_cut() -> None:
-    told = text("x" * 100_000)
-    assert told.startswith("x" * MOST_LETTERS + "…")
+    told = html_text("x" * 100_000)
+    assert told.startswith("x" * MAX_TEXT_LETTERS + "…")
     assert "100,000 letters" in told
-    assert len(told) < MOST_LETTERS + 50
-    assert text("y" * MOST_LETTERS) == "y" * MOST_LETTERS
+    assert len(told) < MAX_TEXT_LETTERS + 50
+    assert html_text("y" * MAX_TEXT_LETTERS) == "y" * MAX_TEXT_LETTERS
 
 
 def test_rows_that_are_left_out_are_counted() -> None:
-    told = Shown(table(["a", ">b"], ([n, n] for n in range(10_000)), 10_000, "ask for them"))
-    assert len(told.rows) == MOST_ROWS + 1
-    assert f"and {10_000 - MOST_ROWS:,} more; ask for them" in told.text
-    assert "more" not in Shown(table(["a"], [["1"]], 1, "ask")).text
-    told = Shown(fragment("", lines(["x"] * 9, "ask", most=3)))
+    told = Shown(html_table(["a", ">b"], ([n, n] for n in range(10_000)), 10_000, "ask for them"))
+    assert len(told.rows) == MAX_TABLE_ROWS + 1
+    assert f"and {10_000 - MAX_TABLE_ROWS:,} more; ask for them" in told.text
+    assert "more" not in Shown(html_table(["a"], [["1"]], 1, "ask")).text
+    told = Shown(html_fragment("", html_lines(["x"] * 9, "ask", most=3)))
     assert told.text.count("x") == 3
     assert "and 6 more; ask" in told.text
 
@@ -91,8 +91,8 @@ def test_a_list_of_sites_is_a_list_and_a_table() -> None:
 
 def test_many_sites_are_bounded() -> None:
     told = shown(SiteTable(sites(10_000)))
-    assert len(told.rows) == MOST_ROWS + 1
-    assert f"and {10_000 - MOST_ROWS:,} more; name fewer" in told.text
+    assert len(told.rows) == MAX_TABLE_ROWS + 1
+    assert f"and {10_000 - MAX_TABLE_ROWS:,} more; name fewer" in told.text
     assert "0 sites" in shown(SiteTable()).text
 
 
@@ -100,8 +100,8 @@ def test_many_sites_are_bounded() -> None:
 
 
 def test_the_tree_folds_and_says_what_stands_where() -> None:
-    hooks = {sites()[0].name: [Hooked("edits", EVIL, ("steer",))]}
-    told = Shown(in_html(folded(tree(sites(), {"tp": 2}, hooks)), f"model {EVIL}"))
+    hooks = {sites()[0].name: [TreeHook("edits", EVIL, ("steer",))]}
+    told = Shown(tree_html(fold_layers(build_tree(sites(), {"tp": 2}, hooks)), f"model {EVIL}"))
     assert "script" not in told.tags
     assert told.pieces[0] == f"model {EVIL}"
     assert told.summaries == ["decoder.layers ● 1", "0.mlp · stage 0 ● 1", "1.mlp · stage 1"]
@@ -112,18 +112,18 @@ def test_the_tree_folds_and_says_what_stands_where() -> None:
 
 def test_layers_that_are_alike_are_one() -> None:
     alike = [replace(s, hidden="") for s in sites(100)]
-    told = Shown(in_html(folded(tree(alike, {"tp": 2})), "model"))
+    told = Shown(tree_html(fold_layers(build_tree(alike, {"tp": 2})), "model"))
     assert told.summaries == ["decoder.layers 0-99 x 100.mlp"]
     assert told.text.count(":output") == 1
 
 
 def test_a_large_tree_is_bounded_and_says_so() -> None:
     many = [replace(s, name=f"decoder.layers.{n}.m{n}:output") for n, s in enumerate(sites(5000))]
-    html = in_html(folded(tree(many, {})), "model")
+    html = tree_html(fold_layers(build_tree(many, {})), "model")
     assert len(html) < MOST_BYTES
     told = Shown(html)
     rows = len(told.summaries) + told.text.count(":output")
-    assert rows == MOST
+    assert rows == MAX_TREE_ROWS
     left = 1 + 2 * len(many) - rows
     assert f"and {left:,} more rows; flex.show() prints all" in told.text
 
@@ -203,7 +203,7 @@ def test_a_dump_of_many_sites_is_bounded(tmp_path: Path) -> None:
     dumps.write(tmp_path / "d", {n: Given(random(1, 1, 1, 1), REPLICATED) for n in names})
     with mf.open_dump(tmp_path / "d") as dump:
         told = shown(dump)
-    assert f"and {200 - MOST_ROWS} more; dump.sites" in told.text
+    assert f"and {200 - MAX_TABLE_ROWS} more; dump.sites" in told.text
 
 
 def test_an_array_is_drawn(path: Path) -> None:
@@ -254,7 +254,7 @@ def test_statistics_of_many_tensors_are_bounded(tmp_path: Path) -> None:
     writers.write(0, measured.rows(0, names))
     writers.close()
     told = shown(mf.open_statistics(tmp_path))
-    assert f"and {500 - MOST_ROWS} more; found.sites" in told.text
+    assert f"and {500 - MAX_TABLE_ROWS} more; found.sites" in told.text
 
 
 # -- comparisons -----------------------------------------------------------------------------------------
@@ -295,16 +295,16 @@ def rows(count: int, first: int) -> list[Row]:
 
 
 def test_a_long_comparison_says_what_it_leaves_out() -> None:
-    out = [OutOfStep("A", EVIL, n, 0, (1,)) for n in range(300)]
+    out = [ReplicaMismatch("A", EVIL, n, 0, (1,)) for n in range(300)]
     told = shown(Comparison(EVIL, "b", rows(5000, 3000), out, [EVIL], [EVIL]))
     assert "script" not in told.tags
-    assert len(told.rows) == MOST_ROWS + 1
+    assert len(told.rows) == MAX_TABLE_ROWS + 1
     assert [r[1] for r in told.rows if r[0]][1:] or any(r[0] == "→ first" for r in told.rows)
     assert f"{EVIL}.3000" in [r[1] for r in told.rows if r[0] == "→ first"]
-    assert f"{MOST_ROWS} rows around the first divergence, of 5,000" in told.text
-    assert f"and {5000 - MOST_ROWS:,} more; found.rows" in told.text
+    assert f"{MAX_TABLE_ROWS} rows around the first divergence, of 5,000" in told.text
+    assert f"and {5000 - MAX_TABLE_ROWS:,} more; found.rows" in told.text
     assert "300 replicas out of step" in told.summaries
-    assert f"and {300 - MOST_ROWS} more; found.replicas has all" in told.text
+    assert f"and {300 - MAX_TABLE_ROWS} more; found.replicas has all" in told.text
 
 
 # -- layouts ---------------------------------------------------------------------------------------------

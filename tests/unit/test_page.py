@@ -15,19 +15,19 @@ import pytest
 
 import megatron_flex.page
 from megatron_flex import Axis, Cut, Dim, FlexError, Layout, Mesh
-from megatron_flex.costs import Placement, PlannedHook, charge
+from megatron_flex.costs import Placement, PlannedHook, estimate_pass
 from megatron_flex.layout import coordinates, replicated, spans
-from megatron_flex.page import Grid, Page, html, of_mesh, of_ranks, of_sizes, write
-from megatron_flex.page.pricing import held_of, prices
-from megatron_flex.page.sources import filled
+from megatron_flex.page import RankGrid, Page, html, grid_of_mesh, grid_of_ranks, grid_of_sizes, write
+from megatron_flex.page.site_estimates import tensor_at_site, estimate_sites
+from megatron_flex.page.page_builder import fill_page
 from megatron_flex.sites import Site
-from megatron_flex.view import Hooked
+from megatron_flex.view import TreeHook
 from tests.support import dumps, measured
 from tests.support.dumps import COLUMN, GATED, REPLICATED, SEQUENCE, Given, random
 
 ROOT = Path(__file__).parents[2]
 ASSETS = Path(megatron_flex.page.__file__).parent / "assets"
-GRID = of_sizes({"pp": 2, "dp": 2, "cp": 2, "tp": 2}, {"edp": 2, "ep": 4, "etp": 1})
+GRID = grid_of_sizes({"pp": 2, "dp": 2, "cp": 2, "tp": 2}, {"edp": 2, "ep": 4, "etp": 1})
 NASTY = '</script><img src=x onerror="alert(1)">&amp;\u2028<!--'
 GROUPED = Layout((Dim("s"), Dim("b"), Dim("g", (Cut("tp", copies=2),)), Dim("d")))
 
@@ -78,10 +78,10 @@ def read(page: Page) -> dict[str, Any]:
 
 def test_every_number_in_the_values_leads_somewhere() -> None:
     sites = model()
-    costs = prices(sites, lambda s: held_of(s, GRID.sizes, 2, {"s": 16, "b": 2}), GRID)
+    costs = estimate_sites(sites, lambda s: tensor_at_site(s, GRID.sizes, 2, {"s": 16, "b": 2}), GRID)
     hooks = {
-        sites[1].name: [Hooked("reads", tags=("probe",))],
-        sites[2].name: [Hooked("reads", active=False)],
+        sites[1].name: [TreeHook("reads", tags=("probe",))],
+        sites[2].name: [TreeHook("reads", active=False)],
     }
     told = read(Page("a model", GRID, sites, hooks, frozenset({sites[3].name}), costs))
     columns = told["sites"]
@@ -105,7 +105,7 @@ def test_every_number_in_the_values_leads_somewhere() -> None:
 def test_names_from_files_stay_text() -> None:
     site = Site(f"{NASTY}:output", replicated("s"), ("s",), hidden=NASTY)
     text = html(
-        Page(NASTY, GRID, [site], {site.name: [Hooked("reads", tags=(NASTY,))]}, notes=[("damage", NASTY)])
+        Page(NASTY, GRID, [site], {site.name: [TreeHook("reads", tags=(NASTY,))]}, notes=[("damage", NASTY)])
     )
     plain, found = Elements(html(Page("", GRID, []))), Elements(text)
     assert found.tags == plain.tags
@@ -159,10 +159,10 @@ def test_a_page_that_is_too_large_is_not_written(tmp_path: Path) -> None:
 
 
 def test_ten_thousand_sites_on_sixteen_thousand_ranks_stay_small() -> None:
-    grid = of_sizes({"pp": 16, "dp": 16, "cp": 8, "tp": 8}, {"edp": 16, "ep": 64, "etp": 1})
+    grid = grid_of_sizes({"pp": 16, "dp": 16, "cp": 8, "tp": 8}, {"edp": 16, "ep": 64, "etp": 1})
     sites = model(100, 100)
     assert len(sites) > 10_000
-    costs = prices(sites, lambda s: held_of(s, grid.sizes, 2, {"s": 8192, "b": 1}), grid)
+    costs = estimate_sites(sites, lambda s: tensor_at_site(s, grid.sizes, 2, {"s": 8192, "b": 1}), grid)
     page = Page("large", grid, sites, costs=costs)
     assert grid.ranks == 16384
     assert len(html(page)) < 2_000_000
@@ -194,7 +194,7 @@ def live(sizes: Mapping[str, int], order: tuple[str, ...], rank: int, offset: in
 @pytest.mark.parametrize("rank", [0, 13])
 def test_a_rank_is_where_the_mesh_has_it(order: tuple[str, ...], rank: int) -> None:
     sizes = {"pp": 2, "dp": 3, "cp": 2, "tp": 2}
-    grid = of_mesh(live(sizes, order, rank, offset=8))
+    grid = grid_of_mesh(live(sizes, order, rank, offset=8))
     assert grid.sure
     for number, place in enumerate(product(*(range(sizes[a]) for a in order))):
         assert grid.coords(number + 8) == dict(zip(order, place, strict=True))
@@ -206,24 +206,24 @@ def test_ranks_of_a_dump_are_where_its_manifest_has_them() -> None:
         (number, dict(zip(("dp", "pp", "cp", "tp"), place, strict=True)))
         for number, place in enumerate(product(range(2), range(2), range(1), range(2)))
     ]
-    grid = of_ranks(sizes, {}, told)
+    grid = grid_of_ranks(sizes, {}, told)
     assert grid.sure
     assert all(grid.coords(number) == coords for number, coords in told)
 
 
 def test_ranks_that_follow_no_rule_are_told_of() -> None:
     told = [(0, {"tp": 0}), (1, {"tp": 1}), (2, {"tp": 3}), (3, {"tp": 2})]
-    grid = of_ranks({"tp": 4}, {}, told)
+    grid = grid_of_ranks({"tp": 4}, {}, told)
     assert not grid.sure
     (note,) = read(Page("", grid, []))["notes"]
     assert "no rule" in note["text"]
     uneven = Mesh((Axis("tp", 3, 0, None, (0, 1, 5)),))
-    assert not of_mesh(uneven).sure
+    assert not grid_of_mesh(uneven).sure
 
 
 @pytest.mark.parametrize("layout", [REPLICATED, SEQUENCE, COLUMN, GATED, GROUPED])
 def test_blocks_of_the_picture_are_what_each_rank_holds(layout: Layout) -> None:
-    grid = of_sizes({"pp": 1, "dp": 2, "cp": 2, "tp": 4})
+    grid = grid_of_sizes({"pp": 1, "dp": 2, "cp": 2, "tp": 4})
     shown = read(Page("", grid, [Site("x:output", layout, ("s",) * len(layout.dims))]))["layouts"][0][
         "picture"
     ]
@@ -249,11 +249,11 @@ def test_blocks_of_the_picture_are_what_each_rank_holds(layout: Layout) -> None:
 
 def test_costs_are_those_that_costs_tell() -> None:
     site = Site("x:output", COLUMN, ("s", "b", 32))
-    held = held_of(site, GRID.sizes, 2, {"s": 16, "b": 2})
+    held = tensor_at_site(site, GRID.sizes, 2, {"s": 16, "b": 2})
     assert not isinstance(held, str)
     assert held.local == (8, 2, 16)
-    told = prices([site], lambda _: held, GRID)[site.name]
-    wanted = charge(PlannedHook("**", "general"), held, site, GRID.mesh(), Placement(GRID.sizes, 8))
+    told = estimate_sites([site], lambda _: held, GRID)[site.name]
+    wanted = estimate_pass(PlannedHook("**", "general"), held, site, GRID.mesh(), Placement(GRID.sizes, 8))
     assert told["edit"]["sent"] == [[s.op, s.axis, s.ranks, s.nbytes, s.backward] for s in wanted.collectives]
     assert ("all_gather", "tp") in [(op, axis) for op, axis, *_ in told["edit"]["sent"]]
     assert told["read"]["sent"] == []
@@ -274,14 +274,14 @@ def test_what_only_the_data_tell_is_said(
     more: Mapping[str, Any], lengths: Mapping[str, int], weight: int | None, why: str
 ) -> None:
     site = Site("x:output", COLUMN, ("s", "b", 32), **more)
-    told = prices([site], lambda s: held_of(s, GRID.sizes, weight, lengths), GRID)
+    told = estimate_sites([site], lambda s: tensor_at_site(s, GRID.sizes, weight, lengths), GRID)
     assert told["x:output"]["read"]["why"].startswith(why)
     assert told["x:output"]["edit"]["why"].startswith(why)
 
 
 def test_a_place_that_can_be_read_only_says_so() -> None:
     site = Site("x:output", COLUMN, (16, 2, 32), fixed="it is boolean")
-    told = prices([site], lambda s: held_of(s, GRID.sizes, 1), GRID)["x:output"]
+    told = estimate_sites([site], lambda s: tensor_at_site(s, GRID.sizes, 1), GRID)["x:output"]
     assert told["read"]["whole"] == 1024
     assert "can be read and not edited" in told["edit"]["why"]
     assert read(Page("", GRID, [site]))["sites"]["state"] == [4]
@@ -300,7 +300,7 @@ def dump(tmp_path: Path) -> Path:
 
 
 def test_a_page_of_a_dump(dump: Path) -> None:
-    page = filled(None, [dump], title="a dump")
+    page = fill_page(None, [dump], title="a dump")
     told = read(page)
     assert told["sites"]["state"] == [2, 2, 2, 2]
     assert told["sites"]["stage"] == [0, 0, 1, 1]
@@ -315,7 +315,7 @@ def test_a_page_of_a_dump(dump: Path) -> None:
 
 def test_a_dump_brings_its_data_to_the_page_of_a_model(dump: Path) -> None:
     sites = [Site(f"decoder.layers.{n}", COLUMN, ("s", "b", 8), n // 2) for n in range(5)]
-    told = read(filled(Page("a model", GRID, sites), [dump, dump]))
+    told = read(fill_page(Page("a model", GRID, sites), [dump, dump]))
     assert told["sites"]["state"] == [2, 2, 2, 2, 0]
     assert told["title"] == "a model"
     assert [one["label"] for one in told["data"]] == ["A", "B"]
@@ -324,11 +324,11 @@ def test_a_dump_brings_its_data_to_the_page_of_a_model(dump: Path) -> None:
 def test_damaged_dumps_are_shown_with_what_is_missing(dump: Path) -> None:
     part = next((dump / "run-0000").glob("*/*.safetensors"))
     part.write_bytes(part.read_bytes()[:100])
-    told = read(filled(None, [dump]))
+    told = read(fill_page(None, [dump]))
     assert len(told["sites"]["name"]) == 4
     assert any(n["kind"] == "damage" for n in told["notes"])
     (dump / "run-0000" / "manifest.json").write_text("{")
-    told = read(filled(None, [dump], title="nothing left"))
+    told = read(fill_page(None, [dump], title="nothing left"))
     assert told["sites"]["name"] == []
     assert "nothing of it can be read" in " ".join(n["text"] for n in told["notes"])
 
@@ -337,7 +337,7 @@ def test_a_page_of_statistics(tmp_path: Path) -> None:
     from megatron_flex.statistics.reading import open_statistics
 
     measured.write(tmp_path, [0, 1])
-    told = read(filled(None, statistics=open_statistics(tmp_path)))
+    told = read(fill_page(None, statistics=open_statistics(tmp_path)))
     assert told["sites"]["name"] == list(measured.SITES)
     assert set(told["sites"]["state"]) == {2}
     assert told["data"][0]["kind"] == "statistics"
@@ -345,9 +345,9 @@ def test_a_page_of_statistics(tmp_path: Path) -> None:
 
 def test_more_than_two_sources_are_refused(dump: Path) -> None:
     with pytest.raises(FlexError, match="3 dumps: a page shows 2 sources"):
-        filled(None, [dump] * 3)
+        fill_page(None, [dump] * 3)
 
 
 def test_the_mesh_of_a_grid_has_its_sizes() -> None:
     assert dict(GRID.mesh().sizes) == GRID.sizes
-    assert Grid(()).ranks == 1
+    assert RankGrid(()).ranks == 1

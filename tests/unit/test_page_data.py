@@ -19,12 +19,12 @@ import torch
 import megatron_flex as mf
 from megatron_flex import figures
 from megatron_flex.compare import compare
-from megatron_flex.dump.reading import open_remains
+from megatron_flex.dump.reader import open_damaged_dump
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import Cut, Dim, Layout
-from megatron_flex.page import data_damage
-from megatron_flex.page.data import Bounds, divergence, of_dump, of_statistics
-from megatron_flex.page.data_packing import evenly, quantised, shrunk
+from megatron_flex.page import dump_damage
+from megatron_flex.page.data import PageBounds, divergence_json, dump_source, statistics_source
+from megatron_flex.page.data_packing import choose_evenly, quantise, shrink
 from megatron_flex.page.data_reading import DAMAGED, INFINITIES, NANS, PARTLY, THERE
 from tests.support import dumps, measured
 from tests.support.dumps import COLUMN, NORM, SEQUENCE, SUMMED, WEIGHT, Given, random
@@ -103,7 +103,7 @@ def part(dump: Path, iteration: int, rank: int, run: int = 0) -> Path:
 
 
 def test_numbers_and_heat_maps_are_those_of_the_dump(dump: Path) -> None:
-    found = Shown(of_dump(dump, NAMES))
+    found = Shown(dump_source(dump, NAMES))
     assert found.names == [FIRST, FIRST + ".grad", SECOND]
     assert (found.told["kinds"], found.told["sites"]) == ([0, 1, 0], [0, 0, 2])
     assert (found.iterations, found.notes) == ([0, 10, 20], [])
@@ -123,7 +123,7 @@ def test_numbers_and_heat_maps_are_those_of_the_dump(dump: Path) -> None:
 
 
 def test_histograms_hold_all_values(dump: Path) -> None:
-    found = Shown(of_dump(dump, NAMES))
+    found = Shown(dump_source(dump, NAMES))
     histogram = found.told["histograms"]["0"]
     with mf.open_dump(dump) as opened:
         values = opened[FIRST].torch()
@@ -140,7 +140,7 @@ def test_what_is_nearest_to_zero_is_in_one_bin(tmp_path: Path) -> None:
     value = torch.cat([random(1, 1, 8, 250), torch.full((1, 1, 8, 1), 1e-9), torch.zeros(1, 1, 8, 9)], -1)
     for name, given in (("signed", value), ("magnitudes", value.abs()), ("zeros", 0 * value)):
         dumps.write(tmp_path / name, {FIRST: Given(given)})
-        histogram = Shown(of_dump(tmp_path / name, [FIRST])).told["histograms"]["0"]
+        histogram = Shown(dump_source(tmp_path / name, [FIRST])).told["histograms"]["0"]
         (counts,), edges = histogram["counts"], histogram["edges"]
         assert len(edges) == len(counts) + 1
         assert sum(counts) == value.numel()
@@ -161,7 +161,7 @@ def test_parameters_and_their_gradients_have_norms(tmp_path: Path) -> None:
         "decoder.final_layernorm.weight": Given(random(2, 8, seed=6), NORM),
     }
     dumps.write(tmp_path / "d", sites(2), mesh=MESH, parameters=parameters)
-    found = Shown(of_dump(tmp_path / "d", NAMES))
+    found = Shown(dump_source(tmp_path / "d", NAMES))
     assert found.told["kinds"] == [0, 1, 0, 2, 3, 2]
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     for tensor, given in ((name, parameters[name].value), (name + ".grad", parameters[name].gradient)):
@@ -174,7 +174,7 @@ def test_names_with_markup_stay_names_and_every_number_is_strict_json(tmp_path: 
     value = random(1, 2, 8, 4)
     value[0, 0, 0] = torch.tensor([math.nan, math.inf, -math.inf, 7.0])
     dumps.write(tmp_path / "d", {EVIL: Given(value)})
-    found = Shown(of_dump(tmp_path / "d", [EVIL]))
+    found = Shown(dump_source(tmp_path / "d", [EVIL]))
     assert found.names == [EVIL]
     assert found.state(0, EVIL) == NANS + INFINITIES
     heat = found.heat(0, EVIL)
@@ -194,11 +194,11 @@ def test_attention_patterns_are_those_of_the_dump(tmp_path: Path) -> None:
     dumps.write(tmp_path / "d", {name: Given(probs, SCORES)}, mesh={"tp": 2})
     with mf.open_dump(tmp_path / "d") as opened:
         assert opened[name].dims[:3] == ("iteration", "sample", "token")
-    (one,) = Shown(of_dump(tmp_path / "d", [name])).told["attention"]
+    (one,) = Shown(dump_source(tmp_path / "d", [name])).told["attention"]
     assert (one["layer"], one["shape"], one["of"]) == (3, [4, 8, 8], [1, 1])
     error = np.abs(unpacked(one) - probs[0, 0].transpose(0, 1).numpy())
     assert error.max() <= (one["hi"] - one["lo"]) / 504 * 1.001
-    few = Shown(of_dump(tmp_path / "d", [name], bounds=Bounds(side=4)))
+    few = Shown(dump_source(tmp_path / "d", [name], bounds=PageBounds(side=4)))
     assert few.told["attention"][0]["shape"] == [4, 4, 4]
     assert any("means over blocks" in text for text in few.notes)
 
@@ -213,7 +213,7 @@ def test_the_logit_lens_is_of_the_last_iteration_and_of_few_tokens(tmp_path: Pat
     told = json.loads(manifest.read_text())
     told["model"] = {"normalization": "RMSNorm", "layernorm_epsilon": 1e-5}
     manifest.write_text(json.dumps(told))
-    found = Shown(of_dump(tmp_path / "d", NAMES, bounds=Bounds(tokens=5, top=3)))
+    found = Shown(dump_source(tmp_path / "d", NAMES, bounds=PageBounds(tokens=5, top=3)))
     lens = found.told["lens"]
     assert (lens["at"], lens["layers"], lens["tokens"]) == (1, [1, 2], list(range(5)))
     whole = figures.logit_lens(tmp_path / "d", 1, top=3)
@@ -223,7 +223,7 @@ def test_the_logit_lens_is_of_the_last_iteration_and_of_few_tokens(tmp_path: Pat
 
 
 def test_what_a_dump_lacks_is_said_with_what_to_dump(dump: Path) -> None:
-    found = of_dump(dump, NAMES)
+    found = dump_source(dump, NAMES)
     assert "core_attention:probs" in found["lacks"]["attention"]
     assert "does not tell the final norm" in found["lacks"]["lens"]
     assert found["lens"] is None
@@ -233,8 +233,8 @@ def test_what_a_dump_lacks_is_said_with_what_to_dump(dump: Path) -> None:
 
 
 def test_iterations_tensors_and_heat_maps_stay_within_bounds(dump: Path) -> None:
-    bounds = Bounds(tensors=2, iterations=2, heats=2 * 32 * 32)
-    found = Shown(of_dump(dump, NAMES, bounds=bounds))
+    bounds = PageBounds(tensors=2, iterations=2, heats=2 * 32 * 32)
+    found = Shown(dump_source(dump, NAMES, bounds=bounds))
     assert (found.iterations, found.names) == ([0, 20], [FIRST, SECOND])
     assert [len(several) for several in found.told["heats"].values()] == [1, 1]
     told = " ".join(found.notes)
@@ -245,7 +245,7 @@ def test_iterations_tensors_and_heat_maps_stay_within_bounds(dump: Path) -> None
 def test_heat_maps_are_means_over_blocks_of_at_most_128(tmp_path: Path) -> None:
     value = random(1, 1, 130, 300)
     dumps.write(tmp_path / "d", {FIRST: Given(value)})
-    found = Shown(of_dump(tmp_path / "d", [FIRST]))
+    found = Shown(dump_source(tmp_path / "d", [FIRST]))
     heat = found.heat(0, FIRST)
     assert heat is not None
     assert (heat["shape"], heat["of"], heat["mean"]) == ([65, 100], [2, 3], True)
@@ -258,7 +258,7 @@ def test_heat_maps_are_means_over_blocks_of_at_most_128(tmp_path: Path) -> None:
 def test_no_more_values_are_read_than_allowed(tmp_path: Path) -> None:
     value = random(1, 8, 64, 64)
     dumps.write(tmp_path / "d", {FIRST: Given(value)})
-    found = Shown(of_dump(tmp_path / "d", [FIRST], bounds=Bounds(values=1 << 12)))
+    found = Shown(dump_source(tmp_path / "d", [FIRST], bounds=PageBounds(values=1 << 12)))
     assert sum(found.told["histograms"]["0"]["counts"][0]) == 1 << 12
     assert found.measure("rms", 0, FIRST) == pytest.approx(rms(value[0, 0]))
     assert any("part of their values" in text for text in found.notes)
@@ -266,7 +266,7 @@ def test_no_more_values_are_read_than_allowed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("count", "most"), [(5, 9), (100, 7), (3, 1), (4, 2)])
 def test_few_of_many_have_both_ends(count: int, most: int) -> None:
-    found = evenly(range(count), most)
+    found = choose_evenly(range(count), most)
     assert len(found) == min(count, most)
     assert found == sorted(set(found))
     assert found[-1] == count - 1
@@ -274,14 +274,14 @@ def test_few_of_many_have_both_ends(count: int, most: int) -> None:
 
 
 def test_blocks_of_an_uneven_table_are_means_too() -> None:
-    table, block = shrunk(np.arange(35.0).reshape(1, 5, 7), (2, 3))
+    table, block = shrink(np.arange(35.0).reshape(1, 5, 7), (2, 3))
     assert block == (3, 3)
     assert table.tolist() == [[[8.0, 11.0, 13.0], [25.5, 28.5, 30.5]]]
 
 
 @pytest.mark.parametrize("values", [[[0.0, 0.0]], [[math.nan, math.inf]], [[-3e38, 3e38]], [[2.5, -1.0]]])
 def test_quantised_values_come_back(values: list[list[float]]) -> None:
-    packed = quantised(np.array(values))
+    packed = quantise(np.array(values))
     back = unpacked(packed)
     bound = (packed["hi"] - packed["lo"]) / 504 * 1.001
     assert np.array_equal(np.isfinite(back), np.isfinite(values[0]))
@@ -318,7 +318,7 @@ def flip(path: Path, at: int) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_lost_file_takes_only_what_was_in_it(dump: Path, harm: Any, rank: int) -> None:
     harm(part(dump, 10, rank))
-    found = Shown(of_dump(dump, NAMES))
+    found = Shown(dump_source(dump, NAMES))
     (text,) = found.damage
     assert f"rank {rank}" in text
     assert FIRST in text
@@ -338,7 +338,7 @@ def test_a_lost_file_takes_only_what_was_in_it(dump: Path, harm: Any, rank: int)
 
 def test_a_wrong_checksum_is_told_and_the_value_not_shown(dump: Path) -> None:
     spoil_values(part(dump, 20, 3))
-    found = Shown(of_dump(dump, NAMES))
+    found = Shown(dump_source(dump, NAMES))
     (text,) = found.damage
     assert "the checksum of decoder.layers.1:output" in text
     assert found.state(20, SECOND) == DAMAGED
@@ -350,7 +350,7 @@ def test_a_rank_that_never_wrote(tmp_path: Path) -> None:
     dumps.write(tmp_path / "d", sites(), mesh=MESH, absent=[3])
     with pytest.raises(DumpError, match="whole"):
         mf.open_dump(tmp_path / "d")[FIRST].torch()
-    found = Shown(of_dump(tmp_path / "d", NAMES))
+    found = Shown(dump_source(tmp_path / "d", NAMES))
     assert len(found.damage) == 3
     assert all("rank 3" in text for text in found.damage)
     assert [found.state(i, FIRST) for i in found.iterations] == [THERE] * 3
@@ -368,7 +368,7 @@ def test_what_one_rank_had_alone_is_lost_with_it(tmp_path: Path) -> None:
             r for r in (0, 1) if whole.entries(written, FIRST, "value", 0, 0)[0][3] == written.run.coords[r]
         ]
     lose(part(tmp_path / "d", 1, rank))
-    found = Shown(of_dump(tmp_path / "d", NAMES))
+    found = Shown(dump_source(tmp_path / "d", NAMES))
     assert [found.state(i, FIRST) for i in (0, 1)] == [THERE, DAMAGED]
     assert "nothing of it is left" in found.trouble(1, FIRST)
     assert [found.state(i, SECOND) for i in (0, 1)] == [THERE, THERE]
@@ -377,7 +377,7 @@ def test_what_one_rank_had_alone_is_lost_with_it(tmp_path: Path) -> None:
 def test_samples_of_a_replica_that_is_gone_are_left_out(tmp_path: Path) -> None:
     value = random(1, 4, 8, 16)
     dumps.write(tmp_path / "d", {FIRST: Given(value, SUMMED)}, mesh={"dp": 2}, absent=[1])
-    found = Shown(of_dump(tmp_path / "d", NAMES))
+    found = Shown(dump_source(tmp_path / "d", NAMES))
     assert found.state(0, FIRST) == PARTLY
     assert found.trouble(0, FIRST)
     assert sum(found.told["histograms"]["0"]["counts"][0]) == 2 * 8 * 16
@@ -392,7 +392,7 @@ def test_a_manifest_that_cannot_be_read_of_one_of_two_runs(dump: Path, text: str
     (dump / "run-0000" / "manifest.json").write_text(text)
     with pytest.raises(DumpError):
         mf.open_dump(dump)
-    found = Shown(of_dump(dump, NAMES))
+    found = Shown(dump_source(dump, NAMES))
     assert found.iterations == [30, 40]
     assert [found.state(i, SECOND) for i in (30, 40)] == [THERE] * 2
     assert any("run 0" in note and "manifest" in note for note in found.damage)
@@ -400,7 +400,7 @@ def test_a_manifest_that_cannot_be_read_of_one_of_two_runs(dump: Path, text: str
 
 def test_no_manifest_at_all_still_says_so(dump: Path) -> None:
     (dump / "run-0000" / "manifest.json").unlink()
-    found = Shown(of_dump(dump, NAMES, label="B"))
+    found = Shown(dump_source(dump, NAMES, label="B"))
     assert (found.names, found.iterations, found.told["label"]) == ([], [], "B")
     assert any("no run of it has a manifest that can be read" in note for note in found.damage)
 
@@ -409,16 +409,16 @@ def test_a_dump_of_which_every_file_is_gone(dump: Path) -> None:
     for folder in (dump / "run-0000").iterdir():
         if folder.is_dir():
             shutil.rmtree(folder)
-    found = Shown(of_dump(dump, NAMES))
+    found = Shown(dump_source(dump, NAMES))
     assert any("no iteration" in note for note in found.damage)
     assert found.iterations == []
 
 
 def test_no_dump_at_all_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DumpError, match="is no dump"):
-        of_dump(tmp_path, NAMES)
+        dump_source(tmp_path, NAMES)
     with pytest.raises(DumpError, match="cannot be read"):
-        of_dump(tmp_path / "nowhere", NAMES)
+        dump_source(tmp_path / "nowhere", NAMES)
 
 
 def test_many_damaged_files_are_told_in_few_notes(tmp_path: Path) -> None:
@@ -426,21 +426,21 @@ def test_many_damaged_files_are_told_in_few_notes(tmp_path: Path) -> None:
     dumps.write(tmp_path / "d", sites(count), mesh=MESH)
     for iteration in range(count):
         lose(part(tmp_path / "d", iteration, 0))
-    found = Shown(of_dump(tmp_path / "d", NAMES))
+    found = Shown(dump_source(tmp_path / "d", NAMES))
     assert len(found.damage) == 25
     assert "6 more" in found.damage[-1]
 
 
 def test_a_large_dump_is_checked_by_its_names(dump: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_damage, "MOST_BYTES", 0)
-    assert Shown(of_dump(dump, NAMES)).damage == []
+    monkeypatch.setattr(dump_damage, "MOST_BYTES", 0)
+    assert Shown(dump_source(dump, NAMES)).damage == []
     lose(part(dump, 10, 0))
-    (said,) = Shown(of_dump(dump, NAMES)).damage
+    (said,) = Shown(dump_source(dump, NAMES)).damage
     assert said == "run 0, iteration 10: parts of rank 0 are missing"
 
 
 def test_remains_of_a_whole_dump_are_the_dump(dump: Path) -> None:
-    with mf.open_dump(dump) as whole, open_remains(dump) as rest:
+    with mf.open_dump(dump) as whole, open_damaged_dump(dump) as rest:
         assert (rest.iterations, rest.sites, rest.order) == (whole.iterations, whole.sites, whole.order)
         for name in whole.sites:
             assert torch.equal(rest[name].torch(), whole[name].torch())
@@ -449,9 +449,9 @@ def test_remains_of_a_whole_dump_are_the_dump(dump: Path) -> None:
 def test_what_another_run_has_whole_is_read_from_there(dump: Path) -> None:
     lose(part(dump, 10, 0))
     dumps.write(dump, sites(), mesh=MESH, iterations=[0, 10, 20])
-    with open_remains(dump) as rest:
+    with open_damaged_dump(dump) as rest:
         assert torch.equal(rest[FIRST].torch(), sites()[FIRST].value)
-    assert Shown(of_dump(dump, NAMES)).damage == []
+    assert Shown(dump_source(dump, NAMES)).damage == []
 
 
 # -- statistics and comparisons --------------------------------------------------------------------------
@@ -465,9 +465,9 @@ def test_statistics_show_numbers_and_say_what_they_lack(tmp_path: Path) -> None:
     (path,) = (tmp_path / "s").glob("*.jsonl")
     path.write_bytes(path.read_bytes()[:-3])
     stats = mf.open_statistics(tmp_path / "s")
-    found = Shown(of_statistics(stats, list(stats.sites), bounds=Bounds(iterations=3)))
+    found = Shown(statistics_source(stats, list(stats.sites), bounds=PageBounds(iterations=3)))
     assert found.names == stats.sites
-    assert found.iterations == evenly(stats.iterations, 3)
+    assert found.iterations == choose_evenly(stats.iterations, 3)
     for name in found.names:
         series = stats[name]
         for at, iteration in enumerate(series.iterations):
@@ -499,7 +499,7 @@ def test_a_comparison_marks_the_first_and_tells_what_is_no_number(tmp_path: Path
     value[0, 1, 2, 3] += 5
     dumps.write(tmp_path / "b", {**given, SECOND: Given(value, SEQUENCE, stage=1)}, mesh={"pp": 2, "tp": 1})
     comparison = compare(tmp_path / "a", tmp_path / "b")
-    found = divergence(comparison, NAMES)
+    found = divergence_json(comparison, NAMES)
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert (found["verdict"], found["first"]) == ("diverges", NAMES.index(SECOND))
     row = found["rows"][found["first_row"]]
@@ -508,7 +508,7 @@ def test_a_comparison_marks_the_first_and_tells_what_is_no_number(tmp_path: Path
     assert found["hints"] == list(comparison.hints)
     assert [found["names"][r[4]] for r in found["rows"]] == [r.name for r in comparison.rows]
 
-    odd = divergence(compared((FIRST, 0, math.nan, 1e-5), (SECOND + ".grad", 0, math.inf, 1e-5)), NAMES)
+    odd = divergence_json(compared((FIRST, 0, math.nan, 1e-5), (SECOND + ".grad", 0, math.inf, 1e-5)), NAMES)
     assert [(r[0], r[2], r[5]) for r in odd["rows"]] == [(0, None, "NaN"), (2, None, "inf")]
     assert odd["first_row"] == 0
 
@@ -516,7 +516,7 @@ def test_a_comparison_marks_the_first_and_tells_what_is_no_number(tmp_path: Path
 def test_a_long_comparison_keeps_the_first_divergence() -> None:
     rows = [(f"site{n}", i, 1.0 if (n, i) == (37, 5) else 0.0, 0.1) for i in range(9) for n in range(50)]
     for most in (100, 20):
-        found = divergence(compared(*rows), [f"site{n}" for n in range(50)], most=most)
+        found = divergence_json(compared(*rows), [f"site{n}" for n in range(50)], most=most)
         assert len(found["rows"]) <= most + 1
         assert found["first"] == 37
         assert found["rows"][found["first_row"]][:3] == [37, 5, 1.0]
@@ -524,6 +524,6 @@ def test_a_long_comparison_keeps_the_first_divergence() -> None:
 
 
 def test_nothing_compared_is_said() -> None:
-    found = divergence(compared(), NAMES)
+    found = divergence_json(compared(), NAMES)
     assert (found["rows"], found["first"]) == ([], None)
     assert "no site in common" in found["notes"][0]["text"]

@@ -102,26 +102,26 @@ def test_the_commands_are_found() -> None:
 
 def test_the_error_of_the_launchers() -> None:
     pytest.importorskip("pydantic")
-    from megatron_flex.launch.flags import settings
+    from megatron_flex.launch.flags import settings_from_argv
 
     (shown,) = pages.mine(ROOT / "docs" / "launch.md", "text")
     with pytest.raises(FlexError) as raised:
-        settings(["--flex-site", "a"], {})
+        settings_from_argv(["--flex-site", "a"], {})
     assert shown == f"megatron-flex: {raised.value}\n"
 
 
 def test_the_words_of_a_control_file() -> None:
-    from megatron_flex.launch.switching import words_of
+    from megatron_flex.launch.hook_control import parse_control_words
 
     (shown,) = pages.mine(ROOT / "docs" / "switching.md", "text")
-    assert words_of(shown.encode()) == ("none", "+steer", "-dump")
+    assert parse_control_words(shown.encode()) == ("none", "+steer", "-dump")
 
 
 def test_the_file_of_the_slurm_example_is_good() -> None:
     pytest.importorskip("yaml")
-    from megatron_flex.launch.flags import settings
+    from megatron_flex.launch.flags import settings_from_argv
 
-    found, _ = settings(["--flex-config", "scripts/slurm/pretrain_tiny.yaml"], {})
+    found, _ = settings_from_argv(["--flex-config", "scripts/slurm/pretrain_tiny.yaml"], {})
     assert found.edits
     assert not found.edits[0].enabled
     assert found.statistics

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import megatron_flex as mf
 from megatron_flex import HookError, HookFunction, SiteError
-from megatron_flex.runtime.registry import Registry
+from megatron_flex.runtime.hook_registry import HookRegistry
 from megatron_flex.statistics import Statistics
 
 Edit = Callable[[Tensor], Tensor]
@@ -578,8 +578,8 @@ def test_a_cache_of_everything_has_the_outputs_of_all_modules(size: int | None) 
 def test_attaching_a_hook_leaves_those_that_stand_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of many hooks is placed once, however many are attached behind it."""
     placed: list[HookFunction] = []
-    put = Registry._put
-    monkeypatch.setattr(Registry, "_put", lambda self, entry: (placed.append(entry.hook), put(self, entry)))
+    put = HookRegistry._put
+    monkeypatch.setattr(HookRegistry, "_put", lambda self, entry: (placed.append(entry.hook), put(self, entry)))
     hooks = [HookFunction(str(n), hook_type=kind) for n in range(20) for kind in ("forward", "tensor")]
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
     with mf.attach(model, hooks) as flex:

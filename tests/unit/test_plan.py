@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from megatron_flex import Axis, Cut, Dim, FlexError, Layout, Mesh, SiteError
-from megatron_flex.dump import Ownership, pick, sampled
-from megatron_flex.dump.plan import Held, Plan, local_shape, plan_of
-from megatron_flex.dump.stage import Stage
-from megatron_flex.dump.words import in_bytes
+from megatron_flex.dump import Ownership, select_entries, sampled
+from megatron_flex.dump.plan import EstimatedTensor, DumpEstimate, compute_local_shape, estimate_dump
+from megatron_flex.dump.stage import StageLoad
+from megatron_flex.dump.words import format_bytes
 from megatron_flex.layout import replicated
 
 BASE: dict[str, Any] = {
@@ -38,8 +38,8 @@ def mesh_at(sizes: Mapping[str, int], coords: Mapping[str, int]) -> Mesh:
     return Mesh(tuple(map(axis, ("pp", "dp", "cp", "tp"))), tuple(map(axis, ("edp", "ep", "etp"))))
 
 
-def held(layout: Layout, local: tuple[float, ...], **kwargs: Any) -> Held:
-    return Held(
+def held(layout: Layout, local: tuple[float, ...], **kwargs: Any) -> EstimatedTensor:
+    return EstimatedTensor(
         **{"name": "x:output", "kind": "value", "shape": (8, 2, 4), "itemsize": 4, "weight": 4, **kwargs},
         layout=layout,
         local=local,
@@ -59,7 +59,7 @@ COPIES = Layout((Dim("s"), Dim("b"), Dim("g", (Cut("tp", copies=2),))))
 def test_every_rank_writes_what_the_writer_lets_it(times: int) -> None:
     sizes = {"dp": 3, "cp": 2, "tp": 4}
     tensors = [(STREAM, 40), (CUT, 8), (COPIES, 24), (SUMS, 16), (STREAM, 56), (COPIES, 4), (STREAM, 4)]
-    stage = Stage(mesh_at(sizes, {}))
+    stage = StageLoad(mesh_at(sizes, {}))
     for layout, size in tensors:
         stage.add(layout, size, times, ("cp", "tp"))
     stage.deal()
@@ -75,7 +75,7 @@ def test_every_rank_writes_what_the_writer_lets_it(times: int) -> None:
 )
 def test_each_shard_is_written_once_and_each_summand(layout: Layout, writers: int) -> None:
     """On three data parallel ranks, two context and four tensor parallel ones."""
-    stage = Stage(mesh_at({"dp": 3, "cp": 2, "tp": 4}, {}))
+    stage = StageLoad(mesh_at({"dp": 3, "cp": 2, "tp": 4}, {}))
     assert stage.add(layout, 100, 1, ("cp", "tp")) == 100 * writers
     stage.deal()
     assert stage.bytes.sum() == 100 * writers
@@ -83,7 +83,7 @@ def test_each_shard_is_written_once_and_each_summand(layout: Layout, writers: in
 
 
 def test_parameters_are_spread_over_data_parallel_ranks_and_experts_over_theirs() -> None:
-    stage = Stage(mesh_at({"dp": 8, "edp": 4, "ep": 2}, {}))
+    stage = StageLoad(mesh_at({"dp": 8, "edp": 4, "ep": 2}, {}))
     for _ in range(16):
         stage.add(replicated("out", "in"), 10, 1, ("dp", "cp", "tp"))
     stage.add(replicated("out", "in"), 10, 4, ("edp", "etp"), (("ep", 1),))
@@ -93,7 +93,7 @@ def test_parameters_are_spread_over_data_parallel_ranks_and_experts_over_theirs(
 
 def test_least_most_and_files() -> None:
     mesh = mesh_at({"pp": 2, "tp": 2}, {})
-    costs = plan_of(
+    costs = estimate_dump(
         mesh, [held(SUMS, (8, 2, 4), stage=1, times=3)], every=5, iterations=4, disk=768.0, part_bytes=500
     )
     assert (costs.bytes, costs.least.bytes, costs.most.bytes, costs.mean) == (1536, 0, 768, 384)
@@ -110,12 +110,12 @@ def test_least_most_and_files() -> None:
 def test_kept_tokens_are_those_that_are_picked(tokens: Any) -> None:
     sizes = {"cp": 2, "tp": 2}
     whole = (24, 2, 4)
-    local = local_shape(CUT, whole, sizes)
-    costs = plan_of(mesh_at(sizes, {}), [held(CUT, local)], tokens=tokens)
-    stage, loads = Stage(mesh_at(sizes, {})), []
+    local = compute_local_shape(CUT, whole, sizes)
+    costs = estimate_dump(mesh_at(sizes, {}), [held(CUT, local)], tokens=tokens)
+    stage, loads = StageLoad(mesh_at(sizes, {})), []
     for rank in range(stage.count):
         coords = {n: int(c[rank]) for n, c in stage.coords.items()}
-        found = pick(tokens, None, CUT, local, sizes, coords, 0, [0, 1])
+        found = select_entries(tokens, None, CUT, local, sizes, coords, 0, [0, 1])
         assert found is not None
         assert found.token is not None
         loads.append(len(found.token) * 4 * 4)
@@ -126,11 +126,11 @@ def test_kept_tokens_are_those_that_are_picked(tokens: Any) -> None:
 def test_random_tokens_fractions_and_means() -> None:
     mesh = mesh_at({"cp": 2, "tp": 2}, {})
     tensor = [held(CUT, (6, 2, 4))]
-    assert plan_of(mesh, tensor, tokens=sampled(8)).bytes == 8 * 2 * 4 * 4
-    assert plan_of(mesh, tensor, tokens=0.5).bytes == 12 * 2 * 4 * 4
-    assert plan_of(mesh, tensor, tokens=sampled(99)).bytes == plan_of(mesh, tensor).bytes
+    assert estimate_dump(mesh, tensor, tokens=sampled(8)).bytes == 8 * 2 * 4 * 4
+    assert estimate_dump(mesh, tensor, tokens=0.5).bytes == 12 * 2 * 4 * 4
+    assert estimate_dump(mesh, tensor, tokens=sampled(99)).bytes == estimate_dump(mesh, tensor).bytes
     assert (
-        plan_of(mesh, [held(CUT, (6, 2, 4), itemsize=2)], reduce="mean").bytes == 4 * 2 * 4 * 4
+        estimate_dump(mesh, [held(CUT, (6, 2, 4), itemsize=2)], reduce="mean").bytes == 4 * 2 * 4 * 4
     )  # fp32 summands
 
 
@@ -139,7 +139,7 @@ def test_random_tokens_fractions_and_means() -> None:
 
 def test_rows_put_layers_together_and_json_has_everything() -> None:
     layers = [held(STREAM, (8, 2, 4), name=f"decoder.layers.{n}:output", stage=n // 2) for n in range(4)]
-    costs = plan_of(
+    costs = estimate_dump(
         mesh_at({"pp": 2}, {}), [*layers, held(STREAM, (8, 2, 4), name="decoder:output", stage=1)]
     )
     assert costs.rows() == [
@@ -157,18 +157,18 @@ def test_rows_put_layers_together_and_json_has_everything() -> None:
     ("count", "words"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (2**50, "1.00 PiB")]
 )
 def test_bytes_in_words(count: int, words: str) -> None:
-    assert in_bytes(count) == words
+    assert format_bytes(count) == words
 
 
 def test_a_plan_of_nothing_says_so() -> None:
     with pytest.raises(FlexError, match="name sites"):
-        plan_of(mesh_at({}, {}), [])
+        estimate_dump(mesh_at({}, {}), [])
 
 
 # -- configurations ------------------------------------------------------------------------------------
 
 
-def plan(config: Any, *args: Any, **kwargs: Any) -> Plan:
+def plan(config: Any, *args: Any, **kwargs: Any) -> DumpEstimate:
     pytest.importorskip("megatron.core")
     if tuple(map(int, importlib.metadata.version("megatron-core").split(".")[:2])) < (0, 19):
         pytest.skip("megatron.training came with 0.19")
@@ -319,12 +319,12 @@ def test_a_plan_needs_a_process_without_groups() -> None:
 
 def test_local_shapes() -> None:
     sizes = {"tp": 2, "cp": 2}
-    assert local_shape(CUT, (24, 2, 4), sizes) == (6, 2, 4)
+    assert compute_local_shape(CUT, (24, 2, 4), sizes) == (6, 2, 4)
     turned = Layout((Dim("s", (Cut("tp"),)), Dim("b"), Dim("h")), permute=(1, 0, 2))
-    assert local_shape(turned, (2, 24, 4), sizes) == (12, 2, 4)
-    assert prod(local_shape(COPIES, (4, 4, 2), {"tp": 4})) == 16
+    assert compute_local_shape(turned, (2, 24, 4), sizes) == (12, 2, 4)
+    assert prod(compute_local_shape(COPIES, (4, 4, 2), {"tp": 4})) == 16
     with pytest.raises(FlexError, match="do not divide"):
-        local_shape(CUT, (25, 2, 4), sizes)
+        compute_local_shape(CUT, (25, 2, 4), sizes)
 
 
 # -- what hooks cost -----------------------------------------------------------------------------------

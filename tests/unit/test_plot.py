@@ -14,7 +14,7 @@ import pytest
 
 import megatron_flex as mf
 from megatron_flex.figures import Attention, Divergence, Heat, Histograms, Induction, LogitLens, Norms
-from megatron_flex.statistics.measured import SIDE, edges
+from megatron_flex.statistics.measured import BINS_PER_SIGN, compute_bin_edges
 
 pytest.importorskip("matplotlib")
 
@@ -56,12 +56,12 @@ def guesses(layers: int = 5, tokens: int = 16) -> LogitLens:
 
 
 def spread(iterations: int = 5) -> Histograms:
-    counts = np.zeros((iterations, 2 * SIDE + 1), int)
+    counts = np.zeros((iterations, 2 * BINS_PER_SIGN + 1), int)
     for n in range(iterations):
-        counts[n, SIDE] = 3
-        counts[n, SIDE + 30 : SIDE + 42] = range(1 + n, 13 + n)
-        counts[n, SIDE - 41 : SIDE - 33] = range(8)
-    return Histograms("decoder.layers.0:output", tuple(range(iterations)), np.array(edges()), counts, LONG)
+        counts[n, BINS_PER_SIGN] = 3
+        counts[n, BINS_PER_SIGN + 30 : BINS_PER_SIGN + 42] = range(1 + n, 13 + n)
+        counts[n, BINS_PER_SIGN - 41 : BINS_PER_SIGN - 33] = range(8)
+    return Histograms("decoder.layers.0:output", tuple(range(iterations)), np.array(compute_bin_edges()), counts, LONG)
 
 
 def apart(sites: int = 30) -> Divergence:
@@ -196,7 +196,7 @@ def test_ridges_are_the_shares_of_bins() -> None:
     assert [t.get_text() for t in axes.get_yticklabels()] == ["0", "1", "2"]
     ridges = [line.get_ydata() + depth for depth, line in enumerate(axes.get_lines())]
     for ridge, counts in zip(ridges, made.counts, strict=True):
-        there = counts[SIDE - 42 : SIDE + 43]
+        there = counts[BINS_PER_SIGN - 42 : BINS_PER_SIGN + 43]
         middle = len(ridge) // 2
         assert ridge[middle] / ridge.sum() == pytest.approx(3 / counts.sum())
         drawn, wanted = ridge / ridge.sum(), counts / counts.sum()
@@ -249,7 +249,7 @@ def test_names_are_text_and_not_mathematics() -> None:
             "tokens has 2 of the sample's, and position 7 is drawn",
         ),
         (
-            lambda: mf.plot.histograms(Histograms("x", (0,), np.array(edges()), np.zeros((1, 129)), "")),
+            lambda: mf.plot.histograms(Histograms("x", (0,), np.array(compute_bin_edges()), np.zeros((1, 129)), "")),
             "x: no finite",
         ),
     ],

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from megatron_flex import cli, progress
 from megatron_flex.dump import background
-from megatron_flex.knobs import knobs
-from megatron_flex.progress import BYTES, Bar, tracked
+from megatron_flex.config import flex_config
+from megatron_flex.progress import BYTES, ProgressBar, track
 from tests.support import dumps, measured
 from tests.support.dumps import COLUMN, Given, random
 from tests.support.terminals import Terminal, screen, terminal
@@ -33,7 +33,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step is drawn, and nothing of the environment says otherwise."""
     monkeypatch.setattr(progress, "AFTER", 0.0)
     monkeypatch.setattr(progress, "EVERY", 0.0)
-    monkeypatch.setattr(knobs, "progress", -1)
+    monkeypatch.setattr(flex_config, "progress", -1)
     for name in ("RANK", "COLUMNS", "NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -58,7 +58,7 @@ def piped(monkeypatch: pytest.MonkeyPatch, into: Path) -> Iterator[None]:
         yield
 
 
-def work(steps: int = 4, do: Callable[[], object] = lambda: None) -> Bar:
+def work(steps: int = 4, do: Callable[[], object] = lambda: None) -> ProgressBar:
     with progress.progress("comparing", steps, "sites") as bar:
         for number in range(steps):
             bar.advance(1, f"layer <{number}> [b]")
@@ -113,7 +113,7 @@ def test_nothing_at_all_is_written_where_no_person_looks(
 
 
 def test_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knobs, "progress", 0)
+    monkeypatch.setattr(flex_config, "progress", 0)
     with watched(monkeypatch) as seen:
         work()
     assert seen.written == ""
@@ -122,12 +122,12 @@ def test_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_without_a_terminal_gives_a_few_plain_lines(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(knobs, "progress", 1)
+    monkeypatch.setattr(flex_config, "progress", 1)
     with piped(monkeypatch, tmp_path / "err"):
         with progress.progress("verifying", 1 << 20, BYTES) as bar:
             for _ in range(1 << 10):
                 bar.advance(1 << 10)
-        for _ in tracked(iter(range(100)), "reading", unit="lines"):
+        for _ in track(iter(range(100)), "reading", unit="lines"):
             pass
         monkeypatch.setattr(progress, "AFTER", 3600.0)
         work()
@@ -227,7 +227,7 @@ def test_a_terminal_that_is_gone_does_not_stop_the_work(monkeypatch: pytest.Monk
 
 def test_what_is_not_finished_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
     with watched(monkeypatch) as seen:
-        several = tracked(range(10), "reading")
+        several = track(range(10), "reading")
         assert [next(several), next(several)] == [0, 1]
         several.close()  # type: ignore[attr-defined]
         work()
@@ -306,7 +306,7 @@ def test_commands_show_how_far_they_are_beside_their_json(
     monkeypatch.setattr(sys, "argv", ["megatron-flex", *COMMANDS[what], "--json"])
     told = []
     for drawn in (True, False):
-        monkeypatch.setattr(knobs, "progress", -1 if drawn else 0)
+        monkeypatch.setattr(flex_config, "progress", -1 if drawn else 0)
         with watched(monkeypatch) as seen, pytest.raises(SystemExit):
             cli.main()
         assert (what in seen.written) is drawn
@@ -330,13 +330,13 @@ def test_a_dump_shows_what_is_still_to_be_written(monkeypatch: pytest.MonkeyPatc
     asked = threading.Event()
     write = background.write_part
 
-    class Asked(Bar):
+    class Asked(ProgressBar):
         def to(self, done: float, total: float | None = None, more: str | None = None) -> None:
             told.append((done, self.total))
             asked.set()
 
     @contextmanager
-    def watching(what: str, total: float | None = None, unit: str = "") -> Iterator[Bar]:
+    def watching(what: str, total: float | None = None, unit: str = "") -> Iterator[ProgressBar]:
         yield Asked(what, total, unit)
 
     def slow(*args: Any) -> None:

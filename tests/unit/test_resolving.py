@@ -13,11 +13,11 @@ from torch import nn
 
 from megatron_flex import edits
 from megatron_flex.dump import Dump, sampled
-from megatron_flex.dump.said import numbers_said
+from megatron_flex.dump.said import parse_number_setting
 from megatron_flex.errors import FlexError
-from megatron_flex.launch.naming import PRIVATE, function
-from megatron_flex.launch.resolving import resolved
-from megatron_flex.launch.settings import DumpSettings, EditSettings, Settings, StatisticsSettings
+from megatron_flex.launch.naming import FILE_MODULE_PREFIX, load_function
+from megatron_flex.launch.resolving import resolve_settings
+from megatron_flex.launch.launch_settings import DumpSettings, EditSettings, Settings, StatisticsSettings
 from megatron_flex.runtime import HookFunction
 from megatron_flex.statistics import Statistics
 
@@ -47,7 +47,7 @@ def nothing_stays_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr(sys, "counted", 0, raising=False)
     yield
     for name in set(sys.modules) - before:
-        if name.startswith((PRIVATE, "flex_named")):
+        if name.startswith((FILE_MODULE_PREFIX, "flex_named")):
             del sys.modules[name]
 
 
@@ -65,9 +65,9 @@ def ran(edit: Any, value: float = 1.0) -> float:
 
 
 def test_functions_of_files(hooks: Path) -> None:
-    assert ran(function("hooks.py:double")) == 2
-    assert ran(function(f"{hooks}:Inner.triple")) == 3
-    assert ran(function("./hooks.py:double")) == 2
+    assert ran(load_function("hooks.py:double")) == 2
+    assert ran(load_function(f"{hooks}:Inner.triple")) == 3
+    assert ran(load_function("./hooks.py:double")) == 2
     assert sys.counted == 1, "a file is run once, whatever it is called by"
     assert "hooks" not in sys.modules
     assert str(hooks.parent) not in sys.path
@@ -77,7 +77,7 @@ def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
     for n in (2, 3):
         (tmp_path / str(n)).mkdir()
         (tmp_path / str(n) / "hooks.py").write_text(f"def f(m, inputs, c, ms): return inputs * {n}")
-    assert [ran(function(f"{n}/hooks.py:f")) for n in (2, 3)] == [2, 3]
+    assert [ran(load_function(f"{n}/hooks.py:f")) for n in (2, 3)] == [2, 3]
 
 
 def test_a_file_can_be_what_dataclasses_and_pickles_want(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_file_can_be_what_dataclasses_and_pickles_want(tmp_path: Path) -> None
         "    def __call__(self, module, inputs, context, modules): return inputs * self.factor\n"
         "scale = pickle.loads(pickle.dumps(Scale()))\n"
     )
-    assert ran(function("data.py:scale")) == 4
+    assert ran(load_function("data.py:scale")) == 4
 
 
 def test_functions_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,33 +95,33 @@ def test_functions_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "flex_named" / "__init__.py").write_text("")
     (tmp_path / "flex_named" / "hooks.py").write_text(HOOKS)
     monkeypatch.syspath_prepend(tmp_path)
-    assert ran(function("flex_named.hooks:double")) == 2
-    assert ran(function("flex_named.hooks:Inner.triple")) == 3
+    assert ran(load_function("flex_named.hooks:double")) == 2
+    assert ran(load_function("flex_named.hooks:Inner.triple")) == 3
     with pytest.raises(FlexError, match=r"no module 'flex_named\.hoks' on Python's path"):
-        function("flex_named.hoks:double")
+        load_function("flex_named.hoks:double")
 
 
 def test_nothing_is_imported_that_is_not_named(hooks: Path) -> None:
     with pytest.raises(FlexError):
-        function("hooks.py")
+        load_function("hooks.py")
     with pytest.raises(FlexError):
-        function("hooks.double")
-    resolved(Settings(sites=("a",), edits=(EditSettings(edit="zero"),)))
+        load_function("hooks.double")
+    resolve_settings(Settings(sites=("a",), edits=(EditSettings(edit="zero"),)))
     assert sys.counted == 0
 
 
 def test_presets_and_functions_one_behind_the_other(hooks: Path) -> None:
-    assert repr(function("scale=2 | clamp=-1@1")) == repr(edits.parse("scale=2 | clamp=-1@1"))
-    assert repr(function("heads=0:4")) == repr(edits.heads(slice(0, 4)))
-    both = function("scale=5 | hooks.py:double|scale=0.5")
+    assert repr(load_function("scale=2 | clamp=-1@1")) == repr(edits.parse("scale=2 | clamp=-1@1"))
+    assert repr(load_function("heads=0:4")) == repr(edits.heads(slice(0, 4)))
+    both = load_function("scale=5 | hooks.py:double|scale=0.5")
     assert repr(both) == "scale(5.0) | double | scale(0.5)"
     assert ran(both, 3) == 15
 
 
 def test_to_ablate_is_to_put_zeros() -> None:
-    assert isinstance(function("ablate"), edits.zero)
-    assert repr(function("ablate@positions=-1")) == repr(edits.ablate(positions=-1))
-    assert ran(function("ablate"), 3) == 0
+    assert isinstance(load_function("ablate"), edits.zero)
+    assert repr(load_function("ablate@positions=-1")) == repr(edits.ablate(positions=-1))
+    assert ran(load_function("ablate"), 3) == 0
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_to_ablate_is_to_put_zeros() -> None:
 )
 def test_what_cannot_be_named(said: str, message: str, hooks: Path) -> None:
     with pytest.raises(FlexError) as raised:
-        function(said)
+        load_function(said)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -164,23 +164,23 @@ def test_errors_in_a_file_are_told_with_its_line(source: str, said: str, tmp_pat
     file.write_text(source)
     for _ in range(2):  # not half imported the second time
         with pytest.raises(FlexError) as raised:
-            function("broken.py:f")
+            load_function("broken.py:f")
         assert str(raised.value) == f"broken.py cannot be imported: {said.format(file=file)}"
-    assert not any(name.startswith(PRIVATE) for name in sys.modules)
+    assert not any(name.startswith(FILE_MODULE_PREFIX) for name in sys.modules)
 
 
 def test_errors_in_a_module_are_told_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "flex_named_wrong.py").write_text("\nimport flex_nowhere\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(FlexError, match=r"No module named 'flex_nowhere' \(.*flex_named_wrong\.py, line 2\)"):
-        function("flex_named_wrong:f")
+        load_function("flex_named_wrong:f")
 
 
 # --- edits
 
 
 def test_edits_are_hooks_where_they_are_wanted(hooks: Path) -> None:
-    out = resolved(
+    out = resolve_settings(
         Settings(
             sites=("a", "b:mid", "a"),
             edits=(
@@ -202,7 +202,7 @@ def test_edits_are_hooks_where_they_are_wanted(hooks: Path) -> None:
 
 
 def test_edits_that_fail_are_left_out_if_that_is_said() -> None:
-    out = resolved(Settings(on_error="skip", edits=(EditSettings(edit="zero", site="a"),)))
+    out = resolve_settings(Settings(on_error="skip", edits=(EditSettings(edit="zero", site="a"),)))
     assert [h.on_error for h in out.edits] == ["skip"]
 
 
@@ -225,7 +225,7 @@ def test_edits_that_fail_are_left_out_if_that_is_said() -> None:
 )
 def test_edits_that_cannot_be(edit: dict[str, Any], message: str, hooks: Path) -> None:
     with pytest.raises(FlexError) as raised:
-        resolved(Settings(edits=(EditSettings(**edit),)))
+        resolve_settings(Settings(edits=(EditSettings(**edit),)))
     assert str(raised.value).startswith(message)
 
 
@@ -262,12 +262,12 @@ MEASURED: dict[str, tuple[Any, Any]] = {
 
 
 def dump_of(**fields: Any) -> Dump:
-    (out,) = resolved(Settings(sites=("a",), dumps=(DumpSettings(**{"path": "d", **fields}),))).dumps
+    (out,) = resolve_settings(Settings(sites=("a",), dumps=(DumpSettings(**{"path": "d", **fields}),))).dumps
     return out
 
 
 def statistics_of(**fields: Any) -> Statistics:
-    (out,) = resolved(Settings(sites=("a",), statistics=StatisticsSettings(**fields))).statistics
+    (out,) = resolve_settings(Settings(sites=("a",), statistics=StatisticsSettings(**fields))).statistics
     return out
 
 
@@ -299,18 +299,18 @@ def test_what_is_not_said_comes_from_the_top() -> None:
         DumpSettings(path="e", sites=("c",), every=2, tokens="3", gradients=False),
     )
     own = StatisticsSettings(sites=("c",), every=2, gradients=False)
-    out = resolved(Settings(**top, dumps=dumps, statistics=own))
+    out = resolve_settings(Settings(**top, dumps=dumps, statistics=own))
     first, second = out.dumps
     assert (first.sites, first.every, first.tokens, first.gradients) == (["a", "b"], 5, (0, 1), True)
     assert (second.sites, second.every, second.tokens, second.gradients) == (["c"], 2, (3,), False)
     (measured,) = out.statistics
     assert (measured.sites, measured.every, measured.gradients) == (["c"], 2, False)
-    (measured,) = resolved(Settings(**top, statistics=StatisticsSettings())).statistics
+    (measured,) = resolve_settings(Settings(**top, statistics=StatisticsSettings())).statistics
     assert (measured.sites, measured.every, measured.gradients) == (["a", "b"], 5, True)
 
 
 def test_parameters_alone_are_enough() -> None:
-    (dump,) = resolved(Settings(dumps=(DumpSettings(path="d", parameters=("w",)),))).dumps
+    (dump,) = resolve_settings(Settings(dumps=(DumpSettings(path="d", parameters=("w",)),))).dumps
     assert (dump.sites, dump.parameters) == ([], ["w"])
 
 
@@ -334,13 +334,13 @@ def test_the_home_folder_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 )
 def test_settings_that_cannot_be(said: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(FlexError) as raised:
-        resolved(Settings.model_validate(said))
+        resolve_settings(Settings.model_validate(said))
     assert str(raised.value).startswith(message.format(cwd=tmp_path))
 
 
 @pytest.mark.parametrize("said", [{}, {"cpu": True}, {"plan": True}, {"verify": 1}, {"list_sites": "**"}])
 def test_no_hooks_where_none_are_wanted(said: dict[str, Any]) -> None:
-    out = resolved(Settings(sites=("a",) if said.keys() - {"cpu"} else (), **said))
+    out = resolve_settings(Settings(sites=("a",) if said.keys() - {"cpu"} else (), **said))
     assert (out.edits, out.dumps, out.statistics) == ((), (), ())
 
 
@@ -360,7 +360,7 @@ def test_no_hooks_where_none_are_wanted(said: dict[str, Any]) -> None:
     ],
 )
 def test_numbers_as_they_are_said(said: str | None, means: Any) -> None:
-    assert numbers_said(said) == means
+    assert parse_number_setting(said) == means
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_numbers_as_they_are_said(said: str | None, means: Any) -> None:
 )
 def test_numbers_that_cannot_be_said(said: str) -> None:
     with pytest.raises(FlexError):
-        numbers_said(said)
+        parse_number_setting(said)
 
 
 def test_hooks_have_every_setting_of_an_edit() -> None:

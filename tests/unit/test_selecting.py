@@ -13,9 +13,9 @@ from torch import Tensor
 
 import megatron_flex as mf
 from megatron_flex.errors import HookError, LayoutError
-from megatron_flex.layout import Cut, Dim, Layout, assemble, coordinates, extract, parts
-from megatron_flex.layout.region import is_sum
-from megatron_flex.runtime.selecting import INDICES, Plan, Wanted, push
+from megatron_flex.layout import Cut, Dim, Layout, assemble, coordinates, extract, count_parts
+from megatron_flex.layout.region import is_partial
+from megatron_flex.runtime.selection import INDICES, SelectionPlan, CaptureSelection, plan_selection
 from tests.unit.test_layout import SIZES, layouts, make
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def ranked(tensor: Tensor, dim: int, k: int, largest: bool) -> dict[str, Tensor]
 
 
 @st.composite
-def wishes(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[Wanted, Any]:
+def wishes(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[CaptureSelection, Any]:
     """A wish for a tensor of that shape, and the plain code that fulfils it."""
     dims = [d for d in range(len(shape)) if draw(st.booleans())]
     said = {d: entries(draw, shape[d]) for d in dims}
@@ -87,24 +87,24 @@ def wishes(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[Wanted, Any]:
             "dots": lambda: {"": whole @ direction.to(whole.dtype).T},
         }[kind]()
 
-    return Wanted(mf.Select(dims=said), reduction), truth
+    return CaptureSelection(mf.Select(dims=said), reduction), truth
 
 
-def planned(wanted: Wanted, layout: Layout, shards: list[Tensor]) -> list[Plan]:
+def planned(wanted: CaptureSelection, layout: Layout, shards: list[Tensor]) -> list[SelectionPlan]:
     return [
-        push(wanted, layout, s.shape, s.dtype, CPU, SIZES, c)
+        plan_selection(wanted, layout, s.shape, s.dtype, CPU, SIZES, c)
         for s, c in zip(shards, coordinates(layout, SIZES), strict=True)
     ]
 
 
-def fulfilled(wanted: Wanted, layout: Layout, shards: list[Tensor]) -> dict[str, Tensor]:
+def fulfilled(wanted: CaptureSelection, layout: Layout, shards: list[Tensor]) -> dict[str, Tensor]:
     """As it goes on the ranks: each its part, one puts them together and finishes."""
     plans = planned(wanted, layout, shards)
     assert len({p.layout for p in plans}) == 1
     return together(plans, layout, shards)
 
 
-def together(plans: list[Plan], layout: Layout, shards: list[Tensor]) -> dict[str, Tensor]:
+def together(plans: list[SelectionPlan], layout: Layout, shards: list[Tensor]) -> dict[str, Tensor]:
     """What all ranks made of their parts, put together and finished."""
     made = plans[0].layout
     places = coordinates(layout, SIZES)
@@ -144,7 +144,7 @@ def test_summands_and_padding_of_any_value(data: Any, drawn: Drawn) -> None:
     wanted, truth = data.draw(wishes(tuple(whole.shape)))
     places = coordinates(layout, SIZES)
     shards = [extract(layout, whole, c, SIZES, torch.full(local, 1e9, dtype=whole.dtype)) for c in places]
-    if is_sum(layout, SIZES):
+    if is_partial(layout, SIZES):
         shards = (
             [
                 s + n
@@ -193,14 +193,14 @@ SEQUENCE = Layout((ZIGZAG, Dim("b"), Dim("h")))
     ],
 )
 def test_no_rank_sends_more_than_it_has_of_it(select: Any, reduction: Any, each: int) -> None:
-    plans = planned(Wanted(select, reduction), SEQUENCE, [torch.ones(4, 2, 8)] * 6)
+    plans = planned(CaptureSelection(select, reduction), SEQUENCE, [torch.ones(4, 2, 8)] * 6)
     assert [p.local(torch.ones(4, 2, 8)).numel() for p in plans] == [each] * 6
 
 
 def test_one_position_is_a_view() -> None:
     local = torch.randn(4, 2, 8)
     for at in coordinates(SEQUENCE, SIZES):
-        plan = push(Wanted(mf.Select(positions=-1)), SEQUENCE, local.shape, local.dtype, CPU, SIZES, at)
+        plan = plan_selection(CaptureSelection(mf.Select(positions=-1)), SEQUENCE, local.shape, local.dtype, CPU, SIZES, at)
         assert plan.local(local).untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
 
 
@@ -218,8 +218,8 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
             whole.double().norm().to(dtype if dtype.is_floating_point else torch.float32),
         ),
     ):
-        compared(fulfilled(Wanted(reduce=made), layout, shards), {"": want})
-    got = fulfilled(Wanted(reduce=mf.reduce.topk(4, "h")), layout, shards)
+        compared(fulfilled(CaptureSelection(reduce=made), layout, shards), {"": want})
+    got = fulfilled(CaptureSelection(reduce=mf.reduce.topk(4, "h")), layout, shards)
     compared(got, ranked(whole, 1, 4, True))
 
 
@@ -229,7 +229,7 @@ def test_the_order_of_odd_numbers(largest: bool) -> None:
     layout = Layout((Dim("h", (Cut("a"),)),))
     inf, nan = float("inf"), float("nan")
     whole = torch.tensor([0.0, -0.0, nan, -inf, 1e-45, inf, -nan, -1e-45])
-    got = fulfilled(Wanted(reduce=mf.reduce.topk(8, "h", largest)), layout, list(whole.chunk(2)))
+    got = fulfilled(CaptureSelection(reduce=mf.reduce.topk(8, "h", largest)), layout, list(whole.chunk(2)))
     want = ranked(whole, 0, 8, largest)
     torch.testing.assert_close(got[""], want[""], equal_nan=True, rtol=0, atol=0)
     assert got[INDICES].tolist() == want[INDICES].tolist()
@@ -241,19 +241,19 @@ def test_uneven_dims() -> None:
     whole = torch.randn(6, 5, 4)
     shards = [whole[s * 2 : s * 2 + 2, b] for s in range(3) for b in (slice(0, 3), slice(3, 5))]
 
-    def check(wanted: Wanted, want: Tensor, everywhere: bool) -> None:
+    def check(wanted: CaptureSelection, want: Tensor, everywhere: bool) -> None:
         plans = planned(wanted, layout, shards)
         assert {p.everywhere for p in plans} == {everywhere}
         compared(together(plans, layout, shards), {"": want})
 
-    check(Wanted(mf.Select(positions=-1)), whole[-1:], False)
-    check(Wanted(mf.Select(samples=[4, 0], positions=1)), whole[1:2, [4, 0]], True)
-    check(Wanted(reduce=mf.reduce.norm("b")), whole.norm(dim=1), False)
-    check(Wanted(reduce=mf.reduce.sum("b", "s")), whole.sum((0, 1)), False)
-    check(Wanted(reduce=mf.reduce.mean("b")), whole.mean(1), False)
-    check(Wanted(mf.Select(samples=4), mf.reduce.mean("s")), whole[:, 4:].mean(0), True)
-    check(Wanted(mf.Select(samples=4), mf.reduce.mean("b")), whole[:, 4], True)
-    plans = planned(Wanted(mf.Select(samples=9)), layout, shards)
+    check(CaptureSelection(mf.Select(positions=-1)), whole[-1:], False)
+    check(CaptureSelection(mf.Select(samples=[4, 0], positions=1)), whole[1:2, [4, 0]], True)
+    check(CaptureSelection(reduce=mf.reduce.norm("b")), whole.norm(dim=1), False)
+    check(CaptureSelection(reduce=mf.reduce.sum("b", "s")), whole.sum((0, 1)), False)
+    check(CaptureSelection(reduce=mf.reduce.mean("b")), whole.mean(1), False)
+    check(CaptureSelection(mf.Select(samples=4), mf.reduce.mean("s")), whole[:, 4:].mean(0), True)
+    check(CaptureSelection(mf.Select(samples=4), mf.reduce.mean("b")), whole[:, 4], True)
+    plans = planned(CaptureSelection(mf.Select(samples=9)), layout, shards)
     with pytest.raises(HookError, match=r"samples: 9 is beyond a dim of 5"):
         plans[0].finish(whole)
 
@@ -263,18 +263,18 @@ def test_heads_side_by_side_and_apart() -> None:
     packed = Layout((Dim("s"), Dim("b"), Dim("nd", (Cut("a"),))))
     for said, heads in ((mf.Select(heads=[3, 0]), 4), (mf.Select(heads=[3, 0], of=4), 0)):
         plans = [
-            push(Wanted(said), packed, (4, 2, 6), x.dtype, CPU, SIZES, {"a": n}, heads) for n in range(2)
+            plan_selection(CaptureSelection(said), packed, (4, 2, 6), x.dtype, CPU, SIZES, {"a": n}, heads) for n in range(2)
         ]
         small = [p.local(s) for p, s in zip(plans, x.chunk(2, -1), strict=True)]
         got = plans[0].finish(assemble(plans[0].layout, small, SIZES))[""]
         assert torch.equal(got.view(4, 2, 2, 3), x.view(4, 2, 4, 3)[:, :, [3, 0]])
     copied = Layout((Dim("s"), Dim("g", (Cut("c", copies=2),))))
     shards = [x[:, 0, n // 2 * 6 : n // 2 * 6 + 6] for n in range(4)]
-    assert torch.equal(fulfilled(Wanted(mf.Select(heads=-1)), copied, shards)[""], x[:, 0, -1:])
+    assert torch.equal(fulfilled(CaptureSelection(mf.Select(heads=-1)), copied, shards)[""], x[:, 0, -1:])
     with pytest.raises(HookError, match=r"nothing tells how many"):
-        push(Wanted(mf.Select(heads=0)), packed, (4, 2, 6), x.dtype, CPU, SIZES, {})
+        plan_selection(CaptureSelection(mf.Select(heads=0)), packed, (4, 2, 6), x.dtype, CPU, SIZES, {})
     with pytest.raises(HookError, match=r"12 features are not 5 heads; say of=their number"):
-        push(Wanted(mf.Select(heads=0, of=5)), packed, (4, 2, 6), x.dtype, CPU, SIZES, {})
+        plan_selection(CaptureSelection(mf.Select(heads=0, of=5)), packed, (4, 2, 6), x.dtype, CPU, SIZES, {})
 
 
 def site(*dims: Dim, shape: tuple[int | str, ...]) -> mf.Site:
@@ -288,41 +288,41 @@ QUERY = site(Dim("s"), Dim("b"), Dim("n"), Dim("d"), shape=("s", "b", 4, 2))
 @pytest.mark.parametrize(
     ("wanted", "where", "sure"),
     [
-        (Wanted(mf.Select(positions=-1)), STREAM, True),
-        (Wanted(mf.Select(positions=-2)), STREAM, False),
-        (Wanted(mf.Select(positions=slice(0, 64))), STREAM, True),
-        (Wanted(mf.Select(positions=slice(4, None))), STREAM, False),
-        (Wanted(mf.Select(heads=3), mf.reduce.mean("s")), QUERY, True),
-        (Wanted(mf.Select(neurons=[1, 2]), mf.reduce.dot(torch.ones(2))), STREAM, True),
-        (Wanted(reduce=mf.reduce.topk(2, "s")), STREAM, False),
-        (Wanted(mf.Select(dims={"n": 1})), QUERY, True),
+        (CaptureSelection(mf.Select(positions=-1)), STREAM, True),
+        (CaptureSelection(mf.Select(positions=-2)), STREAM, False),
+        (CaptureSelection(mf.Select(positions=slice(0, 64))), STREAM, True),
+        (CaptureSelection(mf.Select(positions=slice(4, None))), STREAM, False),
+        (CaptureSelection(mf.Select(heads=3), mf.reduce.mean("s")), QUERY, True),
+        (CaptureSelection(mf.Select(neurons=[1, 2]), mf.reduce.dot(torch.ones(2))), STREAM, True),
+        (CaptureSelection(reduce=mf.reduce.topk(2, "s")), STREAM, False),
+        (CaptureSelection(mf.Select(dims={"n": 1})), QUERY, True),
     ],
 )
-def test_what_cannot_go_wrong_in_a_step(wanted: Wanted, where: mf.Site, sure: bool) -> None:
+def test_what_cannot_go_wrong_in_a_step(wanted: CaptureSelection, where: mf.Site, sure: bool) -> None:
     assert wanted.check(where) is sure
 
 
 @pytest.mark.parametrize(
     ("wanted", "where", "told"),
     [
-        (Wanted(mf.Select(heads=0)), STREAM, "heads: m:output has dims [s, b, h], none of heads"),
-        (Wanted(mf.Select(heads=4)), QUERY, "heads: 4 is beyond a dim of 4; name some from -4 to 3"),
-        (Wanted(mf.Select(neurons=8)), STREAM, "neurons: 8 is beyond a dim of 8"),
-        (Wanted(mf.Select(neurons=slice(9, None))), STREAM, "neurons: 9: chooses none of 8"),
-        (Wanted(mf.Select(dims={"x": 0})), STREAM, "dims: m:output has dims [s, b, h], no 'x'"),
-        (Wanted(mf.Select(neurons=0, dims={"h": 0})), STREAM, "choose once along a dim"),
-        (Wanted(reduce=mf.reduce.mean("t")), STREAM, "mean(t): m:output has dims [s, b, h], no 't'"),
-        (Wanted(reduce=mf.reduce.mean("h", -1)), STREAM, "not different dims"),
-        (Wanted(reduce=mf.reduce.topk(9, "h")), STREAM, "topk(9, h): 9 of 8 entries; want at most 8"),
-        (Wanted(reduce=mf.reduce.dot(torch.ones(7))), STREAM, "a direction of 7 for a last dim of 8"),
+        (CaptureSelection(mf.Select(heads=0)), STREAM, "heads: m:output has dims [s, b, h], none of heads"),
+        (CaptureSelection(mf.Select(heads=4)), QUERY, "heads: 4 is beyond a dim of 4; name some from -4 to 3"),
+        (CaptureSelection(mf.Select(neurons=8)), STREAM, "neurons: 8 is beyond a dim of 8"),
+        (CaptureSelection(mf.Select(neurons=slice(9, None))), STREAM, "neurons: 9: chooses none of 8"),
+        (CaptureSelection(mf.Select(dims={"x": 0})), STREAM, "dims: m:output has dims [s, b, h], no 'x'"),
+        (CaptureSelection(mf.Select(neurons=0, dims={"h": 0})), STREAM, "choose once along a dim"),
+        (CaptureSelection(reduce=mf.reduce.mean("t")), STREAM, "mean(t): m:output has dims [s, b, h], no 't'"),
+        (CaptureSelection(reduce=mf.reduce.mean("h", -1)), STREAM, "not different dims"),
+        (CaptureSelection(reduce=mf.reduce.topk(9, "h")), STREAM, "topk(9, h): 9 of 8 entries; want at most 8"),
+        (CaptureSelection(reduce=mf.reduce.dot(torch.ones(7))), STREAM, "a direction of 7 for a last dim of 8"),
         (
-            Wanted(mf.Select(neurons=[0, 1]), mf.reduce.dot(torch.ones(8))),
+            CaptureSelection(mf.Select(neurons=[0, 1]), mf.reduce.dot(torch.ones(8))),
             STREAM,
             "a direction of 8 for a last dim of 2",
         ),
     ],
 )
-def test_what_is_wrong_is_said_where_the_hook_stands(wanted: Wanted, where: mf.Site, told: str) -> None:
+def test_what_is_wrong_is_said_where_the_hook_stands(wanted: CaptureSelection, where: mf.Site, told: str) -> None:
     with pytest.raises(HookError) as caught:
         wanted.check(where)
     assert told in str(caught.value)
@@ -358,7 +358,7 @@ def test_what_cannot_be_understood(call: Any, told: str) -> None:
 
 def test_a_tensor_that_does_not_fit_its_layout() -> None:
     with pytest.raises(LayoutError, match="has 2 dims"):
-        push(Wanted(mf.Select(positions=0)), SEQUENCE, (4, 2), torch.float32, CPU, SIZES, {})
+        plan_selection(CaptureSelection(mf.Select(positions=0)), SEQUENCE, (4, 2), torch.float32, CPU, SIZES, {})
 
 
 def test_in_words() -> None:
@@ -377,4 +377,4 @@ def test_in_words() -> None:
 
 def test_parts_of_the_drawn_layouts_are_many() -> None:
     """What the tests above draw does cut."""
-    assert parts(ZIGZAG, SIZES) == 6
+    assert count_parts(ZIGZAG, SIZES) == 6

@@ -22,10 +22,10 @@ import pytest
 
 import megatron_flex as mf
 from megatron_flex.errors import FlexError, FlexWarning
-from megatron_flex.knobs import knobs
+from megatron_flex.config import flex_config
 from megatron_flex.statistics import Statistics, open_writers
-from megatron_flex.statistics.files import GROUP, new_file
-from megatron_flex.statistics.writing import MOST
+from megatron_flex.statistics.files import ITERATIONS_PER_PART, create_file
+from megatron_flex.statistics.writing import MOST_QUEUED
 from tests.support import measured
 from tests.support.measured import SITES, begin, header, row, rows, write
 
@@ -42,22 +42,22 @@ def _needs(request):
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_written_is_read(tmp_path, form):
     odd = [
-        row(GROUP, "b.grad", 1, mean=None, kurtosis=None, nans=3, infinities=2),
-        row(GROUP, "c", 2, histogram=()),
-        row(GROUP, "d.weight.grad", 3, kind="parameter_gradient", histogram=(0,) * measured.BINS),
-        row(GROUP, "é\n\"'", 4, count=2**53 + 1),
+        row(ITERATIONS_PER_PART, "b.grad", 1, mean=None, kurtosis=None, nans=3, infinities=2),
+        row(ITERATIONS_PER_PART, "c", 2, histogram=()),
+        row(ITERATIONS_PER_PART, "d.weight.grad", 3, kind="parameter_gradient", histogram=(0,) * measured.BINS),
+        row(ITERATIONS_PER_PART, "é\n\"'", 4, count=2**53 + 1),
     ]
-    wanted = [*(r for n in range(GROUP) for r in rows(n)), *odd]
+    wanted = [*(r for n in range(ITERATIONS_PER_PART) for r in rows(n)), *odd]
     writers = begin(tmp_path / "new" / "folder", form)
-    for n in range(GROUP):
+    for n in range(ITERATIONS_PER_PART):
         writers.write(n, rows(n))
-    writers.write(GROUP, odd)
+    writers.write(ITERATIONS_PER_PART, odd)
     writers.close()
     writers.close()
     found = mf.open_statistics(tmp_path / "new" / "folder")
     assert list(found.rows()) == wanted
     assert found.torn == 0
-    assert found.iterations == list(range(GROUP + 1))
+    assert found.iterations == list(range(ITERATIONS_PER_PART + 1))
     assert found.headers == [header(every=1)]
     table = found.table()
     assert table["rms"] == [r.rms for r in wanted]
@@ -136,7 +136,7 @@ def test_starts_at_one_time_have_files_of_their_own(tmp_path):
 
     def start(_):
         together.wait()
-        return new_file(tmp_path, "jsonl", header())
+        return create_file(tmp_path, "jsonl", header())
 
     with ThreadPoolExecutor(8) as pool:
         files = list(pool.map(start, range(8)))
@@ -199,7 +199,7 @@ def _killed(path, form):
 def test_a_killed_run_leaves_what_it_had_written(tmp_path, form):
     assert forked(_killed, tmp_path, form) == -signal.SIGKILL
     found = mf.open_statistics(tmp_path)
-    whole = 200 if form == "jsonl" else 200 // GROUP * GROUP
+    whole = 200 if form == "jsonl" else 200 // ITERATIONS_PER_PART * ITERATIONS_PER_PART
     assert found.iterations == list(range(whole))
     assert found.torn == 0
     assert next(found.rows()) == row(0)
@@ -275,31 +275,31 @@ class Broken:
 
 def test_a_disk_that_takes_nothing_holds_nobody_up_for_long(tmp_path, monkeypatch):
     broken = Broken(tmp_path / "statistics-0000.jsonl")
-    monkeypatch.setattr("megatron_flex.statistics.writing.new_file", lambda *_: broken)
-    monkeypatch.setattr(knobs, "dump_seconds", 0.3)
+    monkeypatch.setattr("megatron_flex.statistics.writing.create_file", lambda *_: broken)
+    monkeypatch.setattr(flex_config, "dump_seconds", 0.3)
     writers = begin(tmp_path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for n in range(MOST + 4):
+        for n in range(MOST_QUEUED + 4):
             writers.write(n, rows(n))
     assert writers.lost == 3, "one is being written, and so many wait"
     (told,) = caught
     assert issubclass(told.category, FlexWarning)
     assert "the disk has taken nothing for 0.3 s" in str(told.message)
-    with pytest.warns(FlexWarning, match=f"so far {MOST + 4} iterations are lost"):
+    with pytest.warns(FlexWarning, match=f"so far {MOST_QUEUED + 4} iterations are lost"):
         writers.close()
     broken.goes.set()
 
 
 def test_a_slow_disk_is_waited_for(tmp_path, monkeypatch):
     broken = Broken(tmp_path / "statistics-0000.jsonl")
-    monkeypatch.setattr("megatron_flex.statistics.writing.new_file", lambda *_: broken)
+    monkeypatch.setattr("megatron_flex.statistics.writing.create_file", lambda *_: broken)
     writers = begin(tmp_path)
     threading.Timer(0.3, broken.goes.set).start()
-    for n in range(2 * MOST):
+    for n in range(2 * MOST_QUEUED):
         writers.write(n, rows(n))
     writers.close()
-    assert [r.iteration for r in broken.got] == [n for n in range(2 * MOST) for _ in SITES]
+    assert [r.iteration for r in broken.got] == [n for n in range(2 * MOST_QUEUED) for _ in SITES]
     assert writers.lost == 0
 
 
@@ -317,31 +317,31 @@ def test_what_fails_in_the_middle_of_parquet_is_that_group_alone(tmp_path, monke
     monkeypatch.setattr(Path, "rename", full)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for n in range(3 * GROUP):
+        for n in range(3 * ITERATIONS_PER_PART):
             writers.write(n, rows(n))
         writers.close()
     assert "No space left on device; so far 64 iterations are lost" in str(caught[0].message)
     assert len(caught) == 2, "the second one is the sum, at the end"
     assert calls == [(".", False)] * 3, "readers see a part when it is whole"
-    assert writers.lost == GROUP
+    assert writers.lost == ITERATIONS_PER_PART
     found = mf.open_statistics(tmp_path)
-    assert found.iterations == [*range(GROUP), *range(2 * GROUP, 3 * GROUP)]
+    assert found.iterations == [*range(ITERATIONS_PER_PART), *range(2 * ITERATIONS_PER_PART, 3 * ITERATIONS_PER_PART)]
     assert not list(tmp_path.rglob(".*")), "nothing is left of it"
 
 
 def test_a_damaged_part_of_parquet_is_counted(tmp_path):
     pytest.importorskip("pyarrow")
-    write(tmp_path, range(2 * GROUP), "parquet")
+    write(tmp_path, range(2 * ITERATIONS_PER_PART), "parquet")
     part = tmp_path / "statistics-0000.parquet" / "part-000000.parquet"
     part.write_bytes(part.read_bytes()[:-20])
     found = mf.open_statistics(tmp_path)
-    assert (found.torn, found.iterations) == (1, list(range(GROUP, 2 * GROUP)))
+    assert (found.torn, found.iterations) == (1, list(range(ITERATIONS_PER_PART, 2 * ITERATIONS_PER_PART)))
 
 
 def test_parquet_is_one_table_for_other_readers(tmp_path):
     pandas = pytest.importorskip("pandas")
     pytest.importorskip("pyarrow")
-    told = write(tmp_path, range(GROUP + 3), "parquet")
+    told = write(tmp_path, range(ITERATIONS_PER_PART + 3), "parquet")
     frame = pandas.read_parquet(tmp_path / "statistics-0000.parquet")
     assert sorted(zip(frame.iteration, frame.site, frame.rms, strict=True)) == sorted(
         (r.iteration, r.site, r.rms) for r in told

@@ -15,8 +15,8 @@ import megatron_flex as mf
 from megatron_flex.adapters import training_writers
 from megatron_flex.errors import FlexWarning
 from megatron_flex.statistics import Statistics, open_writers
-from megatron_flex.statistics.loggers import MOST, SCALARS
-from megatron_flex.statistics.measured import SIDE
+from megatron_flex.statistics.loggers import LARGEST_FLOAT, LOGGED_STATISTICS
+from megatron_flex.statistics.measured import BINS_PER_SIGN
 from tests.support.measured import SITES, header, row, rows
 
 
@@ -57,10 +57,10 @@ def test_a_real_tensorboard_file_has_them_beside_the_frameworks_curves(tmp_path,
     found = events(writer)
     scalars = {name: [(e.step, e.value) for e in found.Scalars(name)] for name in found.Tags()["scalars"]}
     assert [step for step, _ in scalars.pop("lm loss")] == [1, 2, 3]
-    wanted = {f"flex/{name}/{s}" for name in [*SITES, gradient.site] for s in SCALARS}
+    wanted = {f"flex/{name}/{s}" for name in [*SITES, gradient.site] for s in LOGGED_STATISTICS}
     assert set(scalars) == wanted | {f"flex/{gradient.site}/{s}" for s in ("norm", "nans")}
     for order, name in enumerate(SITES):
-        for statistic in SCALARS:
+        for statistic in LOGGED_STATISTICS:
             values = [(n + 1, getattr(row(n, name, order), statistic)) for n in range(3)]
             assert scalars[f"flex/{name}/{statistic}"] == [(n, pytest.approx(v, rel=1e-6)) for n, v in values]
     assert scalars[f"flex/{gradient.site}/nans"] == [(1, 2.0), (2, 2.0), (3, 2.0)]
@@ -68,10 +68,10 @@ def test_a_real_tensorboard_file_has_them_beside_the_frameworks_curves(tmp_path,
 
 
 def test_a_tensorboard_histogram_has_every_value(tmp_path, writer):
-    counts = [0] * (2 * SIDE + 1)
-    counts[SIDE] = 5  # zeros
-    counts[SIDE + 1] = 2
-    counts[SIDE - 3] = 7
+    counts = [0] * (2 * BINS_PER_SIGN + 1)
+    counts[BINS_PER_SIGN] = 5  # zeros
+    counts[BINS_PER_SIGN + 1] = 2
+    counts[BINS_PER_SIGN - 3] = 7
     counts[0] = 1  # beyond the least power of two
     given = row(4, count=18, nans=2, infinities=1, mean=0.25, norm=3.0, absmax=1e9, histogram=tuple(counts))
     writers = attached(tmp_path, tensorboard=writer)
@@ -86,7 +86,7 @@ def test_a_tensorboard_histogram_has_every_value(tmp_path, writer):
     by_limit = {limit: n for limit, n in zip(limits, told.bucket, strict=True) if n}
     smallest = sys.float_info.min
     assert by_limit == {-(2.0**23): 1, -(2.0**-38): 7, smallest: 5, 2.0**-39: 2}
-    assert max(limits) <= MOST
+    assert max(limits) <= LARGEST_FLOAT
 
 
 def test_only_the_steps_that_the_framework_logs(tmp_path):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import megatron_flex as mf
-from megatron_flex.launch.switching import LARGEST, looked_at, words_of
-from megatron_flex.runtime.groups import Switches, switches
+from megatron_flex.launch.hook_control import MAX_CONTROL_BYTES, read_control_file, parse_control_words
+from megatron_flex.runtime.hook_groups import Switches, parse_switches
 
 KNOWN = ["edit", "steer", "dump"]
 
@@ -34,7 +34,7 @@ KNOWN = ["edit", "steer", "dump"]
 def test_of_the_words_that_mean_a_hook_the_last_counts(
     words: tuple[str, ...], tags: tuple[str, ...], enabled: bool, on: bool
 ) -> None:
-    assert switches(words, KNOWN) == Switches(words)
+    assert parse_switches(words, KNOWN) == Switches(words)
     assert Switches(words).takes(tags, enabled) is on
 
 
@@ -48,23 +48,23 @@ def test_of_the_words_that_mean_a_hook_the_last_counts(
 )
 def test_words_that_cannot_be(word: str, said: str) -> None:
     with pytest.raises(mf.HookError) as error:
-        switches([word], KNOWN)
+        parse_switches([word], KNOWN)
     assert said in str(error.value)
 
 
 def test_what_a_file_holds(tmp_path: Path) -> None:
     path = tmp_path / "control"
-    assert looked_at(path) is None
+    assert read_control_file(path) is None
     path.write_text("# off for the night\nnone  \n+steer # but this\n\n  -dump\t+edit\n")
-    content = looked_at(path)
+    content = read_control_file(path)
     assert isinstance(content, bytes)
-    assert words_of(content) == ("none", "+steer", "-dump", "+edit")
-    assert words_of(b"") == ()
+    assert parse_control_words(content) == ("none", "+steer", "-dump", "+edit")
+    assert parse_control_words(b"") == ()
     with pytest.raises(mf.FlexError, match="no text"):
-        words_of(b"\x80\xff\x00")
-    path.write_bytes(b"#" * (LARGEST + 1))
-    assert "more than 65536 bytes" in str(looked_at(path))
-    assert "cannot be read: Is a directory" in str(looked_at(tmp_path))
+        parse_control_words(b"\x80\xff\x00")
+    path.write_bytes(b"#" * (MAX_CONTROL_BYTES + 1))
+    assert "more than 65536 bytes" in str(read_control_file(path))
+    assert "cannot be read: Is a directory" in str(read_control_file(tmp_path))
     path.chmod(0)
     if os.geteuid() != 0:
-        assert "cannot be read: Permission denied" in str(looked_at(path))
+        assert "cannot be read: Permission denied" in str(read_control_file(path))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_flex.adapters.trees import position, tensors, with_tensor
+from megatron_flex.adapters.tensor_trees import resolve_index, tensors, with_tensor
 
 
 class Pair(NamedTuple):
@@ -102,8 +102,8 @@ def test_what_is_not_on_the_way_is_the_same_object() -> None:
 
 
 def test_negative_numbers_count_from_the_end() -> None:
-    assert [position(i, 3) for i in (0, 2, 3, -1, -3, -4)] == [0, 2, None, 2, 0, None]
-    assert position(0, 0) is None
+    assert [resolve_index(i, 3) for i in (0, 2, 3, -1, -3, -4)] == [0, 2, None, 2, 0, None]
+    assert resolve_index(0, 0) is None
 
 
 def test_nothing_is_registered_with_torch() -> None:

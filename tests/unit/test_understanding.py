@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_flex.runtime.debugging.blame import users_place
-from megatron_flex.runtime.debugging.purity import is_pure
-from megatron_flex.runtime.debugging.understanding import findings, source_of
+from megatron_flex.runtime.debug.error_origin import find_user_line
+from megatron_flex.runtime.debug.purity import is_pure
+from megatron_flex.runtime.debugging.understanding import find_mistakes, read_source
 
 VECTOR, SEEN = torch.ones(4), []
 FACTOR = 2.0
@@ -23,11 +23,11 @@ Free = partial
 
 def told(edit: Any, on_gpu: bool = True, leads: bool = False) -> list[tuple[str, str]]:
     """Each finding's first words and the source of its line."""
-    source = source_of(edit)
+    source = read_source(edit)
     assert source is not None
     assert source.file == __file__
     lines = inspect.getsource(inspect.getmodule(told)).splitlines()
-    return [(f.text, lines[f.line - 1].strip()) for f in findings(source, on_gpu, leads)]
+    return [(f.text, lines[f.line - 1].strip()) for f in find_mistakes(source, on_gpu, leads)]
 
 
 def bare(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Any:
@@ -319,23 +319,23 @@ def helper(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("edit", PURE, ids=lambda e: getattr(e, "__name__", "partial"))
 def test_what_is_seen_to_be_pure(edit: Any) -> None:
-    source = source_of(edit)
+    source = read_source(edit)
     assert source is not None
     assert is_pure(source)
 
 
 @pytest.mark.parametrize("edit", IMPURE, ids=lambda e: getattr(e, "__qualname__", type(e).__name__))
 def test_what_is_not(edit: Any) -> None:
-    source = source_of(edit)
+    source = read_source(edit)
     assert source is not None
     assert not is_pure(source)
 
 
 def test_what_has_no_source() -> None:
-    assert source_of(torch.add) is None
+    assert read_source(torch.add) is None
     names: dict[str, Any] = {}
     exec("def typed(m, x, c, t):\n    return x", names)
-    assert source_of(names["typed"]) is None
+    assert read_source(names["typed"]) is None
 
 
 # -- whose line --------------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ def elsewhere(m: Any, x: Tensor, c: Any, t: Any) -> Tensor:
 def test_the_line_is_the_persons(edit: Any) -> None:
     with pytest.raises(RuntimeError) as told:
         _like_ours(edit)
-    found = users_place(told.value)
+    found = find_user_line(told.value)
     assert found is not None
     assert found[0] == __file__
     lines = inspect.getsource(inspect.getmodule(_like_ours)).splitlines()
@@ -388,7 +388,7 @@ def _like_ours(edit: Any) -> None:
 def test_a_line_in_a_file_elsewhere() -> None:
     with pytest.raises(Exception, match=r".") as told:
         elsewhere(None, torch.ones(2), None, None)
-    assert users_place(told.value)[0] in (
+    assert find_user_line(told.value)[0] in (
         __file__,
         __file__.replace("unit/test_understanding", "support/moe"),
     )

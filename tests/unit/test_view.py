@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from megatron_flex import Cut, Dim, Layout, SiteError
 from megatron_flex.layout import replicated
 from megatron_flex.sites import Site
-from megatron_flex.view import Hooked, Node, chosen, folded, layout_in_words, numbers_in_words, tree
-from megatron_flex.view.terminal import show
+from megatron_flex.view import TreeHook, TreeNode, sites_of_stage, fold_layers, describe_layout, describe_numbers, build_tree
+from megatron_flex.view.tree_terminal import print_tree
 from tests.support.commands import kept
 
 SIZES = {"tp": 2, "cp": 2, "pp": 2, "dp": 1}
@@ -33,20 +33,20 @@ def model(layers: int = 4, experts: int = 0, hidden: str = "") -> list[Site]:
     return [*out, Site("loss:output", replicated("b", "s"), ("b", "s"), 1)]
 
 
-def shown(root: Node, **how: object) -> str:
+def shown(root: TreeNode, **how: object) -> str:
     out = io.StringIO()
-    show(root, "a model", out, **how)  # type: ignore[arg-type]
+    print_tree(root, "a model", out, **how)  # type: ignore[arg-type]
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def count(node: Node) -> int:
+def count(node: TreeNode) -> int:
     return node.count * (len(node.places) + sum(map(count, node.children)))
 
 
 @given(st.lists(st.integers(0, 60)))
 def test_series_of_numbers_say_each_of_them(numbers: list[int]) -> None:
     said: list[int] = []
-    for word in filter(None, numbers_in_words(numbers).split(",")):
+    for word in filter(None, describe_numbers(numbers).split(",")):
         ends, _, step = word.partition(":")
         first, _, last = ends.partition("-")
         said += range(int(first), int(last or first) + 1, int(step or 1))
@@ -57,7 +57,7 @@ def test_series_of_numbers_say_each_of_them(numbers: list[int]) -> None:
     ("numbers", "words"), [(range(32), "0-31"), (range(0, 9, 2), "0-8:2"), ([0, 2, 3], "0,2-3"), ([], "")]
 )
 def test_series_of_numbers_are_short(numbers: Iterator[int], words: str) -> None:
-    assert numbers_in_words(numbers) == words
+    assert describe_numbers(numbers) == words
 
 
 @pytest.mark.parametrize(
@@ -76,30 +76,30 @@ def test_series_of_numbers_are_short(numbers: Iterator[int], words: str) -> None
     ],
 )
 def test_layouts_in_words(layout: Layout, words: str) -> None:
-    assert layout_in_words(layout, SIZES) == words
+    assert describe_layout(layout, SIZES) == words
 
 
 @pytest.mark.parametrize("experts", [0, 3])
 def test_folding_loses_no_place_and_unfolded_all_are_there(experts: int) -> None:
     sites = model(6, experts)
-    root = tree(sites, SIZES)
-    assert count(root) == count(folded(root)) == len(sites)
+    root = build_tree(sites, SIZES)
+    assert count(root) == count(fold_layers(root)) == len(sites)
     assert root.children[1].children[0].label == "layers"
-    (layers,) = folded(root).children[1].children[0].children
+    (layers,) = fold_layers(root).children[1].children[0].children
     assert (layers.label, layers.count, layers.stages) == ("0-5", 6, {0, 1})
 
 
 def test_layers_that_differ_are_shown_apart() -> None:
     sites = [replace(s, layout=STREAM) if s.name.startswith("decoder.layers.2.mlp") else s for s in model(4)]
-    layers = folded(tree(sites, SIZES)).children[1].children[0].children
+    layers = fold_layers(build_tree(sites, SIZES)).children[1].children[0].children
     assert [n.label for n in layers] == ["0-1,3", "2"]
 
 
 def test_hooks_are_told_where_they_stand() -> None:
-    steer, read = Hooked("edits", "scale(2.0)", ("steer",)), Hooked("reads", active=False)
+    steer, read = TreeHook("edits", "scale(2.0)", ("steer",)), TreeHook("reads", active=False)
     everywhere = {s.name: [read] for s in model() if s.name.endswith(":input")}
     told = shown(
-        folded(tree(model(), SIZES, {"decoder.layers.2.mlp.linear_fc1:output": [steer], **everywhere}))
+        fold_layers(build_tree(model(), SIZES, {"decoder.layers.2.mlp.linear_fc1:output": [steer], **everywhere}))
     )
     assert "● :output" in told
     assert "edits by scale(2.0) [steer] at 2" in told
@@ -108,33 +108,33 @@ def test_hooks_are_told_where_they_stand() -> None:
 
 
 def test_the_tree_as_it_is_printed() -> None:
-    root = tree(model(4, 2, hidden="a fused kernel"), SIZES)
-    kept("sites-100", shown(folded(root), width=100))
+    root = build_tree(model(4, 2, hidden="a fused kernel"), SIZES)
+    kept("sites-100", shown(fold_layers(root), width=100))
     kept("sites-all-60", shown(root, width=60))
 
 
 def test_a_terminal_of_ascii_gets_ascii() -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    show(folded(tree(model(), SIZES)), "a model", out)
+    print_tree(fold_layers(build_tree(model(), SIZES)), "a model", out)
     out.flush()
     assert b"o :output" in out.buffer.getvalue()  # type: ignore[attr-defined]
 
 
 def test_markup_in_a_name_stays_text() -> None:
     site = Site("[red]x[/red]:output", STREAM, ("s", "b", 8), hidden="[bold]no")
-    told = shown(tree([site], SIZES))
+    told = shown(build_tree([site], SIZES))
     assert "[red]x[/red]" in told
     assert "[bold]no" in told
 
 
 def test_a_stage_without_sites_is_refused() -> None:
-    assert {s.stage for s in chosen(model(), 1)} == {1}
+    assert {s.stage for s in sites_of_stage(model(), 1)} == {1}
     with pytest.raises(SiteError, match="stage 7 owns none of these sites, which are on 0-1"):
-        chosen(model(), 7)
+        sites_of_stage(model(), 7)
 
 
 def test_plain_values_have_all_of_it() -> None:
-    told = tree(model(2), SIZES, {"loss:output": [Hooked("reads", tags=("a",))]}).to_json()
+    told = build_tree(model(2), SIZES, {"loss:output": [TreeHook("reads", tags=("a",))]}).to_json()
     (loss,) = [c for c in told["children"] if c["label"] == "loss"]
     assert loss["places"] == [
         {

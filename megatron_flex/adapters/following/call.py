@@ -9,19 +9,19 @@ from torch import Tensor
 
 from megatron_flex.adapters.spread import Spread
 
-Pairs = tuple[tuple[int, str], ...]  # dims, counted from the front, and the axes that cut them
+CutPairs = tuple[tuple[int, str], ...]  # dims, counted from the front, and the axes that cut them
 
 
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """The words of a text."""
     return text.split()
 
 
-class Refusal(Exception):
+class LayoutUnknown(Exception):
     """Why the layout of a result is not known."""
 
 
-class Call:
+class FunctionCall:
     """What a rule sees of a call.
 
     Attributes:
@@ -55,7 +55,7 @@ class Call:
         """The tensor that the function is mainly about."""
         found = self.arg(0, ("input", "self", "x", "query", "tensor"))
         if not isinstance(found, Tensor):
-            raise Refusal(f"{self.name} was called in a way that is not followed")
+            raise LayoutUnknown(f"{self.name} was called in a way that is not followed")
         return found
 
     def cuts(self, tensor: Tensor) -> dict[int, tuple[str, ...]]:
@@ -75,7 +75,7 @@ class Call:
 
     def operands(self) -> list[Tensor]:
         """All tensors among the arguments."""
-        return list(flat((self.args, tuple(self.kwargs.values()))))
+        return list(iterate_tensors((self.args, tuple(self.kwargs.values()))))
 
     def where(self, dims: Mapping[int, tuple[str, ...]]) -> str:
         """Cut dims in words."""
@@ -90,31 +90,31 @@ class Call:
         pairs = tuple((d, a) for d in sorted(cuts) for a in cuts[d])
         names = [a for _, a in pairs] + list(partial)
         if len(set(names)) != len(names):
-            raise Refusal(f"{self.name} puts tensors together that {names[0]} cuts along different dims")
+            raise LayoutUnknown(f"{self.name} puts tensors together that {names[0]} cuts along different dims")
         uneven = any(self._spreads[id(t)].uneven for t in self.operands())
         return Spread(pairs, tuple(partial), uneven=uneven and bool(pairs))
 
 
-Rule = Callable[[Call], Spread]
+SpreadRule = Callable[[FunctionCall], Spread]
 
 
-def flat(tree: Any) -> Iterator[Tensor]:
+def iterate_tensors(tree: Any) -> Iterator[Tensor]:
     """The tensors in tuples, lists and mappings."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (tuple, list)):
         for item in tree:
-            yield from flat(item)
+            yield from iterate_tensors(item)
     elif isinstance(tree, dict):
         for item in tree.values():
-            yield from flat(item)
+            yield from iterate_tensors(item)
 
 
-def dims_of(given: Any, count: int) -> tuple[int, ...] | None:
+def normalize_dims(given: Any, count: int) -> tuple[int, ...] | None:
     """Dims counted from the front; None for all."""
     if given is None or (isinstance(given, (tuple, list)) and not given):
         return None
     many = given if isinstance(given, (tuple, list)) else (given,)
     if not all(isinstance(d, int) for d in many):
-        raise Refusal("a dim is given by name")
+        raise LayoutUnknown("a dim is given by name")
     return tuple(d % count if count else 0 for d in many)

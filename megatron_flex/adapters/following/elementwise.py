@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megatron_flex.adapters.following.call import Call, Refusal, Rule, words
+from megatron_flex.adapters.following.call import FunctionCall, LayoutUnknown, SpreadRule, split_words
 from megatron_flex.adapters.spread import Spread
 
-BROADCAST = words("""
+BROADCAST = split_words("""
 add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod pow float_power lerp
 addcmul addcdiv maximum minimum fmax fmin clamp clip clamp_min clamp_max where masked_fill eq ne lt le gt
 ge equal_nan isclose logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
 bitwise_left_shift bitwise_right_shift atan2 arctan2 hypot copysign xlogy nextafter heaviside ldexp
 complex polar fill
 """)
-UNARY = words("""
+UNARY = split_words("""
 abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin
 cos tan asin acos atan sinh cosh tanh asinh acosh atanh sigmoid logsigmoid logit erf erfc erfinv sign sgn
 floor ceil round trunc frac relu relu6 leaky_relu rrelu elu celu selu gelu silu mish hardtanh hardsigmoid
@@ -29,8 +29,8 @@ zero pin_memory dropout
 """)
 
 
-def joined(
-    call: Call, operands: Sequence[tuple[Tensor, dict[int, tuple[str, ...]]]], dims: int
+def join_cuts(
+    call: FunctionCall, operands: Sequence[tuple[Tensor, dict[int, tuple[str, ...]]]], dims: int
 ) -> dict[int, tuple[str, ...]]:
     """The cuts of what comes of operands that are broadcast against each other.
 
@@ -47,33 +47,33 @@ def joined(
         for dim, axes in cuts.items():
             at = dim + dims - tensor.ndim
             if out.setdefault(at, axes) != axes:
-                raise Refusal(f"{call.name} combines tensors of which dim {at} is cut over different axes")
+                raise LayoutUnknown(f"{call.name} combines tensors of which dim {at} is cut over different axes")
     for tensor, cuts in operands:
         for at, axes in out.items():
             dim = at - dims + tensor.ndim
             if dim < 0 or dim in cuts or tensor.shape[dim] == 1 or call.uniform(tensor):
                 continue
-            raise Refusal(
+            raise LayoutUnknown(
                 f"{call.name} combines a tensor cut along dim {at} over {' and '.join(axes)} with one that "
                 f"every rank holds and that has {tensor.shape[dim]} entries there, as if it were cut too"
             )
     return out
 
 
-def broadcast(call: Call) -> Spread:
+def broadcast(call: FunctionCall) -> Spread:
     """Entry by entry of all operands."""
     operands = [(t, call.cuts(t)) for t in call.operands()]
     if call.name == "where" and len(operands) == 1:
-        raise Refusal("where looks for the places of entries of something cut")
-    return call.result(joined(call, operands, call.out.ndim))
+        raise LayoutUnknown("where looks for the places of entries of something cut")
+    return call.result(join_cuts(call, operands, call.out.ndim))
 
 
-def unary(call: Call) -> Spread:
+def unary(call: FunctionCall) -> Spread:
     """As the first operand; further ones only tell a type."""
     return call.spread(call.first)
 
 
-def copied(call: Call) -> Spread:
+def overwrite(call: FunctionCall) -> Spread:
     """What is overwritten is cut as what it is overwritten by."""
     source = call.arg(1, "src")
     if call.first.shape == source.shape:
@@ -81,8 +81,8 @@ def copied(call: Call) -> Spread:
     return broadcast(call)
 
 
-RULES: dict[str, Rule] = {
+ELEMENTWISE_RULES: dict[str, SpreadRule] = {
     **dict.fromkeys(BROADCAST, broadcast),
     **dict.fromkeys(UNARY, unary),
-    "copy": copied,
+    "copy": overwrite,
 }

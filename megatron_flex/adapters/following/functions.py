@@ -4,57 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_flex.adapters.spread import WHOLE, Spread, Told, Unknown
+from megatron_flex.adapters.spread import WHOLE, Spread, SpreadOrUnknown, Unknown
 
 AXIS = "tp"
 
 
-def _same(told: Told, dims: int) -> Told:
-    return told
+def _unchanged(spread: SpreadOrUnknown, dims: int) -> SpreadOrUnknown:
+    return spread
 
 
-def _whole(told: Told, dims: int) -> Told:
+def _reduced(spread: SpreadOrUnknown, dims: int) -> SpreadOrUnknown:
     return WHOLE
 
 
-def _gathered(told: Told, dims: int) -> Told:
-    if told == Spread(((dims - 1, AXIS),)):
+def _gather_last_dim(spread: SpreadOrUnknown, dims: int) -> SpreadOrUnknown:
+    if spread == Spread(((dims - 1, AXIS),)):
         return WHOLE
-    return told if isinstance(told, Unknown) else Unknown("it was gathered along a dim that was not cut")
+    return spread if isinstance(spread, Unknown) else Unknown("it was gathered along a dim that was not cut")
 
 
-def _scattered(told: Told, dims: int) -> Told:
-    if told == WHOLE:
+def _scatter_last_dim(spread: SpreadOrUnknown, dims: int) -> SpreadOrUnknown:
+    if spread == WHOLE:
         return Spread(((dims - 1, AXIS),))
-    return told if isinstance(told, Unknown) else Unknown("it was scattered though it was cut already")
+    return spread if isinstance(spread, Unknown) else Unknown("it was scattered though it was cut already")
 
 
-def _gathered_first(told: Told, dims: int) -> Told:
-    if told == Spread(((0, AXIS),)):
+def _gather_first_dim(spread: SpreadOrUnknown, dims: int) -> SpreadOrUnknown:
+    if spread == Spread(((0, AXIS),)):
         return WHOLE
-    return told if isinstance(told, Unknown) else Unknown("it was gathered along a dim that was not cut")
+    return spread if isinstance(spread, Unknown) else Unknown("it was gathered along a dim that was not cut")
 
 
-def _scattered_first(told: Told, dims: int) -> Told:
-    if told in (WHOLE, Spread(partial=(AXIS,))):
+def _scatter_first_dim(spread: SpreadOrUnknown, dims: int) -> SpreadOrUnknown:
+    if spread in (WHOLE, Spread(partial=(AXIS,))):
         return Spread(((0, AXIS),))
-    return told if isinstance(told, Unknown) else Unknown("it was scattered though it was cut already")
+    return spread if isinstance(spread, Unknown) else Unknown("it was scattered though it was cut already")
 
 
 # Names that fairscale, apex and Megatron share for the ways into and out of tensor parallel regions. Backward
 # they reduce, gather or split, so that the gradient of what they got is whole.
-REGIONS: dict[str, Callable[[Told, int], Told]] = {
-    "_CopyToModelParallelRegion": _same,
-    "_ReduceFromModelParallelRegion": _whole,
-    "_GatherFromModelParallelRegion": _gathered,
-    "_ScatterToModelParallelRegion": _scattered,
-    "_GatherFromSequenceParallelRegion": _gathered_first,
-    "_ScatterToSequenceParallelRegion": _scattered_first,
-    "_ReduceScatterToSequenceParallelRegion": _scattered_first,
+PARALLEL_REGIONS: dict[str, Callable[[SpreadOrUnknown, int], SpreadOrUnknown]] = {
+    "_CopyToModelParallelRegion": _unchanged,
+    "_ReduceFromModelParallelRegion": _reduced,
+    "_GatherFromModelParallelRegion": _gather_last_dim,
+    "_ScatterToModelParallelRegion": _scatter_last_dim,
+    "_GatherFromSequenceParallelRegion": _gather_first_dim,
+    "_ScatterToSequenceParallelRegion": _scatter_first_dim,
+    "_ReduceScatterToSequenceParallelRegion": _scatter_first_dim,
 }
 # They return each tensor that they get, unchanged: wrappers learn from their backward pass.
-HANDED_ON = frozenset(
+IDENTITY_FUNCTIONS = frozenset(
     ("RegisterPostBackwardFunction", "_DDPSink", "PreBackwardFunctionForModule", "PostBackwardFunctionModule")
 )
 # They run what they are given, and what comes out is what that returned.
-TRANSPARENT = frozenset(("CheckpointFunction",))
+CHECKPOINT_FUNCTIONS = frozenset(("CheckpointFunction",))

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron_flex.adapters.spread import Spread, Told, Unknown
+from megatron_flex.adapters.spread import Spread, SpreadOrUnknown, Unknown
 
 Axes = frozenset[str]
-Ends = frozenset[Axes | str]
-NONE: Axes = frozenset()
+GradientEnds = frozenset[Axes | str]
+NO_AXES: Axes = frozenset()
 UNMARKED = Unknown(
     "it was made by something that is not a torch function, such as a custom autograd.Function or compiled "
     "code, or before the model was called"
 )
 
 
-class Node:
+class GradientNode:
     """Where the gradient of a tensor comes from.
 
     Each use of a tensor leaves its rank with the whole gradient from there or, where it is used together
@@ -29,18 +29,18 @@ class Node:
     __slots__ = ("_found", "ends", "uses")
 
     def __init__(self) -> None:
-        self.uses: list[tuple[Node, Axes]] = []
+        self.uses: list[tuple[GradientNode, Axes]] = []
         self.ends: list[Axes | str] = []
-        self._found: Ends | None = None
+        self._found: GradientEnds | None = None
 
-    def among(self, uses: slice, ends: slice) -> Ends:
+    def among(self, uses: slice, ends: slice) -> GradientEnds:
         """What some of the uses together make: sets of axes over which to sum, and reasons against it."""
         out = set(self.ends[ends])
         for child, axes in self.uses[uses]:
             out |= {end if isinstance(end, str) else end | axes for end in child.found()}
         return frozenset(out)
 
-    def found(self) -> Ends:
+    def found(self) -> GradientEnds:
         """What all of them make. Asked when no more come."""
         waiting = [self]
         while waiting:  # children first, without recursion, since chains of uses are long
@@ -59,7 +59,7 @@ class Node:
 
 
 @dataclass(eq=False)
-class Line:
+class ViewMemory:
     """The memory that a tensor and its views share.
 
     Attributes:
@@ -72,7 +72,7 @@ class Line:
 
 
 @dataclass(eq=False)
-class Mark:
+class TensorMark:
     """One tensor's.
 
     Attributes:
@@ -83,14 +83,14 @@ class Mark:
         version: of the memory when the mark was made.
     """
 
-    told: Told
+    told: SpreadOrUnknown
     uniform: bool = False
-    node: Node = field(default_factory=Node)
-    line: Line = field(default_factory=Line)
+    node: GradientNode = field(default_factory=GradientNode)
+    line: ViewMemory = field(default_factory=ViewMemory)
     version: int = 0
 
 
-class Marks:
+class TensorMarks:
     """Marks by tensor."""
 
     def __init__(self) -> None:
@@ -99,20 +99,20 @@ class Marks:
     def __contains__(self, tensor: Tensor) -> bool:
         return tensor in self._marks
 
-    def get(self, tensor: Tensor) -> Mark | None:
+    def get(self, tensor: Tensor) -> TensorMark | None:
         """A tensor's mark; one that says so if something has changed the tensor unseen."""
-        mark: Mark | None = self._marks.get(tensor)
+        mark: TensorMark | None = self._marks.get(tensor)
         if mark is None:
             return None
         if mark.line.spoiled > mark.version:
             why = "a part of its memory, a view, was overwritten by something cut in another way"
-            return Mark(Unknown(why), node=mark.node, line=mark.line, version=mark.version)
-        if version(tensor) > mark.line.version:
+            return TensorMark(Unknown(why), node=mark.node, line=mark.line, version=mark.version)
+        if tensor_version(tensor) > mark.line.version:
             why = "it was changed in place by something that is not a torch function"
-            return Mark(Unknown(why), node=mark.node, line=mark.line, version=mark.version)
+            return TensorMark(Unknown(why), node=mark.node, line=mark.line, version=mark.version)
         return mark
 
-    def make(self, tensor: Tensor, told: Told, sources: Iterable[Tensor] = (), uniform: bool = False) -> Mark:
+    def make(self, tensor: Tensor, told: SpreadOrUnknown, sources: Iterable[Tensor] = (), uniform: bool = False) -> TensorMark:
         """Mark a new tensor.
 
         Args:
@@ -122,22 +122,22 @@ class Marks:
             uniform: whether all entries are equal.
         """
         line = None
-        address = memory(tensor)
+        address = storage_address(tensor)
         for source in sources:
             known = self._marks.get(source)
-            if known is not None and address is not None and memory(source) == address:
+            if known is not None and address is not None and storage_address(source) == address:
                 line = known.line
         if line is None:
-            line = Line(version(tensor))
-        line.version = max(line.version, version(tensor))
-        mark = Mark(told, uniform, line=line, version=version(tensor))
+            line = ViewMemory(tensor_version(tensor))
+        line.version = max(line.version, tensor_version(tensor))
+        mark = TensorMark(told, uniform, line=line, version=tensor_version(tensor))
         self._marks[tensor] = mark
         return mark
 
-    def written(self, tensor: Tensor, before: Mark, told: Told, uniform: bool) -> Mark:
+    def written(self, tensor: Tensor, before: TensorMark, told: SpreadOrUnknown, uniform: bool) -> TensorMark:
         """Mark a tensor anew that a followed function has written to."""
-        now = version(tensor)
-        mark = Mark(told, uniform, line=before.line, version=now)
+        now = tensor_version(tensor)
+        mark = TensorMark(told, uniform, line=before.line, version=now)
         before.line.version = max(before.line.version, now)
         if (told != before.told or isinstance(told, Unknown)) and now > before.version:
             before.line.spoiled = now
@@ -145,12 +145,12 @@ class Marks:
         return mark
 
 
-def version(tensor: Tensor) -> int:
+def tensor_version(tensor: Tensor) -> int:
     """How often a tensor's memory was written to; 0 where torch does not count."""
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
-def memory(tensor: Tensor) -> int | None:
+def storage_address(tensor: Tensor) -> int | None:
     """Where a tensor's memory begins; None if it has none of its own."""
     try:
         return int(tensor.untyped_storage()._cdata)
@@ -158,7 +158,7 @@ def memory(tensor: Tensor) -> int | None:
         return None
 
 
-def normal(spread: Spread, dims: int) -> Spread:
+def normalize_spread(spread: Spread, dims: int) -> Spread:
     """A spread with its dims counted from the front."""
     if all(d >= 0 for d, _ in spread.cuts):
         return spread
@@ -166,13 +166,13 @@ def normal(spread: Spread, dims: int) -> Spread:
     return Spread(cuts, spread.partial, spread.shared, spread.uneven)
 
 
-def axes_of(told: Told) -> Axes:
+def differing_axes(told: SpreadOrUnknown) -> Axes:
     """Over which axes local tensors differ."""
     return (
         frozenset() if isinstance(told, Unknown) else frozenset(a for _, a in told.cuts) | set(told.partial)
     )
 
 
-def floating(tensor: Tensor) -> bool:
+def is_differentiable(tensor: Tensor) -> bool:
     """Whether gradients can flow to a tensor."""
     return tensor.is_floating_point() or tensor.is_complex()

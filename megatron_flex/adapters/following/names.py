@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-BINARY = {
+OPERATOR_NAMES = {
     "__add__": "add",
     "__radd__": "add",
     "__iadd__": "add",
@@ -61,7 +61,7 @@ BINARY = {
 
 
 @cache
-def name_of(function: Callable[..., Any]) -> str:
+def function_name(function: Callable[..., Any]) -> str:
     """What a torch function is called: `softmax` for `Tensor.softmax`, `F.softmax` and `torch.softmax`.
 
     An attribute's is in front of a dot, `T.get`; collectives' are behind one, `c10d.all_reduce`.
@@ -75,8 +75,8 @@ def name_of(function: Callable[..., Any]) -> str:
         if "c10d" in space:
             return f"c10d.{plain}"
         return plain.rstrip("_") if space == "aten" else f"{space}.{plain}"
-    if name in BINARY:
-        return BINARY[name]
+    if name in OPERATOR_NAMES:
+        return OPERATOR_NAMES[name]
     if name.endswith("_") and not name.endswith("__"):
         return name.rstrip("_")
     return name

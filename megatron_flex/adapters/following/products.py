@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megatron_flex.adapters.following.call import Call, Refusal, Rule
+from megatron_flex.adapters.following.call import FunctionCall, LayoutUnknown, SpreadRule
 from megatron_flex.adapters.spread import Spread
 
 Labels = Sequence[str]  # one for each dim; a label that starts with `*` may have one entry in an operand
 
 
-def contract(call: Call, operands: Sequence[tuple[Tensor, Labels]], out: Labels) -> Spread:
+def contract(call: FunctionCall, operands: Sequence[tuple[Tensor, Labels]], out: Labels) -> Spread:
     """The layout of a product of tensors whose dims are labelled.
 
     Args:
@@ -27,20 +27,20 @@ def contract(call: Call, operands: Sequence[tuple[Tensor, Labels]], out: Labels)
     for tensor, labels in operands:
         for dim, axes in call.cuts(tensor).items():
             if cut.setdefault(labels[dim], axes) != axes:
-                raise Refusal(f"{call.name} combines tensors that are cut over different axes")
+                raise LayoutUnknown(f"{call.name} combines tensors that are cut over different axes")
     for tensor, labels in operands:
         mine = {labels[d] for d in call.cuts(tensor)}
         for dim, label in enumerate(labels):
             if label not in cut or label in mine or call.uniform(tensor):
                 continue
             if not (label.startswith("*") and tensor.shape[dim] == 1):
-                raise Refusal(
+                raise LayoutUnknown(
                     f"{call.name} combines a tensor cut over {' and '.join(cut[label])} with one that every "
                     f"rank holds and that has {tensor.shape[dim]} entries in the dim that belongs to it"
                 )
     summed = [a for label, axes in cut.items() if label not in out for a in axes]
     if summed:
-        raise Refusal(
+        raise LayoutUnknown(
             f"{call.name} sums over a dim that is cut over {' and '.join(summed)}: what each rank has is a "
             "partial sum"
         )
@@ -53,7 +53,7 @@ def _batch(tensor: Tensor, last: int) -> list[str]:
     return [f"*{i - count}" for i in range(count)]
 
 
-def product(call: Call, a: Tensor, b: Tensor) -> Spread:
+def product(call: FunctionCall, a: Tensor, b: Tensor) -> Spread:
     """`a @ b`."""
     if a.ndim == 1:
         left: list[str] = ["k"]
@@ -65,18 +65,18 @@ def product(call: Call, a: Tensor, b: Tensor) -> Spread:
     return contract(call, [(a, left), (b, right)], out)
 
 
-def matmul(call: Call) -> Spread:
+def matmul(call: FunctionCall) -> Spread:
     """`@` and its relatives."""
     a, b = call.first, call.arg(1, ("other", "mat2", "vec", "tensor"))
     return product(call, b, a) if call.name == "rmatmul" else product(call, a, b)
 
 
-def outer(call: Call) -> Spread:
+def outer(call: FunctionCall) -> Spread:
     """Every entry with every other."""
     return contract(call, [(call.first, "m"), (call.arg(1, ("vec2", "other")), "n")], "mn")
 
 
-def linear(call: Call) -> Spread:
+def linear(call: FunctionCall) -> Spread:
     """`x @ w.T + b`."""
     x, weight, bias = call.first, call.arg(1, "weight"), call.arg(2, "bias")
     batch = [f"b{i}" for i in range(x.ndim - 1)]
@@ -84,7 +84,7 @@ def linear(call: Call) -> Spread:
     return contract(call, [*operands, *([] if bias is None else [(bias, ["n"])])], [*batch, "n"])
 
 
-def added(call: Call) -> Spread:
+def add_product(call: FunctionCall) -> Spread:
     """`baddbmm` and `addmm`: a product and something added to it."""
     x, a, b = call.first, call.arg(1, ("batch1", "mat1")), call.arg(2, ("batch2", "mat2"))
     batch = [f"*{i}" for i in range(a.ndim - 2)]
@@ -93,12 +93,12 @@ def added(call: Call) -> Spread:
     return contract(call, [*operands, (x, labels[len(labels) - x.ndim :])], labels)
 
 
-def einsum(call: Call) -> Spread:
+def einsum(call: FunctionCall) -> Spread:
     """By its equation."""
     equation = call.args[0]
     operands = list(call.args[1]) if isinstance(call.args[1], (tuple, list)) else list(call.args[1:])
     if not isinstance(equation, str):
-        raise Refusal("einsum by lists of dims is not followed")
+        raise LayoutUnknown("einsum by lists of dims is not followed")
     equation = equation.replace(" ", "")
     given, arrow, out = equation.partition("->")
     terms = given.split(",")
@@ -117,12 +117,12 @@ def einsum(call: Call) -> Spread:
     return contract(call, named, labels(out, longest))
 
 
-def attention(call: Call) -> Spread:
+def attention(call: FunctionCall) -> Spread:
     """Scaled dot products: all cut over the same batch dims or heads, queries also by themselves."""
     q, k, v = (call.arg(i, n) for i, n in enumerate(("query", "key", "value")))
     mask, causal = call.arg(3, "attn_mask"), call.arg(5, "is_causal", False)
     if causal and q.ndim - 2 in call.cuts(q):
-        raise Refusal(f"{call.name} masks by positions, over which its queries are cut")
+        raise LayoutUnknown(f"{call.name} masks by positions, over which its queries are cut")
     operands: list[tuple[Tensor, Labels]] = [
         (q, [*_batch(q, 2), "l", "e"]),
         (k, [*_batch(k, 2), "s", "e"]),
@@ -140,21 +140,21 @@ def attention(call: Call) -> Spread:
     return contract(call, operands, [*_batch(q, 2), "l", "f"])
 
 
-def embedding(call: Call) -> Spread:
+def embedding(call: FunctionCall) -> Spread:
     """Rows of a table: positions may be cut, and the width."""
     index, table = call.first, call.arg(1, "weight")
     cuts = dict(call.cuts(index))
     if 0 in call.cuts(table):
-        raise Refusal("embedding looks up in a table of which each rank has some rows")
+        raise LayoutUnknown("embedding looks up in a table of which each rank has some rows")
     if 1 in call.cuts(table):
         cuts[index.ndim] = call.cuts(table)[1]
     return call.result(cuts)
 
 
-RULES: dict[str, Rule] = {
+PRODUCT_RULES: dict[str, SpreadRule] = {
     **dict.fromkeys(("matmul", "rmatmul", "bmm", "mm", "mv", "dot", "inner_"), matmul),
     **dict.fromkeys(("outer", "ger"), outer),
-    **dict.fromkeys(("addmm", "baddbmm"), added),
+    **dict.fromkeys(("addmm", "baddbmm"), add_product),
     "linear": linear,
     "einsum": einsum,
     "scaled_dot_product_attention": attention,

@@ -5,6 +5,6 @@ Modules are known by the names of their classes and their role in the parent, ne
 
 from __future__ import annotations
 
-from megatron_flex.adapters.megatron_core.adapter import MegatronCore, detect
+from megatron_flex.adapters.megatron_core.adapter import MegatronAdapter, make_megatron_adapter
 
-__all__ = ["MegatronCore", "detect"]
+__all__ = ["MegatronAdapter", "make_megatron_adapter"]

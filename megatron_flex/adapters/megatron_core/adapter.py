@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters.base import Architecture, Listener, LocalGradient, ParameterSite, Part, Undo
-from megatron_flex.adapters.megatron_core.freezing import freeze, open_recomputed
-from megatron_flex.adapters.megatron_core.gradients import Gradients
-from megatron_flex.adapters.megatron_core.groups import mesh_of
-from megatron_flex.adapters.megatron_core.kinds import ROOTS, global_modules, is_a, unwrap, wrappers
-from megatron_flex.adapters.megatron_core.parameters import parameters_of, unknown_of
-from megatron_flex.adapters.megatron_core.running import architecture, run
-from megatron_flex.adapters.megatron_core.schedule import watch
+from megatron_flex.adapters.megatron_core.freezing import freeze_parameters, open_recomputed_regions
+from megatron_flex.adapters.megatron_core.gradients import MegatronGradients
+from megatron_flex.adapters.megatron_core.groups import megatron_mesh
+from megatron_flex.adapters.megatron_core.module_classes import MODEL_CLASSES, global_modules, is_megatron, unwrap_model, wrappers_around
+from megatron_flex.adapters.megatron_core.parameters import parameters_of, parameters_without_layout
+from megatron_flex.adapters.megatron_core.running import read_architecture, run_forward
+from megatron_flex.adapters.megatron_core.schedule import watch_schedules
 from megatron_flex.adapters.megatron_core.sites import sites_of
-from megatron_flex.adapters.megatron_core.ssm import refuse
+from megatron_flex.adapters.megatron_core.ssm_layers import refuse_context_parallel
 from megatron_flex.errors import FlexError
 from megatron_flex.sites import Site
 
@@ -27,29 +27,29 @@ HYBRID_CONTEXT = (
     "gives each batch another context parallel group, so that no layout holds for a whole run; "
     "use plain context parallelism (--context-parallel-size without this switch)"
 )
-REMATERIALIZED = (
+WEIGHT_SHARDS = (
     "shards weights beyond tensor parallelism, and how is not known here; "
     "set it to 1 and tensor_parallel_num_weight_shards to the tensor parallel size"
 )
-UNSTEADY = {
+UNSUPPORTED_SETTINGS = {
     "hybrid_context_parallel": (False, HYBRID_CONTEXT),
     "dynamic_context_parallel": (False, HYBRID_CONTEXT),  # what releases after 0.19 call it
-    "gtp_weight_remat_size": (1, REMATERIALIZED),
-    "expert_gtp_weight_remat_size": (1, REMATERIALIZED),
+    "gtp_weight_remat_size": (1, WEIGHT_SHARDS),
+    "expert_gtp_weight_remat_size": (1, WEIGHT_SHARDS),
 }
 
 
-class MegatronCore:
+class MegatronAdapter:
     """megatron-core's view of a model, given as its chunks, wrapped or not."""
 
     name = "megatron-core"
     logits = "output_layer:output"
 
     def __init__(self, chunks: list[nn.Module]) -> None:
-        self.chunks, self.roots = chunks, [unwrap(c) for c in chunks]
-        self.mesh = mesh_of(self.roots[0])
+        self.chunks, self.roots = chunks, [unwrap_model(c) for c in chunks]
+        self.mesh = megatron_mesh(self.roots[0])
         self.prefix = next(f"{n}." if n else "" for n, m in chunks[0].named_modules() if m is self.roots[0])
-        self._gradients = Gradients(chunks, self.roots)
+        self._gradients = MegatronGradients(chunks, self.roots)
 
     def check(self) -> None:
         """Refuse what cannot be hooked: graphs replay kernels, and merged passes skip the modules."""
@@ -63,8 +63,8 @@ class MegatronCore:
                 "train with --cuda-graph-impl none (older: without --enable-cuda-graph)"
             )
         for root in self.roots:
-            refuse(root, config.context_parallel_size)
-        for name, (harmless, why) in UNSTEADY.items():
+            refuse_context_parallel(root, config.context_parallel_size)
+        for name, (harmless, why) in UNSUPPORTED_SETTINGS.items():
             value = getattr(config, name, harmless)
             if value not in (None, harmless):
                 raise FlexError(f"{name}={value} {why}")
@@ -76,7 +76,7 @@ class MegatronCore:
 
     def parts(self) -> list[Part]:
         """What is around the chunks, and Megatron's schedules."""
-        around = [Part(type(w).__name__, "it is around the model") for w in wrappers(self.chunks[0])]
+        around = [Part(type(w).__name__, "it is around the model") for w in wrappers_around(self.chunks[0])]
         return [*around, Part("Megatron's schedules", "they call the chunks, or a loop of one's own does")]
 
     def module_names(self) -> list[str]:
@@ -95,7 +95,7 @@ class MegatronCore:
 
     def without_layout(self) -> dict[str, str]:
         """The other parameters of all chunks on this rank."""
-        return {name: kind for root in self.roots for name, kind in unknown_of(root, self.mesh).items()}
+        return {name: kind for root in self.roots for name, kind in parameters_without_layout(root, self.mesh).items()}
 
     def lengths(self) -> dict[str, int]:
         """The lengths of sequence and microbatch, as far as `megatron.training` was given them."""
@@ -142,27 +142,27 @@ class MegatronCore:
 
     def freeze(self) -> Undo:
         """Turn `requires_grad` off, and let DistributedDataParallel wait for no gradient."""
-        return freeze(self.roots, self._gradients.wrappers)
+        return freeze_parameters(self.roots, self._gradients.wrappers)
 
     def open_recomputed(self) -> Undo:
         """Let what enters the layers require a gradient, where some are recomputed."""
-        return open_recomputed(self.roots)
+        return open_recomputed_regions(self.roots)
 
     def architecture(self) -> Architecture | None:
         """Of a GPT or hybrid model."""
-        return architecture(self.roots[0])
+        return read_architecture(self.roots[0])
 
     def run(self, tokens: Tensor, microbatch_size: int | None = None) -> None:
         """Run the model forward by Megatron's schedule, after what the distributed optimizer left to do."""
         self.settle()
-        run(self.chunks, self.roots[0], self.mesh, tokens, microbatch_size)
+        run_forward(self.chunks, self.roots[0], self.mesh, tokens, microbatch_size)
 
     def watch(self, listener: Listener) -> Undo:
         """Follow Megatron's schedules, and calls of the model outside them."""
-        return watch(self.roots, self.mesh["cp"].size, listener)
+        return watch_schedules(self.roots, self.mesh["cp"].size, listener)
 
 
-def detect(chunks: list[nn.Module]) -> MegatronCore | None:
+def make_megatron_adapter(chunks: list[nn.Module]) -> MegatronAdapter | None:
     """An adapter, if every chunk is a model of Megatron's."""
-    known = bool(chunks) and all(is_a(unwrap(c), *ROOTS) for c in chunks)
-    return MegatronCore(chunks) if known else None
+    known = bool(chunks) and all(is_megatron(unwrap_model(c), *MODEL_CLASSES) for c in chunks)
+    return MegatronAdapter(chunks) if known else None

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from megatron_flex.adapters.megatron_core.build import COLUMN, Builder, Kind, ParameterKind
+from megatron_flex.adapters.megatron_core.build import COLUMN_LINEARS, SiteBuilder, Kind, ParameterKind
 from megatron_flex.adapters.megatron_core.fused import qkv
-from megatron_flex.adapters.megatron_core.kinds import is_identity
-from megatron_flex.adapters.megatron_core.layouts import Layouts
+from megatron_flex.adapters.megatron_core.module_classes import is_identity
+from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
 from megatron_flex.adapters.taps import MethodOutput, ModuleInput, ModuleOutput
 from megatron_flex.layout import Layout
 from megatron_flex.sites import Site
@@ -22,7 +22,7 @@ FLASH = (
 )
 
 
-def attention(b: Builder, path: str, module: Any) -> Iterator[Site]:
+def attention(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     """Self-attention with one fused projection."""
     of, core, config = b.of, module.core_attention, b.config
     gated = bool(getattr(config, "attention_output_gate", False))
@@ -34,7 +34,7 @@ def attention(b: Builder, path: str, module: Any) -> Iterator[Site]:
         b,
         f"{path}.linear_qkv",
         module.linear_qkv,
-        b.no_rule(module.linear_qkv, COLUMN),
+        b.no_rule(module.linear_qkv, COLUMN_LINEARS),
         gated,
     )
     hidden = FUSED_ROPE if getattr(config, "fused_single_qkv_rope", False) else ""
@@ -56,7 +56,7 @@ def attention(b: Builder, path: str, module: Any) -> Iterator[Site]:
     yield from b.row(f"{path}.linear_proj", module.linear_proj, "nd", width)
 
 
-def scores(b: Builder, path: str, core: Any) -> Iterator[Site]:
+def scores(b: SiteBuilder, path: str, core: Any) -> Iterator[Site]:
     """Attention scores as they enter the softmax, and probabilities as they leave it."""
     softmax = getattr(core, "scale_mask_softmax", None)
     hidden = "" if softmax is not None else FLASH.format(kind=type(core).__name__)
@@ -65,9 +65,9 @@ def scores(b: Builder, path: str, core: Any) -> Iterator[Site]:
     yield b.site(f"{path}:probs", b.of.scores(), ModuleOutput(owner), hidden)
 
 
-def _head_norm(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+def _head_norm_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
     return of.uncut(parameter.ndim, shared=True)  # each rank applies it to its own heads
 
 
-KINDS = (Kind(attention, ("SelfAttention",), ("self_attention",)),)
-PARAMETERS = (ParameterKind(_head_norm, roles=("q_layernorm", "k_layernorm")),)
+ATTENTION_KINDS = (Kind(attention, ("SelfAttention",), ("self_attention",)),)
+ATTENTION_PARAMETERS = (ParameterKind(_head_norm_layout, roles=("q_layernorm", "k_layernorm")),)

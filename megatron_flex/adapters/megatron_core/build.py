@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import nn
 
-from megatron_flex.adapters.megatron_core.kinds import is_a
-from megatron_flex.adapters.megatron_core.layouts import Layouts
-from megatron_flex.adapters.megatron_core.taps import Gemm
+from megatron_flex.adapters.megatron_core.module_classes import is_megatron
+from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
+from megatron_flex.adapters.megatron_core.megatron_taps import Gemm
 from megatron_flex.adapters.taps import ModuleInput, ModuleOutput
 from megatron_flex.layout import Cut, Layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import Site, Tap
 
-COLUMN = ("ColumnParallelLinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear")
-ROW = ("RowParallelLinear", "TERowParallelLinear")
-INSIDE = (
+COLUMN_LINEARS = ("ColumnParallelLinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear")
+ROW_LINEARS = ("RowParallelLinear", "TERowParallelLinear")
+INSIDE_KERNEL = (
     "{kind} keeps what is between its GEMM and its collective inside Transformer Engine; build the layers "
     "with the local spec (--transformer-impl local) to have it"
 )
@@ -29,7 +29,7 @@ NO_RULE = (
 )
 
 
-class Fitting:
+class ModuleMatcher:
     """Knows modules by their class and their role in the parent."""
 
     classes: tuple[str, ...] = ()
@@ -40,13 +40,13 @@ class Fitting:
         """Whether a module in that role, in that parent, is meant."""
         return (
             (not self.roles or role in self.roles)
-            and (not self.classes or is_a(module, *self.classes))
-            and (not self.inside or is_a(parent, *self.inside))
+            and (not self.classes or is_megatron(module, *self.classes))
+            and (not self.inside or is_megatron(parent, *self.inside))
         )
 
 
 @dataclass(frozen=True)
-class Kind(Fitting):
+class Kind(ModuleMatcher):
     """A kind of module and its sites.
 
     Attributes:
@@ -56,14 +56,14 @@ class Kind(Fitting):
         inside: names of Megatron's classes, of which the parent must be one; empty for any.
     """
 
-    sites: Callable[[Builder, str, Any], Iterator[Site]]
+    sites: Callable[[SiteBuilder, str, Any], Iterator[Site]]
     classes: tuple[str, ...] = ()
     roles: tuple[str, ...] = ()
     inside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class ParameterKind(Fitting):
+class ParameterKind(ModuleMatcher):
     """A kind of module and the layouts of the parameters that it owns itself.
 
     Attributes:
@@ -74,14 +74,14 @@ class ParameterKind(Fitting):
         inside: as for `Kind`.
     """
 
-    layout: Callable[[Layouts, str, str, nn.Parameter], Layout]
+    layout: Callable[[ModelLayouts, str, str, nn.Parameter], Layout]
     classes: tuple[str, ...] = ()
     roles: tuple[str, ...] = ()
     inside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class OwnerKind(Fitting):
+class OwnerKind(ModuleMatcher):
     """A kind of module that tells the layouts of parameters of its children too, as only it knows the widths.
 
     Attributes:
@@ -90,18 +90,18 @@ class OwnerKind(Fitting):
         roles: as for `Kind`.
     """
 
-    layouts: Callable[[Layouts, Any], Iterator[tuple[nn.Parameter, Layout]]]
+    layouts: Callable[[ModelLayouts, Any], Iterator[tuple[nn.Parameter, Layout]]]
     classes: tuple[str, ...] = ()
     roles: tuple[str, ...] = ()
 
 
-class Builder:
+class SiteBuilder:
     """One chunk's configuration, and how a site of it is put together."""
 
     def __init__(self, root: Any, mesh: Mesh) -> None:
         self.root, self.mesh = root, mesh
         self.config: Any = root.config
-        self.of = Layouts(self.config, mesh, vocabulary(root))
+        self.of = ModelLayouts(self.config, mesh, unpadded_vocabulary(root))
         self.sizes: dict[str, Any] = {
             "h": self.config.hidden_size,
             "f": self.config.ffn_hidden_size,
@@ -166,7 +166,7 @@ class Builder:
             no: why it is hidden.
             within: the input's features, if they are not the hidden size.
         """
-        no = no or self.no_rule(module, COLUMN)
+        no = no or self.no_rule(module, COLUMN_LINEARS)
         inside = no or self.inside(module)
         entry = ModuleInput(module, 0, "x" if inside else "input_")
         yield self.site(f"{path}:input", self.of.stream(self.sequence_cut(module)), entry, no, within)
@@ -179,7 +179,7 @@ class Builder:
 
     def row(self, path: str, module: Any, name: str, width: int, no: str = "") -> Iterator[Site]:
         """The sites of a row-parallel linear, whose input has the features called `name`."""
-        no = no or self.no_rule(module, ROW)
+        no = no or self.no_rule(module, ROW_LINEARS)
         inside = no or self.inside(module)
         entry = ModuleInput(module, 0, "x" if inside else "input_")
         yield self.site(f"{path}:input", self.of.features(name), entry, no, width)
@@ -189,21 +189,21 @@ class Builder:
 
     def sequence_cut(self, module: Any) -> bool:
         """Whether the tensor on a parallel linear's uncut side is cut over the sequence."""
-        if is_a(module, "TELinear", "TELayerNormColumnParallelLinear"):
+        if is_megatron(module, "TELinear", "TELayerNormColumnParallelLinear"):
             return self.of.sequence_parallel  # as Megatron's wrapper tells Transformer Engine
         return bool(getattr(module, "sequence_parallel", False))
 
     def no_rule(self, module: Any, known: tuple[str, ...]) -> str:
         """Why a linear of another class is hidden: how it cuts its tensors is not known here."""
-        return "" if is_a(module, *known) else NO_RULE.format(kind=type(module).__name__, known=known[0])
+        return "" if is_megatron(module, *known) else NO_RULE.format(kind=type(module).__name__, known=known[0])
 
     def inside(self, module: Any) -> str:
         """Why there is nothing to be had within a linear of Transformer Engine; empty for Megatron's own."""
-        own = is_a(module, COLUMN[0], ROW[0])
-        return "" if own else INSIDE.format(kind=type(module).__name__)
+        own = is_megatron(module, COLUMN_LINEARS[0], ROW_LINEARS[0])
+        return "" if own else INSIDE_KERNEL.format(kind=type(module).__name__)
 
 
-def vocabulary(root: nn.Module) -> int | None:
+def unpadded_vocabulary(root: nn.Module) -> int | None:
     """The vocabulary without padding, as `megatron.training` knows it; None if nothing says it.
 
     A model knows only the padded number.

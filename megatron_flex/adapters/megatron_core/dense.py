@@ -8,24 +8,24 @@ from typing import Any
 
 from torch import nn
 
-from megatron_flex.adapters.megatron_core.build import COLUMN, ROW, Builder, Kind, ParameterKind
+from megatron_flex.adapters.megatron_core.build import COLUMN_LINEARS, ROW_LINEARS, SiteBuilder, Kind, ParameterKind
 from megatron_flex.adapters.megatron_core.fused import gate_up
-from megatron_flex.adapters.megatron_core.kinds import is_a, is_identity
-from megatron_flex.adapters.megatron_core.layouts import Layouts
-from megatron_flex.adapters.megatron_core.taps import BiasDropoutAdd, EmbeddingPartial, Outside
+from megatron_flex.adapters.megatron_core.module_classes import is_megatron, is_identity
+from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
+from megatron_flex.adapters.megatron_core.megatron_taps import BiasDropoutAdd, EmbeddingPartial, OutsideTap
 from megatron_flex.adapters.megatron_core.transformer_engine import norm_inside
 from megatron_flex.adapters.taps import ModuleInput, ModuleOutput
 from megatron_flex.layout import Layout
 from megatron_flex.sites import Site
 
-OP_FUSER = (
+OP_FUSER_MLP = (
     "Transformer Engine's operation fuser runs the whole MLP as one operation; "
     "set use_transformer_engine_op_fuser=False to have what is in it"
 )
-NORMS = ("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "final_norm")
+STREAM_NORMS = ("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "final_norm")
 
 
-def embedding(b: Builder, path: str, module: Any) -> Iterator[Site]:
+def embedding(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     """What the decoder gets: the embeddings, and those of the words alone.
 
     Layers of multi-token prediction call the same module, or on a later stage its copy; what they look up
@@ -38,21 +38,21 @@ def embedding(b: Builder, path: str, module: Any) -> Iterator[Site]:
     if words is not None:
         # One rank has no reduction to stand in front of: there the sum is the output.
         inner = EmbeddingPartial(words) if b.of.tp > 1 else ModuleOutput(words)
-        partial = Outside(inner, later)
+        partial = OutsideTap(inner, later)
         yield b.site(f"{path}.word_embeddings:partial", b.of.word_embeddings_partial(words), partial)
-        tap = Outside(ModuleOutput(words), later)
+        tap = OutsideTap(ModuleOutput(words), later)
         yield b.site(f"{path}.word_embeddings:output", b.of.word_embeddings(words), tap)
     scattered = getattr(module, "scatter_to_sequence_parallel", True) and b.of.sequence_parallel
-    yield b.site(f"{path}:output", b.of.stream(scattered), Outside(ModuleOutput(module), later))
+    yield b.site(f"{path}:output", b.of.stream(scattered), OutsideTap(ModuleOutput(module), later))
 
 
-def stack(b: Builder, path: str, module: Any) -> Iterator[Site]:
+def stack(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     """The layers as a whole; what leaves them is of interest where the model ends."""
     if b.root.post_process:
         yield b.site(f"{path}:output", b.of.stream(), ModuleOutput(module))
 
 
-def layer(b: Builder, path: str, layer: Any) -> Iterator[Site]:
+def transformer_layer(b: SiteBuilder, path: str, layer: Any) -> Iterator[Site]:
     """A transformer layer: the residual stream before, between and behind its sublayers."""
     yield b.site(f"{path}:input", b.of.stream(), ModuleInput(layer, 0, "hidden_states"))
     if not is_identity(layer.self_attn_bda) and not is_identity(layer.mlp):
@@ -66,31 +66,31 @@ def layer(b: Builder, path: str, layer: Any) -> Iterator[Site]:
         yield from norm_inside(b, f"{path}.{role}", norm, linear, b.of.stream())
 
 
-def norm(b: Builder, path: str, module: Any) -> Iterator[Site]:
+def norm(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     """A norm on the residual stream."""
     if not is_identity(module):
         yield from b.both(path, module, b.of.stream(), "x")
 
 
-def mlp(b: Builder, path: str, module: Any, width: int | None = None, no: str = "") -> Iterator[Site]:
+def mlp(b: SiteBuilder, path: str, module: Any, width: int | None = None, no: str = "") -> Iterator[Site]:
     """A dense MLP, of the model's width unless another is given."""
     yield from b.both(path, module, b.of.stream(), "hidden_states", no, (b.of.bias_beside(),))
-    fused = OP_FUSER if is_a(module, "TEFusedMLP", "TEFusedMLPWithGroupedLinear") else ""
-    for site in _linears(b, path, module, width or b.config.ffn_hidden_size, no):
+    fused = OP_FUSER_MLP if is_megatron(module, "TEFusedMLP", "TEFusedMLPWithGroupedLinear") else ""
+    for site in _mlp_linears(b, path, module, width or b.config.ffn_hidden_size, no):
         yield replace(site, hidden=fused or site.hidden)
 
 
-def _linears(b: Builder, path: str, module: Any, width: int, no: str) -> Iterator[Site]:
+def _mlp_linears(b: SiteBuilder, path: str, module: Any, width: int, no: str) -> Iterator[Site]:
     gated = b.config.gated_linear_unit
     layout = b.of.features("gate|up" if gated else "f", (1, 1) if gated else (1,))
     yield from b.column(f"{path}.linear_fc1", module.linear_fc1, layout, width * (2 if gated else 1), no=no)
     if gated:
-        hidden = no or b.no_rule(module.linear_fc1, COLUMN)
+        hidden = no or b.no_rule(module.linear_fc1, COLUMN_LINEARS)
         yield from gate_up(b, f"{path}.linear_fc1", module.linear_fc1, hidden, width)
     yield from b.row(f"{path}.linear_fc2", module.linear_fc2, "f", width, no)
 
 
-def output_layer(b: Builder, path: str, module: Any) -> Iterator[Site]:
+def output_layer(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     """The logits."""
 
     def resolve(kwargs: dict[str, Any]) -> Layout | None:
@@ -101,45 +101,45 @@ def output_layer(b: Builder, path: str, module: Any) -> Iterator[Site]:
     yield from b.column(path, module, layout, width if isinstance(width, int) else None, resolve)
 
 
-KINDS = (
+DENSE_KINDS = (
     Kind(embedding, roles=("embedding",)),
     Kind(stack, ("TransformerBlock", "HybridStack", "MambaStack"), ("decoder", "encoder")),
-    Kind(layer, ("TransformerLayer",)),
-    Kind(norm, roles=NORMS),
+    Kind(transformer_layer, ("TransformerLayer",)),
+    Kind(norm, roles=STREAM_NORMS),
     Kind(mlp, ("MLP",), ("mlp",)),
     Kind(output_layer, roles=("output_layer",)),
 )
 
 
-def _column(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+def _column_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
     if name.startswith("layer_norm_"):  # of the norm inside a TELayerNormColumnParallelLinear
-        return _norm(of, role, name, parameter)
+        return _norm_layout(of, role, name, parameter)
     if role == "output_layer":
         return of.vocabulary_cut(parameter.ndim)
     gated = role == "linear_fc1" and of.config.gated_linear_unit
     return of.rows_cut(parameter.ndim, (1, 1) if gated else (1,))
 
 
-def _row(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+def _row_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
     return of.columns_cut() if name == "weight" else of.uncut(1, shared=of.sequence_parallel)
 
 
-def _vocabulary(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+def _vocabulary_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
     return of.vocabulary_cut(2)
 
 
-def _positions(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+def _positions_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
     return of.uncut(parameter.ndim, shared=False)
 
 
-def _norm(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+def _norm_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
     return of.uncut(parameter.ndim, shared=of.sequence_parallel)
 
 
-PARAMETERS = (
-    ParameterKind(_column, COLUMN),
-    ParameterKind(_row, ROW),
-    ParameterKind(_vocabulary, ("VocabParallelEmbedding",)),
-    ParameterKind(_positions, roles=("position_embeddings",)),
-    ParameterKind(_norm, roles=NORMS),
+DENSE_PARAMETERS = (
+    ParameterKind(_column_layout, COLUMN_LINEARS),
+    ParameterKind(_row_layout, ROW_LINEARS),
+    ParameterKind(_vocabulary_layout, ("VocabParallelEmbedding",)),
+    ParameterKind(_positions_layout, roles=("position_embeddings",)),
+    ParameterKind(_norm_layout, roles=STREAM_NORMS),
 )

@@ -16,13 +16,13 @@ from megatron_flex.adapters.taps import intercept
 from megatron_flex.collectives import Dispatch, Route
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import Fire, Tap
+from megatron_flex.sites import TapCallback, Tap
 
-METHODS = ("dispatch_preprocess", "token_permutation")  # the second before megatron-core 0.14
+DISPATCH_METHODS = ("dispatch_preprocess", "token_permutation")  # the second before megatron-core 0.14
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class ExpertRows:
     """A tensor of experts, led home to its tokens.
 
     Attributes:
@@ -50,9 +50,9 @@ class Rows:
         """The module that the tensor belongs to."""
         return getattr(self.tap, "module", None)
 
-    def install(self, fire: Fire) -> Undo:
+    def install(self, fire: TapCallback) -> Undo:
         """Inject `fire`, on ranks without the expert too: they take part with no rows."""
-        watch = _Watch.on(self.layer)
+        watch = _DispatchWatch.on(self.layer)
         unwatch = watch.add(self)
 
         def routed(local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
@@ -60,9 +60,9 @@ class Rows:
             route = Route(watch.dispatch, self.layout, self.home, self.expert)
             if self.owned:
                 return fire(local, None, route)
-            piece = local[:0]
-            passed = fire(piece, None, route)
-            return local if passed is piece else torch.cat([local, passed])
+            no_rows = local[:0]
+            passed = fire(no_rows, None, route)
+            return local if passed is no_rows else torch.cat([local, passed])
 
         restore = self.tap.install(routed)
 
@@ -74,7 +74,7 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class Chosen:
+class ExpertIndices:
     """The numbers of the experts that each token goes to, in ascending order; -1 where there are fewer.
 
     Attributes:
@@ -87,14 +87,14 @@ class Chosen:
     stream: Layout
     mesh: Mesh
 
-    def install(self, fire: Fire) -> Undo:
+    def install(self, fire: TapCallback) -> Undo:
         """Inject `fire` before the dispatcher; what it returns is not used."""
-        watch = _Watch.on(self.module)
+        watch = _DispatchWatch.on(self.module)
         return watch.add(self, lambda dispatch: fire(dispatch.indices))
 
 
 @dataclass(frozen=True, eq=False)
-class Tokens:
+class RouterTokens:
     """A tensor of a router with one row for each token, seen as `[s, b, ...]`.
 
     Attributes:
@@ -105,7 +105,7 @@ class Tokens:
     module: nn.Module
     tap: Tap
 
-    def install(self, fire: Fire) -> Undo:
+    def install(self, fire: TapCallback) -> Undo:
         """Inject `fire`."""
         seen: list[tuple[int, int]] = []
 
@@ -128,16 +128,16 @@ class Tokens:
         return undo
 
 
-class _Watch:
+class _DispatchWatch:
     """What taps of one layer share: the dispatch of its current call."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
         self.dispatch: Dispatch | None = None
         # By a key for each call of `add`: a hook and `verify()` may both install the same tap.
-        self._users: dict[object, tuple[Rows | Chosen, Callable[[Dispatch], Any] | None]] = {}
+        self._users: dict[object, tuple[ExpertRows | ExpertIndices, Callable[[Dispatch], Any] | None]] = {}
         dispatcher = layer.token_dispatcher
-        method = next(m for m in METHODS if hasattr(dispatcher, m))
+        method = next(m for m in DISPATCH_METHODS if hasattr(dispatcher, m))
         self._signature = inspect.signature(getattr(dispatcher, method))
         self._restore = intercept(dispatcher, method, self._around)
 
@@ -145,14 +145,14 @@ class _Watch:
         return type(None), ()
 
     @staticmethod
-    def on(layer: nn.Module) -> _Watch:
+    def on(layer: nn.Module) -> _DispatchWatch:
         """The layer's; made where it has none yet."""
         own = vars(layer)
         if own.get("_flex_watch") is None:  # a copy of a watched layer has None
-            own["_flex_watch"] = _Watch(layer)
+            own["_flex_watch"] = _DispatchWatch(layer)
         return own["_flex_watch"]  # type: ignore[no-any-return]
 
-    def add(self, tap: Rows | Chosen, tell: Callable[[Dispatch], Any] | None = None) -> Undo:
+    def add(self, tap: ExpertRows | ExpertIndices, tell: Callable[[Dispatch], Any] | None = None) -> Undo:
         """Keep watching for `tap`, and tell it of each dispatch."""
         user = object()
         self._users[user] = tap, tell

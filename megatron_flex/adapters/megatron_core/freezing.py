@@ -12,16 +12,16 @@ from megatron_flex.adapters.base import Undo
 from megatron_flex.adapters.inert import behind
 
 
-def freeze(roots: list[nn.Module], wrappers: list[Any]) -> Undo:
+def freeze_parameters(roots: list[nn.Module], wrappers: list[Any]) -> Undo:
     """Turn `requires_grad` off for all parameters, until the returned function is called."""
-    undos = [_keep(p, "requires_grad", False) for root in roots for p in root.parameters()]
+    undos = [_set_attribute(p, "requires_grad", False) for root in roots for p in root.parameters()]
     overlapped = [bool(w.ddp_config.overlap_grad_reduce) for w in wrappers]  # they may share the settings
     for wrapper, waits in zip(wrappers, overlapped, strict=True):
-        undos += _at_rest(wrapper, waits)
-    return lambda: _all(undos)
+        undos += _suspend_wrapper(wrapper, waits)
+    return lambda: _undo_all(undos)
 
 
-def _at_rest(wrapper: Any, waits: bool) -> list[Undo]:
+def _suspend_wrapper(wrapper: Any, waits: bool) -> list[Undo]:
     """Let a wrapper neither wait for gradients nor go on gathering parameters, which do not change."""
     undos: list[Undo] = []
     if waits:
@@ -30,26 +30,26 @@ def _at_rest(wrapper: Any, waits: bool) -> list[Undo]:
             group.reset()
         if all(hasattr(group, "is_first_batch") for group in groups):
             # As in a first batch, in which it is not known which gradients will come, nor how often.
-            undos += [_keep(group, "is_first_batch", True) for group in groups]
+            undos += [_set_attribute(group, "is_first_batch", True) for group in groups]
         else:
             # Megatron-core before 0.16 waits for a reduction that the last gradient would have begun.
-            undos.append(_keep(wrapper.ddp_config, "overlap_grad_reduce", False))
-            undos.append(_keep(wrapper.config, "grad_sync_func", None))
+            undos.append(_set_attribute(wrapper.ddp_config, "overlap_grad_reduce", False))
+            undos.append(_set_attribute(wrapper.config, "grad_sync_func", None))
     if wrapper.ddp_config.overlap_param_gather:
         wrapper.start_param_sync(force_sync=True)
         # Its hooks pass over parameters that are in no bucket, and insist that the others are trained.
-        undos.append(_keep(wrapper, "param_to_bucket_group", {}))
-        undos.append(_keep(wrapper.config, "param_sync_func", None))
+        undos.append(_set_attribute(wrapper, "param_to_bucket_group", {}))
+        undos.append(_set_attribute(wrapper.config, "param_sync_func", None))
     return undos
 
 
-def _keep(owner: Any, name: str, value: Any) -> Undo:
+def _set_attribute(owner: Any, name: str, value: Any) -> Undo:
     before: Any = getattr(owner, name)
     setattr(owner, name, value)
     return lambda: setattr(owner, name, before)
 
 
-def open_recomputed(roots: list[nn.Module]) -> Undo:
+def open_recomputed_regions(roots: list[nn.Module]) -> Undo:
     """Let what enters the layers require a gradient, even where the embedding is frozen.
 
     Megatron's recomputed regions pass gradients on only if their inputs require them; what is trained inside
@@ -60,15 +60,15 @@ def open_recomputed(roots: list[nn.Module]) -> Undo:
         config: Any = root.config
         embedding = getattr(root, "embedding", None)
         if config.recompute_granularity is not None and isinstance(embedding, nn.Module):
-            undos.append(behind(embedding, _require))
-    return lambda: _all(undos)
+            undos.append(behind(embedding, _require_gradient))
+    return lambda: _undo_all(undos)
 
 
-def _require(_: nn.Module, __: Any, output: Any) -> Any:
+def _require_gradient(_: nn.Module, __: Any, output: Any) -> Any:
     opens = isinstance(output, Tensor) and torch.is_grad_enabled() and output.is_floating_point()
     return output.detach().requires_grad_() if opens and not output.requires_grad else output
 
 
-def _all(undos: list[Callable[[], None]]) -> None:
+def _undo_all(undos: list[Callable[[], None]]) -> None:
     for undo in reversed(undos):
         undo()

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from megatron_flex.adapters.base import Undo, leaf, with_leaf
 from megatron_flex.adapters.inert import behind
-from megatron_flex.adapters.megatron_core.build import Builder
-from megatron_flex.adapters.megatron_core.taps import group_argument
+from megatron_flex.adapters.megatron_core.build import SiteBuilder
+from megatron_flex.adapters.megatron_core.megatron_taps import group_argument
 from megatron_flex.layout import Dim, Layout
-from megatron_flex.sites import Fire, Site
+from megatron_flex.sites import TapCallback, Site
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class FusedPart:
     packing: Packing
     gathered: bool = False
 
-    def install(self, fire: Fire) -> Undo:
+    def install(self, fire: TapCallback) -> Undo:
         """Inject `fire` behind the module."""
 
         def hook(module: nn.Module, _: tuple[Any, ...], output: Any) -> Any:
@@ -95,15 +95,15 @@ class FusedPart:
         from megatron.core.tensor_parallel import mappings
 
         gather = mappings.all_gather_last_dim_from_tensor_parallel_region
-        whole: Tensor = gather(local, **group_argument(gather, self._group()))
-        return whole
+        full: Tensor = gather(local, **group_argument(gather, self._group()))
+        return full
 
-    def _own(self, whole: Tensor, local: Tensor) -> Tensor:
+    def _own(self, full: Tensor, local: Tensor) -> Tensor:
         width = local.shape[-1]
-        return whole.narrow(-1, torch.distributed.get_rank(self._group()) * width, width).contiguous()
+        return full.narrow(-1, torch.distributed.get_rank(self._group()) * width, width).contiguous()
 
 
-def qkv(b: Builder, path: str, linear: Any, hidden: str, gated: bool) -> Iterator[Site]:
+def qkv(b: SiteBuilder, path: str, linear: Any, hidden: str, gated: bool) -> Iterator[Site]:
     """The parts of `linear_qkv:output`: before the norms of queries and keys, before rotary embedding.
 
     Its columns are, for each group of heads, `[q... | gate... | k | v]`.
@@ -117,11 +117,11 @@ def qkv(b: Builder, path: str, linear: Any, hidden: str, gated: bool) -> Iterato
         kept = name in ("k", "v")
         layout = b.of.groups() if kept else b.of.heads()
         if split:
-            layout = _everywhere(layout)
+            layout = _gathered_layout(layout)
         yield b.site(f"{path}:{name}", layout, FusedPart(linear, index, packing, split), hidden)
 
 
-def gate_up(b: Builder, path: str, linear: Any, hidden: str, width: int) -> Iterator[Site]:
+def gate_up(b: SiteBuilder, path: str, linear: Any, hidden: str, width: int) -> Iterator[Site]:
     """The halves of a gated MLP's `linear_fc1:output`, like it without the bias (added behind it).
 
     Each has `width` features in the whole.
@@ -131,7 +131,7 @@ def gate_up(b: Builder, path: str, linear: Any, hidden: str, width: int) -> Iter
         yield b.site(f"{path}:{name}", b.of.features("f"), tap, hidden, width)
 
 
-def _everywhere(layout: Layout) -> Layout:
+def _gathered_layout(layout: Layout) -> Layout:
     """The layout of a part in a fused tensor that every rank gathers and then uses only its slice of."""
     sequence, batch, heads, size = layout.dims
     return Layout((sequence, batch, Dim(heads.name), size), shared=("tp",))

@@ -9,13 +9,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_flex.adapters.base import LocalGradient
 from megatron_flex.adapters.ddp import all_synchronized
-from megatron_flex.adapters.megatron_core.kinds import ROOTS, is_a
+from megatron_flex.adapters.megatron_core.module_classes import MODEL_CLASSES, is_megatron
 from megatron_flex.errors import FlexError
 
 SAY_WHICH = "say reduced=True behind finalize_model_grads(), reduced=False before it"
 
 
-class Gradients:
+class MegatronGradients:
     """The gradients of one model, with the DistributedDataParallel around its chunks, if there is one.
 
     Attributes:
@@ -25,7 +25,7 @@ class Gradients:
 
     def __init__(self, chunks: list[nn.Module], roots: list[Any]) -> None:
         self.config: Any = roots[0].config
-        self.wrappers = [w for chunk in chunks if (w := _wrapper(chunk)) is not None]
+        self.wrappers = [w for chunk in chunks if (w := _ddp_wrapper(chunk)) is not None]
         self.torchs = [m for c in chunks for m in c.modules() if isinstance(m, DistributedDataParallel)]
         self._by_parameter = {p: w for w in self.wrappers for p in w.parameters()}
 
@@ -80,19 +80,19 @@ class Gradients:
             raise FlexError("a reduction of gradients is under way; call finalize_model_grads() first")
         if not reduced or not settings.use_distributed_optimizer:
             return local
-        part = _part(parameter, wrapper, group)
+        part = _reduced_range(parameter, wrapper, group)
         return LocalGradient(local.tensor, part, group.intra_distributed_optimizer_instance_group)
 
 
-def _wrapper(chunk: Any) -> Any:
-    while not is_a(chunk, *ROOTS):
-        if is_a(chunk, "DistributedDataParallel"):
+def _ddp_wrapper(chunk: Any) -> Any:
+    while not is_megatron(chunk, *MODEL_CLASSES):
+        if is_megatron(chunk, "DistributedDataParallel"):
             return chunk
         chunk = chunk.module
     return None
 
 
-def _part(parameter: nn.Parameter, wrapper: Any, group: Any) -> tuple[int, int]:
+def _reduced_range(parameter: nn.Parameter, wrapper: Any, group: Any) -> tuple[int, int]:
     """What of a parameter lies in the shard of its bucket that this rank reduces: reduce-scatter's share."""
     for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers):
         if parameter in buffer.param_index_map:

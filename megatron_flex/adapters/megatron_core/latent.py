@@ -14,30 +14,30 @@ from typing import Any
 from torch import nn
 
 from megatron_flex.adapters.megatron_core.attention import scores
-from megatron_flex.adapters.megatron_core.build import Builder, Kind, ParameterKind
-from megatron_flex.adapters.megatron_core.kinds import is_identity
-from megatron_flex.adapters.megatron_core.layouts import Layouts
+from megatron_flex.adapters.megatron_core.build import SiteBuilder, Kind, ParameterKind
+from megatron_flex.adapters.megatron_core.module_classes import is_identity
+from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
 from megatron_flex.adapters.megatron_core.transformer_engine import is_duplicated, norm_inside
 from megatron_flex.adapters.taps import ModuleInput, ModuleOutput
 from megatron_flex.layout import Layout
 from megatron_flex.sites import Site
 
-CLASSES = ("MLASelfAttention",)
-ALONE = (
+LATENT_CLASSES = ("MLASelfAttention",)
+OWN_HEADS_ONLY = (
     "without sequence parallelism each tensor parallel rank's duplicate of it gets the gradient of its own "
     "heads only; train with --sequence-parallel, or hook linear_kv_up_proj"
 )
 
 
-def latent_attention(b: Builder, path: str, module: Any) -> Iterator[Site]:
+def latent_attention(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     """Self-attention over latents."""
     config, heads = b.config, b.sizes["n"]
     query, value = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
     yield from b.both(path, module, b.of.stream(), "hidden_states", beside=(b.of.bias_beside(),))
-    yield from _down(b, path, module)
+    yield from _down_projections(b, path, module)
     for name, rank in (("q", config.q_lora_rank), ("kv", config.kv_lora_rank)):
         norm, up = (getattr(module, n, None) for n in (f"{name}_layernorm", f"linear_{name}_up_proj"))
-        yield from _norm(b, f"{path}.{name}_layernorm", norm, up, rank)
+        yield from _latent_norm_sites(b, f"{path}.{name}_layernorm", norm, up, rank)
     for name, rank, each in (
         ("q_proj", None, query),
         ("q_up_proj", config.q_lora_rank, query),
@@ -47,11 +47,11 @@ def latent_attention(b: Builder, path: str, module: Any) -> Iterator[Site]:
         if not is_identity(linear):
             out, width = b.of.features("n*d"), heads * each
             yield from b.column(f"{path}.linear_{name}", linear, out, width, within=rank)
-    yield from _core(b, f"{path}.core_attention", module.core_attention, query, value)
+    yield from _latent_core(b, f"{path}.core_attention", module.core_attention, query, value)
     yield from b.row(f"{path}.linear_proj", module.linear_proj, "n*d", heads * value)
 
 
-def _down(b: Builder, path: str, module: Any) -> Iterator[Site]:
+def _down_projections(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     config = b.config
     widths = {"q": config.q_lora_rank, "kv": config.kv_lora_rank + config.qk_pos_emb_head_dim}
     for name, width in widths.items():
@@ -60,7 +60,7 @@ def _down(b: Builder, path: str, module: Any) -> Iterator[Site]:
         if is_duplicated(linear):
             yield b.site(f"{at}:input", b.of.stream(), ModuleInput(linear, 0, "x"))
             alone = name == "kv" and b.of.tp > 1 and not b.of.sequence_parallel
-            fixed = ALONE if alone else ""
+            fixed = OWN_HEADS_ONLY if alone else ""
             yield b.site(f"{at}:output", b.of.stream(), ModuleOutput(linear), width=width, fixed=fixed)
         elif not is_identity(linear):
             yield from b.column(at, linear, b.of.features("r"), width)
@@ -70,7 +70,7 @@ def _down(b: Builder, path: str, module: Any) -> Iterator[Site]:
         yield from b.column(f"{path}.linear_qkv_down_proj", fused, packed, sum(widths.values()))
 
 
-def _norm(b: Builder, path: str, norm: Any, up: Any, rank: int) -> Iterator[Site]:
+def _latent_norm_sites(b: SiteBuilder, path: str, norm: Any, up: Any, rank: int) -> Iterator[Site]:
     layout = b.of.stream()
     latents = replace(layout, dims=(*layout.dims[:-1], replace(layout.dims[-1], name="r")))
     yield from norm_inside(b, path, norm, up, latents, rank)
@@ -79,7 +79,7 @@ def _norm(b: Builder, path: str, norm: Any, up: Any, rank: int) -> Iterator[Site
         yield b.site(f"{path}:output", latents, ModuleOutput(norm), width=rank)
 
 
-def _core(b: Builder, path: str, core: Any, query: int, value: int) -> Iterator[Site]:
+def _latent_core(b: SiteBuilder, path: str, core: Any, query: int, value: int) -> Iterator[Site]:
     heads = b.of.heads()  # of keys and values too: every head has its own
     arguments = {"q": ("query", query), "k": ("key", query), "v": ("value", value)}
     for index, (name, (keyword, size)) in enumerate(arguments.items()):
@@ -88,9 +88,9 @@ def _core(b: Builder, path: str, core: Any, query: int, value: int) -> Iterator[
     yield b.site(f"{path}:output", b.of.features("n*d"), ModuleOutput(core), width=b.sizes["n"] * value)
 
 
-def _latent_norm(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+def _latent_norm_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
     return of.uncut(parameter.ndim, shared=of.sequence_parallel)  # over whole latents, unlike norms of heads
 
 
-KINDS = (Kind(latent_attention, CLASSES, ("self_attention",)),)
-PARAMETERS = (ParameterKind(_latent_norm, roles=("q_layernorm", "kv_layernorm"), inside=CLASSES),)
+LATENT_KINDS = (Kind(latent_attention, LATENT_CLASSES, ("self_attention",)),)
+LATENT_PARAMETERS = (ParameterKind(_latent_norm_layout, roles=("q_layernorm", "kv_layernorm"), inside=LATENT_CLASSES),)

@@ -8,43 +8,43 @@ from typing import Any
 from torch import nn
 
 from megatron_flex.adapters.megatron_core import dense
-from megatron_flex.adapters.megatron_core.build import Builder, Kind, ParameterKind
-from megatron_flex.adapters.megatron_core.dispatch import Chosen, Rows, Tokens
+from megatron_flex.adapters.megatron_core.build import SiteBuilder, Kind, ParameterKind
+from megatron_flex.adapters.megatron_core.dispatch import ExpertIndices, ExpertRows, RouterTokens
 from megatron_flex.adapters.megatron_core.fused import FusedPart, Packing
-from megatron_flex.adapters.megatron_core.kinds import is_a
-from megatron_flex.adapters.megatron_core.layouts import Layouts
+from megatron_flex.adapters.megatron_core.module_classes import is_megatron
+from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
 from megatron_flex.adapters.taps import MethodOutput, ModuleInput, ModuleOutput
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.sites import Site, Tap
 
-MAP = "the dispatcher sizes its buffers by it; edit router:logits or router:probs"
-INDICES = "these are numbers read off the routing map; edit router:logits to choose other experts"
-FLEX = (
+FIXED_MAP = "the dispatcher sizes its buffers by it; edit router:logits or router:probs"
+FIXED_INDICES = "these are numbers read off the routing map; edit router:logits to choose other experts"
+OTHER_DISPATCHER = (
     "moe_token_dispatcher_type={kind!r} orders tokens inside its kernels; use 'alltoall' or 'allgather' to "
     "have what experts compute on"
 )
-PADDED = "{name}={value} gives experts rows that belong to no token; turn it off to have what they compute on"
-OVERLAPPED = (
+PADDED_ROWS = "{name}={value} gives experts rows that belong to no token; turn it off to have what they compute on"
+SHARED_EXPERT_OVERLAP = (
     "moe_shared_expert_overlap=True runs the shared experts piecemeal inside the dispatcher; set it to False "
     "(drop --moe-shared-expert-overlap)"
 )
-FUSED = (
+FUSED_EXPERTS = (
     "{kind} runs all experts in one kernel; leave out --moe-grouped-gemm to have single experts, or hook "
     "all of them together at experts:dispatched, experts.linear_fc1, experts.linear_fc2 and experts:output"
 )
-OP_FUSER = (
+OP_FUSER_EXPERTS = (
     "use_transformer_engine_op_fuser=True keeps it inside one kernel; set it to False to have it as a tensor"
 )
 
 # Over `etp`: rows that are the same on all of it (each rank has a share of the gradient), cut, and summands.
-ROW = Dim("t")
-WEIGHTS = Layout((ROW,), shared=("etp",))
-WHOLE = Layout((ROW, Dim("h")), shared=("etp",))
-SPLIT = Layout((ROW, Dim("f", (Cut("etp"),))))
-SUMMED = Layout((ROW, Dim("h")), partial=("etp",))
+ROW_DIM = Dim("t")
+ROW_WEIGHTS = Layout((ROW_DIM,), shared=("etp",))
+FULL_ROWS = Layout((ROW_DIM, Dim("h")), shared=("etp",))
+CUT_ROWS = Layout((ROW_DIM, Dim("f", (Cut("etp"),))))
+PARTIAL_ROWS = Layout((ROW_DIM, Dim("h")), partial=("etp",))
 
 
-def layer(b: Builder, path: str, module: Any) -> Iterator[Site]:
+def moe_layer(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     """A layer of experts: input and output on the residual stream, and what happens between."""
     yield from b.both(path, module, b.of.stream(), "hidden_states")
     yield from _router(b, f"{path}.router", module.router)
@@ -52,133 +52,133 @@ def layer(b: Builder, path: str, module: Any) -> Iterator[Site]:
     shared = getattr(module, "shared_experts", None)
     if shared is not None:
         width = b.config.moe_shared_expert_intermediate_size
-        hidden = OVERLAPPED if b.config.moe_shared_expert_overlap else ""
+        hidden = SHARED_EXPERT_OVERLAP if b.config.moe_shared_expert_overlap else ""
         yield from dense.mlp(b, f"{path}.shared_experts", shared, width, hidden)
 
 
-def _router(b: Builder, path: str, router: Any) -> Iterator[Site]:
+def _router(b: SiteBuilder, path: str, router: Any) -> Iterator[Site]:
     yield b.site(f"{path}:input", b.of.stream(), ModuleInput(router, 0, "input"))
     logits = b.of.per_token("e")
     yield b.site(f"{path}:logits", logits, MethodOutput(router, "gating"))
-    yield b.site(f"{path}:probs", logits, Tokens(router, ModuleOutput(router, 0)))
-    yield b.site(f"{path}:map", logits, Tokens(router, ModuleOutput(router, 1)), fixed=MAP)
+    yield b.site(f"{path}:probs", logits, RouterTokens(router, ModuleOutput(router, 0)))
+    yield b.site(f"{path}:map", logits, RouterTokens(router, ModuleOutput(router, 1)), fixed=FIXED_MAP)
 
 
-def _experts(b: Builder, path: str, module: Any) -> Iterator[Site]:
+def _experts(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
     """What all experts together get and give, by token and slot."""
     experts, no, stream = module.experts, _why_hidden(b), b.of.stream()
-    yield b.site(f"{path}:indices", b.of.per_token("k"), Chosen(module, stream, b.mesh), no, fixed=INDICES)
+    yield b.site(f"{path}:indices", b.of.per_token("k"), ExpertIndices(module, stream, b.mesh), no, fixed=FIXED_INDICES)
     for point, tap, layout in (
-        ("weights", ModuleInput(experts, 2, "permuted_probs"), WEIGHTS),
-        ("dispatched", ModuleInput(experts, 0, "permuted_local_hidden_states"), WHOLE),
-        ("output", ModuleOutput(experts), SUMMED),
+        ("weights", ModuleInput(experts, 2, "permuted_probs"), ROW_WEIGHTS),
+        ("dispatched", ModuleInput(experts, 0, "permuted_local_hidden_states"), FULL_ROWS),
+        ("output", ModuleOutput(experts), PARTIAL_ROWS),
     ):
         home = b.of.per_token("k", *(d.name for d in layout.dims[1:]))
-        width = None if layout is WEIGHTS else _entry(b)
-        yield b.site(f"{path}:{point}", home, Rows(tap, module, layout, home, stream, b.mesh), no, width)
-    if is_a(experts, "TEGroupedMLP"):
-        yield from _grouped(b, path, module, no)
+        width = None if layout is ROW_WEIGHTS else _entry_width(b)
+        yield b.site(f"{path}:{point}", home, ExpertRows(tap, module, layout, home, stream, b.mesh), no, width)
+    if is_megatron(experts, "TEGroupedMLP"):
+        yield from _grouped_linears(b, path, module, no)
     for expert in range(b.config.num_moe_experts):
         yield from _expert(b, f"{path}.local_experts.{expert}", module, expert, no)
 
 
-def _grouped(b: Builder, path: str, module: Any, no: str) -> Iterator[Site]:
+def _grouped_linears(b: SiteBuilder, path: str, module: Any, no: str) -> Iterator[Site]:
     """The two grouped linears of all experts, by token and slot."""
     fc1, fc2, stream = module.experts.linear_fc1, module.experts.linear_fc2, b.of.stream()
     if getattr(module.experts, "_with_fused_impl", False):
-        no = no or OP_FUSER
+        no = no or OP_FUSER_EXPERTS
     no = no or _why_padded(b)
-    width, wide, entry = _width(b), _wide(b), _entry(b)
+    width, wide, entry = _expert_width(b), _fc1_output_layout(b), _entry_width(b)
     for point, tap, layout, last in (
-        ("linear_fc1:input", ModuleInput(fc1, 0, "x"), WHOLE, entry),
+        ("linear_fc1:input", ModuleInput(fc1, 0, "x"), FULL_ROWS, entry),
         ("linear_fc1:output", ModuleOutput(fc1), wide, width * (1 + bool(b.config.gated_linear_unit))),
-        ("linear_fc2:input", ModuleInput(fc2, 0, "x"), SPLIT, width),
-        ("linear_fc2:output", ModuleOutput(fc2), SUMMED, entry),
+        ("linear_fc2:input", ModuleInput(fc2, 0, "x"), CUT_ROWS, width),
+        ("linear_fc2:output", ModuleOutput(fc2), PARTIAL_ROWS, entry),
     ):
         home = b.of.per_token("k", layout.dims[-1].name)
-        yield b.site(f"{path}.{point}", home, Rows(tap, module, layout, home, stream, b.mesh), no, last)
+        yield b.site(f"{path}.{point}", home, ExpertRows(tap, module, layout, home, stream, b.mesh), no, last)
 
 
-def _expert(b: Builder, path: str, module: Any, expert: int, no: str) -> Iterator[Site]:
+def _expert(b: SiteBuilder, path: str, module: Any, expert: int, no: str) -> Iterator[Site]:
     """One expert's MLP, with the rows of its tokens in their order; on ranks without it too."""
     local = getattr(module.experts, "local_experts", None)
     if local is None:
-        no = no or FUSED.format(kind=type(module.experts).__name__)
+        no = no or FUSED_EXPERTS.format(kind=type(module.experts).__name__)
         local = [module.experts]
     owned = expert // len(module.local_expert_indices) == b.mesh["ep"].coord
     mlp = local[expert % len(local)]
     fc1, fc2 = getattr(mlp, "linear_fc1", mlp), getattr(mlp, "linear_fc2", mlp)
     no = no or _why_padded(b)
-    width, wide, entry, stream = _width(b), _wide(b), _entry(b), b.of.stream()
+    width, wide, entry, stream = _expert_width(b), _fc1_output_layout(b), _entry_width(b), b.of.stream()
     halves: list[tuple[str, Tap, Layout, int]] = [
-        (f".linear_fc1:{name}", FusedPart(fc1, index, Packing(1, (1, 1))), SPLIT, width)
+        (f".linear_fc1:{name}", FusedPart(fc1, index, Packing(1, (1, 1))), CUT_ROWS, width)
         for index, name in enumerate(("gate", "up"))
         if b.config.gated_linear_unit
     ]
     for point, tap, layout, last in (
         *halves,
-        (":input", ModuleInput(mlp, 0, "hidden_states"), WHOLE, entry),
-        (".linear_fc1:input", ModuleInput(fc1, 0, "input_"), WHOLE, entry),
+        (":input", ModuleInput(mlp, 0, "hidden_states"), FULL_ROWS, entry),
+        (".linear_fc1:input", ModuleInput(fc1, 0, "input_"), FULL_ROWS, entry),
         (".linear_fc1:output", ModuleOutput(fc1), wide, width * (1 + bool(b.config.gated_linear_unit))),
-        (".linear_fc2:input", ModuleInput(fc2, 0, "input_"), SPLIT, width),
-        (".linear_fc2:output", ModuleOutput(fc2), SUMMED, entry),
-        (":output", ModuleOutput(mlp), SUMMED, entry),
+        (".linear_fc2:input", ModuleInput(fc2, 0, "input_"), CUT_ROWS, width),
+        (".linear_fc2:output", ModuleOutput(fc2), PARTIAL_ROWS, entry),
+        (":output", ModuleOutput(mlp), PARTIAL_ROWS, entry),
     ):
         home = b.of.rows_of_one(layout.dims[-1].name)
-        rows = Rows(tap, module, layout, home, stream, b.mesh, expert, owned)
+        rows = ExpertRows(tap, module, layout, home, stream, b.mesh, expert, owned)
         yield b.site(f"{path}{point}", home, rows, no, last)
 
 
-def _entry(b: Builder) -> int:
+def _entry_width(b: SiteBuilder) -> int:
     """The features that experts get and give: the hidden size, unless latents go round."""
     return int(getattr(b.config, "moe_latent_size", None) or b.config.hidden_size)
 
 
-def _width(b: Builder) -> int:
+def _expert_width(b: SiteBuilder) -> int:
     return int(b.config.moe_ffn_hidden_size or b.config.ffn_hidden_size)
 
 
-def _wide(b: Builder) -> Layout:
+def _fc1_output_layout(b: SiteBuilder) -> Layout:
     gated = bool(b.config.gated_linear_unit)
-    return Layout((ROW, Dim("gate|up" if gated else "f", (Cut("etp"),), (1, 1) if gated else (1,))))
+    return Layout((ROW_DIM, Dim("gate|up" if gated else "f", (Cut("etp"),), (1, 1) if gated else (1,))))
 
 
-def _why_padded(b: Builder) -> str:
+def _why_padded(b: SiteBuilder) -> str:
     low = next((n for n in ("fp8", "fp4") if getattr(b.config, n, None)), "")
-    return PADDED.format(name=low, value=getattr(b.config, low)) if low else ""
+    return PADDED_ROWS.format(name=low, value=getattr(b.config, low)) if low else ""
 
 
-def _why_hidden(b: Builder) -> str:
+def _why_hidden(b: SiteBuilder) -> str:
     kind = b.config.moe_token_dispatcher_type
     if kind not in ("alltoall", "allgather"):
-        return FLEX.format(kind=kind)
+        return OTHER_DISPATCHER.format(kind=kind)
     for name in (
         "moe_pad_expert_input_to_capacity",
         "moe_router_padding_for_quantization",
         "moe_router_padding_for_fp8",
     ):
         if getattr(b.config, name, False):
-            return PADDED.format(name=name, value=True)
+            return PADDED_ROWS.format(name=name, value=True)
     return ""
 
 
 # -- parameters ----------------------------------------------------------------------------------------
 
 
-def _router_parameter(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+def _router_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
     return of.uncut(parameter.ndim, shared=of.sequence_parallel)
 
 
-def _grouped_parameter(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+def _grouped_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
     """`weight0`, `bias0`, ... of the experts of a grouped linear."""
     if role == "linear_fc1":
         return of.rows_cut(parameter.ndim, (1, 1) if of.config.gated_linear_unit else (1,))
     return of.columns_cut() if parameter.ndim == 2 else of.uncut(1, shared=False)
 
 
-KINDS = (Kind(layer, ("MoELayer",), ("mlp",)),)
-PARAMETERS = (
-    ParameterKind(_grouped_parameter, ("TEGroupedLinear",), ("linear_fc1", "linear_fc2")),
-    ParameterKind(_router_parameter, ("Router",)),
-    ParameterKind(_router_parameter, ("SharedExpertMLP",)),
+MOE_KINDS = (Kind(moe_layer, ("MoELayer",), ("mlp",)),)
+MOE_PARAMETERS = (
+    ParameterKind(_grouped_layout, ("TEGroupedLinear",), ("linear_fc1", "linear_fc2")),
+    ParameterKind(_router_layout, ("Router",)),
+    ParameterKind(_router_layout, ("SharedExpertMLP",)),
 )

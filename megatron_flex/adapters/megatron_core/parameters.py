@@ -20,33 +20,33 @@ from megatron_flex.adapters.megatron_core import (
     latent,
     moe,
     mtp,
-    ssm,
+    ssm_layers,
     transformer_engine,
 )
-from megatron_flex.adapters.megatron_core.build import vocabulary
-from megatron_flex.adapters.megatron_core.kinds import global_modules
-from megatron_flex.adapters.megatron_core.layouts import Layouts
-from megatron_flex.layout import Layout, whole_shape
+from megatron_flex.adapters.megatron_core.build import unpadded_vocabulary
+from megatron_flex.adapters.megatron_core.module_classes import global_modules
+from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
+from megatron_flex.layout import Layout, full_shape
 from megatron_flex.mesh import Mesh
 
-OWNERS = (*ssm.OWNERS, *bert.OWNERS)
-KINDS = (
-    *moe.PARAMETERS,
-    *latent.PARAMETERS,
-    *attention.PARAMETERS,
-    *mtp.PARAMETERS,
-    *bert.PARAMETERS,
-    *dense.PARAMETERS,
-    *transformer_engine.PARAMETERS,
+OWNER_KINDS = (*ssm_layers.SSM_OWNERS, *bert.BERT_OWNERS)
+PARAMETER_KINDS = (
+    *moe.MOE_PARAMETERS,
+    *latent.LATENT_PARAMETERS,
+    *attention.ATTENTION_PARAMETERS,
+    *mtp.MTP_PARAMETERS,
+    *bert.BERT_PARAMETERS,
+    *dense.DENSE_PARAMETERS,
+    *transformer_engine.TRANSFORMER_ENGINE_PARAMETERS,
 )
-WORDS, LOGITS = "embedding.word_embeddings.weight", "output_layer.weight"
-EXPERT = re.compile(r"(.*\.experts\.local_experts\.|.*\.experts\.linear_fc[12]\.\D+)(\d+)(.*)")
+WORD_EMBEDDINGS, OUTPUT_WEIGHT = "embedding.word_embeddings.weight", "output_layer.weight"
+EXPERT_PARAMETER = re.compile(r"(.*\.experts\.local_experts\.|.*\.experts\.linear_fc[12]\.\D+)(\d+)(.*)")
 
 SUMMED_LATER = (
     "two pipeline stages hold this weight, each with its share of the gradient, and add them up only after "
     "the backward pass; after the step, get_module_parameter(name, gradient=True) has it"
 )
-ELSEWHERE = (
+ON_EXPERT_RANKS = (
     "it comes to be on the ranks of that expert only; after the step, "
     "get_module_parameter(name, gradient=True) has it"
 )
@@ -57,40 +57,40 @@ def parameters_of(root: Any, mesh: Mesh) -> list[ParameterSite]:
 
     Those of experts are listed on every rank of the stage, whether it has the expert or not.
     """
-    of = Layouts(root.config, mesh, vocabulary(root))
+    of = ModelLayouts(root.config, mesh, unpadded_vocabulary(root))
     # Where both ends of the model are on one rank, the output layer has no weight of its own.
     tied = bool(getattr(root, "share_embeddings_and_output_weights", False))
     out: list[ParameterSite] = []
-    for path, _, name, parameter, rule in _all(root, of):
+    for path, _, name, parameter, rule in _parameters_with_layouts(root, of):
         if rule is None:
             continue
-        inside = EXPERT.fullmatch(f"{path}.{name}")
-        layout = of_expert(rule) if inside else _shared_over_context(rule)
-        shape = whole_shape(layout, parameter.shape, mesh.sizes)
+        inside = EXPERT_PARAMETER.fullmatch(f"{path}.{name}")
+        layout = expert_layout(rule) if inside else _shared_over_context(rule)
+        shape = full_shape(layout, parameter.shape, mesh.sizes)
         site = ParameterSite(
             f"{path}.{name}",
             layout,
             shape,
             parameter,
             mesh["pp"].coord,
-            copy_of=WORDS if tied and f"{path}.{name}" == LOGITS else "",
+            copy_of=WORD_EMBEDDINGS if tied and f"{path}.{name}" == OUTPUT_WEIGHT else "",
             hidden=SUMMED_LATER if _on_two_stages(root, path, mesh) else "",
             local=tuple(parameter.shape),
         )
-        out += _of_all_ranks(site, inside, mesh, root.config) if inside else [site]
+        out += _sites_on_all_ranks(site, inside, mesh, root.config) if inside else [site]
     return out
 
 
-def unknown_of(root: Any, mesh: Mesh) -> dict[str, str]:
+def parameters_without_layout(root: Any, mesh: Mesh) -> dict[str, str]:
     """The other parameters of the chunk, with the class of the module that owns each."""
     return {
         f"{path}.{name}": type(module).__name__
-        for path, module, name, _, rule in _all(root, Layouts(root.config, mesh))
+        for path, module, name, _, rule in _parameters_with_layouts(root, ModelLayouts(root.config, mesh))
         if rule is None
     }
 
 
-def of_expert(layout: Layout) -> Layout:
+def expert_layout(layout: Layout) -> Layout:
     """What cuts a dense linear over `tp` cuts an expert's over `etp`; there is no sequence parallelism."""
     dims = (
         replace(d, cuts=tuple(replace(c, axis="etp") if c.axis == "tp" else c for c in d.cuts))
@@ -99,13 +99,13 @@ def of_expert(layout: Layout) -> Layout:
     return Layout(tuple(dims))
 
 
-def _all(root: Any, of: Layouts) -> Iterator[tuple[str, nn.Module, str, nn.Parameter, Layout | None]]:
+def _parameters_with_layouts(root: Any, of: ModelLayouts) -> Iterator[tuple[str, nn.Module, str, nn.Parameter, Layout | None]]:
     """Every parameter with its module's path, the module, its name there and its dense layout, if known."""
-    owned = _owned(of, root)
+    owned = _owner_layouts(of, root)
     modules = dict(global_modules(root))
     for path, module in modules.items():
         parent, _, role = path.rpartition(".")
-        kind = next((k for k in KINDS if k.fits(role, module, modules.get(parent))), None)
+        kind = next((k for k in PARAMETER_KINDS if k.fits(role, module, modules.get(parent))), None)
         for name, parameter in module.named_parameters(recurse=False):
             layout = owned.get(parameter)
             if layout is None and kind is not None:
@@ -113,9 +113,9 @@ def _all(root: Any, of: Layouts) -> Iterator[tuple[str, nn.Module, str, nn.Param
             yield path, module, name, parameter, layout
 
 
-def _owned(of: Layouts, root: nn.Module) -> dict[nn.Parameter, Layout]:
+def _owner_layouts(of: ModelLayouts, root: nn.Module) -> dict[nn.Parameter, Layout]:
     """The layouts that a kind of owner tells; parameters compare by identity."""
-    found = [(kind, m) for m in root.modules() for kind in OWNERS if kind.fits("", m)]
+    found = [(kind, m) for m in root.modules() for kind in OWNER_KINDS if kind.fits("", m)]
     return dict(pair for kind, module in found for pair in kind.layouts(of, module))
 
 
@@ -129,7 +129,7 @@ def _on_two_stages(root: Any, path: str, mesh: Mesh) -> bool:
     return path in shared or (predicts and path.startswith("embedding."))
 
 
-def _of_all_ranks(
+def _sites_on_all_ranks(
     mine: ParameterSite, inside: re.Match[str], mesh: Mesh, config: Any
 ) -> Iterator[ParameterSite]:
     """The parameter of this rank's expert, and those in the same place on the other ranks.
@@ -140,7 +140,7 @@ def _of_all_ranks(
     each = config.num_moe_experts // mesh["ep"].size
     for rank in range(mesh["ep"].size):
         number = rank * each + int(inside[2]) % each
-        site = replace(mine, name=f"{inside[1]}{number}{inside[3]}", owner=(("ep", rank),), hidden=ELSEWHERE)
+        site = replace(mine, name=f"{inside[1]}{number}{inside[3]}", owner=(("ep", rank),), hidden=ON_EXPERT_RANKS)
         yield site if rank == mesh["ep"].coord else site.remote()
 
 

@@ -10,24 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters.base import Architecture
-from megatron_flex.adapters.megatron_core.kinds import is_a
-from megatron_flex.adapters.megatron_core.layouts import Layouts
+from megatron_flex.adapters.megatron_core.module_classes import is_megatron
+from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import extract
 from megatron_flex.mesh import Mesh
 
 DECODERS = ("GPTModel", "HybridModel", "MambaModel")
 ROTARY = ("rope", "mrope", "yarn")
-LEARNED = "learned_absolute"
-LABELLED = (
+LEARNED_POSITIONS = "learned_absolute"
+NEEDS_LABELS = (
     "this megatron-core runs a model with mtp_num_layers={} with labels only, and here are tokens alone; run "
     "your own step in `with flex.trace()`, or take a megatron-core that has process_mtp_loss (0.19)"
 )
 
 
-def architecture(root: Any) -> Architecture | None:
+def read_architecture(root: Any) -> Architecture | None:
     """What a model is made of, from its configuration."""
-    if not is_a(root, *DECODERS):
+    if not is_megatron(root, *DECODERS):
         return None
     config = root.config
     return Architecture(
@@ -43,24 +43,24 @@ def architecture(root: Any) -> Architecture | None:
     )
 
 
-def run(chunks: list[nn.Module], root: Any, mesh: Mesh, tokens: Tensor, size: int | None) -> None:
+def run_forward(chunks: list[nn.Module], root: Any, mesh: Mesh, tokens: Tensor, size: int | None) -> None:
     """Run all chunks forward; see `Adapter.run`."""
     size = tokens.shape[0] if size is None and tokens.ndim == 2 else size
-    if not is_a(root, *DECODERS):
+    if not is_megatron(root, *DECODERS):
         raise FlexError(
             f"a {type(root).__name__} cannot be run on tokens alone; run your step in `with flex.trace()`"
         )
-    check(root, mesh, tokens, size)
-    _needs_no_labels(root.config)
-    microbatches = [_batch(root, mesh, piece) for piece in tokens.split(size or 1)]
-    missing = _enough(root.config, len(microbatches), len(chunks)) - len(microbatches)
+    check_tokens(root, mesh, tokens, size)
+    _check_runs_without_labels(root.config)
+    microbatches = [_local_batch(root, mesh, microbatch) for microbatch in tokens.split(size or 1)]
+    missing = _microbatches_needed(root.config, len(microbatches), len(chunks)) - len(microbatches)
     microbatches += microbatches[-1:] * missing
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     interleaved = len(chunks) > 1
-    with torch.no_grad(), _random_states():
+    with torch.no_grad(), _keep_random_states():
         get_forward_backward_func()(
-            forward_step_func=_step,
+            forward_step_func=_forward_step,
             data_iterator=[iter(microbatches) for _ in chunks] if interleaved else iter(microbatches),
             model=chunks if interleaved else chunks[0],
             num_microbatches=len(microbatches),
@@ -71,7 +71,7 @@ def run(chunks: list[nn.Module], root: Any, mesh: Mesh, tokens: Tensor, size: in
         )
 
 
-def check(root: Any, mesh: Mesh, tokens: Tensor, size: int | None) -> None:
+def check_tokens(root: Any, mesh: Mesh, tokens: Tensor, size: int | None) -> None:
     """Refuse tokens that would fail on some ranks only, or in the midst of the model.
 
     Raises:
@@ -93,7 +93,7 @@ def check(root: Any, mesh: Mesh, tokens: Tensor, size: int | None) -> None:
             f"end to {-(-length // parts) * parts}: later tokens do not change what is before them"
         )
     longest = getattr(root, "max_sequence_length", length)
-    if getattr(root, "position_embedding_type", "") == LEARNED and length > longest:
+    if getattr(root, "position_embedding_type", "") == LEARNED_POSITIONS and length > longest:
         raise FlexError(
             f"a sequence of {length} has no positions in this model; give at most {longest} tokens"
         )
@@ -103,7 +103,7 @@ def check(root: Any, mesh: Mesh, tokens: Tensor, size: int | None) -> None:
         raise FlexError(f"tokens from {low} to {high} are not all in the vocabulary of {known}; give its own")
 
 
-def _needs_no_labels(config: Any) -> None:
+def _check_runs_without_labels(config: Any) -> None:
     """Refuse prediction of several tokens where Megatron takes its losses with or without labels."""
     depths = getattr(config, "mtp_num_layers", None)
     if depths is None:
@@ -111,28 +111,28 @@ def _needs_no_labels(config: Any) -> None:
     from megatron.core.transformer import multi_token_prediction
 
     if not hasattr(multi_token_prediction, "process_mtp_loss"):
-        raise FlexError(LABELLED.format(depths))
+        raise FlexError(NEEDS_LABELS.format(depths))
 
 
-def _batch(root: Any, mesh: Mesh, tokens: Tensor) -> dict[str, Tensor]:
+def _local_batch(root: Any, mesh: Mesh, tokens: Tensor) -> dict[str, Tensor]:
     """This rank's share of one microbatch, under context parallelism."""
     device = next(root.parameters()).device
-    layout = Layouts(root.config, mesh, None).loss()
+    layout = ModelLayouts(root.config, mesh, None).loss()
     places = torch.arange(tokens.shape[1]).expand_as(tokens)
     share = [extract(layout, t.cpu(), mesh.coords, mesh.sizes) for t in (tokens.long(), places)]
     return dict(zip(("tokens", "positions"), (t.contiguous().to(device) for t in share), strict=True))
 
 
-def _step(iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
+def _forward_step(iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
     batch = next(iterator)
-    return model(batch["tokens"], batch["positions"], None), _nothing
+    return model(batch["tokens"], batch["positions"], None), _discard_logits
 
 
-def _nothing(output: Tensor, non_loss_data: bool = False) -> None:
+def _discard_logits(output: Tensor, non_loss_data: bool = False) -> None:
     """What Megatron keeps of the logits."""
 
 
-def _enough(config: Any, count: int, chunks: int) -> int:
+def _microbatches_needed(config: Any, count: int, chunks: int) -> int:
     """How many microbatches the schedule needs at least: an interleaved one runs them in groups."""
     if chunks == 1:
         return count
@@ -142,7 +142,7 @@ def _enough(config: Any, count: int, chunks: int) -> int:
 
 
 @contextmanager
-def _random_states() -> Iterator[None]:
+def _keep_random_states() -> Iterator[None]:
     """Leave the generators as they were, so that a training run goes on as if nothing had been run."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 

@@ -16,28 +16,28 @@ from torch import nn
 
 from megatron_flex.adapters.base import Listener, Undo
 from megatron_flex.adapters.inert import before, behind
-from megatron_flex.adapters.megatron_core.kinds import unwrap
+from megatron_flex.adapters.megatron_core.module_classes import unwrap_model
 from megatron_flex.adapters.taps import intercept
 from megatron_flex.errors import FlexError
 
-RUNS = (
+SCHEDULE_FUNCTIONS = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
 )
 
-PACKED = (
+PACKED_CONTEXT_PARALLEL = (
     "packed sequences (packed_seq_params) are dealt out over context parallel ranks one by one, and in which "
     "order is not known here; with context_parallel_size={size}, do without packing, or take the hooks out"
 )
 
 
-def watch(roots: list[nn.Module], context_parallel: int, listener: Listener) -> Undo:
+def watch_schedules(roots: list[nn.Module], context_parallel: int, listener: Listener) -> Undo:
     """Tell `listener` what the schedules do with these models and when the models are called without one."""
     from megatron.core.pipeline_parallel import schedules
 
-    state = _State(roots, context_parallel, listener)
-    undos = [intercept(schedules, name, state.run) for name in RUNS]
+    state = _ScheduleWatcher(roots, context_parallel, listener)
+    undos = [intercept(schedules, name, state.run) for name in SCHEDULE_FUNCTIONS]
     undos.append(intercept(schedules, "forward_step", state.forward))
     undos.append(intercept(schedules, "backward_step", state.backward))
     for root in roots:
@@ -51,11 +51,11 @@ def watch(roots: list[nn.Module], context_parallel: int, listener: Listener) -> 
     return undo
 
 
-def hold() -> Undo:
+def keep_schedules_watchable() -> Undo:
     """Let the schedule that a loop fetches from now on be followed also by what is attached after that."""
     from megatron.core.pipeline_parallel import schedules
 
-    undos = [intercept(schedules, name, _as_it_is) for name in RUNS]
+    undos = [intercept(schedules, name, _call_unchanged) for name in SCHEDULE_FUNCTIONS]
 
     def undo() -> None:
         for u in undos:
@@ -64,11 +64,11 @@ def hold() -> Undo:
     return undo
 
 
-def _as_it_is(schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_unchanged(schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return schedule(*args, **kwargs)
 
 
-class _State:
+class _ScheduleWatcher:
     """What one watcher knows; its methods stand around Megatron's functions."""
 
     def __init__(self, roots: list[nn.Module], context_parallel: int, listener: Listener) -> None:
@@ -79,7 +79,7 @@ class _State:
 
     def ours(self, model: Any) -> bool:
         models = model if isinstance(model, (list, tuple)) else [model]
-        return any(unwrap(m) is root for m in models if isinstance(m, nn.Module) for root in self.roots)
+        return any(unwrap_model(m) is root for m in models if isinstance(m, nn.Module) for root in self.roots)
 
     def run(self, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.running or not self.ours(kwargs.get("model")):
@@ -106,7 +106,7 @@ class _State:
                 "the schedule that runs was fetched before the hooks were attached and cannot be followed; "
                 "call get_forward_backward_func() after attaching"
             )
-        chunk = next((i for i, root in enumerate(self.roots) if unwrap(model) is root), 0)
+        chunk = next((i for i, root in enumerate(self.roots) if unwrap_model(model) is root), 0)
         self.listener.forward_begins(int(kwargs.get("current_microbatch") or 0), chunk)
         result = step(*args, **kwargs)
         output, tokens = result if isinstance(result, tuple) else (result, None)
@@ -144,7 +144,7 @@ class _State:
             self.calling = True
         packed = getattr(kwargs.get("packed_seq_params"), "qkv_format", None) == "thd"
         if packed and self.context_parallel > 1:
-            self.listener.cannot(PACKED.format(size=self.context_parallel))
+            self.listener.cannot(PACKED_CONTEXT_PARALLEL.format(size=self.context_parallel))
 
     def after_call(self, _: nn.Module, __: Any, output: Any) -> None:
         if self.calling:

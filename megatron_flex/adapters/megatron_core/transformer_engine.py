@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import nn
 
-from megatron_flex.adapters.megatron_core.build import COLUMN, ROW, Builder, ParameterKind
-from megatron_flex.adapters.megatron_core.kinds import is_a, is_identity
-from megatron_flex.adapters.megatron_core.layouts import Layouts
+from megatron_flex.adapters.megatron_core.build import COLUMN_LINEARS, ROW_LINEARS, SiteBuilder, ParameterKind
+from megatron_flex.adapters.megatron_core.module_classes import is_megatron, is_identity
+from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
 from megatron_flex.adapters.taps import ModuleInput, ModuleOutput
 from megatron_flex.layout import Layout
 from megatron_flex.sites import Site
 
-WITH_NORM = "TELayerNormColumnParallelLinear"
+LINEAR_WITH_NORM = "TELayerNormColumnParallelLinear"
 NORM_INSIDE = (
     "the norm is inside {kind} behind it, whose input is the tensor before the norm; build the layers with "
     "the local spec (--transformer-impl local) to have its output"
@@ -27,24 +27,24 @@ NORM_INSIDE = (
 
 def is_duplicated(linear: Any) -> bool:
     """Whether a linear is the same on every tensor parallel rank."""
-    return is_a(linear, "TELinear") and not is_a(linear, *COLUMN, *ROW)
+    return is_megatron(linear, "TELinear") and not is_megatron(linear, *COLUMN_LINEARS, *ROW_LINEARS)
 
 
 def norm_inside(
-    b: Builder, path: str, norm: Any, linear: Any, layout: Layout, width: int | None = None
+    b: SiteBuilder, path: str, norm: Any, linear: Any, layout: Layout, width: int | None = None
 ) -> Iterator[Site]:
     """The sites of a norm that the spec leaves out because the linear behind it has it inside.
 
     What stands in the norm's place hands its input on, and `linear:input` is the same tensor.
     """
-    if isinstance(norm, nn.Module) and is_identity(norm) and is_a(linear, WITH_NORM):
+    if isinstance(norm, nn.Module) and is_identity(norm) and is_megatron(linear, LINEAR_WITH_NORM):
         yield b.site(f"{path}:input", layout, ModuleInput(norm, 0, "x"), width=width)
         hidden = NORM_INSIDE.format(kind=type(linear).__name__)
         yield b.site(f"{path}:output", layout, ModuleOutput(norm), hidden, width)
 
 
-def _duplicated(of: Layouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+def _duplicated_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
     return of.uncut(parameter.ndim, shared=of.sequence_parallel)
 
 
-PARAMETERS = (ParameterKind(_duplicated, ("TELinear",)),)  # the parallel ones among them are known before
+TRANSFORMER_ENGINE_PARAMETERS = (ParameterKind(_duplicated_layout, ("TELinear",)),)  # the parallel ones among them are known before

@@ -13,36 +13,36 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_flex.adapters.base import Listener, Undo
-from megatron_flex.adapters.driving import Called
-from megatron_flex.adapters.leaves import About
-from megatron_flex.adapters.pipelining.stages import Stages
-from megatron_flex.adapters.spread import Unknown, from_plain, to_plain
+from megatron_flex.adapters.driving import UserLoop
+from megatron_flex.adapters.leaves import WrappingTap
+from megatron_flex.adapters.pipelining.stages import StageModules
+from megatron_flex.adapters.spread import Unknown, spread_from_json, spread_to_json
 from megatron_flex.adapters.taps import intercept
-from megatron_flex.adapters.trees import tensors, with_tensor
-from megatron_flex.collectives import find, leave
+from megatron_flex.adapters.tensor_trees import tensors, with_tensor
+from megatron_flex.collectives import await_value, store_value
 from megatron_flex.errors import FlexError
-from megatron_flex.knobs import knobs
+from megatron_flex.config import flex_config
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import Fire
+from megatron_flex.sites import TapCallback
 
 if TYPE_CHECKING:
-    from megatron_flex.adapters.following import Follower
+    from megatron_flex.adapters.propagation import LayoutPropagator
 
-APART = (
+SPLIT_BACKWARD = (
     "{schedule} divides backward passes, and then DistributedDataParallel averages no gradients, with hooks "
     "or without; use Interleaved1F1B, or fully_shard"
 )
-NOBODY = Unknown(
+UNKNOWN_STAGE = Unknown(
     "it comes from a pipeline stage that has no parallel module in it, and is not followed there"
 )
-UNPLANNED = (
+UNPLANNED_GRADIENT = (
     "what pipeline stage {stage} hands on needs a gradient, and when the schedule learned shapes it needed "
     "none, so that nothing would come back; make the schedule of a model whose parameters need gradients, "
     "and call the FlexModel's freeze()"
 )
 
 
-class Scheduled:
+class PipelineSchedule:
     """A schedule that runs stages.
 
     Attributes:
@@ -53,13 +53,13 @@ class Scheduled:
 
     _counts: ClassVar[Counter[tuple[int, ...]]] = Counter()  # of watches over the same pipelines
 
-    def __init__(self, chunks: Stages, turns: list[int], mesh: Mesh) -> None:
+    def __init__(self, chunks: StageModules, turns: list[int], mesh: Mesh) -> None:
         self.schedule, self.stages, self.turns, self.mesh = chunks.schedule, chunks.stages, turns, mesh
         self.name, self.why = type(self.schedule).__name__, "it was given, and runs this rank's stages"
-        self._called = [Called(stage.submod, mesh) for stage in chunks.stages]
+        self._called = [UserLoop(stage.submod, mesh) for stage in chunks.stages]
         self.trying = self.frozen = self._running = False
         self._listener: Listener | None = None
-        self.followers: dict[int, Follower | None] = {}
+        self.followers: dict[int, LayoutPropagator | None] = {}
         self._told: set[int] = set()  # the stages that have told the next one
         self._watches = 0
         self._whole: set[tuple[int, int]] = set()  # backward passes that were not split: stage, microbatch
@@ -68,8 +68,8 @@ class Scheduled:
         """Stand around the schedule's step and its stages' passes."""
         self._listener = listener
         self._told.clear()
-        self._watches = Scheduled._counts[self.mesh["pp"].ranks]
-        Scheduled._counts[self.mesh["pp"].ranks] += 1
+        self._watches = PipelineSchedule._counts[self.mesh["pp"].ranks]
+        PipelineSchedule._counts[self.mesh["pp"].ranks] += 1
         undos = [intercept(self.schedule, "step", self._step)]
         names = [n for n in ("_initialize_stage", "_initialize_stages") if hasattr(self.schedule, n)]
         undos += [intercept(self.schedule, name, self._try) for name in names]
@@ -78,9 +78,9 @@ class Scheduled:
             undos.append(intercept(stage, "forward_maybe_with_nosync", partial(self._compute, stage)))
             undos.append(intercept(stage, "backward_one_chunk", partial(self._backward, stage)))
             undos.append(intercept(stage, "backward_weight_one_chunk", partial(self._weights, stage)))
-        outside = cast(Listener, _Outside(listener, self))
+        outside = cast(Listener, _UnscheduledCalls(listener, self))
         undos += [called.watch(outside) for called in self._called]
-        return together(undos)
+        return join_undos(undos)
 
     @property
     def busy(self) -> bool:
@@ -109,7 +109,7 @@ class Scheduled:
     def _try(self, initialize: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # What edits add to a frozen model needs gradients, which stages then have to be ready to send.
         frozen = self.frozen and self.schedule._has_backward
-        undo = together([s.submod.register_forward_hook(_as_trained).remove for s in self.stages if frozen])
+        undo = join_undos([s.submod.register_forward_hook(_require_gradients).remove for s in self.stages if frozen])
         self.trying = True
         try:
             return initialize(*args, **kwargs)
@@ -136,8 +136,8 @@ class Scheduled:
         if follower is None:
             return
         if not stage.is_first:
-            told = find(self._key(stage.stage_index - 1), knobs.agree_seconds)
-            follower.entering = [from_plain(one) for one in told]
+            told = await_value(self._key(stage.stage_index - 1), flex_config.agree_seconds)
+            follower.entering = [spread_from_json(one) for one in told]
         follower.left = None
 
     def _leaves(self, stage: Any) -> None:
@@ -145,8 +145,8 @@ class Scheduled:
         self._told.add(stage.stage_index)
         follower = self.followers[stage.stage_index]
         if any(self.mesh[axis].size > 1 for axis in ("tp", "cp")):
-            told = [NOBODY] if follower is None else follower.left or []
-            leave(self._key(stage.stage_index), [to_plain(one) for one in told])
+            told = [UNKNOWN_STAGE] if follower is None else follower.left or []
+            store_value(self._key(stage.stage_index), [spread_to_json(one) for one in told])
 
     def _key(self, index: int) -> str:
         """What the layout at the end of a stage is called by the ranks of this pipeline."""
@@ -161,7 +161,7 @@ class Scheduled:
         for index, (tensor, meta) in enumerate(zip(tensors(output), told, strict=False)):
             if tensor.requires_grad and not meta.requires_grad:
                 assert self._listener is not None
-                self._listener.fails(UNPLANNED.format(stage=stage.stage_index))
+                self._listener.fails(UNPLANNED_GRADIENT.format(stage=stage.stage_index))
                 output = with_tensor(output, index, tensor.detach())
         return output
 
@@ -173,12 +173,12 @@ class Scheduled:
         number = int(args[0] if args else kwargs["bwd_chunk_id"])
         listener.backward_begins(tensors(stage.fwd_cache[number][0]))
         if not kwargs.get("full_backward", True) and isinstance(stage.submod, DistributedDataParallel):
-            listener.fails(APART.format(schedule=self.name))
+            listener.fails(SPLIT_BACKWARD.format(schedule=self.name))
         if listener.hooked() and stage.dw_builder is None and not kwargs.get("full_backward", True):
             # Split, it would go to inputs and then to the stage's own parameters, and to nothing else that
             # edits have brought in; whole, it goes everywhere.
             self._whole.add((int(stage.stage_index), number))
-            result = _undivided(stage, backward, *args, **kwargs)
+            result = _run_undivided(stage, backward, *args, **kwargs)
         else:
             result = backward(*args, **kwargs)
         listener.backward_ends()
@@ -187,7 +187,7 @@ class Scheduled:
     def _weights(self, stage: Any, weights: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         number = int(args[0] if args else kwargs["bwd_chunk_id"])
         if (int(stage.stage_index), number) in self._whole:
-            return _undivided(stage, weights, *args, **kwargs)
+            return _run_undivided(stage, weights, *args, **kwargs)
         return weights(*args, **kwargs)
 
     def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
@@ -220,7 +220,7 @@ class Scheduled:
                     setattr(self.schedule, f"{name}_{way}_initialized", False)
 
 
-def _undivided(stage: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_undivided(stage: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a backward function of a stage as for a module that sees to its weights' gradients itself."""
     stage.dw_builder = lambda: lambda: None
     try:
@@ -229,7 +229,7 @@ def _undivided(stage: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) 
         stage.dw_builder = None
 
 
-def _as_trained(_: nn.Module, __: Any, output: Any) -> Any:
+def _require_gradients(_: nn.Module, __: Any, output: Any) -> Any:
     """What a module returned, as if all of it needed a gradient."""
     for index, tensor in enumerate(tensors(output)):
         if tensor.is_floating_point() and not tensor.requires_grad:
@@ -237,10 +237,10 @@ def _as_trained(_: nn.Module, __: Any, output: Any) -> Any:
     return output
 
 
-class _Outside:
+class _UnscheduledCalls:
     """Hears of calls of a stage's module that no schedule makes."""
 
-    def __init__(self, listener: Listener, scheduled: Scheduled) -> None:
+    def __init__(self, listener: Listener, scheduled: PipelineSchedule) -> None:
         self.listener, self.scheduled = listener, scheduled
 
     def call_begins(self, gradient_factor: Callable[[], float] | None = None) -> None:
@@ -253,28 +253,28 @@ class _Outside:
 
 
 @dataclass(frozen=True, eq=False)
-class Awake(About):
+class ScheduledTap(WrappingTap):
     """Another tap, that passes nothing on while a schedule runs its stages to learn shapes."""
 
     tap: Any
-    scheduled: Scheduled
+    scheduled: PipelineSchedule
 
-    def install(self, fire: Fire) -> Undo:
+    def install(self, fire: TapCallback) -> Undo:
         """Inject `fire` by way of the other tap."""
-        undo: Undo = self.tap.install(_Waking(fire, self.scheduled))
+        undo: Undo = self.tap.install(_ScheduledFire(fire, self.scheduled))
         return undo
 
 
-class _Waking:
+class _ScheduledFire:
     """What the other tap calls."""
 
-    def __init__(self, fire: Fire, scheduled: Scheduled) -> None:
+    def __init__(self, fire: TapCallback, scheduled: PipelineSchedule) -> None:
         self.fire, self.scheduled = fire, scheduled
 
     def __call__(self, local: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return local if self.scheduled.trying else self.fire(local, *args, **kwargs)
 
-    # What is called here is the runtime's, which has both methods beside what `Fire` promises.
+    # What is called here is the runtime's, which has both methods beside what `TapCallback` promises.
 
     def absent(self, count: int) -> None:
         if not self.scheduled.trying:
@@ -287,7 +287,7 @@ class _Waking:
         return found
 
 
-def together(undos: list[Undo]) -> Undo:
+def join_undos(undos: list[Undo]) -> Undo:
     def undo() -> None:
         for one in reversed(undos):
             one()

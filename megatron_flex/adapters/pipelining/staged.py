@@ -14,17 +14,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_flex.adapters.base import Architecture, Listener, LocalGradient, ParameterSite, Part, Undo
-from megatron_flex.adapters.ddp import Averaged
-from megatron_flex.adapters.modules import Modules, distinct
-from megatron_flex.adapters.pipelining.schedule import Awake, Scheduled, together
-from megatron_flex.adapters.pipelining.stages import Stages, turns
+from megatron_flex.adapters.ddp import DDPParameters
+from megatron_flex.adapters.modules import Modules, check_names_distinct
+from megatron_flex.adapters.pipelining.schedule import ScheduledTap, PipelineSchedule, join_undos
+from megatron_flex.adapters.pipelining.stages import StageModules, count_turns
 from megatron_flex.errors import FlexError
 from megatron_flex.sites import Site
 
-Said = Mapping[str, int | None]  # axis name to the size that a person gave
+AxisSizes = Mapping[str, int | None]  # axis name to the size that a person gave
 
 
-def take(chunks: Stages, said: Said, adapter_of: Callable[[list[nn.Module], Said], Any]) -> Staged:
+def make_pipeline_adapter(chunks: StageModules, axis_sizes: AxisSizes, adapter_of: Callable[[list[nn.Module], AxisSizes], Any]) -> PipelineAdapter:
     """The adapter of a schedule's model.
 
     Args:
@@ -38,14 +38,14 @@ def take(chunks: Stages, said: Said, adapter_of: Callable[[list[nn.Module], Said
     """
     first = chunks.stages[0]
     size = int(first.group_size)
-    if said.get("pp") not in (None, size):
+    if axis_sizes.get("pp") not in (None, size):
         raise FlexError(
-            f"pipeline_parallel_size={said['pp']}, but the schedule's stages are on {size} ranks; leave it "
+            f"pipeline_parallel_size={axis_sizes['pp']}, but the schedule's stages are on {size} ranks; leave it "
             "out"
         )
     parts: list[Modules] = []
     for stage, chunk in zip(chunks.stages, chunks, strict=True):
-        part = adapter_of([chunk], {**said, "pp": size})
+        part = adapter_of([chunk], {**axis_sizes, "pp": size})
         if not isinstance(part, Modules):
             raise FlexError(
                 f"stage {stage.stage_index} is a model of {part.name}, which has a pipeline schedule of its "
@@ -61,10 +61,10 @@ def take(chunks: Stages, said: Said, adapter_of: Callable[[list[nn.Module], Said
                 "ranks of stages, replicas and tensor parallel shards in that order, as init_device_mesh "
                 "does with mesh_dim_names=('pp', 'dp', 'tp')"
             )
-    return Staged(chunks, parts)
+    return PipelineAdapter(chunks, parts)
 
 
-class Staged:
+class PipelineAdapter:
     """The stages of one rank as one model.
 
     Args:
@@ -72,19 +72,19 @@ class Staged:
         parts: the adapter of each.
     """
 
-    def __init__(self, chunks: Stages, parts: list[Modules]) -> None:
+    def __init__(self, chunks: StageModules, parts: list[Modules]) -> None:
         self._parts, self.mesh, self.name = parts, parts[0].mesh, parts[0].name
         self.prefix = parts[0].prefix
         count = int(chunks.stages[0].num_stages)
         self.logits = f"stage{count - 1}:output"
-        at = turns(count, chunks.stages[0].stage_index_to_group_rank, self.mesh["pp"].size)
+        at = count_turns(count, chunks.stages[0].stage_index_to_group_rank, self.mesh["pp"].size)
         self.turns = [at[stage.stage_index] for stage in chunks.stages]
-        self.driving = Scheduled(chunks, self.turns, self.mesh)
+        self.driving = PipelineSchedule(chunks, self.turns, self.mesh)
         for stage, part in zip(chunks.stages, parts, strict=True):
             self.driving.followers[int(stage.stage_index)] = part.follower
             part.rename(f"stage{stage.stage_index}")
-            part.driving = Nobody()
-            if isinstance(part.keeping, Averaged):
+            part.driving = SilentDriving()
+            if isinstance(part.keeping, DDPParameters):
                 part.keeping.scheduled = True
         self._owners = {id(p.parameter): part for part in parts for p in part.parameters()}
 
@@ -97,19 +97,19 @@ class Staged:
 
     def parts(self) -> list[Part]:
         """What is in the stages, and the schedule."""
-        inside = [p for part in self._parts for p in part.parts() if p.name != Nobody.name]
+        inside = [p for part in self._parts for p in part.parts() if p.name != SilentDriving.name]
         return [Part(self.driving.name, self.driving.why), *dict.fromkeys(inside)]
 
     def check(self) -> None:
         """Refuse what a module alone would be refused for, and names that two stages have."""
         for part in self._parts:
             part.check_modules()
-        distinct([part.names() for part in self._parts], self.mesh)
+        check_names_distinct([part.names() for part in self._parts], self.mesh)
 
     def sites(self) -> list[Site]:
         """Those of all stages, quiet while the schedule tries shapes."""
         return [
-            replace(site, chunk=turn, tap=Awake(site.tap, self.driving))
+            replace(site, chunk=turn, tap=ScheduledTap(site.tap, self.driving))
             for turn, part in zip(self.turns, self._parts, strict=True)
             for site in part.sites()
         ]
@@ -133,8 +133,8 @@ class Staged:
 
     def gradients_reduced(self, called: bool = False) -> bool | str:
         """Whether who keeps them reduces them; in words, if that is not known of one stage."""
-        told = [part.gradients_reduced(called) for part in self._parts]
-        return next((t for t in told if isinstance(t, str)), all(told))
+        answers = [part.gradients_reduced(called) for part in self._parts]
+        return next((t for t in answers if isinstance(t, str)), all(answers))
 
     def value(self, parameter: nn.Parameter) -> Tensor:
         """A parameter."""
@@ -160,7 +160,7 @@ class Staged:
     def freeze(self) -> Undo:
         """Let no parameter get a gradient."""
         self.driving.frozen = True
-        return together([partial(setattr, self.driving, "frozen", False), *(p.freeze() for p in self._parts)])
+        return join_undos([partial(setattr, self.driving, "frozen", False), *(p.freeze() for p in self._parts)])
 
     def open_recomputed(self) -> Undo:
         """Nothing: how a module recomputes is its own."""
@@ -176,10 +176,10 @@ class Staged:
 
     def watch(self, listener: Listener) -> Undo:
         """Tell of the schedule's steps, and follow layouts in them."""
-        return together([self.driving.watch(listener), *(part.watch(listener) for part in self._parts)])
+        return join_undos([self.driving.watch(listener), *(part.watch(listener) for part in self._parts)])
 
 
-class Nobody:
+class SilentDriving:
     """Tells nothing: what runs a stage is told of for all stages together."""
 
     name, why = "nobody", ""

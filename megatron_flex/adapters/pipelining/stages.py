@@ -11,7 +11,7 @@ from torch import nn
 from megatron_flex.errors import FlexError
 
 
-class Stages(list[nn.Module]):
+class StageModules(list[nn.Module]):
     """The modules of a schedule's stages on this rank.
 
     Attributes:
@@ -37,7 +37,7 @@ def opened(model: Any) -> list[nn.Module]:
         return [model]
     library = sys.modules.get("torch.distributed.pipelining.schedules")
     if library is not None and isinstance(model, library._PipelineSchedule):
-        return Stages(model)
+        return StageModules(model)
     if library is not None and _is_stage(model):
         raise FlexError("a PipelineStage does not know what runs it; give the schedule that it is handed to")
     parts = list(model)
@@ -52,7 +52,7 @@ def _is_stage(thing: Any) -> bool:
     return isinstance(thing, sys.modules["torch.distributed.pipelining.stage"]._PipelineStageBase)
 
 
-def turns(stages: int, rank_of: Mapping[int, int], ranks: int) -> list[int]:
+def count_turns(stages: int, rank_of: Mapping[int, int], ranks: int) -> list[int]:
     """For each stage how often the pipeline has gone round before it, 0 for those of one stage a rank.
 
     Where stages run down and up again (a V), going up takes a round for each rank.

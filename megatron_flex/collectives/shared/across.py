@@ -8,34 +8,34 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_flex.collectives.shared.placing import aligned, placing
+from megatron_flex.collectives.shared.placing import align_tensor_size, place_shard
 from megatron_flex.layout import Sizes
 
 if TYPE_CHECKING:
-    from megatron_flex.collectives.shared.board import Record
+    from megatron_flex.collectives.shared.board import TensorRecord
     from megatron_flex.collectives.shared.rooms import Member
     from megatron_flex.collectives.shared.segment import Segment
 
 
-class Parts(NamedTuple):
+class NodeShards(NamedTuple):
     """Where the shards of one tensor lie in what a node sends: by global rank, and where the next begins."""
 
     at: dict[int, int]
     end: int
 
 
-def parts_of(record: Record, node: Sequence[Member], sizes: Sizes, start: int) -> Parts:
+def locate_node_shards(record: TensorRecord, node: Sequence[Member], sizes: Sizes, start: int) -> NodeShards:
     """Where each rank of a node writes its shard, all of a tensor's together from `start` on."""
     at: dict[int, int] = {}
-    size = aligned(torch.Size(record.local).numel() * record.dtype.itemsize)
+    size = align_tensor_size(torch.Size(record.local).numel() * record.dtype.itemsize)
     for member in node:
-        if placing(record.layout, record.local, member.coords, sizes).writes:
+        if place_shard(record.layout, record.local, member.coords, sizes).writes:
             at[member.rank] = start
             start += size
-    return Parts(at, start)
+    return NodeShards(at, start)
 
 
-class Across:
+class NodeExchange:
     """Between the first ranks of the nodes. Other nodes than the leader's collect shards as they are.
 
     Every method is collective over those first ranks.
@@ -47,9 +47,9 @@ class Across:
 
     def first_of(self, wrong: str) -> str:
         """What is wrong on any node."""
-        said: list[Any] = [None] * len(self.firsts)
-        dist.all_gather_object(said, wrong, group=self.group)
-        return "; ".join(dict.fromkeys(s for s in said if s))
+        answers: list[Any] = [None] * len(self.firsts)
+        dist.all_gather_object(answers, wrong, group=self.group)
+        return "; ".join(dict.fromkeys(s for s in answers if s))
 
     def least(self, size: int) -> int:
         """The least size of all nodes."""
@@ -58,26 +58,26 @@ class Across:
         return int(found)
 
     def bring(
-        self, records: Sequence[Record], segment: Segment, sent: int, members: Sequence[Member], sizes: Sizes
+        self, records: Sequence[TensorRecord], segment: Segment, sent: int, members: Sequence[Member], sizes: Sizes
     ) -> None:
         """Bring the shards of the other nodes to their places on the leader's."""
         if self.rank != self.firsts[0]:
             if sent:
                 dist.send(segment.tensor(0, (sent,), torch.uint8), self.firsts[0], group=self.group)
             return
-        coming = []
+        arrivals = []
         for first in self.firsts[1:]:
             name = next(m.node for m in members if m.rank == first)
             node = [m for m in members if m.node == name]
             start, places = 0, []
             for record in records:
-                parts = parts_of(record, node, sizes, start)
+                parts = locate_node_shards(record, node, sizes, start)
                 places.append(parts.at)
                 start = parts.end
             if start:
                 buffer = torch.empty(start, dtype=torch.uint8)
-                coming.append((dist.irecv(buffer, first, group=self.group), buffer, node, places))
-        for work, buffer, node, places in coming:
+                arrivals.append((dist.irecv(buffer, first, group=self.group), buffer, node, places))
+        for work, buffer, node, places in arrivals:
             if work is not None:
                 work.wait()
             for record, at in zip(records, places, strict=True):
@@ -85,7 +85,7 @@ class Across:
 
     def _place(
         self,
-        record: Record,
+        record: TensorRecord,
         buffer: torch.Tensor,
         node: Sequence[Member],
         at: dict[int, int],
@@ -99,4 +99,4 @@ class Across:
             start = at.get(member.rank)
             if start is not None and count:
                 shard = buffer[start : start + count].view(record.dtype).view(record.local)
-                placing(record.layout, record.local, member.coords, sizes).write(shard, planes)
+                place_shard(record.layout, record.local, member.coords, sizes).write(shard, planes)

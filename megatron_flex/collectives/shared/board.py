@@ -23,20 +23,20 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives.shared.across import Across, parts_of
-from megatron_flex.collectives.shared.notes import Line
-from megatron_flex.collectives.shared.pinned import Copies
-from megatron_flex.collectives.shared.placing import Placing, add_up
-from megatron_flex.collectives.shared.rooms import Member, Rooms
+from megatron_flex.collectives.shared.across import NodeExchange, locate_node_shards
+from megatron_flex.collectives.transport.node_sockets import NodeConnection
+from megatron_flex.collectives.transport.device_copies import DeviceCopies
+from megatron_flex.collectives.shared.placing import ShardPlacement, sum_planes
+from megatron_flex.collectives.shared.rooms import Member, TensorSpaceCache
 from megatron_flex.collectives.shared.segment import Segment
-from megatron_flex.collectives.shared.slots import Ring, Slot
+from megatron_flex.collectives.shared.slots import SlotRing, Slot
 from megatron_flex.errors import FlexError, FlexWarning
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class TensorRecord:
     """One tensor that all ranks wrote their parts of."""
 
     tag: Any
@@ -44,10 +44,10 @@ class Record:
     local: tuple[int, ...]
     dtype: torch.dtype
     at: int
-    place: Placing
+    place: ShardPlacement
 
 
-class Board:
+class SharedMemoryTransport:
     """One rank's end of it. `members[0]` is the leader; the others' `put` gives it all they have."""
 
     def __init__(
@@ -55,9 +55,9 @@ class Board:
         members: Sequence[Member],
         me: int,
         mesh: Mesh,
-        lines: dict[int, Line],
-        ring: Ring | None,
-        across: Across | None,
+        lines: dict[int, NodeConnection],
+        ring: SlotRing | None,
+        across: NodeExchange | None,
     ) -> None:
         """`lines`: to the others of the node if this is its first rank, which has the `ring`, else to it."""
         self.members, self.me = members, me
@@ -65,16 +65,16 @@ class Board:
         elsewhere = {a for a, n in mesh.sizes.items() if n > 1 and a not in self.sizes}
         self._lines, self._ring, self._across = lines, ring, across
         self._near = [m for m in members if m.node == members[me].node]
-        self._rooms = Rooms(members, me, self.sizes, elsewhere)
+        self._rooms = TensorSpaceCache(members, me, self.sizes, elsewhere)
         self._segments: dict[int, Segment] = {}
         self._slot: Slot | None = None  # on the node's first rank
         self._segment: Segment | None = None
         self._capacity = 0
         self._told: set[int] = set()
-        self._owed = ring is None  # an answer that was not read yet
-        self._copies: Copies | None = None
+        self._answer_pending = ring is None  # an answer that was not read yet
+        self._copies: DeviceCopies | None = None
         self._broken, self._warned = "", False
-        self._records: list[Record] = []
+        self._records: list[TensorRecord] = []
         self.count, self._crc = 0, 0  # of all that was recorded in this step
         self._at, self._need = 0, 0  # where the next goes, and what all together would have needed
         self._sent = 0  # bytes of what goes to another node
@@ -98,11 +98,11 @@ class Board:
         if place is None or local.layout != torch.strided:
             return False
         self._need += size
-        if self._owed:
-            self._listen()
+        if self._answer_pending:
+            self._read_answer()
         if self._skip or self._at + size > self._capacity:
             return False
-        record = Record(tag, layout, tuple(local.shape), local.dtype, self._at, place)
+        record = TensorRecord(tag, layout, tuple(local.shape), local.dtype, self._at, place)
         self._at += size
         if self._leads:
             self._records.append(record)
@@ -114,11 +114,11 @@ class Board:
         self._crc = crc32(str(tag).encode(), self._crc)
         self.count += 1
 
-    def _write(self, record: Record, local: Tensor) -> None:
+    def _write(self, record: TensorRecord, local: Tensor) -> None:
         if self._segment is None or not local.numel():
             return
         if not self._here:
-            parts = parts_of(record, self._near, self.sizes, self._sent)
+            parts = locate_node_shards(record, self._near, self.sizes, self._sent)
             self._sent = parts.end
             at = parts.at.get(self.members[self.me].rank)
             if at is None:
@@ -132,7 +132,7 @@ class Board:
         else:
             return
         if local.is_cuda:
-            self._copies = self._copies or Copies(local.device)
+            self._copies = self._copies or DeviceCopies(local.device)
             self._copies.start(pairs, self._segment)
             return
         for target, source in pairs:
@@ -152,16 +152,16 @@ class Board:
         """
         if self._copies is not None:
             self._copies.finish()
-        if self._owed:
-            self._listen()
+        if self._answer_pending:
+            self._read_answer()
         mine = {"count": self.count, "crc": self._crc, "skip": self._skip}
         if self._ring is None:
             (line,) = self._lines.values()
             line.send(mine)
-            self._owed = True
+            self._answer_pending = True
             self._begin(skip=False)
             if gathers:
-                self._listen()
+                self._read_answer()
             return []
         wrong = self._differing(mine)
         out: list[tuple[Any, Tensor]] = []
@@ -173,10 +173,10 @@ class Board:
                 self._across.bring(records, before, sent, self.members, self.sizes)
         if wrong:
             self._fail(wrong)
-        out = self._hand_out(records if self._leads else [], need)
+        out = self._collect_tensors(records if self._leads else [], need)
         capacity = self._agreed_capacity()
         if need > capacity:
-            self._lacks(need)
+            self._warn_if_lacking(need)
         self._answer(capacity)
         return out
 
@@ -197,7 +197,7 @@ class Board:
             self._copies = None
         for line in self._lines.values():
             line.close()
-        self._lines, self._owed = {}, False
+        self._lines, self._answer_pending = {}, False
         self._slot = self._segment = None
         self._segments.clear()
         self._records.clear()
@@ -239,7 +239,7 @@ class Board:
                 )
         return "; ".join(wrong)
 
-    def _hand_out(self, records: list[Record], need: int) -> list[tuple[Any, Tensor]]:
+    def _collect_tensors(self, records: list[TensorRecord], need: int) -> list[tuple[Any, Tensor]]:
         ring, slot, segment = self._ring, self._slot, self._segment
         assert ring is not None
         if slot is None or segment is None:
@@ -251,7 +251,7 @@ class Board:
         for record in records:
             if record.place.planes > 1:
                 shape = (record.place.planes, *record.place.shape)
-                add_up(segment.tensor(record.at, shape, record.dtype))
+                sum_planes(segment.tensor(record.at, shape, record.dtype))
         wanted = [(r.at, r.place.shape, r.dtype) for r in records]
         after = ring.take(need, besides=slot)
         if after is None:  # so many are kept that the slot is needed again: it is copied out
@@ -284,7 +284,7 @@ class Board:
         if slot is not None:
             self._told.add(slot.number)
 
-    def _listen(self) -> None:
+    def _read_answer(self) -> None:
         """Read the answer of the node's first rank, waiting for it if need be."""
         if self._broken:
             raise FlexError(self._broken)
@@ -294,19 +294,19 @@ class Board:
             self._segments[note["slot"]] = Segment(fd, note["size"])
         elif fd is not None:
             os.close(fd)
-        self._owed = False
+        self._answer_pending = False
         self._segments = {n: s for n, s in self._segments.items() if n in note["kept"]}
         self._segment, self._capacity = self._segments.get(note["slot"]), note["capacity"]
         if self._copies is not None:
             self._copies.keep(self._segments.values())
         if note["wrong"]:
-            self._owed, self._broken = True, note["wrong"]
+            self._answer_pending, self._broken = True, note["wrong"]
             raise FlexError(self._broken)
 
     def _fail(self, wrong: str) -> None:
         """Raise, here now and on the others when they next write."""
         self._slot = self._segment = None
-        self._owed, self._broken = True, wrong
+        self._answer_pending, self._broken = True, wrong
         for number, line in list(self._lines.items()):
             try:
                 line.send({"slot": None, "size": 0, "capacity": 0, "kept": [], "wrong": wrong})
@@ -314,7 +314,7 @@ class Board:
                 del self._lines[number]
         raise FlexError(wrong)
 
-    def _lacks(self, need: int) -> None:
+    def _warn_if_lacking(self, need: int) -> None:
         ring = self._ring
         assert ring is not None
         if self._warned or not ring.lacking:

@@ -11,14 +11,14 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron_flex.layout import Coords, Layout, Sizes, first_copy, padded_shape, spans, whole_shape
+from megatron_flex.layout import Coords, Layout, Sizes, first_copy, padded_shape, spans, full_shape
 
-Slices = tuple[slice, ...]
-ALIGN = 64  # bytes; where tensors begin
+ShardSlices = tuple[slice, ...]
+TENSOR_ALIGN = 64  # bytes; where tensors begin
 
 
 @dataclass(frozen=True, slots=True)
-class Placing:
+class ShardPlacement:
     """How one rank's shard goes into the whole.
 
     Attributes:
@@ -34,14 +34,14 @@ class Placing:
     planes: int
     plane: int
     writes: bool
-    blocks: tuple[tuple[Slices, Slices], ...]
+    blocks: tuple[tuple[ShardSlices, ShardSlices], ...]
     order: tuple[int, ...]
 
     def bytes(self, dtype: torch.dtype) -> int:
         """How much memory all planes take."""
         return self.planes * prod(self.shape) * dtype.itemsize
 
-    def targets(self, planes: Tensor) -> list[tuple[Tensor, Slices]]:
+    def targets(self, planes: Tensor) -> list[tuple[Tensor, ShardSlices]]:
         """Views of `planes` `[planes, *shape]` to copy to, each with what of the shard to copy."""
         whole = planes[self.plane]
         if self.order != tuple(range(len(self.order))):
@@ -54,7 +54,7 @@ class Placing:
             target.copy_(local[source])
 
 
-def placing(layout: Layout, shape: tuple[int, ...], coords: Coords, sizes: Sizes) -> Placing:
+def place_shard(layout: Layout, shape: tuple[int, ...], coords: Coords, sizes: Sizes) -> ShardPlacement:
     """How the shard of the rank at `coords` goes into the whole.
 
     Args:
@@ -66,20 +66,20 @@ def placing(layout: Layout, shape: tuple[int, ...], coords: Coords, sizes: Sizes
     Raises:
         LayoutError: the shape does not fit the layout.
     """
-    return _placing(layout, shape, tuple(sorted(coords.items())), tuple(sorted(sizes.items())))
+    return _place_shard(layout, shape, tuple(sorted(coords.items())), tuple(sorted(sizes.items())))
 
 
 @lru_cache(maxsize=4096)
-def _placing(
+def _place_shard(
     layout: Layout,
     shape: tuple[int, ...],
     coords_: tuple[tuple[str, int], ...],
     sizes_: tuple[tuple[str, int], ...],
-) -> Placing:
+) -> ShardPlacement:
     coords, sizes = dict(coords_), dict(sizes_)
     full = padded_shape(layout, shape, sizes)
     order = layout.permute or tuple(range(len(full)))
-    planes, plane = _summand(layout, coords, sizes)
+    planes, plane = _plane_of(layout, coords, sizes)
     first = first_copy(layout, coords, sizes)
     alike = [a for a in sizes if a not in layout.axes]  # on which all hold the same
     writes = all(coords[a] == first[a] for a in layout.axes if sizes.get(a, 1) > 1)
@@ -93,8 +93,8 @@ def _placing(
             at += stop - start
         rows.append(row)
     blocks = tuple((tuple(t for t, _ in combo), tuple(s for _, s in combo)) for combo in product(*rows))
-    return Placing(
-        shape=whole_shape(layout, shape, sizes),
+    return ShardPlacement(
+        shape=full_shape(layout, shape, sizes),
         planes=planes,
         plane=plane,
         writes=writes,
@@ -103,7 +103,7 @@ def _placing(
     )
 
 
-def _summand(layout: Layout, coords: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, int]:
+def _plane_of(layout: Layout, coords: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, int]:
     """How many summands there are, and which one is this rank's, in the order of ranks."""
     count, at = 1, 0
     for cut in (c for d in layout.dims for c in d.cuts):
@@ -115,7 +115,7 @@ def _summand(layout: Layout, coords: Mapping[str, int], sizes: Mapping[str, int]
     return count, at
 
 
-def add_up(planes: Tensor) -> None:
+def sum_planes(planes: Tensor) -> None:
     """Add all planes up, in order, into the first; halves in fp32, rounded once."""
     first = planes[0]
     half = planes.dtype.is_floating_point and planes.dtype.itemsize < 4
@@ -126,6 +126,6 @@ def add_up(planes: Tensor) -> None:
         first.copy_(total)
 
 
-def aligned(size: int) -> int:
+def align_tensor_size(size: int) -> int:
     """So many bytes, or a few more, for the next tensor to begin where it should."""
-    return -(-size // ALIGN) * ALIGN
+    return -(-size // TENSOR_ALIGN) * TENSOR_ALIGN

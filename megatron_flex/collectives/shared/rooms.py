@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives.shared.placing import Placing, aligned, placing
+from megatron_flex.collectives.shared.placing import ShardPlacement, align_tensor_size, place_shard
 from megatron_flex.layout import Layout, Sizes
 
-MOST = 4096  # that are remembered; sequences of ever new lengths make new ones
+MAX_KNOWN_SPACES = 4096  # that are remembered; sequences of ever new lengths make new ones
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class TensorSpace:
     """What is known of all tensors of one layout, shape and dtype.
 
     Attributes:
@@ -37,11 +37,11 @@ class Room:
 
     layout: Layout
     words: str
-    place: Placing | None
+    place: ShardPlacement | None
     size: int
 
 
-class Rooms:
+class TensorSpaceCache:
     """Those that one rank has seen.
 
     Args:
@@ -55,9 +55,9 @@ class Rooms:
         self._member, self._sizes, self._elsewhere = members[me], sizes, elsewhere
         self._count = len(members)
         self._one_node = all(m.node == self._member.node for m in members)
-        self._known: dict[tuple[int, torch.Size, torch.dtype], Room] = {}
+        self._known: dict[tuple[int, torch.Size, torch.dtype], TensorSpace] = {}
 
-    def of(self, layout: Layout, local: Tensor) -> Room:
+    def of(self, layout: Layout, local: Tensor) -> TensorSpace:
         """What is known of tensors like this one.
 
         Raises:
@@ -66,20 +66,20 @@ class Rooms:
         at = id(layout), local.shape, local.dtype
         found = self._known.get(at)
         if found is None:
-            if len(self._known) >= MOST:
+            if len(self._known) >= MAX_KNOWN_SPACES:
                 self._known.clear()
             found = self._known[at] = self._find(layout, local)
         return found
 
-    def _find(self, layout: Layout, local: Tensor) -> Room:
+    def _find(self, layout: Layout, local: Tensor) -> TensorSpace:
         shape = tuple(local.shape)
         if any(d.uneven for d in layout.dims):
-            return Room(layout, "", None, 0)
+            return TensorSpace(layout, "", None, 0)
         words = f"{shape}{local.dtype}"
         if not self._elsewhere.isdisjoint(layout.axes):
-            return Room(layout, words, None, 0)
-        place = placing(layout, shape, self._member.coords, self._sizes)
-        whole = aligned(place.bytes(local.dtype))
+            return TensorSpace(layout, words, None, 0)
+        place = place_shard(layout, shape, self._member.coords, self._sizes)
+        whole = align_tensor_size(place.bytes(local.dtype))
         if not self._one_node:  # each rank's part by itself needs more, if copies of it are sent
-            whole = max(whole, self._count * aligned(local.numel() * local.itemsize))
-        return Room(layout, words, place, whole)
+            whole = max(whole, self._count * align_tensor_size(local.numel() * local.itemsize))
+        return TensorSpace(layout, words, place, whole)

@@ -39,7 +39,7 @@ class Segment:
 
     def tensor(self, at: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The bytes from `at` on as a tensor to write to; it does not count as held."""
-        return _tensor(self._own, at, shape, dtype)
+        return _tensor_at(self._own, at, shape, dtype)
 
     def give(self, wanted: Sequence[tuple[int, Sequence[int], torch.dtype]]) -> list[Tensor]:
         """Tensors of what lies there, which are held until nobody has any of them any more.
@@ -48,7 +48,7 @@ class Segment:
         """
         given = memoryview(self._map)
         self._given = weakref.ref(given)
-        return [_tensor(given, at, shape, dtype) for at, shape, dtype in wanted]
+        return [_tensor_at(given, at, shape, dtype) for at, shape, dtype in wanted]
 
     @property
     def held(self) -> bool:
@@ -61,7 +61,7 @@ class Segment:
         return torch.frombuffer(self._own, dtype=torch.uint8, count=1).data_ptr()
 
 
-def _tensor(memory: memoryview, at: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _tensor_at(memory: memoryview, at: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     count = dtype.itemsize
     for length in shape:
         count *= length
@@ -71,7 +71,7 @@ def _tensor(memory: memoryview, at: int, shape: Sequence[int], dtype: torch.dtyp
     return torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=at).view(dtype).view(tuple(shape))
 
 
-def create(folder: str, size: int) -> int:
+def create_segment_file(folder: str, size: int) -> int:
     """Make a file of `size` bytes that has no name, all of its pages allocated.
 
     Returns:
@@ -80,7 +80,7 @@ def create(folder: str, size: int) -> int:
     Raises:
         OSError: the folder is not there or has no room, said by its `strerror`.
     """
-    fd = _open(folder)
+    fd = _open_unnamed(folder)
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError:
@@ -89,7 +89,7 @@ def create(folder: str, size: int) -> int:
     return fd
 
 
-def _open(folder: str) -> int:
+def _open_unnamed(folder: str) -> int:
     with suppress(OSError):  # file systems that cannot do so
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     path = Path(folder, f"{PREFIX}{os.getuid()}-{os.getpid()}-{secrets.token_hex(8)}")
@@ -98,17 +98,17 @@ def _open(folder: str) -> int:
     return fd
 
 
-def sweep(folder: str) -> None:
+def remove_stale_files(folder: str) -> None:
     """Remove what processes of this user left that were killed between making a file and unlinking it."""
     with suppress(OSError):  # a folder that is not there is found out by who makes a file in it
         for entry in os.scandir(folder):
             found = _NAME.fullmatch(entry.name)
-            if found and int(found[1]) == os.getuid() and not _alive(int(found[2])):
+            if found and int(found[1]) == os.getuid() and not _is_alive(int(found[2])):
                 with suppress(FileNotFoundError):  # another rank sweeps too
                     os.unlink(entry.path)
 
 
-def _alive(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -118,7 +118,7 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def free(folder: str) -> int:
+def free_bytes(folder: str) -> int:
     """How many bytes the folder has room for; 0 if it is not there."""
     try:
         found = os.statvfs(folder)

@@ -6,10 +6,10 @@ import os
 import weakref
 from dataclasses import dataclass
 
-from megatron_flex.collectives.shared.segment import Segment, create, free
+from megatron_flex.collectives.shared.segment import Segment, create_segment_file, free_bytes
 
 FIRST = 16 << 20  # bytes of the first slot, before it is known what a step reads
-ROUND = 1 << 16  # bytes; slots are multiples of it
+SLOT_ROUNDING = 1 << 16  # bytes; slots are multiples of it
 
 
 @dataclass(eq=False)
@@ -19,10 +19,10 @@ class Slot:
     number: int
     segment: Segment
     fd: int  # for ranks that do not have it yet
-    spoilt: bool = False  # a forked process may look at it: it is given back, not written again
+    retired: bool = False  # a forked process may look at it: it is given back, not written again
 
 
-class Ring:
+class SlotRing:
     """The slots of one leader.
 
     Tensors in a slot are handed out as they lie. A slot is written again once nobody has any of them, and
@@ -44,22 +44,22 @@ class Ring:
         """A slot of at least `need` bytes that nobody looks at, not `besides`; None if there is no room."""
         self.lacking = ""
         for slot in list(self.slots):
-            if slot is not besides and not slot.segment.held and (slot.spoilt or not _fits(slot, need)):
+            if slot is not besides and not slot.segment.held and (slot.retired or not _fits(slot, need)):
                 self.slots.remove(slot)
         for slot in self.slots:
             if slot is not besides and not slot.segment.held:
                 return slot
         least = 0 if self._made else min(FIRST, self.most)
-        return self._make(max(-(-need // ROUND) * ROUND, least))
+        return self._make(max(-(-need // SLOT_ROUNDING) * SLOT_ROUNDING, least))
 
     def taken(self, slot: Slot, need: int) -> Slot | None:
         """What to write to next instead of a slot whose tensors were copied out: the same, if it fits."""
-        if slot.segment.held or slot.spoilt:
+        if slot.segment.held or slot.retired:
             return None
         if slot.segment.size >= need:
             return slot
         self.slots.remove(slot)  # so that its room counts as free
-        larger = self._make(-(-need // ROUND) * ROUND)
+        larger = self._make(-(-need // SLOT_ROUNDING) * SLOT_ROUNDING)
         if larger is None:
             self.slots.append(slot)
             return slot
@@ -73,14 +73,14 @@ class Ring:
     def spoil(self) -> None:
         """Write no slot again that somebody looks at now."""
         for slot in self.slots:
-            slot.spoilt = slot.spoilt or slot.segment.held
+            slot.retired = slot.retired or slot.segment.held
 
     def close(self) -> None:
         """Give everything back; tensors that somebody has stay as they are."""
         self.slots.clear()
 
     def _make(self, size: int) -> Slot | None:
-        used, room = sum(s.segment.size for s in self.slots), free(self.folder)
+        used, room = sum(s.segment.size for s in self.slots), free_bytes(self.folder)
         if used + size > self.most:
             self.lacking = f"FLEX_SHARED_BYTES allows {self.most}, of which {used} are in use"
             return None
@@ -88,7 +88,7 @@ class Ring:
             self.lacking = f"{self.folder} has {room} bytes free, of which at most half are taken"
             return None
         try:
-            fd = create(self.folder, size)
+            fd = create_segment_file(self.folder, size)
         except OSError as error:
             self.lacking = f"{self.folder}: {error.strerror}"
             return None
@@ -103,13 +103,13 @@ def _fits(slot: Slot, need: int) -> bool:
     return slot.segment.size >= need
 
 
-_rings: weakref.WeakSet[Ring] = weakref.WeakSet()
+_rings: weakref.WeakSet[SlotRing] = weakref.WeakSet()
 
 
-def _forked() -> None:
+def _retire_before_fork() -> None:
     # The child sees the same memory: what it got must not change under its hands.
     for ring in _rings:
         ring.spoil()
 
 
-os.register_at_fork(before=_forked)
+os.register_at_fork(before=_retire_before_fork)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 
-class Rewind:
+class SaveContextReplay:
     """Remembers, during a step, what save_ctx held before each call of an editing function.
 
     What a replay writes is not kept, except for later calls of the same replay: they get it instead of what
@@ -30,7 +30,7 @@ class Rewind:
             self._before.clear()
             self._wrote.clear()
             self._instead.clear()
-        before = _copied(vars(self.context))
+        before = _copy_containers(vars(self.context))
         self._before[key] = before
         yield
         now = vars(self.context)
@@ -43,7 +43,7 @@ class Rewind:
             yield
             return
         live = vars(self.context).copy()
-        found = {n: self._now(v) for n, v in _copied(self._before[key]).items()}
+        found = {n: self._now(v) for n, v in _copy_containers(self._before[key]).items()}
         self._set(found)
         try:
             yield
@@ -62,5 +62,5 @@ class Rewind:
         vars(self.context).update(values)
 
 
-def _copied(values: dict[str, Any]) -> dict[str, Any]:
+def _copy_containers(values: dict[str, Any]) -> dict[str, Any]:
     return {n: v.copy() if isinstance(v, (list, dict, set)) else v for n, v in values.items()}

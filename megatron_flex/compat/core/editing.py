@@ -8,20 +8,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_flex.compat.core.context import Rewind
+from megatron_flex.compat.core.context import SaveContextReplay
 from megatron_flex.compat.core.hook_function import HookFunction, SharedState
 from megatron_flex.runtime import Session
 from megatron_flex.runtime.hooks import EditingFunction, HookType
 
-GRADIENTS = ("full_backward", "full_backward_pre", "tensor")
+GRADIENT_HOOK_TYPES = ("full_backward", "full_backward_pre", "tensor")
 
 
-def as_native(
+def wrap_editing_function(
     hook: HookFunction,
     kind: HookType,
     state: SharedState,
     session: Session,
-    rewind: Rewind,
+    rewind: SaveContextReplay,
     label: str,
     divisor: int,
 ) -> EditingFunction:
@@ -39,7 +39,7 @@ def as_native(
         label: what its tensors are kept under.
         divisor: gradients are divided by this before, and multiplied after.
     """
-    function, backward = hook.editing_function, kind in GRADIENTS
+    function, backward = hook.editing_function, kind in GRADIENT_HOOK_TYPES
 
     def edit(module: nn.Module | None, inputs: Tensor, _context: Any, _modules: Any) -> Tensor:
         __tracebackhide__ = True

@@ -8,9 +8,9 @@ from megatron_flex.compat.core.hook_function import HookFunction
 from megatron_flex.errors import HookError
 from megatron_flex.model import FlexModel as Native
 from megatron_flex.runtime import HookFunction as NativeHook
-from megatron_flex.runtime.groups import ALL, checked_tags
+from megatron_flex.runtime.hook_groups import ALL_GROUPS, check_tags
 
-Members = list[HookFunction] | HookFunction | str
+HookSelection = list[HookFunction] | HookFunction | str
 
 
 class HookGroups:
@@ -35,7 +35,7 @@ class HookGroups:
     def of(self, hook: HookFunction) -> set[str]:
         """The groups of a hook."""
         if hook in self.native:
-            return {ALL, *self.native[hook].tags}
+            return {ALL_GROUPS, *self.native[hook].tags}
         return set(self._waiting.get(hook, ()))
 
     @property
@@ -52,21 +52,21 @@ class HookGroups:
         """The hooks of a group."""
         return [hook for hook, groups in self.hook_fn_to_groups_map.items() if group in groups]
 
-    def update(self, which: Members, group: str) -> None:
+    def update(self, which: HookSelection, group: str) -> None:
         """Put hooks into a group.
 
         Raises:
             HookError: no hook is meant, or this is no name for a group.
         """
         hooks = self._chosen(which)
-        tags = checked_tags([group]) if group != ALL else set()
+        tags = check_tags([group]) if group != ALL_GROUPS else set()
         for hook in hooks:
             if hook in self.native:
                 self._flex.tag(self.native[hook], *tags)
             else:
                 self._waiting.setdefault(hook, set()).update(tags)
 
-    def remove(self, which: Members, group: str) -> None:
+    def remove(self, which: HookSelection, group: str) -> None:
         """Take hooks out of a group; all of them, or, if one is not in it, none.
 
         A text means those in the group.
@@ -75,7 +75,7 @@ class HookGroups:
             HookError: no hook is meant, one is not in the group, or it is `all`.
         """
         hooks = self._chosen(which)
-        checked_tags([group])
+        check_tags([group])
         outside = [h.module_name for h in hooks if group not in self.of(h)]
         if isinstance(which, str) and len(outside) < len(hooks):
             hooks, outside = [h for h in hooks if group in self.of(h)], []
@@ -90,7 +90,7 @@ class HookGroups:
             else:
                 self._waiting[hook].discard(group)
 
-    def _chosen(self, which: Members) -> list[HookFunction]:
+    def _chosen(self, which: HookSelection) -> list[HookFunction]:
         if isinstance(which, str):
             found = [h for h in self.native if which in h.module_name]
             if not found:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from megatron_flex.compat.distributed.strategies import (
+from megatron_flex.compat.distributed.offload_strategies import (
     BaseOffloadStrategy,
     CPUPinnedMemoryOffloadStrategy,
 )

@@ -6,27 +6,27 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_flex.compat.core.context import Rewind
-from megatron_flex.compat.core.delivery import Delivery, captured_as
-from megatron_flex.compat.core.editing import GRADIENTS, as_native
+from megatron_flex.compat.core.context import SaveContextReplay
+from megatron_flex.compat.core.delivery import CaptureDelivery, capture_name
+from megatron_flex.compat.core.editing import GRADIENT_HOOK_TYPES, wrap_editing_function
 from megatron_flex.compat.core.groups import HookGroups
 from megatron_flex.compat.core.hook_function import HookFunction, SharedState
-from megatron_flex.compat.core.names import Names
+from megatron_flex.compat.core.names import ModuleNames
 from megatron_flex.errors import HookError
 from megatron_flex.model import FlexModel as Native
 from megatron_flex.runtime import HookFunction as NativeHook
-from megatron_flex.runtime.hooks import POINTS, HookType, check_signature
+from megatron_flex.runtime.hooks import POINT_OF_TYPE, HookType, check_signature
 
 
-class Registering:
+class HookRegistrationMethods:
     """What FlexModel does to register hooks; each HookFunction is registered once."""
 
     _flex: Native
-    _names: Names
+    _names: ModuleNames
     _shared_state: SharedState
     _hook_fn_group_manager: HookGroups
-    _delivery: Delivery
-    _rewind: Rewind
+    _delivery: CaptureDelivery
+    _rewind: SaveContextReplay
     _divisor: int
     _finalizer: weakref.finalize[Any, Any]
 
@@ -54,8 +54,8 @@ class Registering:
         self._register(hook_function, "tensor")
 
     def _check_kind(self, kind: str) -> None:
-        if kind not in POINTS:
-            raise HookError(f"hook_type {kind!r} is none of {', '.join(POINTS)}")
+        if kind not in POINT_OF_TYPE:
+            raise HookError(f"hook_type {kind!r} is none of {', '.join(POINT_OF_TYPE)}")
 
     def _register(self, hook: HookFunction, kind: HookType) -> None:
         if not isinstance(hook, HookFunction):
@@ -65,7 +65,7 @@ class Registering:
         if not self._finalizer.alive:
             raise HookError("restore() has ended this FlexModel; make another one")
         session = self._flex.session
-        divisor = self._divisor if kind in GRADIENTS and kind != "tensor" else 1
+        divisor = self._divisor if kind in GRADIENT_HOOK_TYPES and kind != "tensor" else 1
         name, places = self._places(hook, kind)
         expected = self._expected(hook, kind, places)
         check_signature(hook.editing_function)
@@ -75,12 +75,12 @@ class Registering:
         alone = not hook.edits and not any(self._edited(n, kind) for n in places)
         if not alone:
             native.save, native.records = False, True
-            native.editing_function = as_native(
+            native.editing_function = wrap_editing_function(
                 hook, kind, self._shared_state, session, self._rewind, label, divisor
             )
         session.add(native)
         for place in session.registry.entries[-1].names if alone else (label,):
-            captured = captured_as(place, kind) if alone else place
+            captured = capture_name(place, kind) if alone else place
             self._delivery.add(captured, hook, native, kind, divisor if alone else 1)
         hook._shared_state, hook._hook_type = self._shared_state, kind
         self._hook_fn_group_manager.registered(hook, native)
@@ -90,11 +90,11 @@ class Registering:
         name, session = self._names.resolve(hook.module_name), self._flex.session
         if kind == "tensor" and name in session.survey.sites:
             return name, [name]
-        return name, [s.name for s in session.sites.match(name, POINTS[kind])]
+        return name, [s.name for s in session.sites.match(name, POINT_OF_TYPE[kind])]
 
     def _edited(self, name: str, kind: HookType) -> bool:
         """Whether a hook before this one edits there: what this one sees is not what the native one keeps."""
-        backward = kind in GRADIENTS
+        backward = kind in GRADIENT_HOOK_TYPES
         return any(
             name in e.names and e.hook.backward == backward and e.hook.editing_function is not None
             for e in self._flex.session.registry.entries

@@ -11,21 +11,21 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from megatron_flex.compat.core.context import Rewind
-from megatron_flex.compat.core.delivery import Delivery
-from megatron_flex.compat.core.groups import HookGroups, Members
+from megatron_flex.compat.core.context import SaveContextReplay
+from megatron_flex.compat.core.delivery import CaptureDelivery
+from megatron_flex.compat.core.groups import HookGroups, HookSelection
 from megatron_flex.compat.core.hook_function import HookFunction, SharedState
-from megatron_flex.compat.core.names import Names
-from megatron_flex.compat.core.registering import Registering
-from megatron_flex.compat.distributed.state import start_torch_distributed, state_of
+from megatron_flex.compat.core.names import ModuleNames
+from megatron_flex.compat.core.registering import HookRegistrationMethods
+from megatron_flex.compat.distributed.state import start_torch_distributed, build_parallel_state
 from megatron_flex.compat.utils import setup_from_environment
 from megatron_flex.errors import HookError
 from megatron_flex.model import FlexModel as Native
-from megatron_flex.runtime.groups import ALL
+from megatron_flex.runtime.hook_groups import ALL_GROUPS
 from megatron_flex.runtime.hooks import EditingFunction, HookType
 
 
-class FlexModel(Registering, nn.Module):  # type: ignore[misc]
+class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
     """A module whose tensors are read and edited as one device would hold them.
 
     Every rank makes one and registers the same hooks in the same order. Samples of data parallel ranks are
@@ -86,18 +86,18 @@ class FlexModel(Registering, nn.Module):  # type: ignore[misc]
         self.output_ptr = output_ptr
         self.save_ctx = Namespace()
         self.trainable_modules = native.trainable_modules
-        self.fmps = state_of(session.mesh, process_group)
-        self._names = Names(session)
+        self.fmps = build_parallel_state(session.mesh, process_group)
+        self._names = ModuleNames(session)
         self._shared_state = SharedState(self.fmps, output_ptr, self.save_ctx, self.trainable_modules)
         self._hook_fn_group_manager = HookGroups(native)
-        self._delivery = Delivery(session, output_ptr, every_rank)
-        self._rewind = Rewind(self.save_ctx)
+        self._delivery = CaptureDelivery(session, output_ptr, every_rank)
+        self._rewind = SaveContextReplay(self.save_ctx)
         self._divisor = self.fmps.get_data_parallel_world_size() if divide_gradients_by_dp else 1
         self._finalizer = weakref.finalize(self, session.close)
         self._finalizer.atexit = False
 
     def forward(
-        self, *args: Any, groups: str | list[str] = ALL, complement: bool = False, **kwargs: Any
+        self, *args: Any, groups: str | list[str] = ALL_GROUPS, complement: bool = False, **kwargs: Any
     ) -> Any:
         """Call the module with some groups of hooks active, in this call and its backward pass.
 
@@ -114,7 +114,7 @@ class FlexModel(Registering, nn.Module):  # type: ignore[misc]
         names = [groups] if isinstance(groups, str) else list(groups)
         session = self._flex.session
         if session.in_schedule:
-            if names != [ALL] or complement:
+            if names != [ALL_GROUPS] or complement:
                 session.cannot(
                     f"groups={groups!r}, complement={complement} inside a run of the schedule come too late; "
                     "run the schedule inside `with model.hooks(...)`"
@@ -126,7 +126,7 @@ class FlexModel(Registering, nn.Module):  # type: ignore[misc]
     def hooks(self, *groups: str, complement: bool = False) -> AbstractContextManager[None]:
         """A scope for runs of a schedule, as `forward` has `groups` for a call."""
         if not groups:  # natively that is all of them
-            return self._flex.hooks(ALL, complement=not complement)
+            return self._flex.hooks(ALL_GROUPS, complement=not complement)
         return self._flex.hooks(*groups, complement=complement)
 
     # -- groups ----------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class FlexModel(Registering, nn.Module):  # type: ignore[misc]
             self._register(hook, hook_type)
             self._hook_fn_group_manager.update(hook, group_name)
 
-    def update_hook_groups(self, group_constructor: Members, group_name: str) -> None:
+    def update_hook_groups(self, group_constructor: HookSelection, group_name: str) -> None:
         """Put hooks into a group.
 
         Args:
@@ -180,7 +180,7 @@ class FlexModel(Registering, nn.Module):  # type: ignore[misc]
         """
         self._hook_fn_group_manager.update(group_constructor, group_name)
 
-    def remove_hook_groups(self, group_constructor: Members, group_name: str) -> None:
+    def remove_hook_groups(self, group_constructor: HookSelection, group_name: str) -> None:
         """Take hooks out of a group, which vanishes when it is empty.
 
         Args:
@@ -268,7 +268,7 @@ class FlexModel(Registering, nn.Module):  # type: ignore[misc]
         It also happens when the FlexModel is collected. A hook that never fired gives a warning.
         """
         session = self._flex.session
-        quiet = [h.describe() for h in session.standing.unfired()] if self._finalizer.alive else []
+        quiet = [h.describe() for h in session.standing.list_uncalled_hooks()] if self._finalizer.alive else []
         self._finalizer()
         if quiet:
             warnings.warn(f"never fired on this rank: {', '.join(quiet)}", stacklevel=2)

@@ -11,7 +11,7 @@ from megatron_flex.compat.distributed.mappings import (
     scatter_tensor_parallel,
 )
 from megatron_flex.compat.distributed.state import ParallelState, initialize_distributed_state
-from megatron_flex.compat.distributed.strategies import (
+from megatron_flex.compat.distributed.offload_strategies import (
     BaseOffloadStrategy,
     CPUPagedMemoryOffloadStrategy,
     CPUPinnedMemoryOffloadStrategy,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives import exchange, gather_along, send_up_pipeline, spread
+from megatron_flex.collectives import exchange_tensors, gather_along, gather_up_pipeline, broadcast_from_first
 from megatron_flex.compat.distributed.state import ParallelState
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Axis, Mesh
@@ -28,22 +28,22 @@ def all_gather_data_parallel(tensor: Tensor, dim: int, fmps: ParallelState) -> T
 
 def scatter_tensor_parallel(tensor: Tensor, dim: int, fmps: ParallelState) -> Tensor:
     """This tensor parallel rank's part of a tensor that all of them have. Sends nothing."""
-    return _own_part(tensor, dim, fmps.mesh["tp"])
+    return _own_chunk(tensor, dim, fmps.mesh["tp"])
 
 
 def scatter_data_parallel(tensor: Tensor, dim: int, fmps: ParallelState) -> Tensor:
     """This data parallel rank's part of a tensor that all of them have. Sends nothing."""
-    return _own_part(tensor, dim, fmps.mesh["dp"])
+    return _own_chunk(tensor, dim, fmps.mesh["dp"])
 
 
 def broadcast_tensor_parallel(tensor: Tensor, fmps: ParallelState) -> Tensor:
     """Overwrite `tensor` with that of the first tensor parallel rank, and return it."""
-    return _spread(tensor, fmps.mesh["tp"])
+    return _broadcast_along(tensor, fmps.mesh["tp"])
 
 
 def broadcast_data_parallel(tensor: Tensor, fmps: ParallelState) -> Tensor:
     """Overwrite `tensor` with that of the first data parallel rank, and return it."""
-    return _spread(tensor, fmps.mesh["dp"])
+    return _broadcast_along(tensor, fmps.mesh["dp"])
 
 
 def gather_pipeline_parallel_tensor_dicts(
@@ -62,7 +62,7 @@ def gather_pipeline_parallel_tensor_dicts(
         FlexError: two stages have the same name; on the first stage.
     """
     axis = fmps.mesh["pp"]
-    came = send_up_pipeline(list(tensor_dict.items()), Mesh((axis,)))
+    came = gather_up_pipeline(list(tensor_dict.items()), Mesh((axis,)))
     out: dict[str, Tensor] = {}
     for name, tensor in came if axis.coord == 0 else []:
         if name in out:
@@ -93,10 +93,10 @@ def batch_isend_irecv_pipeline_parallel(
     for tensors, ranks in ((recv_tensors, recv_from_ranks), (send_tensors, send_to_ranks)):
         if len(tensors) != len(ranks):
             raise FlexError(f"{len(tensors)} tensors for {len(ranks)} ranks; give one rank for each tensor")
-    exchange(recv_tensors, recv_from_ranks, send_tensors, send_to_ranks, fmps.mesh["pp"])
+    exchange_tensors(recv_tensors, recv_from_ranks, send_tensors, send_to_ranks, fmps.mesh["pp"])
 
 
-def _own_part(tensor: Tensor, dim: int, axis: Axis) -> Tensor:
+def _own_chunk(tensor: Tensor, dim: int, axis: Axis) -> Tensor:
     if axis.size == 1:
         return tensor
     parts = torch.chunk(tensor, axis.size, dim=dim)
@@ -108,9 +108,9 @@ def _own_part(tensor: Tensor, dim: int, axis: Axis) -> Tensor:
     return parts[axis.coord].contiguous()
 
 
-def _spread(tensor: Tensor, axis: Axis) -> Tensor:
+def _broadcast_along(tensor: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return tensor
     if tensor.is_contiguous():
-        return spread(tensor, Mesh((axis,)))
-    return tensor.copy_(spread(tensor.contiguous(), Mesh((axis,))))
+        return broadcast_from_first(tensor, Mesh((axis,)))
+    return tensor.copy_(broadcast_from_first(tensor.contiguous(), Mesh((axis,))))

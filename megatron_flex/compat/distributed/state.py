@@ -39,7 +39,7 @@ class ParallelState:
 
     def get_subset_rank(self) -> int:
         """This rank in the whole job."""
-        return dist.get_rank() if _running() else 0
+        return dist.get_rank() if _is_distributed() else 0
 
     def get_subset_world_size(self) -> int:
         """How many ranks run the model."""
@@ -47,7 +47,7 @@ class ParallelState:
 
     def get_subset_process_group(self) -> Any:
         """The process group of the ranks that run the model."""
-        return self.group if self.group is not None or not _running() else dist.group.WORLD
+        return self.group if self.group is not None or not _is_distributed() else dist.group.WORLD
 
     def get_tensor_parallel_rank(self) -> int:
         """This rank's place along tensor parallelism."""
@@ -88,7 +88,7 @@ class ParallelState:
 
 def start_torch_distributed() -> None:
     """Initialise torch.distributed if a launcher started this process; without one it is the only one."""
-    if not _running() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if not _is_distributed() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 
 
@@ -119,16 +119,16 @@ def initialize_distributed_state(
         mesh = mesh_of(sizes, process_group)
     else:
         mesh = detect([module] if isinstance(module, nn.Module) else list(module), sizes, process_group).mesh
-    return state_of(mesh, process_group)
+    return build_parallel_state(mesh, process_group)
 
 
-def state_of(mesh: Mesh, process_group: Any) -> ParallelState:
+def build_parallel_state(mesh: Mesh, process_group: Any) -> ParallelState:
     """The state of a model whose mesh is known.
 
     Raises:
         FlexError: the process group has other ranks.
     """
-    ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD)) if _running() else (0,)
+    ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD)) if _is_distributed() else (0,)
     count = prod(a.size for a in mesh)
     if count != len(ranks):
         raise FlexError(
@@ -138,5 +138,5 @@ def state_of(mesh: Mesh, process_group: Any) -> ParallelState:
     return ParallelState(mesh, ranks, process_group)
 
 
-def _running() -> bool:
+def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from megatron_flex.adapters import trees
+from megatron_flex.adapters import tensor_trees
 
 
 class InternalNode:
@@ -57,8 +57,8 @@ class LeafNode:
 
 Internal = TypeVar("Internal", bound=type[InternalNode])
 Leaf = TypeVar("Leaf", bound=type[LeafNode])
-_internal: dict[type, type[InternalNode]] = {}
-_leaves: dict[type, type[LeafNode]] = {}
+_internal_types: dict[type, type[InternalNode]] = {}
+_leaf_types: dict[type, type[LeafNode]] = {}
 
 
 def register_internal_node_type(kind: type) -> Callable[[Internal], Internal]:
@@ -69,9 +69,9 @@ def register_internal_node_type(kind: type) -> Callable[[Internal], Internal]:
     """
 
     def register(node: Internal) -> Internal:
-        _internal[kind] = node
+        _internal_types[kind] = node
         if kind not in (tuple, list):  # which hooks look into anyway
-            trees.register(kind, partial(_opened, node))
+            tensor_trees.register_type(kind, partial(_open_node, node))
         return node
 
     return register
@@ -85,13 +85,13 @@ def register_leaf_node_type(kind: type) -> Callable[[Leaf], Leaf]:
     """
 
     def register(node: Leaf) -> Leaf:
-        _leaves[kind] = node
+        _leaf_types[kind] = node
         return node
 
     return register
 
 
-def _opened(node: type[InternalNode], obj: Any) -> trees.Opened:
+def _open_node(node: type[InternalNode], obj: Any) -> tensor_trees.TreeContents:
     made = node()
     return made.flatten(obj), made.unflatten
 
@@ -146,11 +146,11 @@ class RecordNode(InternalNode):
         self.kind = type(instance)
         if isinstance(instance, Mapping):
             self.keys = tuple(instance)
-            self._shell = [_emptied(instance)]
+            self._shell = [_copy_without_values(instance)]
             return tuple(instance.values())
         names = getattr(instance, "_fields", None) or [f.name for f in fields(instance)]
         self.keys = tuple(n for n in names if hasattr(instance, n))
-        self._shell = [] if isinstance(instance, tuple) else [_emptied(instance)]
+        self._shell = [] if isinstance(instance, tuple) else [_copy_without_values(instance)]
         return tuple(getattr(instance, n) for n in self.keys)
 
     def unflatten(self, children: Iterable[Any]) -> Any:
@@ -173,7 +173,7 @@ class RecordNode(InternalNode):
         )
 
 
-def _emptied(instance: Any) -> Any:
+def _copy_without_values(instance: Any) -> Any:
     """A copy that holds on to no tensor."""
     shell = copy.copy(instance)
     if isinstance(instance, Mapping):
@@ -187,10 +187,10 @@ def _emptied(instance: Any) -> Any:
 
 def node_of(obj: Any) -> InternalNode | LeafNode | None:
     """A fresh node for an object; None if it is neither leaf nor holds anything."""
-    exact = _internal.get(type(obj))
+    exact = _internal_types.get(type(obj))
     if exact is not None:
         return exact()
-    for kind, leaf in _leaves.items():
+    for kind, leaf in _leaf_types.items():
         if isinstance(obj, kind):
             return leaf(getattr(obj, "shape", None))
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):

@@ -9,29 +9,29 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.reading import DumpArray
+from megatron_flex.dump.reader import DumpArray
 from megatron_flex.errors import DumpError
 
-BLOCK = 16 << 20  # bytes that are read at a time
-WIDER = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)  # what neither numpy nor Arrow has
+EXPORT_BLOCK = 16 << 20  # bytes that are read at a time
+WIDENED_DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)  # what neither numpy nor Arrow has
 
-Slices = tuple[slice, ...]
+BlockSlices = tuple[slice, ...]
 
 
-def blocks(array: DumpArray, most: int = BLOCK) -> Iterator[tuple[Slices, Tensor]]:
+def read_blocks(array: DumpArray, most: int = EXPORT_BLOCK) -> Iterator[tuple[BlockSlices, Tensor]]:
     """The values in row-major order, in slabs of at most so many bytes, each with where it is."""
-    for where in slabs(array.shape, array.dtype.itemsize, most):
+    for where in split_into_slabs(array.shape, array.dtype.itemsize, most):
         yield where, array[where].torch()
 
 
-def slabs(shape: Sequence[int], itemsize: int, most: int = BLOCK) -> Iterator[Slices]:
+def split_into_slabs(shape: Sequence[int], itemsize: int, most: int = EXPORT_BLOCK) -> Iterator[BlockSlices]:
     """Slices that make up an array in row-major order, each of at most so many bytes, or one value."""
     if 0 in shape:
         return
-    yield from _slabs(tuple(shape), itemsize, most, ())
+    yield from _split_into_slabs(tuple(shape), itemsize, most, ())
 
 
-def _slabs(shape: tuple[int, ...], itemsize: int, most: int, front: Slices) -> Iterator[Slices]:
+def _split_into_slabs(shape: tuple[int, ...], itemsize: int, most: int, front: BlockSlices) -> Iterator[BlockSlices]:
     axis = len(front)
     if axis == len(shape):
         yield front
@@ -41,15 +41,15 @@ def _slabs(shape: tuple[int, ...], itemsize: int, most: int, front: Slices) -> I
         each *= length
     step = max(1, most // each)
     for first in range(0, shape[axis], step):
-        here = (*front, slice(first, min(first + step, shape[axis])))
+        region = (*front, slice(first, min(first + step, shape[axis])))
         if each > most:
-            yield from _slabs(shape, itemsize, most, here)
+            yield from _split_into_slabs(shape, itemsize, most, region)
         else:
-            yield (*here, *(slice(0, n) for n in shape[axis + 1 :]))
+            yield (*region, *(slice(0, n) for n in shape[axis + 1 :]))
 
 
 @dataclass(slots=True)
-class Column:
+class ExportColumn:
     """An array that is exported.
 
     Attributes:
@@ -63,22 +63,22 @@ class Column:
     @property
     def dtype(self) -> torch.dtype:
         """Of the values where the format has no narrower floats: those of 8 bits and bfloat16 become fp32."""
-        return torch.float32 if self.array.dtype in WIDER else self.array.dtype
+        return torch.float32 if self.array.dtype in WIDENED_DTYPES else self.array.dtype
 
     def check_same_shapes(self) -> None:
         """Raises DumpError where iterations have different shapes."""
         shapes = {self.array.at(p).shape[1:] for p in self.array.passes}
         if len(shapes) > 1:
-            told = " and ".join(str(list(s)) for s in sorted(shapes)[:2])
+            examples = " and ".join(str(list(s)) for s in sorted(shapes)[:2])
             raise DumpError(
-                f"{self.name}: iterations have different shapes, such as {told}; choose iterations of one "
+                f"{self.name}: iterations have different shapes, such as {examples}; choose iterations of one "
                 "shape, or a tensor for each (--per-iteration)"
             )
 
-    def by_iteration(self) -> list[Column]:
+    def by_iteration(self) -> list[ExportColumn]:
         """One column for each iteration, without that axis."""
         return [
-            Column(
+            ExportColumn(
                 f"{self.name}/{number}" + (f".{run_of}" if run_of else ""), self.array.at((number, run_of))[0]
             )
             for number, run_of in self.array.passes

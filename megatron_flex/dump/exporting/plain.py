@@ -9,38 +9,38 @@ from typing import Any
 
 import torch
 
-from megatron_flex.dump.exporting.blocks import Column, blocks
-from megatron_flex.dump.files import NAMES
+from megatron_flex.dump.exporting.blocks import ExportColumn, read_blocks
+from megatron_flex.dump.part_format import DTYPE_NAMES
 from megatron_flex.errors import DumpError
-from megatron_flex.progress import Bar
+from megatron_flex.progress import ProgressBar
 
-ALIGN = 8
+HEADER_ALIGNMENT = 8
 
 
-def write(path: Path, columns: list[Column], metadata: dict[str, str], bar: Bar) -> None:
+def write_safetensors(path: Path, columns: list[ExportColumn], metadata: dict[str, str], bar: ProgressBar) -> None:
     """Write a file that safetensors reads; every dtype is kept.
 
     The tensors are by dtype, the widest first, so that each is aligned, and then in their order.
     """
     ordered = sorted(columns, key=lambda c: -c.array.dtype.itemsize)
-    told: dict[str, Any] = {"__metadata__": metadata}
+    header: dict[str, Any] = {"__metadata__": metadata}
     at = 0
     for column in ordered:
         array = column.array
-        if array.dtype not in NAMES:
+        if array.dtype not in DTYPE_NAMES:
             raise DumpError(f"{column.name}: safetensors has no {array.dtype}")
-        told[column.name] = {
-            "dtype": NAMES[array.dtype],
+        header[column.name] = {
+            "dtype": DTYPE_NAMES[array.dtype],
             "shape": list(array.shape),
             "data_offsets": [at, at + array.nbytes],
         }
         at += array.nbytes
-    body = json.dumps(told, separators=(",", ":")).encode()
-    body += b" " * (-len(body) % ALIGN)
+    body = json.dumps(header, separators=(",", ":")).encode()
+    body += b" " * (-len(body) % HEADER_ALIGNMENT)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(body)) + body)
         for column in ordered:
-            for _, block in blocks(column.array):
+            for _, block in read_blocks(column.array):
                 flat = block.contiguous().reshape(-1).view(torch.uint8)
                 file.write(memoryview(flat.numpy()))
                 bar.advance(flat.numel())

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_flex.dump.exporting.blocks import Column, slabs
-from megatron_flex.progress import Bar
+from megatron_flex.dump.exporting.blocks import ExportColumn, split_into_slabs
+from megatron_flex.progress import ProgressBar
 
-CHUNK = 8 << 20  # bytes; about as large as a chunk is
+ZARR_CHUNK = 8 << 20  # bytes; about as large as a chunk is
 
 
-def write(path: Path, columns: list[Column], metadata: dict[str, str], bar: Bar) -> None:
+def write_zarr(path: Path, columns: list[ExportColumn], metadata: dict[str, str], bar: ProgressBar) -> None:
     """Write a group with the names of dims, and attributes that say what the entries of each are."""
     import zarr
 
@@ -19,16 +19,16 @@ def write(path: Path, columns: list[Column], metadata: dict[str, str], bar: Bar)
     for column in columns:
         array = column.array
         dtype = str(column.dtype).removeprefix("torch.")
-        chunks = _chunks(array.shape, array.dims, column.dtype.itemsize)
+        chunks = _choose_chunks(array.shape, array.dims, column.dtype.itemsize)
         out: Any = group.create_array(
             column.name,
             shape=array.shape,
             chunks=chunks,
             dtype=dtype,
             dimension_names=array.dims,
-            attributes=_attributes(column),
+            attributes=_make_zarr_attributes(column),
         )
-        for where in slabs(chunks_of(array.shape, chunks), 1, 1):
+        for where in split_into_slabs(count_chunks(array.shape, chunks), 1, 1):
             inside = tuple(
                 slice(w.start * c, min(w.stop * c, n))
                 for w, c, n in zip(where, chunks, array.shape, strict=True)
@@ -38,13 +38,13 @@ def write(path: Path, columns: list[Column], metadata: dict[str, str], bar: Bar)
             bar.advance(block.numel() * array.dtype.itemsize)
 
 
-def chunks_of(shape: tuple[int, ...], chunks: tuple[int, ...]) -> tuple[int, ...]:
+def count_chunks(shape: tuple[int, ...], chunks: tuple[int, ...]) -> tuple[int, ...]:
     """How many chunks there are along each axis."""
     return tuple(-(-n // c) for n, c in zip(shape, chunks, strict=True))
 
 
-def _chunks(shape: tuple[int, ...], dims: tuple[str, ...], itemsize: int) -> tuple[int, ...]:
-    """One iteration, and of that as much as `CHUNK` holds, halving from the front."""
+def _choose_chunks(shape: tuple[int, ...], dims: tuple[str, ...], itemsize: int) -> tuple[int, ...]:
+    """One iteration, and of that as much as `ZARR_CHUNK` holds, halving from the front."""
     out = [1 if d == "iteration" else max(1, n) for n, d in zip(shape, dims, strict=True)]
 
     def nbytes() -> int:
@@ -54,12 +54,12 @@ def _chunks(shape: tuple[int, ...], dims: tuple[str, ...], itemsize: int) -> tup
         return count
 
     for axis in range(len(out)):
-        while nbytes() > CHUNK and out[axis] > 1:
+        while nbytes() > ZARR_CHUNK and out[axis] > 1:
             out[axis] = -(-out[axis] // 2)
     return tuple(out)
 
 
-def _attributes(column: Column) -> dict[str, Any]:
+def _make_zarr_attributes(column: ExportColumn) -> dict[str, Any]:
     array = column.array
     out: dict[str, Any] = {"layout": array.layout}
     if "iteration" in array.dims:

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.reading.array import Pass
-from megatron_flex.dump.reading.assembling import Assembled, Whole
-from megatron_flex.dump.reading.planning import Block, Plan, Planner, Which
-from megatron_flex.dump.reading.shards import Kept
+from megatron_flex.dump.reading.array import IterationKey
+from megatron_flex.dump.reading.assembling import AssembledTensor, StoredTensor
+from megatron_flex.dump.reader.sample_plan import MicrobatchSamples, SamplePlan, SamplePlanner, StoredTensorKey
+from megatron_flex.dump.reading.shards import WeightedCache
 from megatron_flex.errors import DumpError
-from megatron_flex.layout import Index, Layout, Sizes, Where, compact
+from megatron_flex.layout import DimIndex, Layout, Sizes, RegionIndex, compact_index
 
 if TYPE_CHECKING:
     from megatron_flex.dump.reading.opened import OpenDump
 
-MOST = 1 << 17  # shards of plans that are kept
+MOST_CACHED_SHARDS = 1 << 17  # shards of plans that are kept
 
 
-class Activations:
+class ActivationSource:
     """The tensors of a site, in order of samples.
 
     Args:
@@ -32,18 +32,18 @@ class Activations:
         passes: the iterations.
     """
 
-    def __init__(self, dump: OpenDump, which: Which, passes: list[Pass]) -> None:
+    def __init__(self, dump: OpenDump, which: StoredTensorKey, passes: list[IterationKey]) -> None:
         self.dump, self.which, self.passes, self.name = dump, which, passes, which.name
-        self._planner = Planner(dump, which)
-        self._plans: Kept[Pass, Plan] = Kept(MOST)
+        self._planner = SamplePlanner(dump, which)
+        self._plans: WeightedCache[IterationKey, SamplePlan] = WeightedCache(MOST_CACHED_SHARDS)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Activations, (self.dump, self.which, self.passes)
+        return ActivationSource, (self.dump, self.which, self.passes)
 
     # -- what it is ------------------------------------------------------------------------------------
 
     @cached_property
-    def like(self) -> Plan:
+    def like(self) -> SamplePlan:
         """The first iteration, which the others must be like."""
         if not self.passes:
             raise DumpError(f"{self.name}: no iteration of {self.dump.path} is whole")
@@ -72,7 +72,7 @@ class Activations:
         """How ranks held it, in the first iteration, and the mesh."""
         return self.like.first.layout, self.like.written.run.sizes
 
-    def plan(self, which: Pass) -> Plan:
+    def plan(self, which: IterationKey) -> SamplePlan:
         """How the samples of an iteration lie.
 
         Raises:
@@ -82,15 +82,15 @@ class Activations:
             which, lambda: self._planner.plan(self.dump.written(which)), lambda plan: plan.weight
         )
 
-    def among(self, passes: list[Pass]) -> Activations:
+    def among(self, passes: list[IterationKey]) -> ActivationSource:
         """The same over other iterations."""
         if passes == self.passes:
             return self
         for which in passes:
             self.dump.written(which)
-        return Activations(self.dump, self.which, passes)
+        return ActivationSource(self.dump, self.which, passes)
 
-    def labels(self, which: Pass) -> tuple[Tensor | None, Tensor | None]:
+    def labels(self, which: IterationKey) -> tuple[Tensor | None, Tensor | None]:
         """The numbers of the samples, and the positions of the tokens: `[token]` or `[sample, token]`."""
         plan = self.plan(which)
         numbers = [n for block in plan.blocks for n in block.numbers]
@@ -102,20 +102,20 @@ class Activations:
             return samples, torch.tensor(table, dtype=torch.int64).reshape(plan.shape[:2])
         return samples, torch.tensor(list(plan.positions(0)), dtype=torch.int64)
 
-    def pieces(self) -> Iterator[tuple[Pass, int, int, Activations]]:
+    def pieces(self) -> Iterator[tuple[IterationKey, int, int, ActivationSource]]:
         """Iteration, microbatch, replica, and a source of that alone."""
         for which in self.passes:
             written = self.dump.written(which)
             for replica in written.run.replicas:
                 for microbatch in sorted(self._planner.found(written, replica)):
-                    source = Activations(self.dump, replace(self.which, only=(microbatch, replica)), [which])
+                    source = ActivationSource(self.dump, replace(self.which, only=(microbatch, replica)), [which])
                     yield which, microbatch, replica, source
                 if self.plan(which).joined:
                     break
 
     # -- reading ---------------------------------------------------------------------------------------
 
-    def read(self, which: Pass, where: Where, out: Tensor) -> None:
+    def read(self, which: IterationKey, where: RegionIndex, out: Tensor) -> None:
         """Read the entries wanted of one iteration.
 
         Args:
@@ -137,7 +137,7 @@ class Activations:
             one = self._planner.tensor(plan, block)
             # samples that have tokens of their own are read one by one
             for group in [[place] for place in places] if plan.drawn else [places]:
-                at = compact([a for a, _ in group])
+                at = compact_index([a for a, _ in group])
                 items = [item for _, item in group]
                 if isinstance(at, range):
                     self._read_block(plan, one, block, items, where[1:], out[at.start : at.stop : at.step])
@@ -147,24 +147,24 @@ class Activations:
                     out[torch.tensor(at)] = found
 
     def _read_block(
-        self, plan: Plan, one: Whole, block: Block, items: list[int], where: Where, out: Tensor
+        self, plan: SamplePlan, one: StoredTensor, block: MicrobatchSamples, items: list[int], where: RegionIndex, out: Tensor
     ) -> None:
         """Samples of a block, counted among those that are kept."""
         sample, token = plan.sample, plan.token
-        wanted: list[Index] = [range(0)] * len(one.shape)
+        wanted: list[DimIndex] = [range(0)] * len(one.shape)
         front = []
         if sample is not None:
-            wanted[sample] = compact([block.kept[i] for i in items])
+            wanted[sample] = compact_index([block.kept[i] for i in items])
             front.append(sample)
         if token is not None:
             positions = plan.positions(block.numbers[items[0]])
-            wanted[token] = compact([positions[t] for t in where[0]])
+            wanted[token] = compact_index([positions[t] for t in where[0]])
             where = where[1:]
             front.append(token)
         for dim, index in zip(plan.rest, where, strict=True):
             wanted[dim] = index
         order = [*front, *plan.rest]
-        if isinstance(one, Assembled) and sample is not None:
+        if isinstance(one, AssembledTensor) and sample is not None:
             one.region(wanted, out.permute([order.index(d) for d in range(len(order))]))
         else:
             out.copy_(one.region(wanted).permute(order))

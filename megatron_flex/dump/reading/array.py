@@ -8,18 +8,18 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.reading.indexing import chosen, entries
+from megatron_flex.dump.reading.indexing import compose_indices, parse_index_key
 from megatron_flex.errors import DumpError
-from megatron_flex.layout import Index, Layout, Sizes, Where, compact
+from megatron_flex.layout import DimIndex, Layout, Sizes, RegionIndex, compact_index
 
-Pass = tuple[int, int]  # the number of an iteration, and which run of the schedule in it
+IterationKey = tuple[int, int]  # the number of an iteration, and which run of the schedule in it
 
 
-class Source(Protocol):
+class ArraySource(Protocol):
     """Where an array's values come from."""
 
     name: str
-    passes: list[Pass]
+    passes: list[IterationKey]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,24 +41,24 @@ class Source(Protocol):
         """How ranks held it, in the first iteration, and the mesh."""
         ...
 
-    def read(self, which: Pass, where: Where, out: Tensor) -> None:
+    def read(self, which: IterationKey, where: RegionIndex, out: Tensor) -> None:
         """Read the entries wanted of one iteration into `out`, in its dtype."""
         ...
 
-    def labels(self, which: Pass) -> tuple[Tensor | None, Tensor | None]:
+    def labels(self, which: IterationKey) -> tuple[Tensor | None, Tensor | None]:
         """The numbers of the samples, and the positions of the tokens: `[token]` or `[sample, token]`."""
         ...
 
-    def among(self, passes: list[Pass]) -> Source:
+    def among(self, passes: list[IterationKey]) -> ArraySource:
         """The same over other iterations."""
         ...
 
-    def pieces(self) -> Iterator[tuple[Pass, int, int, Source]]:
+    def pieces(self) -> Iterator[tuple[IterationKey, int, int, ArraySource]]:
         """What was written at a time: iteration, microbatch, replica, and a source of that alone."""
         ...
 
 
-class Piece(NamedTuple):
+class MicrobatchArray(NamedTuple):
     """What was written at a time.
 
     Attributes:
@@ -90,16 +90,16 @@ class DumpArray:
         name: of the site or parameter.
     """
 
-    def __init__(self, source: Source, view: list[Index | int] | None = None) -> None:
+    def __init__(self, source: ArraySource, view: list[DimIndex | int] | None = None) -> None:
         self._source = source
         self._view, self._sliced = view, view is not None
-        self._all: list[Index | int] | None = None
+        self._all: list[DimIndex | int] | None = None
         self.name = source.name
 
     # -- what it is ------------------------------------------------------------------------------------
 
     @property
-    def view(self) -> list[Index | int]:
+    def view(self) -> list[DimIndex | int]:
         """The entries of each axis of what was dumped; an integer where the axis is gone."""
         if self._view is not None:
             return self._view
@@ -153,7 +153,7 @@ class DumpArray:
         return self._source.held
 
     @property
-    def passes(self) -> list[Pass]:
+    def passes(self) -> list[IterationKey]:
         """The iterations: number, and which run of the schedule in it (0 for the first)."""
         first = self.view[0]
         return [self._source.passes[i] for i in ([first] if isinstance(first, int) else first)]
@@ -181,9 +181,9 @@ class DumpArray:
             return None
         own = self.view[1:3]
         if found.ndim == 1:
-            return _at(found, [own[which]])
+            return _index_labels(found, [own[which]])
         every = [self._source.labels(p)[which] for p in self.passes]
-        table = torch.stack([_at(cast(Tensor, t), own) for t in every])
+        table = torch.stack([_index_labels(cast(Tensor, t), own) for t in every])
         return table[0] if isinstance(self.view[0], int) else table
 
     def __len__(self) -> int:
@@ -197,25 +197,25 @@ class DumpArray:
         return f"DumpArray({self.name}: {axes or 'one value'}; {kind}, {self.nbytes:,} bytes; {self.layout})"
 
     def _repr_html_(self) -> str:
-        from megatron_flex.dump.reading.notebook import array_in_html  # which needs what needs this file
+        from megatron_flex.dump.reader.dump_html import render_array  # which needs what needs this file
 
-        return array_in_html(self)
+        return render_array(self)
 
     # -- slicing ---------------------------------------------------------------------------------------
 
     def __getitem__(self, key: Any) -> DumpArray:
         live = [i for i, v in enumerate(self.view) if not isinstance(v, int)]
-        wanted = entries(key, self.shape, self.dims)
+        wanted = parse_index_key(key, self.shape, self.dims)
         view = list(self.view)
         for axis, want in zip(live, wanted, strict=True):
-            had = cast(Index, view[axis])
-            view[axis] = had[want] if isinstance(want, int) else chosen(want, had)
+            had = cast(DimIndex, view[axis])
+            view[axis] = had[want] if isinstance(want, int) else compose_indices(want, had)
         return DumpArray(self._source, view)
 
     def __iter__(self) -> Iterator[DumpArray]:
         return (self[i] for i in range(len(self)))
 
-    def at(self, *iterations: int | Pass) -> DumpArray:
+    def at(self, *iterations: int | IterationKey) -> DumpArray:
         """These iterations, by number; `(number, 1)` is the second run of the schedule in it.
 
         Raises:
@@ -226,18 +226,18 @@ class DumpArray:
         if not self._sliced:
             return DumpArray(source)
         for own, length, dim in zip(self.view[1:], source.shape, source.dims, strict=True):
-            if max(compact([own]) if isinstance(own, int) else own, default=-1) >= length:
+            if max(compact_index([own]) if isinstance(own, int) else own, default=-1) >= length:
                 raise DumpError(f"{self.name}: {dim!r} has {length} entries there, fewer than were sliced")
         return DumpArray(source, [range(len(wanted)), *self.view[1:]])
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[MicrobatchArray]:
         """What was written at a time, each as an array of its own: for tensors whose shapes differ."""
         if self._sliced and self.view[1:] != [range(n) for n in self._source.shape]:
             raise DumpError(
                 f"{self.name}: pieces are of the whole array or of some iterations: slice each piece"
             )
         for which, microbatch, replica, source in self._source.among(self.passes).pieces():
-            yield Piece(which[0], which[1], microbatch, replica, DumpArray(source)[0])
+            yield MicrobatchArray(which[0], which[1], microbatch, replica, DumpArray(source)[0])
 
     # -- reading ---------------------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class DumpArray:
         Raises:
             DumpError: a file is gone or damaged, or iterations or microbatches have different shapes.
         """
-        where = tuple(compact([v]) if isinstance(v, int) else v for v in self.view)
+        where = tuple(compact_index([v]) if isinstance(v, int) else v for v in self.view)
         source, passes = self._source, [self._source.passes[i] for i in where[0]]
         lengths = [len(i) for i in where[1:]]
         out = torch.empty([len(passes), *lengths], dtype=dtype or source.dtype)
@@ -289,7 +289,7 @@ class DumpArray:
         return DumpArray, (self._source, self._view if self._sliced else None)
 
 
-def _at(labels: Tensor, own: list[Index | int]) -> Tensor:
+def _index_labels(labels: Tensor, own: list[DimIndex | int]) -> Tensor:
     for dim, index in reversed(list(enumerate(own[: labels.ndim]))):
         labels = (
             labels.select(dim, index)

@@ -10,34 +10,34 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.files import Entry, Part
-from megatron_flex.dump.reading.shards import Files, Found
-from megatron_flex.dump.selection import SAMPLE, TOKEN, Picked, dim_of
+from megatron_flex.dump.part_format import ShardEntry, StoredPart
+from megatron_flex.dump.reading.shards import PartFiles, LocatedShard
+from megatron_flex.dump.selection import SAMPLE_DIM, TOKEN_DIM, EntrySelection, find_dim
 from megatron_flex.errors import DumpError, LayoutError
 from megatron_flex.layout import (
     Coords,
-    Index,
+    DimIndex,
     Layout,
     Sizes,
-    Where,
-    compact,
+    RegionIndex,
+    compact_index,
     coordinates,
     first_copy,
     padded_shape,
-    part_lengths,
-    region,
-    whole_shape,
+    uneven_lengths,
+    assemble_region,
+    full_shape,
 )
 
-Picking = Any  # (layout, local shape, coords) -> Picked | None
+EntrySelector = Any  # (layout, local shape, coords) -> Picked | None
 
 
 @dataclass(slots=True)
-class Shard:
+class StoredShard:
     """What one rank wrote of a tensor: one entry, or several that follow one another, counted flat."""
 
     coords: Coords
-    pieces: list[tuple[Part, Entry]] = field(default_factory=list)
+    pieces: list[tuple[StoredPart, ShardEntry]] = field(default_factory=list)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -58,7 +58,7 @@ class Shard:
         return at >= prod(self.shape)
 
 
-class Whole(Protocol):
+class StoredTensor(Protocol):
     """A tensor of one microbatch on one replica, of which regions can be read."""
 
     dtype: torch.dtype
@@ -83,12 +83,12 @@ class Whole(Protocol):
         """The first dim of that name."""
         ...
 
-    def region(self, wanted: Sequence[Index]) -> Tensor:
+    def region(self, wanted: Sequence[DimIndex]) -> Tensor:
         """The entries wanted of each dim."""
         ...
 
 
-class Assembled:
+class AssembledTensor:
     """A tensor whose shards are known; its regions are read as they are asked for.
 
     Attributes:
@@ -100,12 +100,12 @@ class Assembled:
 
     def __init__(
         self,
-        files: Files,
+        files: PartFiles,
         layout: Layout,
         sizes: Sizes,
-        shards: Mapping[tuple[int, ...], Shard],
+        shards: Mapping[tuple[int, ...], StoredShard],
         where: str,
-        picking: Picking = None,
+        picking: EntrySelector = None,
     ) -> None:
         self.files, self.layout, self.sizes, self.where = files, layout, sizes, where
         self._shards, self._picking = shards, picking
@@ -116,16 +116,16 @@ class Assembled:
         places = [self._shard(c) for c in coordinates(layout, sizes)] if _is_uneven(layout) else [one]
         shapes = [s.shape for s in places]
         try:
-            self._lengths = part_lengths(layout, shapes, sizes) if _is_uneven(layout) else {}
+            self._lengths = uneven_lengths(layout, shapes, sizes) if _is_uneven(layout) else {}
             self._full = padded_shape(layout, shapes[0], sizes, self._lengths)
-            self.shape = whole_shape(layout, shapes[0], sizes, self._lengths)
+            self.shape = full_shape(layout, shapes[0], sizes, self._lengths)
         except LayoutError as error:
             raise DumpError(f"{where}: {error}") from error
         self.order = layout.permute or tuple(range(len(layout.dims)))
 
     def dim(self, name: str) -> int | None:
         """The first dim of the whole of that name."""
-        at = dim_of(self.layout, name)
+        at = find_dim(self.layout, name)
         return None if at is None else self.order.index(at)
 
     @property
@@ -134,26 +134,26 @@ class Assembled:
         found = [self.layout.dims[i] for i in self.order]
         return [d.name or f"d{i}" for i, d in enumerate(found)]
 
-    def region(self, wanted: Sequence[Index], out: Tensor | None = None) -> Tensor:
+    def region(self, wanted: Sequence[DimIndex], out: Tensor | None = None) -> Tensor:
         """The entries wanted of each dim of the whole, written to `out` if it is given.
 
         Raises:
             DumpError: a shard is missing or damaged, or shards do not fit.
         """
         try:
-            return region(self.layout, self._read, self._full, self.sizes, wanted, self._lengths, out)
+            return assemble_region(self.layout, self._read, self._full, self.sizes, wanted, self._lengths, out)
         except LayoutError as error:
             raise DumpError(f"{self.where}: {error}") from error
 
-    def _shard(self, coords: Coords) -> Shard:
+    def _shard(self, coords: Coords) -> StoredShard:
         at = tuple(first_copy(self.layout, coords, self.sizes).values())
         found = self._shards.get(at)
         if found is None:
-            told = ", ".join(f"{a}={n}" for a, n in coords.items() if self.sizes.get(a, 1) > 1)
-            raise DumpError(f"{self.where}: no rank with {told or 'these coordinates'} wrote its shard")
+            position = ", ".join(f"{a}={n}" for a, n in coords.items() if self.sizes.get(a, 1) > 1)
+            raise DumpError(f"{self.where}: no rank with {position or 'these coordinates'} wrote its shard")
         return found
 
-    def _read(self, coords: Coords, where: Where) -> Tensor:
+    def _read(self, coords: Coords, where: RegionIndex) -> Tensor:
         shard = self._shard(coords)
         part, entry = shard.pieces[0]
         if entry.picked:
@@ -165,7 +165,7 @@ class Assembled:
         _check_inside(part, entry.shape, where)
         return self.files.view(part, entry, where)
 
-    def _read_spans(self, shard: Shard, where: Where) -> Tensor:
+    def _read_spans(self, shard: StoredShard, where: RegionIndex) -> Tensor:
         """Of a shard in flat pieces: which pieces it is in, and what of them."""
         _check_inside(shard.pieces[0][0], shard.shape, where)
         if not shard.whole:
@@ -182,21 +182,21 @@ class Assembled:
         for part, entry in shard.pieces:
             assert entry.span is not None
             first, last = entry.span
-            mine = (flat >= first) & (flat < last)
-            if mine.any():
-                at = flat[mine] - first
+            inside = (flat >= first) & (flat < last)
+            if inside.any():
+                at = flat[inside] - first
                 low, high = int(at.min()), int(at.max()) + 1
-                out[mine] = self.files.view(part, entry, (range(low, high),))[at - low]
+                out[inside] = self.files.view(part, entry, (range(low, high),))[at - low]
         return out
 
-    def _read_picked(self, shard: Shard, coords: Coords, where: Where) -> Tensor:
+    def _read_picked(self, shard: StoredShard, coords: Coords, where: RegionIndex) -> Tensor:
         """Of a shard of which tokens or samples were picked while it was written."""
         part, entry = shard.pieces[0]
         key = tuple(first_copy(self.layout, coords, self.sizes).values())
         if key not in self._lookups:
             self._lookups[key] = self._lookup(part, entry, coords)
         lookup = self._lookups[key]
-        sample, token = dim_of(self.layout, SAMPLE), dim_of(self.layout, TOKEN)
+        sample, token = find_dim(self.layout, SAMPLE_DIM), find_dim(self.layout, TOKEN_DIM)
         front = [d for d in (sample, token) if d is not None]
         rest = [d for d in range(len(where)) if d not in front]
         if lookup is None or not front:
@@ -207,16 +207,16 @@ class Assembled:
         if rows.numel() and int(rows.min()) < 0:
             raise DumpError(f"{self.where}: tokens or samples that were not kept")
         flat: list[int] = rows.reshape(-1).tolist()
-        found = self.files.view(part, entry, (compact(flat), *(where[d] for d in rest)))
+        found = self.files.view(part, entry, (compact_index(flat), *(where[d] for d in rest)))
         found = found.reshape(*rows.shape, *found.shape[1:])
         return found.movedim(list(range(len(front))), front)
 
-    def _lookup(self, part: Part, entry: Entry, coords: Coords) -> Tensor | None:
-        picked: Picked | None = self._picking(self.layout, entry.shape, coords) if self._picking else None
+    def _lookup(self, part: StoredPart, entry: ShardEntry, coords: Coords) -> Tensor | None:
+        picked: EntrySelection | None = self._picking(self.layout, entry.shape, coords) if self._picking else None
         if picked is None:
             return None
         indices = [i for i in (picked.sample, picked.token) if i is not None]
-        dims = [d for d in (dim_of(self.layout, SAMPLE), dim_of(self.layout, TOKEN)) if d is not None]
+        dims = [d for d in (find_dim(self.layout, SAMPLE_DIM), find_dim(self.layout, TOKEN_DIM)) if d is not None]
         stored = part.where[entry.tensor][1]
         rest = tuple(n for d, n in enumerate(entry.shape) if d not in dims)
         if stored != (len(indices[0]), *rest):
@@ -229,32 +229,32 @@ class Assembled:
         return lookup
 
 
-def gathered(found: Iterable[Found], sizes: Sizes, where: str) -> tuple[Layout, dict[tuple[int, ...], Shard]]:
+def group_shards(found: Iterable[LocatedShard], sizes: Sizes, where: str) -> tuple[Layout, dict[tuple[int, ...], StoredShard]]:
     """Sort what ranks wrote of one tensor by who holds the same.
 
     Raises:
         DumpError: ranks disagree on layout or dtype.
     """
     layout: Layout | None = None
-    shards: dict[tuple[int, ...], Shard] = {}
+    shards: dict[tuple[int, ...], StoredShard] = {}
     dtype = ""
-    for part, entry, own, coords in found:
+    for part, entry, entry_layout, coords in found:
         if layout is None:
-            layout, dtype = own, entry.dtype
-        if own != layout or entry.dtype != dtype:
+            layout, dtype = entry_layout, entry.dtype
+        if entry_layout != layout or entry.dtype != dtype:
             raise DumpError(
-                f"{where}: {part.path.name} has {entry.dtype} in layout {own.describe()}, and another rank "
+                f"{where}: {part.path.name} has {entry.dtype} in layout {entry_layout.describe()}, and another rank "
                 f"{dtype} in {layout.describe()}"
             )
         place = first_copy(layout, coords, sizes)
-        shard = shards.setdefault(tuple(place.values()), Shard(place))
+        shard = shards.setdefault(tuple(place.values()), StoredShard(place))
         if entry.span is not None or not shard.pieces:
             shard.pieces.append((part, entry))
     assert layout is not None
     return layout, shards
 
 
-def is_complete(layout: Layout, shards: Mapping[tuple[int, ...], Shard], sizes: Sizes) -> bool:
+def has_all_shards(layout: Layout, shards: Mapping[tuple[int, ...], StoredShard], sizes: Sizes) -> bool:
     """Whether every shard of a tensor is there."""
     wanted = {tuple(first_copy(layout, c, sizes).values()) for c in coordinates(layout, sizes)}
     return wanted <= set(shards) and all(s.whole for s in shards.values())
@@ -264,10 +264,10 @@ def _is_uneven(layout: Layout) -> bool:
     return any(d.uneven and d.cuts for d in layout.dims)
 
 
-def _check_inside(part: Part, shape: Sequence[int], where: Where) -> None:
+def _check_inside(part: StoredPart, shape: Sequence[int], where: RegionIndex) -> None:
     for length, index in zip(shape, where, strict=True):
         if len(index) and max(index) >= length:
             raise DumpError(f"{part.path}: ranks hold shards of different shapes, here {tuple(shape)}")
 
 
-__all__ = ["Assembled", "Shard", "gathered", "is_complete"]
+__all__ = ["AssembledTensor", "StoredShard", "group_shards", "has_all_shards"]

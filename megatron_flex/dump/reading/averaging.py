@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.reading.assembling import Whole
-from megatron_flex.dump.selection import SAMPLE, TOKEN
-from megatron_flex.layout import Index, Layout, compact
+from megatron_flex.dump.reading.assembling import StoredTensor
+from megatron_flex.dump.selection import SAMPLE_DIM, TOKEN_DIM
+from megatron_flex.layout import DimIndex, Layout, compact_index
 
 
-class Averaged:
+class TokenMean:
     """A tensor without its dim of tokens.
 
     Args:
@@ -21,12 +21,12 @@ class Averaged:
         dtype: of the mean, which is taken in fp32.
     """
 
-    def __init__(self, whole: Whole, kept: Callable[[int], Sequence[int]], dtype: torch.dtype) -> None:
-        token = whole.dim(TOKEN)
+    def __init__(self, tensor: StoredTensor, kept: Callable[[int], Sequence[int]], dtype: torch.dtype) -> None:
+        token = tensor.dim(TOKEN_DIM)
         assert token is not None
-        self._whole, self._kept, self._token = whole, kept, token
-        self.dtype, self.where = dtype, whole.where
-        self.shape = tuple(n for d, n in enumerate(whole.shape) if d != token)
+        self._whole, self._kept, self._token = tensor, kept, token
+        self.dtype, self.where = dtype, tensor.where
+        self.shape = tuple(n for d, n in enumerate(tensor.shape) if d != token)
 
     @property
     def layout(self) -> Layout:
@@ -41,13 +41,13 @@ class Averaged:
     def dim(self, name: str) -> int | None:
         """The first dim of that name; there are no tokens."""
         found = self._whole.dim(name)
-        if found is None or name == TOKEN:
+        if found is None or name == TOKEN_DIM:
             return None
         return found - (found > self._token)
 
-    def region(self, wanted: Sequence[Index]) -> Tensor:
+    def region(self, wanted: Sequence[DimIndex]) -> Tensor:
         """The entries wanted of each dim."""
-        sample = self._whole.dim(SAMPLE)
+        sample = self._whole.dim(SAMPLE_DIM)
         each: list[tuple[int | None, Sequence[int]]] = [(None, self._kept(0))]
         at = None if sample is None else sample - (sample > self._token)
         if at is not None:
@@ -57,9 +57,9 @@ class Averaged:
             return torch.empty([len(i) for i in wanted], dtype=self.dtype)
         return (out[0] if at is None else torch.cat(out, at)).to(self.dtype)
 
-    def _mean(self, wanted: Sequence[Index], at: int | None, item: int | None, kept: Sequence[int]) -> Tensor:
-        own = list(wanted)
+    def _mean(self, wanted: Sequence[DimIndex], at: int | None, item: int | None, kept: Sequence[int]) -> Tensor:
+        indices = list(wanted)
         if at is not None and item is not None:
-            own[at] = compact([item])
-        own.insert(self._token, compact(kept))
-        return self._whole.region(own).sum(self._token, dtype=torch.float32) / max(len(kept), 1)
+            indices[at] = compact_index([item])
+        indices.insert(self._token, compact_index(kept))
+        return self._whole.region(indices).sum(self._token, dtype=torch.float32) / max(len(kept), 1)

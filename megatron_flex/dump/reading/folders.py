@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from megatron_flex.dump.files import iteration_folder, iteration_of, part_name, whole_parts
+from megatron_flex.dump.part_format import format_iteration_folder, parse_iteration_folder, format_part_name, list_complete_parts
 from megatron_flex.dump.manifest import Manifest
 from megatron_flex.errors import DumpError
 
-REPLICAS, STAGES = "dp", "pp"  # the axes along which ranks hold other samples, and other sites
+REPLICA_AXIS, STAGE_AXIS = "dp", "pp"  # the axes along which ranks hold other samples, and other sites
 
 
-class Run:
+class DumpRun:
     """A run of a dump: its manifest, and who was where.
 
     Attributes:
@@ -32,7 +32,7 @@ class Run:
         self.coords: Mapping[int, Mapping[str, int]] = dict(self.manifest.ranks)
         self._at: dict[tuple[int, int], list[int]] = {}
         for rank, coords in self.coords.items():
-            self._at.setdefault((coords.get(STAGES, 0), coords.get(REPLICAS, 0)), []).append(rank)
+            self._at.setdefault((coords.get(STAGE_AXIS, 0), coords.get(REPLICA_AXIS, 0)), []).append(rank)
 
     def ranks(self, stage: int, replica: int) -> list[int]:
         """The ranks of a pipeline stage of a data parallel replica."""
@@ -52,12 +52,12 @@ class Run:
     def folders(self) -> list[tuple[int, int]]:
         """The iterations that have a folder, whole or not: number, and which run of the schedule."""
         try:
-            found = [iteration_of(entry.name) for entry in os.scandir(self.folder) if entry.is_dir()]
+            found = [parse_iteration_folder(entry.name) for entry in os.scandir(self.folder) if entry.is_dir()]
         except OSError as error:
             raise DumpError(f"{self.folder}: cannot be read: {error.strerror or error}") from error
         return sorted(f for f in found if f is not None)
 
-    def written(self, iteration: int, run_of: int, like: Written | None = None) -> Written | None:
+    def written(self, iteration: int, run_of: int, like: StoredIteration | None = None) -> StoredIteration | None:
         """What ranks wrote of an iteration; None unless it is whole.
 
         Args:
@@ -65,21 +65,21 @@ class Run:
             run_of: which run of the schedule in it.
             like: another iteration, whose numbers of parts are shared if they are the same.
         """
-        folder = self.folder / iteration_folder(iteration, run_of)
+        folder = self.folder / format_iteration_folder(iteration, run_of)
         try:
-            parts = whole_parts(folder, list(self.coords))
+            parts = list_complete_parts(folder, list(self.coords))
         except FileNotFoundError:
             return None
         except OSError as error:
             raise DumpError(f"{folder}: cannot be read: {error.strerror or error}") from error
         if parts is None:
             return None
-        whole = {rank: len(paths) for rank, paths in parts.items()}
-        return Written(self, iteration, run_of, folder, like.parts if like and like.parts == whole else whole)
+        counts = {rank: len(paths) for rank, paths in parts.items()}
+        return StoredIteration(self, iteration, run_of, folder, like.parts if like and like.parts == counts else counts)
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class StoredIteration:
     """A whole iteration.
 
     Attributes:
@@ -90,7 +90,7 @@ class Written:
         parts: how many parts each rank has.
     """
 
-    run: Run
+    run: DumpRun
     iteration: int
     run_of: int
     folder: Path
@@ -100,14 +100,14 @@ class Written:
         """The parts of a rank, in order."""
         count = self.parts[rank]
         for part in range(count):
-            yield self.folder / part_name(rank, part, count if part == count - 1 else 0)
+            yield self.folder / format_part_name(rank, part, count if part == count - 1 else 0)
 
     def describe(self) -> str:
         """The iteration in words."""
         return f"iteration {self.iteration}" + (f", pass {self.run_of}" if self.run_of else "")
 
 
-def runs_in(path: Path) -> list[Run]:
+def read_runs(path: Path) -> list[DumpRun]:
     """The runs of a dump, in order.
 
     Raises:
@@ -117,7 +117,7 @@ def runs_in(path: Path) -> list[Run]:
         found = sorted((f for f in path.iterdir() if f.name.startswith("run-")), key=_number)
     except OSError as error:
         raise DumpError(f"{path}: cannot be read: {error.strerror or error}") from error
-    runs = [Run(f) for f in found if (f / "manifest.json").exists()]
+    runs = [DumpRun(f) for f in found if (f / "manifest.json").exists()]
     if not runs:
         raise DumpError(f"{path} has no run of a dump in it; name the folder that mf.Dump was given")
     return runs

@@ -10,23 +10,23 @@ from typing import Any
 
 import torch
 
-from megatron_flex.dump.files import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE
-from megatron_flex.dump.manifest import Manifest, Place
-from megatron_flex.dump.reading.activations import Activations
-from megatron_flex.dump.reading.array import DumpArray, Pass
-from megatron_flex.dump.reading.folders import Run, Written, runs_in
-from megatron_flex.dump.reading.ordering import execution_order
-from megatron_flex.dump.reading.parameters import Parameters
-from megatron_flex.dump.reading.planning import Which
-from megatron_flex.dump.reading.rows import ShuffledRows, TokenRows
-from megatron_flex.dump.reading.shards import MOST_OPEN, Check, Files, Found
-from megatron_flex.errors import DumpError, nearest
-from megatron_flex.sites import GRAD
+from megatron_flex.dump.part_format import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE
+from megatron_flex.dump.manifest import Manifest, SiteRecord
+from megatron_flex.dump.reading.activations import ActivationSource
+from megatron_flex.dump.reading.array import DumpArray, IterationKey
+from megatron_flex.dump.reading.folders import DumpRun, StoredIteration, read_runs
+from megatron_flex.dump.reading.ordering import sort_by_execution
+from megatron_flex.dump.reading.parameters import ParameterSource
+from megatron_flex.dump.reader.sample_plan import StoredTensorKey
+from megatron_flex.dump.reader.token_rows import ShuffledRows, TokenRows
+from megatron_flex.dump.reading.shards import MOST_OPEN_FILES, ChecksumPolicy, PartFiles, LocatedShard
+from megatron_flex.errors import DumpError, suggest_nearest
+from megatron_flex.sites import GRADIENT_SUFFIX
 
-OUTPUT = ":output"
+OUTPUT_SUFFIX = ":output"
 
 
-def open_dump(path: str | PathLike[str], *, check: Check = "whole") -> OpenDump:
+def open_dump(path: str | PathLike[str], *, check: ChecksumPolicy = "whole") -> OpenDump:
     """Open a dump to read.
 
     Args:
@@ -40,7 +40,7 @@ def open_dump(path: str | PathLike[str], *, check: Check = "whole") -> OpenDump:
     return OpenDump(path, check=check)
 
 
-class NothingPassed(DumpError):
+class NoActivationError(DumpError):
     """Nothing passed at a site in an iteration, of which nothing is damaged."""
 
 
@@ -56,12 +56,12 @@ class OpenDump:
     """
 
     def __init__(
-        self, path: str | PathLike[str], *, check: Check = "whole", most_open: int = MOST_OPEN
+        self, path: str | PathLike[str], *, check: ChecksumPolicy = "whole", most_open: int = MOST_OPEN_FILES
     ) -> None:
         self.path, self.check = Path(path), check
-        self.files = Files(check, most_open)
-        self.runs: list[Run] = runs_in(self.path)
-        self._written: dict[Pass, Written | None] = {}
+        self.files = PartFiles(check, most_open)
+        self.runs: list[DumpRun] = read_runs(self.path)
+        self._written: dict[IterationKey, StoredIteration | None] = {}
 
     # -- what there is ---------------------------------------------------------------------------------
 
@@ -76,13 +76,13 @@ class OpenDump:
         return self.runs[0].manifest
 
     @cached_property
-    def _whole(self) -> dict[Pass, Written]:
+    def _whole(self) -> dict[IterationKey, StoredIteration]:
         every = sorted({which for run in self.runs for which in run.folders})
         found = {which: self._look(which) for which in every}
         return {which: one for which, one in found.items() if one is not None}
 
     @property
-    def passes(self) -> list[Pass]:
+    def passes(self) -> list[IterationKey]:
         """The whole iterations, with further runs of the schedule: (number, 0), (number, 1), ..."""
         return list(self._whole)
 
@@ -91,7 +91,7 @@ class OpenDump:
         """The numbers of the whole iterations."""
         return [number for number, run_of in self._whole if run_of == 0]
 
-    def written(self, which: Pass) -> Written:
+    def written(self, which: IterationKey) -> StoredIteration:
         """A whole iteration.
 
         Raises:
@@ -100,43 +100,43 @@ class OpenDump:
         found = self._look(which)
         if found is None:
             have = self.iterations
-            told = f"{have[0]} to {have[-1]}, {len(have)} in all" if have else "none"
-            raise DumpError(f"{self.path}: iteration {which} is not there, or not whole; there are {told}")
+            available = f"{have[0]} to {have[-1]}, {len(have)} in all" if have else "none"
+            raise DumpError(f"{self.path}: iteration {which} is not there, or not whole; there are {available}")
         return found
 
     @cached_property
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, SiteRecord]:
         """The sites of all runs, in model order."""
-        out: dict[str, Place] = {}
+        out: dict[str, SiteRecord] = {}
         for manifest in self.manifests:
             for place in manifest.sites:
                 out.setdefault(place.name, place)
         return out
 
     @cached_property
-    def _parameter_places(self) -> dict[str, Place]:
+    def _parameter_records(self) -> dict[str, SiteRecord]:
         return {p.name: p for m in reversed(self.manifests) for p in m.parameters}
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> SiteRecord:
         """Of a site or a parameter, what the manifests say.
 
         Raises:
             KeyError: no manifest has the name.
         """
         found = self.places.get(name)
-        return self._parameter_places[name] if found is None else found
+        return self._parameter_records[name] if found is None else found
 
     @property
     def sites(self) -> list[str]:
         """The names of what was dumped, in model order, each followed by its gradient if that was."""
         passed = set(self.order)
-        both = ((name, name + GRAD) for name in self.places)
+        both = ((name, name + GRADIENT_SUFFIX) for name in self.places)
         return [n for name, grad in both for n in ((name, grad) if grad in passed else (name,))]
 
     @property
     def parameters(self) -> list[str]:
         """The names of the parameters that were dumped, in model order."""
-        return list(self._parameter_places)
+        return list(self._parameter_records)
 
     @cached_property
     def order(self) -> list[str]:
@@ -146,15 +146,15 @@ class OpenDump:
         """
         written = next((w for k, w in self._whole.items() if k[1] == 0 and self.trained(k)), None)
         written = written or next(iter(self._whole.values()), None)
-        return [] if written is None else execution_order(self.files, written, self.places)
+        return [] if written is None else sort_by_execution(self.files, written, self.places)
 
-    def trained(self, which: Pass) -> bool:
+    def trained(self, which: IterationKey) -> bool:
         """Whether gradients were made in an iteration."""
         written = self.written(which)
         path = next(iter(written.paths(next(iter(written.run.coords)))))
         return self.files.open(path).part.index.training
 
-    def _look(self, which: Pass) -> Written | None:
+    def _look(self, which: IterationKey) -> StoredIteration | None:
         """An iteration of the first run that has it whole; no other is looked at."""
         if which not in self._written:
             like = next(reversed(self._written.values()), None)
@@ -166,9 +166,9 @@ class OpenDump:
 
     def __getitem__(self, key: str | tuple[str, int]) -> DumpArray:
         name, call = key if isinstance(key, tuple) else (key, None)
-        found = self._resolved(name)
+        found = self._resolve_site(name)
         if found is None:
-            raise DumpError(f"{self.path} has no site {name!r}{nearest(name, self.sites)}")
+            raise DumpError(f"{self.path} has no site {name!r}{suggest_nearest(name, self.sites)}")
         site, kind = found
         passes = [w for w in self._whole if w[1] == 0]
         if kind == GRADIENT:
@@ -176,10 +176,10 @@ class OpenDump:
         stage = self.places[site].stage
         if call is None and passes:
             self._check_calls(name, site, kind, stage, passes[0])
-        return DumpArray(Activations(self, Which(name, site, kind, call or 0, stage), passes))
+        return DumpArray(ActivationSource(self, StoredTensorKey(name, site, kind, call or 0, stage), passes))
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self._resolved(name) is not None
+        return isinstance(name, str) and self._resolve_site(name) is not None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.sites)
@@ -197,14 +197,14 @@ class OpenDump:
 
     def parameter(self, name: str, gradient: bool = False) -> DumpArray:
         """A parameter, or its gradient, over (iteration, *dims)."""
-        place = self._parameter_places.get(name)
+        place = self._parameter_records.get(name)
         if place is None:
-            raise DumpError(f"{self.path} has no parameter {name!r}{nearest(name, self.parameters)}")
+            raise DumpError(f"{self.path} has no parameter {name!r}{suggest_nearest(name, self.parameters)}")
         passes = [w for w in self._whole if w[1] == 0]
         if gradient:
             passes = [w for w in passes if self.trained(w)]
         kind = PARAMETER_GRADIENT if gradient else PARAMETER
-        return DumpArray(Parameters(self, name, kind, place.stage, passes))
+        return DumpArray(ParameterSource(self, name, kind, place.stage, passes))
 
     # -- rows ------------------------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class OpenDump:
         self,
         sites: str | DumpArray | Sequence[str | DumpArray],
         *,
-        iterations: Sequence[int | Pass] | None = None,
+        iterations: Sequence[int | IterationKey] | None = None,
         tokens: Any = None,
         dtype: torch.dtype | None = None,
     ) -> TokenRows:
@@ -227,7 +227,7 @@ class OpenDump:
         Raises:
             DumpError: a site without samples, or several whose samples or tokens differ.
         """
-        return TokenRows(self._arrays(sites, iterations, tokens), _is_one(sites), dtype)
+        return TokenRows(self._arrays(sites, iterations, tokens), _is_single_site(sites), dtype)
 
     def rows(
         self,
@@ -236,7 +236,7 @@ class OpenDump:
         *,
         shuffle: bool = True,
         seed: int = 0,
-        iterations: Sequence[int | Pass] | None = None,
+        iterations: Sequence[int | IterationKey] | None = None,
         tokens: Any = None,
         dtype: torch.dtype | None = None,
         buffer: int = 1 << 16,
@@ -261,12 +261,12 @@ class OpenDump:
             DumpError: a site without samples, or several whose samples or tokens differ.
         """
         arrays = self._arrays(sites, iterations, tokens)
-        return ShuffledRows(arrays, _is_one(sites), batch_size, shuffle, seed, dtype, buffer, block, part)
+        return ShuffledRows(arrays, _is_single_site(sites), batch_size, shuffle, seed, dtype, buffer, block, part)
 
     def _arrays(
         self,
         sites: str | DumpArray | Sequence[str | DumpArray],
-        iterations: Sequence[int | Pass] | None,
+        iterations: Sequence[int | IterationKey] | None,
         tokens: Any,
     ) -> list[DumpArray]:
         several = [sites] if isinstance(sites, (str, DumpArray)) else list(sites)
@@ -276,19 +276,19 @@ class OpenDump:
         return arrays if tokens is None else [one[:, :, tokens] for one in arrays]
 
     def __reduce__(self) -> Any:
-        return _reopened, (self.path, self.check)
+        return _reopen_dump, (self.path, self.check)
 
     # -- names -----------------------------------------------------------------------------------------
 
-    def _resolved(self, name: str) -> tuple[str, str] | None:
+    def _resolve_site(self, name: str) -> tuple[str, str] | None:
         """A site, and which kind of its tensors; a module's name stands for its output."""
-        for site, kind in ((name, VALUE), (name.removesuffix(GRAD), GRADIENT)):
-            for full in (site, site + OUTPUT):
-                if full in self.places and (kind == VALUE or full + GRAD in self.order):
+        for site, kind in ((name, VALUE), (name.removesuffix(GRADIENT_SUFFIX), GRADIENT)):
+            for full in (site, site + OUTPUT_SUFFIX):
+                if full in self.places and (kind == VALUE or full + GRADIENT_SUFFIX in self.order):
                     return full, kind
         return None
 
-    def _check_calls(self, name: str, site: str, kind: str, stage: int, which: Pass) -> None:
+    def _check_calls(self, name: str, site: str, kind: str, stage: int, which: IterationKey) -> None:
         written = self.written(which)
         calls = {e.call for _, e, _, _ in self.entries(written, site, kind, stage, written.run.replicas[0])}
         if len(calls) > 1:
@@ -299,9 +299,9 @@ class OpenDump:
 
     # -- what the arrays ask ---------------------------------------------------------------------------
 
-    def entries(self, written: Written, site: str, kind: str, stage: int, replica: int) -> list[Found]:
+    def entries(self, written: StoredIteration, site: str, kind: str, stage: int, replica: int) -> list[LocatedShard]:
         """What the ranks of a stage of a replica wrote of a site."""
-        out: list[Found] = []
+        out: list[LocatedShard] = []
         for rank in written.run.ranks(stage, replica):
             coords = written.run.coords[rank]
             for path in written.paths(rank):
@@ -314,16 +314,16 @@ class OpenDump:
                     out += [(part, entry, layout, coords) for entry, layout in several]
         return out
 
-    def nothing(self, name: str, written: Written, stage: int) -> DumpError:
+    def nothing(self, name: str, written: StoredIteration, stage: int) -> DumpError:
         """What there is to say where nothing of a site of a stage is in an iteration."""
-        return NothingPassed(
+        return NoActivationError(
             f"{name}: nothing passed there in {written.describe()}; .at(...) chooses iterations that have it"
         )
 
     def _repr_html_(self) -> str:
-        from megatron_flex.dump.reading.notebook import dump_in_html  # which needs what needs this file
+        from megatron_flex.dump.reader.dump_html import render_dump  # which needs what needs this file
 
-        return dump_in_html(self)
+        return render_dump(self)
 
     def close(self) -> None:
         """Let go of all files."""
@@ -336,9 +336,9 @@ class OpenDump:
         self.close()
 
 
-def _reopened(path: Path, check: Check) -> OpenDump:
+def _reopen_dump(path: Path, check: ChecksumPolicy) -> OpenDump:
     return OpenDump(path, check=check)
 
 
-def _is_one(sites: Any) -> bool:
+def _is_single_site(sites: Any) -> bool:
     return isinstance(sites, (str, DumpArray))

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from megatron_flex.dump.forms import check
-from megatron_flex.dump.selection import Tokens, tokens_from_json
+from megatron_flex.dump.json_form import check_form
+from megatron_flex.dump.selection import TokenSelection, tokens_from_json
 from megatron_flex.errors import DumpError
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class SelectionSettings:
     """What is kept.
 
     Attributes:
@@ -24,13 +24,13 @@ class Selection:
         dtype: of means.
     """
 
-    tokens: Tokens = None
+    tokens: TokenSelection = None
     samples: frozenset[int] | slice | None = None
     mean: bool = False
     dtype: torch.dtype = torch.float32
 
     @staticmethod
-    def of(settings: Mapping[str, Any]) -> Selection:
+    def of(settings: Mapping[str, Any]) -> SelectionSettings:
         """That of the settings of a dump.
 
         Raises:
@@ -40,17 +40,17 @@ class Selection:
         try:
             chosen: frozenset[int] | slice | None = None
             if isinstance(samples, dict):
-                chosen = _slice(samples["slice"])
+                chosen = _parse_slice(samples["slice"])
             elif samples is not None:
                 chosen = frozenset(int(n) for n in samples)
             kept = getattr(torch, str(settings.get("dtype") or "float32"))
             if not isinstance(kept, torch.dtype):
                 raise ValueError(f"dtype {kept!r}")
-            said = settings.get("tokens")
-            if isinstance(said, dict) and "slice" in said:
-                _slice(said["slice"])
-            tokens = tokens_from_json(said)
-            return Selection(tokens, chosen, settings.get("reduce") == "mean", kept)
+            token_setting = settings.get("tokens")
+            if isinstance(token_setting, dict) and "slice" in token_setting:
+                _parse_slice(token_setting["slice"])
+            tokens = tokens_from_json(token_setting)
+            return SelectionSettings(tokens, chosen, settings.get("reduce") == "mean", kept)
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             raise DumpError(f"a manifest's settings of tokens or samples are no dump's: {error!r}") from error
 
@@ -62,9 +62,9 @@ class Selection:
         return self.samples is None or sample in self.samples
 
 
-def _slice(told: Any) -> slice:
+def _parse_slice(values: Any) -> slice:
     """A slice whose ends are integers, and whose step counts upwards."""
-    check(told, ["int|null"])
-    start, stop, step = told
+    check_form(values, ["int|null"])
+    start, stop, step = values
     range(1)[slice(start, stop, step)]
     return slice(start, stop, step)

@@ -18,19 +18,19 @@ from typing import Any, Generic, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.files import REPLICA, Entry, Part, iteration_of, part_of, read_part
-from megatron_flex.dump.layouts import from_json
+from megatron_flex.dump.part_format import REPLICA, ShardEntry, StoredPart, parse_iteration_folder, parse_part_name, read_part
+from megatron_flex.dump.layouts import layout_from_json
 from megatron_flex.errors import DumpError, LayoutError
-from megatron_flex.layout import Coords, Layout, Where, take
+from megatron_flex.layout import Coords, Layout, RegionIndex, take_entries
 
-Check = Literal["first", "whole", "never"]
-MOST_OPEN = 256  # files that are mapped at once; a process may have some thousand open
+ChecksumPolicy = Literal["first", "whole", "never"]
+MOST_OPEN_FILES = 256  # files that are mapped at once; a process may have some thousand open
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
-Found = tuple[Part, Entry, Layout, Coords]  # an entry, the part that has it, and the rank's coordinates
+LocatedShard = tuple[StoredPart, ShardEntry, Layout, Coords]  # an entry, the part that has it, and the rank's coordinates
 
 
-class Kept(Generic[K, V]):
+class WeightedCache(Generic[K, V]):
     """The values that were asked for last, up to a total weight."""
 
     def __init__(self, most: int) -> None:
@@ -66,7 +66,7 @@ class Kept(Generic[K, V]):
             self._weight = 0
 
 
-class Opened:
+class IndexedPart:
     """A part whose header was read.
 
     Attributes:
@@ -76,17 +76,17 @@ class Opened:
     """
 
     def __init__(self, path: Path) -> None:
-        self.part: Part = read_part(path)
-        self.by: dict[tuple[str, str], tuple[Part, list[tuple[Entry, Layout]]]] = {}
+        self.part: StoredPart = read_part(path)
+        self.by: dict[tuple[str, str], tuple[StoredPart, list[tuple[ShardEntry, Layout]]]] = {}
         index = self.part.index
         bare = replace(index, layouts=(), entries=())
         try:
-            layouts = [layout_of(json.dumps(told)) for told in index.layouts]
+            layouts = [parse_layout_text(json.dumps(told)) for told in index.layouts]
             for entry in index.entries:
                 layout = layouts[entry.layout]
                 if entry.layout < 0 or len(entry.shape) != len(layout.dims):
                     raise LayoutError(f"{entry.tensor[:80]} of shape {entry.shape} in {layout.describe()}")
-                part, several = self.by.setdefault((entry.site, entry.kind), (Part(path, bare, {}), []))
+                part, several = self.by.setdefault((entry.site, entry.kind), (StoredPart(path, bare, {}), []))
                 several.append((entry, layout))
                 if entry.kind != REPLICA:
                     cast(dict[str, Any], part.where)[entry.tensor] = self.part.where[entry.tensor]
@@ -95,12 +95,12 @@ class Opened:
 
 
 @lru_cache(4096)
-def layout_of(told: str) -> Layout:
+def parse_layout_text(told: str) -> Layout:
     """A layout, from JSON's text."""
-    return from_json(json.loads(told))
+    return layout_from_json(json.loads(told))
 
 
-class Files:
+class PartFiles:
     """The parts of a dump, opened as they are needed.
 
     Args:
@@ -115,14 +115,14 @@ class Files:
     """
 
     def __init__(
-        self, check: Check = "whole", most_open: int = MOST_OPEN, most_entries: int = 1 << 18
+        self, check: ChecksumPolicy = "whole", most_open: int = MOST_OPEN_FILES, most_entries: int = 1 << 18
     ) -> None:
         if check not in ("first", "whole", "never"):
             raise DumpError(f"check={check!r} is none of first, whole, never")
         self.check = check
         self.bytes_read = self.opened = 0
-        self._maps: Kept[Path, mmap.mmap] = Kept(most_open)
-        self._headers: Kept[Path, Opened] = Kept(most_entries)
+        self._maps: WeightedCache[Path, mmap.mmap] = WeightedCache(most_open)
+        self._headers: WeightedCache[Path, IndexedPart] = WeightedCache(most_entries)
         self._checked: set[tuple[Path, str]] = set()
 
     @property
@@ -130,20 +130,20 @@ class Files:
         """How many files are mapped."""
         return len(self._maps)
 
-    def open(self, path: Path) -> Opened:
+    def open(self, path: Path) -> IndexedPart:
         """The header of a part."""
 
-        def make() -> Opened:
+        def make() -> IndexedPart:
             self.opened += 1
-            return _opened(path)
+            return _index_part(path)
 
         return self._headers.get(path, make, lambda o: 1 + len(o.part.index.entries))
 
-    def read(self, part: Part, entry: Entry, where: Where) -> Tensor:
+    def read(self, part: StoredPart, entry: ShardEntry, where: RegionIndex) -> Tensor:
         """Copy entries of a shard, as it is stored: like `view`, and a tensor of its own."""
         return self.view(part, entry, where).clone(memory_format=torch.contiguous_format)
 
-    def view(self, part: Part, entry: Entry, where: Where) -> Tensor:
+    def view(self, part: StoredPart, entry: ShardEntry, where: RegionIndex) -> Tensor:
         """Entries of a shard, as it is stored; nothing is read of what ranges leave out.
 
         Args:
@@ -161,7 +161,7 @@ class Files:
             raise DumpError(f"{part.path}: {entry.site} is there as a checksum only")
         dtype, shape, start, size = part.where[entry.tensor]
         if size == 0:
-            return take(torch.empty(shape, dtype=dtype), where)
+            return take_entries(torch.empty(shape, dtype=dtype), where)
         mapped = self._map(part, start, size)
         stored = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=start)
         whole = prod(len(index) for index in where) == prod(shape)
@@ -171,11 +171,11 @@ class Files:
             stored = stored.clone()
         small = dtype.itemsize == 1 and dtype is not torch.bool  # not every function knows 8-bit floats
         tensor = stored.view(torch.uint8 if small else dtype).reshape(shape)
-        out = take(tensor, where)
+        out = take_entries(tensor, where)
         self.bytes_read += out.nbytes
         return out.view(dtype) if small else out
 
-    def verify(self, part: Part, entry: Entry) -> None:
+    def verify(self, part: StoredPart, entry: ShardEntry) -> None:
         """Compare a shard's bytes with its checksum, if that was not done before.
 
         Raises:
@@ -197,8 +197,8 @@ class Files:
             )
         self._checked.add(key)
 
-    def _map(self, part: Part, start: int, size: int) -> mmap.mmap:
-        mapped = self._maps.get(part.path, lambda: _mapped(part.path))
+    def _map(self, part: StoredPart, start: int, size: int) -> mmap.mmap:
+        mapped = self._maps.get(part.path, lambda: _map_part_file(part.path))
         if mapped.size() < start + size or len(mapped) < start + size:
             # reading behind a file's end kills the process
             raise DumpError(f"{part.path}: has shrunk to {mapped.size()} bytes since it was opened")
@@ -210,9 +210,9 @@ class Files:
         self._headers.clear()
 
 
-def _opened(path: Path) -> Opened:
+def _index_part(path: Path) -> IndexedPart:
     """The header of a part, which must be of the rank and iteration that its name has."""
-    opened, named = Opened(path), (iteration_of(path.parent.name), part_of(path.name))
+    opened, named = IndexedPart(path), (parse_iteration_folder(path.parent.name), parse_part_name(path.name))
     index = opened.part.index
     told = (index.iteration, index.run_of), (index.rank, index.part, index.parts)
     if told != named:
@@ -220,7 +220,7 @@ def _opened(path: Path) -> Opened:
     return opened
 
 
-def _mapped(path: Path) -> mmap.mmap:
+def _map_part_file(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as file:
             # a private mapping that nobody writes to: torch warns of memory that is read-only

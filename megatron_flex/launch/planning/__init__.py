@@ -21,23 +21,23 @@ for row in told.rows(): ...
 told.slowest.seconds; told.to_json()
 """
 
-from megatron_flex.costs import Cost, Costs, Links, PlannedHook, RankCost, Traffic
-from megatron_flex.dump.plan import Plan, PlannedRank, PlannedSite
-from megatron_flex.dump.words import in_bytes
+from megatron_flex.costs import HookEstimate, RunEstimate, Links, PlannedHook, RankEstimate, Traffic
+from megatron_flex.dump.plan import DumpEstimate, RankDumpEstimate, SiteDumpEstimate
+from megatron_flex.dump.words import format_bytes
 from megatron_flex.launch.planning.hooked import costs
 from megatron_flex.launch.planning.planning import plan
 
 __all__ = [
-    "Cost",
-    "Costs",
+    "HookEstimate",
+    "RunEstimate",
     "Links",
-    "Plan",
+    "DumpEstimate",
     "PlannedHook",
-    "PlannedRank",
-    "PlannedSite",
-    "RankCost",
+    "RankDumpEstimate",
+    "SiteDumpEstimate",
+    "RankEstimate",
     "Traffic",
     "costs",
-    "in_bytes",
+    "format_bytes",
     "plan",
 ]

@@ -7,25 +7,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 from megatron_flex import cpu
-from megatron_flex.adapters.megatron_core.dispatch import Rows
-from megatron_flex.costs import Cost, Costs, Links, PlannedHook, costs_of, edit_said, read_said
-from megatron_flex.costs.standing import dumped, measured
+from megatron_flex.adapters.megatron_core.dispatch import ExpertRows
+from megatron_flex.costs import HookEstimate, RunEstimate, Links, PlannedHook, estimate_run, parse_edit_hook, parse_read_hook
+from megatron_flex.costs.session_estimate import estimate_registered_dump, estimate_statistics
 from megatron_flex.dump import Dump
-from megatron_flex.dump.plan import Held
+from megatron_flex.dump.plan import EstimatedTensor
 from megatron_flex.errors import SiteError
-from megatron_flex.launch.planning.arguments import Config, arguments
-from megatron_flex.launch.planning.model import Whole, built, quiet
-from megatron_flex.launch.planning.planning import Run, changes, chosen_sites, microbatches_of
+from megatron_flex.launch.planning.megatron_arguments import RunConfig, parse_arguments
+from megatron_flex.launch.planning.meta_model import ModelDescription, describe_model, silence_megatron
+from megatron_flex.launch.planning.planning import TensorSizes, collect_overrides, select_planned_sites, count_microbatches
 from megatron_flex.sites import Site, SiteTable
 from megatron_flex.statistics import Statistics
-from megatron_flex.statistics.measured import Kind
-from megatron_flex.statistics.table import Entry, Table
+from megatron_flex.statistics.measured import StatisticsKind
+from megatron_flex.statistics.table import MomentEntry, MomentTable
 
-ROWS = "its rows go where the router sends them, which only the data tell"
+ROUTED_ROWS_REASON = "its rows go where the router sends them, which only the data tell"
 
 
 def costs(
-    config: Config,
+    config: RunConfig,
     *,
     read: Sequence[str | PlannedHook] | str = (),
     edit: Sequence[str | PlannedHook] | str = (),
@@ -37,7 +37,7 @@ def costs(
     links: Links | None = None,
     dump: Dump | None = None,
     statistics: Statistics | None = None,
-) -> Costs:
+) -> RunEstimate:
     """Say what hooks would cost in a Megatron run: bytes by link, collectives, memory, seconds.
 
     The model is built by Megatron on meta tensors, in a process that has no process groups yet and keeps
@@ -56,51 +56,51 @@ def costs(
         FlexError: the configuration cannot be; a pattern matches nothing, or only what cannot be had; a hook
             is not well said or cannot stand there; the process has groups already.
     """
-    hooks = [*_meant(read, read_said), *_meant(edit, edit_said)]
-    with cpu.runtime(force=True), quiet():
-        args = arguments(config, changes(mesh, world_size, sequence_length, micro_batch_size))
-        whole = built(args)
+    hooks = [*_parse_planned_hooks(read, parse_read_hook), *_parse_planned_hooks(edit, parse_edit_hook)]
+    with cpu.runtime(force=True), silence_megatron():
+        args = parse_arguments(config, collect_overrides(mesh, world_size, sequence_length, micro_batch_size))
+        description = describe_model(args)
     uncounted: dict[str, str] = {}
-    number, links = microbatches_of(args, microbatches), links or Links()
-    found = list(_standing(hooks, whole, args, number, uncounted))
-    more: list[Cost] = []
+    number, links = count_microbatches(args, microbatches), links or Links()
+    found = list(_match_hooks_to_tensors(hooks, description, args, number, uncounted))
+    more: list[HookEstimate] = []
     if dump is not None:
-        taken = Run(whole, args, number, dump).activations(chosen_sites(whole.sites, dump.sites))
-        more += dumped(dump, list(taken), whole.mesh)
+        tensors = TensorSizes(description, args, number, dump).activations(select_planned_sites(description.sites, dump.sites))
+        more += estimate_registered_dump(dump, list(tensors), description.mesh)
     if statistics is not None:
-        more.append(_measured(statistics, whole, links))
-    return costs_of(whole.mesh, found, links, uncounted, whole.config.num_attention_heads, more)
+        more.append(_cost_of_statistics(statistics, description, links))
+    return estimate_run(description.mesh, found, links, uncounted, description.config.num_attention_heads, more)
 
 
-def _measured(statistics: Statistics, whole: Whole, links: Links) -> Cost:
+def _cost_of_statistics(statistics: Statistics, description: ModelDescription, links: Links) -> HookEstimate:
     """What statistics of sites cost."""
-    sites = [s for s in chosen_sites(whole.sites, statistics.sites) if not s.hidden]
-    kinds: list[Kind] = ["value", "gradient"] if statistics.gradients else ["value"]
-    entries = tuple(Entry(s.name, kind, s.stage) for s in sites for kind in kinds)
-    ranks = prod(a.size for a in whole.mesh if a.name != "pp")
-    table = Table(entries, ranks, statistics.histogram)
-    return measured(f"statistics in {statistics.path}", table.sends, whole.mesh, links)
+    sites = [s for s in select_planned_sites(description.sites, statistics.sites) if not s.hidden]
+    kinds: list[StatisticsKind] = ["value", "gradient"] if statistics.gradients else ["value"]
+    entries = tuple(MomentEntry(s.name, kind, s.stage) for s in sites for kind in kinds)
+    ranks = prod(a.size for a in description.mesh if a.name != "pp")
+    table = MomentTable(entries, ranks, statistics.histogram)
+    return estimate_statistics(f"statistics in {statistics.path}", table.sends, description.mesh, links)
 
 
-def _meant(said: Sequence[str | PlannedHook] | str, understood: object) -> list[PlannedHook]:
+def _parse_planned_hooks(said: Sequence[str | PlannedHook] | str, understood: object) -> list[PlannedHook]:
     assert callable(understood)
     words = [said] if isinstance(said, str) else said
     return [understood(w) if isinstance(w, str) else w for w in words]
 
 
-def _standing(
+def _match_hooks_to_tensors(
     hooks: Iterable[PlannedHook],
-    whole: Whole,
+    description: ModelDescription,
     args: argparse.Namespace,
     microbatches: int,
     uncounted: dict[str, str],
-) -> Iterator[tuple[PlannedHook, Site, Held]]:
+) -> Iterator[tuple[PlannedHook, Site, EstimatedTensor]]:
     """Each hook at each tensor that it means and of which the configuration tells the size."""
-    table = SiteTable(whole.sites)
-    run = Run(whole, args, microbatches, Dump("", "**", gradients=True))
+    table = SiteTable(description.sites)
+    run = TensorSizes(description, args, microbatches, Dump("", "**", gradients=True))
     for hook in hooks:
         sites = table.match(hook.pattern, "output")
-        bars = {s.name: ROWS if isinstance(s.tap, Rows) else s.hidden for s in sites}
+        bars = {s.name: ROUTED_ROWS_REASON if isinstance(s.tap, ExpertRows) else s.hidden for s in sites}
         there = [s for s in sites if not bars[s.name]]
         if not there:
             raise SiteError(f"{sites[0].name}: no cost can be told of it: {bars[sites[0].name]}")

@@ -5,16 +5,16 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from megatron_flex.collectives import everyone
+from megatron_flex.collectives import gather_objects
 from megatron_flex.dump import Dump
-from megatron_flex.dump.plan import Held, Plan, plan_of
-from megatron_flex.launch.agreeing import together
-from megatron_flex.launch.planning.model import Whole
-from megatron_flex.launch.planning.planning import Run, chosen_parameters, chosen_sites, microbatches_of
+from megatron_flex.dump.plan import EstimatedTensor, DumpEstimate, estimate_dump
+from megatron_flex.launch.agreeing import run_or_raise_on_all
+from megatron_flex.launch.planning.meta_model import ModelDescription
+from megatron_flex.launch.planning.planning import TensorSizes, select_planned_parameters, select_planned_sites, count_microbatches
 from megatron_flex.model import FlexModel
 
 
-def plan_of_run(flex: FlexModel, args: Namespace, dump: Dump) -> Plan:
+def plan_live_run(flex: FlexModel, args: Namespace, dump: Dump) -> DumpEstimate:
     """Say what a dump would write. Collective over the mesh; the same on all ranks.
 
     Args:
@@ -28,25 +28,25 @@ def plan_of_run(flex: FlexModel, args: Namespace, dump: Dump) -> Plan:
     """
     session = flex.session
     mesh, own = session.mesh, session.standing.own
-    chosen = chosen_sites(list(session.sites), dump.sites)
+    chosen = select_planned_sites(list(session.sites), dump.sites)
     here = session.adapter.parameters()
     all_parameters = [p for held in session.survey.sites.values() for p in held]
-    wanted = {p.name for p in chosen_parameters(all_parameters, dump.parameters)}
+    wanted = {p.name for p in select_planned_parameters(all_parameters, dump.parameters)}
     numbers = range(args.iteration, args.train_iters or 0)
-    run = Run(
-        _whole(flex), args, sum(dump.wants_microbatch(n) for n in range(microbatches_of(args, None))), dump
+    run = TensorSizes(
+        _describe_live_model(flex), args, sum(dump.wants_microbatch(n) for n in range(count_microbatches(args, None))), dump
     )
 
-    def ask() -> list[Held]:
+    def ask() -> list[EstimatedTensor]:
         mine = [own[s.name] for s in chosen if s.name in own]
         return [*run.activations(mine), *run.parameters(p for p in here if p.name in wanted)]
 
-    told = everyone(together(mesh, ask), mesh, [a.name for a in mesh])
-    held: dict[tuple[str, str], Held] = {}
-    for tensor in (t for tensors in told for t in tensors):
+    tensors_of_ranks = gather_objects(run_or_raise_on_all(mesh, ask), mesh, [a.name for a in mesh])
+    held: dict[tuple[str, str], EstimatedTensor] = {}
+    for tensor in (t for tensors in tensors_of_ranks for t in tensors):
         held.setdefault((tensor.name, tensor.kind), tensor)
     places = {name: n for n, name in enumerate([s.name for s in chosen] + [p.name for p in all_parameters])}
-    return plan_of(
+    return estimate_dump(
         mesh,
         sorted(held.values(), key=lambda t: places[t.name]),
         tokens=dump.tokens,
@@ -58,8 +58,8 @@ def plan_of_run(flex: FlexModel, args: Namespace, dump: Dump) -> Plan:
     )
 
 
-def _whole(flex: FlexModel) -> Whole:
+def _describe_live_model(flex: FlexModel) -> ModelDescription:
     """The model as plans know it."""
     chunks: Any = [m for chunk in flex.chunks for m in chunk.modules() if hasattr(m, "config")]
     padded = max((int(getattr(m, "vocab_size", 0)) for m in chunks), default=0)
-    return Whole(flex.session.mesh, chunks[0].config, padded)
+    return ModelDescription(flex.session.mesh, chunks[0].config, padded)

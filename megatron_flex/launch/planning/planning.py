@@ -11,25 +11,25 @@ import torch
 
 from megatron_flex import cpu
 from megatron_flex.adapters import ParameterSite
-from megatron_flex.adapters.megatron_core.dispatch import Rows
+from megatron_flex.adapters.megatron_core.dispatch import ExpertRows
 from megatron_flex.dump import Dump
-from megatron_flex.dump.plan import Held, Plan, local_shape, plan_of
-from megatron_flex.errors import FlexError, nearest
-from megatron_flex.launch.planning.arguments import SIZES, Config, arguments
-from megatron_flex.launch.planning.model import Whole, built, quiet
+from megatron_flex.dump.plan import EstimatedTensor, DumpEstimate, compute_local_shape, estimate_dump
+from megatron_flex.errors import FlexError, suggest_nearest
+from megatron_flex.launch.planning.megatron_arguments import AXIS_ARGUMENTS, RunConfig, parse_arguments
+from megatron_flex.launch.planning.meta_model import ModelDescription, describe_model, silence_megatron
 from megatron_flex.sites import Pattern, Site, SiteTable
 
-WHOLE_NUMBERS = {"map": torch.bool, "indices": torch.int64}  # points of a layer of experts
-RESIDUAL = re.compile(
+INTEGER_DTYPES = {"map": torch.bool, "indices": torch.int64}  # points of a layer of experts
+RESIDUAL_NAMES = re.compile(
     r"embedding:output|decoder\.layers\.\d+(:(input|mid|output)|\.(input_layernorm|pre_mlp_layernorm|norm):input)"
     r"|decoder\.final_(layernorm|norm):input"
 )
-ROUTED = (("router", "logits"), ("router", "probs"), ("experts", "weights"))
-ROUTER = {"fp32": torch.float32, "fp64": torch.float64}
+ROUTER_POINTS = (("router", "logits"), ("router", "probs"), ("experts", "weights"))
+ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 def plan(
-    config: Config,
+    config: RunConfig,
     sites: Sequence[Pattern] | Pattern = (),
     *,
     mesh: Mapping[str, int] | None = None,
@@ -46,7 +46,7 @@ def plan(
     iterations: int | None = None,
     disk_bytes_per_second: float | None = None,
     part_bytes: int = 256 << 20,
-) -> Plan:
+) -> DumpEstimate:
     """Say what a dump of a Megatron run would write.
 
     The model is built by Megatron on meta tensors, stage by stage, in a process that has no process groups
@@ -66,17 +66,17 @@ def plan(
         FlexError: the configuration cannot be; a pattern matches nothing, or only what cannot be had; the
             process has groups already.
     """
-    share, kept = _fraction(tokens)
+    share, kept = _split_token_fraction(tokens)
     how: dict[str, Any] = {"every": every, "tokens": kept, "reduce": reduce, "dtype": dtype}
     dump = Dump("", sites, parameters=parameters, part_bytes=part_bytes, gradients=gradients, **how)
-    with cpu.runtime(force=True), quiet():
-        args = arguments(config, changes(mesh, world_size, sequence_length, micro_batch_size))
-        whole = built(args)
-    chosen = chosen_sites(whole.sites, dump.sites)
-    run = Run(whole, args, microbatches_of(args, microbatches), dump)
-    return plan_of(
+    with cpu.runtime(force=True), silence_megatron():
+        args = parse_arguments(config, collect_overrides(mesh, world_size, sequence_length, micro_batch_size))
+        whole = describe_model(args)
+    chosen = select_planned_sites(whole.sites, dump.sites)
+    run = TensorSizes(whole, args, count_microbatches(args, microbatches), dump)
+    return estimate_dump(
         whole.mesh,
-        [*run.activations(chosen), *run.parameters(chosen_parameters(whole.parameters, dump.parameters))],
+        [*run.activations(chosen), *run.parameters(select_planned_parameters(whole.parameters, dump.parameters))],
         tokens=dump.tokens if share is None else share,
         reduce=reduce,
         every=every,
@@ -87,7 +87,7 @@ def plan(
     )
 
 
-def _fraction(tokens: Any) -> tuple[float | None, Any]:
+def _split_token_fraction(tokens: Any) -> tuple[float | None, Any]:
     """A fraction of the tokens, or else what Dump takes."""
     if not isinstance(tokens, float):
         return None, tokens
@@ -96,7 +96,7 @@ def _fraction(tokens: Any) -> tuple[float | None, Any]:
     return tokens, None
 
 
-def changes(
+def collect_overrides(
     mesh: Mapping[str, int] | None, world: int | None, length: int | None, size: int | None
 ) -> dict[str, Any]:
     """Megatron's names of what counts instead of the config's.
@@ -105,29 +105,29 @@ def changes(
         FlexError: an axis that no mesh has.
     """
     for axis in mesh or {}:
-        if axis not in SIZES:
+        if axis not in AXIS_ARGUMENTS:
             raise FlexError(
-                f"mesh has no axis {axis!r}{nearest(axis, SIZES)}; its axes are {', '.join(SIZES)}"
+                f"mesh has no axis {axis!r}{suggest_nearest(axis, AXIS_ARGUMENTS)}; its axes are {', '.join(AXIS_ARGUMENTS)}"
             )
     lengths = {"seq_length": length, "max_position_embeddings": length, "micro_batch_size": size}
     return {**(mesh or {}), "world_size": world, **lengths}
 
 
-def microbatches_of(args: argparse.Namespace, said: int | None) -> int:
+def count_microbatches(args: argparse.Namespace, requested: int | None) -> int:
     """How many each data parallel rank dumps."""
     samples = args.micro_batch_size * args.data_parallel_size
     there = int(args.global_batch_size // samples)
-    if said is not None and not 1 <= said <= there:
-        raise FlexError(f"microbatches={said}: an iteration has {there} on each data parallel rank")
-    return there if said is None else said
+    if requested is not None and not 1 <= requested <= there:
+        raise FlexError(f"microbatches={requested}: an iteration has {there} on each data parallel rank")
+    return there if requested is None else requested
 
 
-def _is_residual(site: Site) -> bool:
+def _is_on_residual_stream(site: Site) -> bool:
     """Whether it is on the residual stream itself, not on what is added to it."""
-    return bool(RESIDUAL.fullmatch(site.name))
+    return bool(RESIDUAL_NAMES.fullmatch(site.name))
 
 
-def chosen_sites(sites: list[Site], patterns: Iterable[Pattern]) -> list[Site]:
+def select_planned_sites(sites: list[Site], patterns: Iterable[Pattern]) -> list[Site]:
     """Those meant, and hidden ones beside them; what the run would refuse is refused here."""
     table = SiteTable(sites)
     names: set[str] = set()
@@ -144,32 +144,32 @@ def _is_glob(pattern: Pattern) -> bool:
     return not isinstance(pattern, str) or re.search(r"[*?\[]", pattern) is not None
 
 
-def chosen_parameters(found: list[ParameterSite], patterns: Sequence[Pattern]) -> list[ParameterSite]:
+def select_planned_parameters(found: list[ParameterSite], patterns: Sequence[Pattern]) -> list[ParameterSite]:
     """Those meant; without copies of others that are among them."""
     as_sites = SiteTable(Site(p.name, p.layout, p.shape) for p in {p.name: p for p in found}.values())
     names = {s.name for pattern in patterns for s in as_sites.match(pattern)}
     return [p for p in found if p.name in names and p.copy_of not in names]
 
 
-class Run:
+class TensorSizes:
     """Sizes of tensors in one run."""
 
-    def __init__(self, whole: Whole, args: argparse.Namespace, microbatches: int, dump: Dump) -> None:
+    def __init__(self, whole: ModelDescription, args: argparse.Namespace, microbatches: int, dump: Dump) -> None:
         self.whole, self.args, self.microbatches, self.gradients = whole, args, microbatches, dump.gradients
         self.cast, self.config, self.sizes = dump.dtype, whole.config, dict(whole.mesh.sizes)
         self.lengths = {"s": args.seq_length, "b": args.micro_batch_size}
         self.lengths["heads"] = getattr(self.config, "linear_num_value_heads", None) or 0
 
-    def activations(self, sites: Iterable[Site]) -> Iterator[Held]:
+    def activations(self, sites: Iterable[Site]) -> Iterator[EstimatedTensor]:
         """What passes at sites, and its gradients."""
         for site in sites:
             if site.hidden:
                 continue
-            held = self._rows(site) if isinstance(site.tap, Rows) else self._dense(site)
+            held = self._rows(site) if isinstance(site.tap, ExpertRows) else self._dense(site)
             dtype = self.dtype(site)
             for kind in ("value", "gradient") if self.gradients and dtype.is_floating_point else ("value",):
                 layout = held["layout"].gradient() if kind == "gradient" else held["layout"]
-                yield Held(
+                yield EstimatedTensor(
                     **{**held, "layout": layout},
                     name=site.name,
                     kind=kind,
@@ -180,7 +180,7 @@ class Run:
                     times=self.microbatches * self._calls(site),
                 )
 
-    def parameters(self, found: Iterable[ParameterSite]) -> Iterator[Held]:
+    def parameters(self, found: Iterable[ParameterSite]) -> Iterator[EstimatedTensor]:
         """Parameters when the step is over, and their reduced gradients."""
         for p in found:
             assert p.parameter is not None or p.owner, "one rank sees all parameters but other ranks' experts"
@@ -191,7 +191,7 @@ class Run:
                 kept = getattr(self.args, "accumulate_allreduce_grads_in_fp32", False)
                 kinds["parameter_gradient"] = torch.float32 if kept else dtype
             for kind, own in kinds.items():
-                yield Held(
+                yield EstimatedTensor(
                     name=p.name,
                     kind=kind,
                     layout=p.layout,
@@ -210,7 +210,7 @@ class Run:
             return tuple(p.local)
         if p.parameter is not None:
             return tuple(p.parameter.shape)
-        return local_shape(p.layout, p.shape, self.sizes)
+        return compute_local_shape(p.layout, p.shape, self.sizes)
 
     def _dense(self, site: Site) -> dict[str, Any]:
         """A tensor of all tokens."""
@@ -219,16 +219,16 @@ class Run:
             self.whole.padded_vocabulary if name == "v" and site.module == "output_layer" else n
             for name, n in zip(site.dims, shape, strict=True)
         )
-        return {"layout": site.layout, "shape": shape, "local": local_shape(site.layout, padded, self.sizes)}
+        return {"layout": site.layout, "shape": shape, "local": compute_local_shape(site.layout, padded, self.sizes)}
 
-    def _length(self, site: Site, told: int | str) -> int:
-        if isinstance(told, int):
-            return told
-        times = re.fullmatch(r"(\d*)([a-z]+)", told)
+    def _length(self, site: Site, dim_length: int | str) -> int:
+        if isinstance(dim_length, int):
+            return dim_length
+        times = re.fullmatch(r"(\d*)([a-z]+)", dim_length)
         if times and self.lengths.get(times[2]):
             return int(times[1] or 1) * int(self.lengths[times[2]])
         raise FlexError(
-            f"{site.name}: the length of its dim {told!r} follows from no configuration; leave it out"
+            f"{site.name}: the length of its dim {dim_length!r} follows from no configuration; leave it out"
         )
 
     def _rows(self, site: Site) -> dict[str, Any]:
@@ -273,14 +273,14 @@ class Run:
         """What a tensor has in the model."""
         config, own = self.config, self.config.params_dtype
         role = site.module.rpartition(".")[2]
-        if role in ("router", "experts") and site.point in WHOLE_NUMBERS:
-            return WHOLE_NUMBERS[site.point]
+        if role in ("router", "experts") and site.point in INTEGER_DTYPES:
+            return INTEGER_DTYPES[site.point]
         if site.name == "loss:output":
             return own if self.args.fp16_lm_cross_entropy else torch.float32
-        if (role, site.point) in ROUTED and getattr(config, "moe_router_dtype", None) is not None:
-            return ROUTER[config.moe_router_dtype]
+        if (role, site.point) in ROUTER_POINTS and getattr(config, "moe_router_dtype", None) is not None:
+            return ROUTER_DTYPES[config.moe_router_dtype]
         if (role, site.point) == ("self_attention", "g") or (
-            getattr(config, "fp32_residual_connection", False) and _is_residual(site)
+            getattr(config, "fp32_residual_connection", False) and _is_on_residual_stream(site)
         ):
             return torch.float32
         assert isinstance(own, torch.dtype), "Megatron's parameters have one dtype"

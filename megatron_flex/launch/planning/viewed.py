@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron_flex import cpu
-from megatron_flex.adapters.megatron_core.dispatch import Rows
+from megatron_flex.adapters.megatron_core.dispatch import ExpertRows
 from megatron_flex.costs import Links
 from megatron_flex.dump import Dump
-from megatron_flex.dump.plan import Held
+from megatron_flex.dump.plan import EstimatedTensor
 from megatron_flex.errors import FlexError
-from megatron_flex.launch.planning.arguments import Config, arguments
-from megatron_flex.launch.planning.hooked import ROWS
-from megatron_flex.launch.planning.model import built, quiet
-from megatron_flex.launch.planning.planning import Run, changes
-from megatron_flex.page import Page, of_sizes
-from megatron_flex.page.pricing import prices
+from megatron_flex.launch.planning.megatron_arguments import RunConfig, parse_arguments
+from megatron_flex.launch.planning.hooked import ROUTED_ROWS_REASON
+from megatron_flex.launch.planning.meta_model import describe_model, silence_megatron
+from megatron_flex.launch.planning.planning import TensorSizes, collect_overrides
+from megatron_flex.page import Page, grid_of_sizes
+from megatron_flex.page.site_estimates import estimate_sites
 from megatron_flex.sites import Pattern, Site, SiteTable
 
 
-def viewed(
-    config: Config,
+def make_configuration_page(
+    config: RunConfig,
     *,
     match: Pattern = "**",
     mesh: Mapping[str, int] | None = None,
@@ -41,16 +41,16 @@ def viewed(
     Raises:
         FlexError: the configuration cannot be; the process has groups already; the pattern matches nothing.
     """
-    with cpu.runtime(force=True), quiet():
-        args = arguments(config, changes(mesh, world_size, None, None))
-        whole = built(args)
-    sites = SiteTable(whole.sites).match(match)
-    run = Run(whole, args, 1, Dump("", "**"))
-    known: dict[object, Held | str] = {}
+    with cpu.runtime(force=True), silence_megatron():
+        args = parse_arguments(config, collect_overrides(mesh, world_size, None, None))
+        description = describe_model(args)
+    sites = SiteTable(description.sites).match(match)
+    run = TensorSizes(description, args, 1, Dump("", "**"))
+    known: dict[object, EstimatedTensor | str] = {}
 
-    def held(site: Site) -> Held | str:
-        if isinstance(site.tap, Rows):
-            return ROWS
+    def held(site: Site) -> EstimatedTensor | str:
+        if isinstance(site.tap, ExpertRows):
+            return ROUTED_ROWS_REASON
         key = (site.module.rpartition(".")[2], site.point, site.layout, site.shape)
         if key not in known:
             try:
@@ -59,8 +59,8 @@ def viewed(
                 known[key] = str(error)
         return known[key]
 
-    sizes = {axes: {a.name: a.size for a in getattr(whole.mesh, axes)} for axes in ("axes", "experts")}
-    grid = of_sizes(sizes["axes"], sizes["experts"])
-    told = title or f"{args.num_layers or sum(whole.layers.values())} layers × {whole.config.hidden_size}"
-    costs = prices(sites, held, grid, links)
-    return Page(told, grid, [s.remote() for s in sites], costs=costs)
+    sizes = {axes: {a.name: a.size for a in getattr(description.mesh, axes)} for axes in ("axes", "experts")}
+    grid = grid_of_sizes(sizes["axes"], sizes["experts"])
+    heading = title or f"{args.num_layers or sum(description.layers.values())} layers × {description.config.hidden_size}"
+    costs = estimate_sites(sites, held, grid, links)
+    return Page(heading, grid, [s.remote() for s in sites], costs=costs)

@@ -9,26 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.collectives import gather_whole
+from megatron_flex.collectives import gather_full
 from megatron_flex.errors import described
 from megatron_flex.runtime.captures import Key
-from megatron_flex.runtime.editing import call_editing
-from megatron_flex.runtime.firing import Firing
-from megatron_flex.runtime.hooks import HookFunction, name_of
-from megatron_flex.runtime.locally import Way
-from megatron_flex.runtime.streams import same_stream
+from megatron_flex.runtime.editing import call_editing_function
+from megatron_flex.runtime.firing import HookDispatcher
+from megatron_flex.runtime.hooks import HookFunction, describe_edit
+from megatron_flex.runtime.local_edits import LocalEditPlan
+from megatron_flex.runtime.streams import seed_generators
 
-BOUND = 1e-5  # of the greatest entry: sums over ranks are summed in another order
+ROUNDING_BOUND = 1e-5  # of the greatest entry: sums over ranks are summed in another order
 
 
-class Comparing:
+class LocalEditCheck:
     """Listens to a Firing until it is taken out.
 
     Attributes:
         found: what is wrong, the same on all ranks that hold a tensor.
     """
 
-    def __init__(self, firing: Firing) -> None:
+    def __init__(self, firing: HookDispatcher) -> None:
         self._firing = firing
         self.found: list[str] = []
         firing.compared = self.compare
@@ -38,27 +38,27 @@ class Comparing:
         self._firing.compared = None
 
     def compare(
-        self, hooks: list[HookFunction], key: Key, module: Any, local: Tensor, way: Way, out: Tensor
+        self, hooks: list[HookFunction], key: Key, module: Any, local: Tensor, plan: LocalEditPlan, out: Tensor
     ) -> None:
         """Edit the whole too, and note if the parts make another one. Collective over who holds a part."""
         firing, editing = self._firing, self._firing.editing
         if firing.clock.replaying() and not hooks[0].backward:
             return
         with torch.no_grad():
-            whole = gather_whole(local.detach(), way.layout, firing.mesh)
-            got = gather_whole(out.detach(), way.layout, firing.mesh)
-            words = " | ".join(name_of(e) for e in way.given.values())
+            full = gather_full(local.detach(), plan.layout, firing.mesh)
+            got = gather_full(out.detach(), plan.layout, firing.mesh)
+            words = " | ".join(describe_edit(e) for e in plan.given.values())
             try:
                 for index, hook in enumerate(hooks):
-                    if hook in way.edits and not editing.skipping.was_left_out(key, index):
+                    if hook in plan.edits and not editing.skipping.was_skipped(key, index):
                         find = partial(hook.editing_at, key)
-                        with same_stream(key, index, whole):
-                            whole = call_editing(find, module, whole.clone(), Namespace(), nn.ModuleDict())
+                        with seed_generators(key, index, full):
+                            full = call_editing_function(find, module, full.clone(), Namespace(), nn.ModuleDict())
             except Exception as error:  # a person's function, which had parts before; no rank may stop here
                 self._note(key, f"{words} ran on ranks' parts, but fails on the whole: {described(error)}")
                 return
-            far, most = difference(got, whole)
-        room = max(BOUND, 8 * torch.finfo(got.dtype).eps) * most if got.is_floating_point() else 0.0
+            far, most = measure_difference(got, full)
+        room = max(ROUNDING_BOUND, 8 * torch.finfo(got.dtype).eps) * most if got.is_floating_point() else 0.0
         if not far <= room:
             self._note(
                 key,
@@ -70,7 +70,7 @@ class Comparing:
         self.found.append(f"{key.site}, microbatch {key.microbatch}: {text}")
 
 
-def difference(got: Tensor, want: Tensor) -> tuple[float, float]:
+def measure_difference(got: Tensor, want: Tensor) -> tuple[float, float]:
     """The greatest difference, and the greatest entry that there should be; what is no number counts too."""
     if not want.numel():
         return 0.0, 0.0

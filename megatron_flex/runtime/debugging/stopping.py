@@ -17,7 +17,7 @@ from typing import Any, TextIO, cast
 
 from megatron_flex.collectives import is_leader
 from megatron_flex.errors import HookError
-from megatron_flex.knobs import knobs
+from megatron_flex.config import flex_config
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.debugging.telling import to_stderr
@@ -27,7 +27,7 @@ TERMINAL = "/dev/tty"
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
+class RunningEdit:
     """The edit that runs on this rank now."""
 
     hook: HookFunction
@@ -35,18 +35,18 @@ class Inside:
     mesh: Mesh
 
 
-class _Now:
-    edit: Inside | None = None
+class _CurrentEdit:
+    edit: RunningEdit | None = None
 
 
 @contextmanager
-def inside(hook: HookFunction, key: Key, mesh: Mesh) -> Iterator[None]:
+def track_edit(hook: HookFunction, key: Key, mesh: Mesh) -> Iterator[None]:
     """Let `breakpoint` know which edit runs."""
-    before, _Now.edit = _Now.edit, Inside(hook, key, mesh)
+    before, _CurrentEdit.edit = _CurrentEdit.edit, RunningEdit(hook, key, mesh)
     try:
         yield
     finally:
-        _Now.edit = before
+        _CurrentEdit.edit = before
 
 
 def breakpoint() -> None:
@@ -63,7 +63,7 @@ def breakpoint() -> None:
     Raises:
         HookError: no editing function runs, or there is neither a terminal nor a port.
     """
-    now = _Now.edit
+    now = _CurrentEdit.edit
     if now is None:
         raise HookError("mf.breakpoint() stops in an editing function; elsewhere call Python's breakpoint()")
     if not is_leader(now.mesh) or now.mesh["dp"].coord:
@@ -82,8 +82,8 @@ def breakpoint() -> None:
 
 
 def _stop(frame: FrameType) -> None:
-    if knobs.debug_port >= 0:
-        _Debugger(*_served(knobs.debug_port)).set_trace(frame)
+    if flex_config.debug_port >= 0:
+        _Debugger(*_served(flex_config.debug_port)).set_trace(frame)
         return
     terminal = _terminal()
     if terminal is None:

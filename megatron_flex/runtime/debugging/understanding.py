@@ -17,9 +17,9 @@ from torch import nn
 from megatron_flex.errors import FlexWarning
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-WAITING = {"item", "tolist", "cpu", "numpy"}  # methods for which the host waits for the device
-PLAIN = {"shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda", "requires_grad"}
-TALKING = {
+SYNCHRONIZING = {"item", "tolist", "cpu", "numpy"}  # methods for which the host waits for the device
+METADATA = {"shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda", "requires_grad"}
+COLLECTIVES = {
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_coalesced", "all_reduce"),
     *("all_gather_single", "reduce_scatter_single"),
     *("all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast"),
@@ -28,7 +28,7 @@ TALKING = {
 }
 
 
-class Finding(NamedTuple):
+class SourceFinding(NamedTuple):
     """Something worth knowing, and the line in which it is."""
 
     text: str
@@ -36,7 +36,7 @@ class Finding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class FunctionSource:
     """The code that an editing function runs.
 
     Attributes:
@@ -62,22 +62,22 @@ class Source:
         return self.node.body
 
 
-def source_of(edit: Callable[..., Any]) -> Source | None:
+def read_source(edit: Callable[..., Any]) -> FunctionSource | None:
     """The source of an editing function, if it is Python code in a file that can be read."""
-    function = function_of(edit)
+    function = unwrap_function(edit)
     if function is None:
         return None
-    node = _node(function.__code__)
+    node = _find_node(function.__code__)
     if node is None:
         return None
-    places, defaults = _arguments(edit)
+    places, defaults = _read_arguments(edit)
     names = {**function.__globals__, **inspect.getclosurevars(function).nonlocals, **defaults}
     inputs = places[1] if len(places) == 4 else ""
     others = {a.arg for a in ast.walk(node.args) if isinstance(a, ast.arg)} - {inputs} - defaults.keys()
-    return Source(node, function.__code__.co_filename, inputs, frozenset(others), names)
+    return FunctionSource(node, function.__code__.co_filename, inputs, frozenset(others), names)
 
 
-def function_of(edit: Callable[..., Any]) -> types.FunctionType | None:
+def unwrap_function(edit: Callable[..., Any]) -> types.FunctionType | None:
     """The Python function behind a partial, a bound method, a module or another callable object."""
     while isinstance(edit, partial) or "function" in getattr(edit, "__dict__", ()):
         edit = edit.func if isinstance(edit, partial) else vars(edit)["function"]
@@ -89,7 +89,7 @@ def function_of(edit: Callable[..., Any]) -> types.FunctionType | None:
     return edit if isinstance(edit, types.FunctionType) else None
 
 
-def _arguments(edit: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
+def _read_arguments(edit: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
     """What the four arguments are called, if each has a name, and the values that others have."""
     called = edit.forward if isinstance(edit, nn.Module) else edit
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -103,7 +103,7 @@ def _arguments(edit: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
 
 
 @cache
-def _tree(file: str, size: int) -> list[Function]:
+def _parse_file(file: str, size: int) -> list[Function]:
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
@@ -111,12 +111,12 @@ def _tree(file: str, size: int) -> list[Function]:
     return [n for n in ast.walk(tree) if isinstance(n, Function)]
 
 
-def _node(code: types.CodeType) -> Function | None:
+def _find_node(code: types.CodeType) -> Function | None:
     """The syntax tree that a code object was compiled from."""
     lines = linecache.getlines(code.co_filename)
     first, spans = code.co_firstlineno, [p for p in code.co_positions() if p[0] and p[2] is not None]
     found: list[Function] = []
-    for node in _tree(code.co_filename, len(lines)):
+    for node in _parse_file(code.co_filename, len(lines)):
         if isinstance(node, ast.Lambda):
             inside = [
                 (p[0] or 0, p[2] or 0) >= (node.lineno, node.col_offset)
@@ -136,7 +136,7 @@ def _node(code: types.CodeType) -> Function | None:
 # -- findings ----------------------------------------------------------------------------------------
 
 
-def findings(source: Source, on_gpu: bool, leads: bool) -> list[Finding]:
+def find_mistakes(source: FunctionSource, on_gpu: bool, leads: bool) -> list[SourceFinding]:
     """What is worth a warning.
 
     Args:
@@ -144,29 +144,29 @@ def findings(source: Source, on_gpu: bool, leads: bool) -> list[Finding]:
         on_gpu: whether the model is on a device that the host would have to wait for.
         leads: whether one rank runs the function for all.
     """
-    found = [*_returns(source)]
+    found = [*_find_bad_returns(source)]
     if on_gpu:
-        found += _waits(source)
-    found += _talks(source, leads)
+        found += _find_synchronizations(source)
+    found += _find_collectives(source, leads)
     return found
 
 
-def warn(edit: Callable[..., Any], name: Callable[[], str], on_gpu: bool, leads: bool) -> None:
+def warn_of_mistakes(edit: Callable[..., Any], name: Callable[[], str], on_gpu: bool, leads: bool) -> None:
     """Warn of what an editing function's source says, at its lines.
 
     Args:
         edit: the function.
         name: tells what the hook is called.
-        on_gpu: as in `findings`.
-        leads: as in `findings`.
+        on_gpu: as in `find_mistakes`.
+        leads: as in `find_mistakes`.
     """
-    source = source_of(edit)
-    for finding in findings(source, on_gpu, leads) if source else ():
+    source = read_source(edit)
+    for finding in find_mistakes(source, on_gpu, leads) if source else ():
         assert source is not None
         warnings.warn_explicit(f"hook ({name()}): {finding.text}", FlexWarning, source.file, finding.line)
 
 
-def within(nodes: list[ast.stmt]) -> Iterator[ast.AST]:
+def walk_statements(nodes: list[ast.stmt]) -> Iterator[ast.AST]:
     """All that runs when these statements do; not what functions inside them hold."""
     todo: list[ast.AST] = list(nodes)
     while todo:
@@ -176,19 +176,19 @@ def within(nodes: list[ast.stmt]) -> Iterator[ast.AST]:
             todo += ast.iter_child_nodes(node)
 
 
-def _returns(source: Source) -> Iterator[Finding]:
-    inside = list(within(source.body))
+def _find_bad_returns(source: FunctionSource) -> Iterator[SourceFinding]:
+    inside = list(walk_statements(source.body))
     if any(isinstance(n, (ast.Yield, ast.YieldFrom)) for n in inside) or isinstance(
         source.node, ast.AsyncFunctionDef
     ):
-        yield Finding("it is a generator or coroutine and returns no tensor; return one", source.node.lineno)
+        yield SourceFinding("it is a generator or coroutine and returns no tensor; return one", source.node.lineno)
         return
     for node in inside:
         if isinstance(node, ast.Return) and _may_be_none(node.value):
-            yield Finding("it can return None here; return a tensor on every path", node.lineno)
-    if not _ends(source.body):
+            yield SourceFinding("it can return None here; return a tensor on every path", node.lineno)
+    if not _always_returns(source.body):
         last = source.body[-1]
-        yield Finding(
+        yield SourceFinding(
             "it can end without a return, which is None; return a tensor on every path", last.lineno
         )
 
@@ -199,37 +199,37 @@ def _may_be_none(value: ast.expr | None) -> bool:
     return value is None or (isinstance(value, ast.Constant) and value.value is None)
 
 
-def _ends(body: list[ast.stmt]) -> bool:
+def _always_returns(body: list[ast.stmt]) -> bool:
     """Whether no way leads out of these statements at their end."""
     for node in body:
         if isinstance(node, (ast.Return, ast.Raise, ast.Continue, ast.Break)):
             return True
-        if isinstance(node, ast.If) and _ends(node.body) and _ends(node.orelse):
+        if isinstance(node, ast.If) and _always_returns(node.body) and _always_returns(node.orelse):
             return True
-        if isinstance(node, (ast.With, ast.AsyncWith)) and _ends(node.body):
+        if isinstance(node, (ast.With, ast.AsyncWith)) and _always_returns(node.body):
             return True
         if isinstance(node, (ast.Try, ast.TryStar)):
-            through = _ends([*node.body, *node.orelse]) and all(_ends(h.body) for h in node.handlers)
-            if through or _ends(node.finalbody):
+            through = _always_returns([*node.body, *node.orelse]) and all(_always_returns(h.body) for h in node.handlers)
+            if through or _always_returns(node.finalbody):
                 return True
         if isinstance(node, ast.While) and isinstance(node.test, ast.Constant) and node.test.value:
-            return not any(isinstance(n, ast.Break) for n in within(node.body))
-        if isinstance(node, ast.Match) and _ends_match(node):
+            return not any(isinstance(n, ast.Break) for n in walk_statements(node.body))
+        if isinstance(node, ast.Match) and _match_returns(node):
             return True
     return False
 
 
-def _ends_match(node: ast.Match) -> bool:
+def _match_returns(node: ast.Match) -> bool:
     last = node.cases[-1]
     anything = isinstance(last.pattern, ast.MatchAs) and last.pattern.pattern is None and last.guard is None
-    return anything and all(_ends(c.body) for c in node.cases)
+    return anything and all(_always_returns(c.body) for c in node.cases)
 
 
-def derived(source: Source) -> set[str]:
+def find_derived_names(source: FunctionSource) -> set[str]:
     """The names of what is computed from the tensor, as far as one can see."""
     found = {source.inputs} if source.inputs else set()
     for _ in range(3):  # names may be given in loops, before what they are made of
-        for node in within(source.body):
+        for node in walk_statements(source.body):
             targets: list[ast.expr] = []
             if isinstance(node, ast.Assign):
                 targets = node.targets
@@ -245,7 +245,7 @@ def is_derived(node: ast.AST, names: set[str]) -> bool:
     """Whether the value of an expression is a tensor's content, and not its shape or the like."""
     if isinstance(node, ast.Name):
         return node.id in names
-    if isinstance(node, ast.Attribute) and node.attr in PLAIN | WAITING:
+    if isinstance(node, ast.Attribute) and node.attr in METADATA | SYNCHRONIZING:
         return False
     if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("len", "isinstance", "type", "id"):
         return False
@@ -254,43 +254,43 @@ def is_derived(node: ast.AST, names: set[str]) -> bool:
     return any(is_derived(child, names) for child in ast.iter_child_nodes(node))
 
 
-def _waits(source: Source) -> Iterator[Finding]:
-    names = derived(source)
-    told = "makes the host wait for the GPU at each microbatch; compute with tensors, or read with a hook"
-    for node in within(source.body):
+def _find_synchronizations(source: FunctionSource) -> Iterator[SourceFinding]:
+    names = find_derived_names(source)
+    advice = "makes the host wait for the GPU at each microbatch; compute with tensors, or read with a hook"
+    for node in walk_statements(source.body):
         if isinstance(node, ast.Call):
             name, of = getattr(node.func, "id", ""), node.args
             method, owner = getattr(node.func, "attr", ""), getattr(node.func, "value", None)
-            if method in WAITING and owner is not None and is_derived(owner, names):
-                yield Finding(f".{method}() {told}", node.lineno)
+            if method in SYNCHRONIZING and owner is not None and is_derived(owner, names):
+                yield SourceFinding(f".{method}() {advice}", node.lineno)
             elif name in ("print", "bool", "int", "float", "str") and any(is_derived(a, names) for a in of):
-                yield Finding(f"{name}() of a tensor {told}", node.lineno)
+                yield SourceFinding(f"{name}() of a tensor {advice}", node.lineno)
         elif isinstance(node, (ast.If, ast.While, ast.IfExp, ast.Assert)) and is_derived(node.test, names):
-            yield Finding(f"a decision on a tensor's content {told}", node.lineno)
+            yield SourceFinding(f"a decision on a tensor's content {advice}", node.lineno)
 
 
-def _talks(source: Source, leads: bool) -> Iterator[Finding]:
-    for node in within(source.body):
+def _find_collectives(source: FunctionSource, leads: bool) -> Iterator[SourceFinding]:
+    for node in walk_statements(source.body):
         if not isinstance(node, ast.Call):
             continue
-        found = resolve(node.func, source.names)
+        found = resolve_dotted_name(node.func, source.names)
         name, home = getattr(found, "__name__", ""), getattr(found, "__module__", "") or ""
-        if name in TALKING and home.startswith("torch.distributed"):
+        if name in COLLECTIVES and home.startswith("torch.distributed"):
             why = (
                 "only the leader runs it, so the others never come"
                 if leads
                 else "if not every rank comes here, the others wait for ever"
             )
-            yield Finding(
+            yield SourceFinding(
                 f"torch.distributed.{name}() in an edit: {why}; the tensor is whole already", node.lineno
             )
 
 
-def resolve(node: ast.AST, names: dict[str, Any]) -> Any:
+def resolve_dotted_name(node: ast.AST, names: dict[str, Any]) -> Any:
     """What a dotted name stands for, if it is one of modules and what they hold; else None."""
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute):
-        owner = resolve(node.value, names)
+        owner = resolve_dotted_name(node.value, names)
         return getattr(owner, node.attr, None) if isinstance(owner, types.ModuleType) else None
     return None

@@ -13,25 +13,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives import Route, any_rank, everyone
-from megatron_flex.dump import GRADIENT, VALUE, Dump, Entry, Manifest, Writer, open_run, sees
-from megatron_flex.dump.files import iteration_folder, run_folder
-from megatron_flex.dump.selection import TOKEN, dim_of
+from megatron_flex.collectives import Route, max_over_ranks, gather_objects
+from megatron_flex.dump import GRADIENT, VALUE, Dump, ShardEntry, Manifest, DumpWriter, create_run, find_access_problem
+from megatron_flex.dump.part_format import format_iteration_folder, format_run_folder
+from megatron_flex.dump.selection import TOKEN_DIM, find_dim
 from megatron_flex.errors import DumpError, FlexError, FlexWarning
-from megatron_flex.layout import Layout, batch_first
+from megatron_flex.layout import Layout, name_batch_first
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
-from megatron_flex.runtime.dumps.parameters import CALLED, Parameters
-from megatron_flex.runtime.dumps.routed import Routed
-from megatron_flex.runtime.dumps.taking import Taking
-from megatron_flex.runtime.sinking import standing_for
-from megatron_flex.sites import GRAD, Site
+from megatron_flex.runtime.parameter_selection import CALL_HAS_NO_GRADIENTS, ParameterSelection
+from megatron_flex.runtime.dumps.routed import RoutingRecorder
+from megatron_flex.runtime.shard_recorder import ShardRecorder
+from megatron_flex.runtime.sinking import make_sink_hooks
+from megatron_flex.sites import GRADIENT_SUFFIX, Site
 
-SHOWN = 8  # names in one warning
+MAX_NAMES = 8  # names in one warning
 
 
-class Chosen(NamedTuple):
+class DumpSelection(NamedTuple):
     """What a dump is of.
 
     Attributes:
@@ -42,10 +42,10 @@ class Chosen(NamedTuple):
 
     sites: tuple[Site, ...]
     exact: frozenset[str]
-    parameters: Parameters | None
+    parameters: ParameterSelection | None
 
 
-class Dumped:
+class DumpSink:
     """One dump at work on this rank.
 
     Attributes:
@@ -55,13 +55,13 @@ class Dumped:
         first: whether no step has been dumped to its end.
     """
 
-    def __init__(self, dump: Dump, chosen: Chosen, mesh: Mesh, clock: Clock) -> None:
+    def __init__(self, dump: Dump, chosen: DumpSelection, mesh: Mesh, clock: Clock) -> None:
         self.dump, self.chosen, self.mesh, self.clock = dump, chosen, mesh, clock
         self.active, self.first = False, True
         gradients = [s for s in chosen.sites if dump.gradients and not s.fixed]
-        self.hooks = standing_for(self, dump.describe(), chosen.sites, gradients, dump.tags)
-        self._taking: Taking | None = None
-        self._routed = Routed()
+        self.hooks = make_sink_hooks(self, dump.describe(), chosen.sites, gradients, dump.tags)
+        self._taking: ShardRecorder | None = None
+        self._routed = RoutingRecorder()
         self._runs: Counter[int] = Counter()  # of the iterations that are wanted
         self._done: set[int] = set()
         self._skipped: frozenset[str] = frozenset()
@@ -78,28 +78,28 @@ class Dumped:
         """
         axes = [a.name for a in self.mesh]
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        ranks = everyone((rank, dict(self.mesh.coords)), self.mesh, axes)
+        ranks = gather_objects((rank, dict(self.mesh.coords)), self.mesh, axes)
         answer: Manifest | str | None = None
         if rank == ranks[0][0]:
             try:
-                answer = open_run(Path(self.dump.path), replace(manifest, ranks=tuple(ranks)))
+                answer = create_run(Path(self.dump.path), replace(manifest, ranks=tuple(ranks)))
             except DumpError as error:
                 answer = str(error)
-        answer = everyone(answer, self.mesh, axes)[0]
+        answer = gather_objects(answer, self.mesh, axes)[0]
         if not isinstance(answer, Manifest):
             raise DumpError(str(answer))
         path = Path(self.dump.path)
-        folder = path / run_folder(answer.run)
-        told = everyone((rank, sees(path, answer)), self.mesh, axes)
-        blind = {why: [r for r, w in told if w == why] for _, why in told if why}
+        folder = path / format_run_folder(answer.run)
+        report = gather_objects((rank, find_access_problem(path, answer)), self.mesh, axes)
+        blind = {why: [r for r, w in report if w == why] for _, why in report if why}
         if blind:
-            why = "; ".join(f"rank(s) {who[:SHOWN]} {why}" for why, who in blind.items())
+            why = "; ".join(f"rank(s) {who[:MAX_NAMES]} {why}" for why, who in blind.items())
             raise DumpError(
                 f"{folder} was made by rank {ranks[0][0]}, and {why}: name a folder on a file system that "
                 "all ranks share and may write to"
             )
         self._skipped = frozenset(answer.skipped)
-        self._taking = Taking(self.dump, self.mesh, Writer(folder, rank, self.mesh.coords, self.dump))
+        self._taking = ShardRecorder(self.dump, self.mesh, DumpWriter(folder, rank, self.mesh.coords, self.dump))
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -123,8 +123,8 @@ class Dumped:
         if self._there(number, run_of):
             return False
         if called and torch.is_grad_enabled() and self.dump.gradients and self.chosen.parameters is not None:
-            raise FlexError(CALLED)
-        if self.dump.when_full == "drop" and any_rank([int(taking.writer.would_wait())], mesh)[0]:
+            raise FlexError(CALL_HAS_NO_GRADIENTS)
+        if self.dump.when_full == "drop" and max_over_ranks([int(taking.writer.would_wait())], mesh)[0]:
             taking.writer.drop(number)
             self._dropped += 1
             return False
@@ -154,7 +154,7 @@ class Dumped:
 
     def _there(self, number: int, run_of: int) -> bool:
         """Whether an earlier run of the dump has the iteration."""
-        name = iteration_folder(number, run_of)
+        name = format_iteration_folder(number, run_of)
         first = {name.partition(".")[0] for name in self._skipped} if self.dump.runs == "first" else ()
         if name not in self._skipped and name not in first:
             return False
@@ -166,11 +166,11 @@ class Dumped:
         return True
 
     @property
-    def awaits(self) -> bool:
+    def awaits_gradients(self) -> bool:
         """Whether gradients may still come once the model was called."""
         return self.active and self._training and self.dump.gradients
 
-    def overtaken(self, mesh: Mesh) -> None:
+    def end_overdue_step(self, mesh: Mesh) -> None:
         """Another step begins, and the backward pass that was waited for has not come."""
         if self.active:
             self._say(
@@ -210,9 +210,9 @@ class Dumped:
         if self.dump.on_error != "raise" or mesh is None or self._taking is None:
             return
         failure = self._taking.writer.trouble()
-        if any_rank([int(failure is not None)], mesh)[0]:
-            told = everyone(failure and str(failure), mesh, [a.name for a in mesh])
-            raise DumpError("; ".join(dict.fromkeys(t for t in told if t)))
+        if max_over_ranks([int(failure is not None)], mesh)[0]:
+            report = gather_objects(failure and str(failure), mesh, [a.name for a in mesh])
+            raise DumpError("; ".join(dict.fromkeys(t for t in report if t)))
 
     def close(self, failed: bool) -> None:
         """Wait until everything is written. Collective if a failure is to be raised, unless `failed`."""
@@ -239,15 +239,15 @@ class Dumped:
             )
         here = self.mesh.is_first(a.name for a in self.mesh if a.name != "pp")
         own = [s.name for s in self.chosen.sites if s.tap is not None]
-        quiet = [n for n in own if n not in self._passed and n not in self._said]
-        if here and quiet and not self.first:
-            self._say("quiet", f"in the steps that were dumped nothing passed at {_some(quiet)}")
+        absent = [n for n in own if n not in self._passed and n not in self._said]
+        if here and absent and not self.first:
+            self._say("quiet", f"in the steps that were dumped nothing passed at {_format_names(absent)}")
 
     # -- on the way of a tensor ------------------------------------------------------------------------
 
     def take(self, key: Key, local: Tensor, layout: Layout, route: Route | None, factor: float = 1.0) -> str:
         """Write this rank's part of a tensor, as far as the dump selects it; see `Taker.take`."""
-        name = key.site.removesuffix(GRAD)
+        name = key.site.removesuffix(GRADIENT_SUFFIX)
         self._passed.add(name)
         taking = self._taking
         if taking is None or not self.dump.wants_microbatch(key.microbatch):
@@ -259,30 +259,30 @@ class Dumped:
                 "whose backward passes come later, or twice, together in `with flex.step():`",
             )
             return ""
-        kind = GRADIENT if key.site.endswith(GRAD) else VALUE
-        told = over = None
+        kind = GRADIENT if key.site.endswith(GRADIENT_SUFFIX) else VALUE
+        report = over = None
         turn, self._turns = self._turns, self._turns + 1
         if route is not None:
-            told, layout, over = (
+            report, layout, over = (
                 self._routed.tell(key, route, taking.writer),
                 route.layout,
                 [self.mesh["etp"]],
             )
-            if told is None:
+            if report is None:
                 return ""
         elif not any(d.name for d in layout.dims):
-            layout = batch_first(layout)  # no framework says what its dims are
-        unnamed = route is None and not all(d.name for d in layout.dims) and dim_of(layout, TOKEN) is None
+            layout = name_batch_first(layout)  # no framework says what its dims are
+        unnamed = route is None and not all(d.name for d in layout.dims) and find_dim(layout, TOKEN_DIM) is None
         if unnamed and (self.dump.tokens is not None or self.dump.reduce is not None):
             self._say("tokens", f"nothing tells which dim of {name} are tokens: all of them are written")
-        entry = Entry(name, kind, key.microbatch, key.call, 0, (), "", route=told, turn=turn)
+        entry = ShardEntry(name, kind, key.microbatch, key.call, 0, (), "", route=report, turn=turn)
         try:
             taking.take(entry, local, layout, key.iteration, factor, over)
         except FlexError as error:  # other ranks go on, so this one does
-            return "" if self.leaves_out(name, str(error)) else str(error)
+            return "" if self.omits_site(name, str(error)) else str(error)
         return ""
 
-    def leaves_out(self, name: str, why: str) -> bool:
+    def omits_site(self, name: str, why: str) -> bool:
         """Whether a place that cannot be dumped is left out, with a warning; else it is an error.
 
         It is one in the first step, at whose end all ranks ask each other, where a person named the place.
@@ -300,7 +300,7 @@ class Dumped:
             warnings.warn(text, FlexWarning, stacklevel=2)
 
 
-def _some(names: Iterable[str]) -> str:
+def _format_names(names: Iterable[str]) -> str:
     found = list(names)
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return ", ".join(found[:SHOWN]) + more
+    more = f" and {len(found) - MAX_NAMES} more" if len(found) > MAX_NAMES else ""
+    return ", ".join(found[:MAX_NAMES]) + more

@@ -9,12 +9,12 @@ from megatron_flex.dump import Dump, Manifest
 from megatron_flex.errors import DumpError
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.clock import Clock
-from megatron_flex.runtime.dumps.dumped import Chosen, Dumped
+from megatron_flex.runtime.dumps.dumped import DumpSelection, DumpSink
 from megatron_flex.runtime.hooks import HookFunction
-from megatron_flex.runtime.registry import Registry
+from megatron_flex.runtime.hook_registry import HookRegistry
 
 
-class Dumping:
+class SessionDumps:
     """The dumps of a session.
 
     Args:
@@ -26,16 +26,16 @@ class Dumping:
 
     def __init__(
         self,
-        registry: Registry,
+        registry: HookRegistry,
         mesh: Mesh,
         clock: Clock,
         agree: Callable[[str], None],
     ) -> None:
         self.registry, self.mesh, self.clock = registry, mesh, clock
         self._agree = agree
-        self.dumps: list[Dumped] = []
+        self.dumps: list[DumpSink] = []
 
-    def add(self, dump: Dump, chosen: Chosen, manifest: Manifest) -> Dumped:
+    def add(self, dump: Dump, chosen: DumpSelection, manifest: Manifest) -> DumpSink:
         """Open a dump. Collective over the mesh.
 
         Args:
@@ -50,12 +50,12 @@ class Dumping:
         self._agree(dump.describe())
         if any(realpath(d.dump.path) == realpath(dump.path) for d in self.dumps):
             raise DumpError(f"{dump.path} is being written by another dump here; name another folder")
-        dumped = Dumped(dump, chosen, self.mesh, self.clock)
+        dumped = DumpSink(dump, chosen, self.mesh, self.clock)
         dumped.open(manifest)
         self.dumps.append(dumped)
         return dumped
 
-    def remove(self, dump: Dump) -> Dumped:
+    def remove(self, dump: Dump) -> DumpSink:
         """Take a dump out, once all of it is written. Collective over the mesh.
 
         Raises:
@@ -84,7 +84,7 @@ class Dumping:
         """
         resting: set[HookFunction] = set()
         for dumped in self.dumps:
-            dumped.overtaken(mesh)
+            dumped.end_overdue_step(mesh)
             wanted = not probing and self.registry.takes(dumped.dump.tags)
             if not wanted or not dumped.begins(microbatches, mesh, called):
                 resting |= set(dumped.hooks)
@@ -93,7 +93,7 @@ class Dumping:
     def ends(self, failed: bool, mesh: Mesh, later: bool = False) -> None:
         """It is over; or, with `later`, only its forward pass is, and a backward pass may follow."""
         for dumped in self.dumps:
-            if failed or not (later and dumped.awaits):
+            if failed or not (later and dumped.awaits_gradients):
                 dumped.ends(failed, mesh)
 
     def close(self, failed: bool) -> None:

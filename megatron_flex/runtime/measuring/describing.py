@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from megatron_flex.adapters import ParameterSite
-from megatron_flex.dump import to_json
+from megatron_flex.dump import layout_to_json
 from megatron_flex.mesh import Mesh
-from megatron_flex.runtime.dumps.describing import versions
-from megatron_flex.sites import Site, in_words
-from megatron_flex.statistics import Header, Place, Statistics
+from megatron_flex.runtime.dumps.describing import collect_versions
+from megatron_flex.sites import Site, describe_pattern
+from megatron_flex.statistics import StatisticsHeader, MeasuredSite, Statistics
 
 
-def header_of(
+def make_header(
     statistics: Statistics,
     framework: str,
     mesh: Mesh,
     sites: Sequence[Site],
     parameters: Sequence[ParameterSite] = (),
-) -> Header:
+) -> StatisticsHeader:
     """What a start of a run says of itself, as far as every rank knows it.
 
     Args:
@@ -31,15 +31,15 @@ def header_of(
     """
     s = statistics
     places: list[Site | ParameterSite] = [*sites, *parameters]
-    return Header(
+    return StatisticsHeader(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=versions(),
+        versions=collect_versions(),
         framework=framework,
         axes=dict(mesh.sizes),
-        sites=tuple(Place(p.name, to_json(p.layout), tuple(p.shape)) for p in places),
+        sites=tuple(MeasuredSite(p.name, layout_to_json(p.layout), tuple(p.shape)) for p in places),
         settings={
-            "sites": [in_words(p) for p in s.sites],
-            "parameters": [in_words(p) for p in s.parameters],
+            "sites": [describe_pattern(p) for p in s.sites],
+            "parameters": [describe_pattern(p) for p in s.parameters],
             "every": s.every,
             "gradients": s.gradients,
             "histogram": s.histogram,

@@ -8,25 +8,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives import Adding, Posted, Route
+from megatron_flex.collectives import BackgroundReduction, PendingReduction, Route
 from megatron_flex.errors import FlexError, FlexWarning, HookError
-from megatron_flex.layout import Layout, batch_first
+from megatron_flex.layout import Layout, name_batch_first
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
-from megatron_flex.runtime.dumps.parameters import CALLED, Parameters
-from megatron_flex.runtime.measuring.counting import counted, counted_of_part
-from megatron_flex.runtime.sinking import standing_for
-from megatron_flex.sites import GRAD, Site
+from megatron_flex.runtime.parameter_selection import CALL_HAS_NO_GRADIENTS, ParameterSelection
+from megatron_flex.runtime.measuring.counting import select_counted, select_counted_part
+from megatron_flex.runtime.sinking import make_sink_hooks
+from megatron_flex.sites import GRADIENT_SUFFIX, Site
 from megatron_flex.statistics import Statistics
-from megatron_flex.statistics.moments import COUNT, Sums
+from megatron_flex.statistics.moments import COUNT, MomentSums
 from megatron_flex.statistics.sink import Sink
-from megatron_flex.statistics.table import HEAD, ITERATION, MICROBATCHES, RANKS, Entry, Table
+from megatron_flex.statistics.table import HEAD_WIDTH, HEAD_ITERATION, HEAD_MICROBATCHES, HEAD_RANKS, MomentEntry, MomentTable
 
-SHOWN = 8  # names in one warning
+MAX_NAMES = 8  # names in one warning
 
 
-class Wanted(NamedTuple):
+class StatisticsSelection(NamedTuple):
     """What statistics are of.
 
     Attributes:
@@ -39,23 +39,23 @@ class Wanted(NamedTuple):
     values: tuple[Site, ...]
     gradients: tuple[Site, ...]
     exact: frozenset[str]
-    parameters: Parameters | None
+    parameters: ParameterSelection | None
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[MomentEntry]:
         """All that is measured, in order."""
         back = {s.name for s in self.gradients}
         out = []
         for site in self.values:
-            out.append(Entry(site.name, "value", site.stage))
+            out.append(MomentEntry(site.name, "value", site.stage))
             if site.name in back:
-                out.append(Entry(site.name + GRAD, "gradient", site.stage))
+                out.append(MomentEntry(site.name + GRADIENT_SUFFIX, "gradient", site.stage))
         if self.parameters is not None:
             of = self.parameters.survey
-            out += [Entry(n + GRAD, "parameter_gradient", of.stages(n)[0]) for n in self.parameters.names]
+            out += [MomentEntry(n + GRADIENT_SUFFIX, "parameter_gradient", of.stages(n)[0]) for n in self.parameters.names]
         return out
 
 
-class Measurer:
+class StatisticsSink:
     """Statistics at work on this rank.
 
     Attributes:
@@ -66,23 +66,23 @@ class Measurer:
     """
 
     def __init__(
-        self, statistics: Statistics, wanted: Wanted, mesh: Mesh, clock: Clock, adding: Adding, sink: Sink
+        self, statistics: Statistics, wanted: StatisticsSelection, mesh: Mesh, clock: Clock, adding: BackgroundReduction, sink: Sink
     ) -> None:
         self.statistics, self.wanted, self.mesh, self.clock = statistics, wanted, mesh, clock
         self.active, self.first = False, True
-        told = f"statistics in {statistics.path}"
-        self.hooks = standing_for(self, told, wanted.values, wanted.gradients, statistics.tags)
+        words = f"statistics in {statistics.path}"
+        self.hooks = make_sink_hooks(self, words, wanted.values, wanted.gradients, statistics.tags)
         self._adding, self._sink = adding, sink
         entries = wanted.entries()
         inside = [a for a in mesh if a.name != "pp"]
         ranks, self._rank = 1, 0
         for axis in inside:
             ranks, self._rank = ranks * axis.size, self._rank * axis.size + axis.coord
-        self._table = Table(tuple(entries), ranks, statistics.histogram)
+        self._table = MomentTable(tuple(entries), ranks, statistics.histogram)
         self._place = {(e.kind, e.name): n for n, e in enumerate(entries)}
-        self._sums: dict[int, Sums] = {}
+        self._sums: dict[int, MomentSums] = {}
         self._unknown: set[int] = set()
-        self._posted: tuple[int, Posted] | None = None
+        self._posted: tuple[int, PendingReduction] | None = None
         self._step, self._number = -1, -1
         self._passed = torch.zeros(len(entries), dtype=torch.bool)
         self._said: set[str] = set()
@@ -115,17 +115,17 @@ class Measurer:
             )
             return False
         if called and self.wanted.parameters is not None:
-            raise FlexError(CALLED)
+            raise FlexError(CALL_HAS_NO_GRADIENTS)
         self.active, self._step, self._number = True, self.clock.step, number
         self._sums.clear()
         return True
 
     @property
-    def awaits(self) -> bool:
+    def awaits_gradients(self) -> bool:
         """Whether gradients may still come once the model was called."""
         return self.active and bool(self.wanted.gradients)
 
-    def overtaken(self) -> None:
+    def end_overdue_step(self) -> None:
         """Another step begins, and the backward pass that was waited for has not come."""
         if self.active:
             self._say(
@@ -155,16 +155,16 @@ class Measurer:
         if before is not None:
             self._deliver(*before)
 
-    def _measure(self, parameters: Parameters) -> None:
+    def _measure(self, parameters: ParameterSelection) -> None:
         for found in parameters.found():
             if found.site.stage != parameters.survey.stages(found.name)[0]:
                 continue  # a copy of what the first stage counts
             over = parameters.over(found.site)
             if found.part is not None:
                 over = parameters.apart(over)
-            place = self._place["parameter_gradient", found.name + GRAD]
+            place = self._place["parameter_gradient", found.name + GRADIENT_SUFFIX]
             try:
-                mine = counted_of_part(found.local.detach(), found.part, found.layout, self.mesh, over)
+                mine = select_counted_part(found.local.detach(), found.part, found.layout, self.mesh, over)
             except FlexError as error:
                 self._unknown.add(place)
                 self._say(found.name, f"the gradient of {found.name} is not measured: {error}")
@@ -173,28 +173,28 @@ class Measurer:
 
     def _add(self, place: int, values: Tensor, factor: float) -> None:
         if place not in self._sums:
-            self._sums[place] = Sums(values.device, self.statistics.histogram)
+            self._sums[place] = MomentSums(values.device, self.statistics.histogram)
         self._sums[place].add(values, factor)
 
-    def _post(self) -> Posted:
+    def _post(self) -> PendingReduction:
         counts = self.mesh.is_first(a.name for a in self.mesh if a.name != "dp")
-        head = [0.0] * HEAD
-        head[RANKS], head[ITERATION] = 1.0, float(self._number)
-        head[MICROBATCHES] = float(self.clock.microbatches if counts else 0)
+        head = [0.0] * HEAD_WIDTH
+        head[HEAD_RANKS], head[HEAD_ITERATION] = 1.0, float(self._number)
+        head[HEAD_MICROBATCHES] = float(self.clock.microbatches if counts else 0)
         vector = self._table.pack(self._sums, self._unknown, head, self._rank)
         maxima = self._table.maxima(self._sums, vector)
         self._sums.clear()
         return self._adding.post(vector, maxima)
 
-    def _deliver(self, number: int, posted: Posted) -> None:
+    def _deliver(self, number: int, posted: PendingReduction) -> None:
         vector, maxima = posted.wait()
         ranks = len(self._adding.axis.ranks)
-        if vector[RANKS] != ranks or vector[ITERATION] != ranks * number:
+        if vector[HEAD_RANKS] != ranks or vector[HEAD_ITERATION] != ranks * number:
             raise HookError(
                 f"ranks were in different iterations when that of {number} was measured, one of them "
                 "perhaps after an error that it went on from; let all ranks skip a step or none"
             )
-        rows = vector[HEAD:].view(-1, self._table.width)
+        rows = vector[HEAD_WIDTH:].view(-1, self._table.width)
         self._passed |= rows[:, COUNT] > 0
         if self._sink.wanted:
             self._sink.write(number, self._table.measured(number, vector, maxima))
@@ -212,19 +212,19 @@ class Measurer:
 
     def _tell(self) -> None:
         """Say what never passed."""
-        quiet = [e.name for e, p in zip(self._table.entries, self._passed.tolist(), strict=True) if not p]
-        quiet = [n for n in quiet if n not in self._said]
-        if quiet and self.mesh.is_first(a.name for a in self.mesh):
-            more = f" and {len(quiet) - SHOWN} more" if len(quiet) > SHOWN else ""
-            told = ", ".join(quiet[:SHOWN]) + more
-            self._say("quiet", f"in the steps that were measured nothing passed at {told}")
+        absent = [e.name for e, p in zip(self._table.entries, self._passed.tolist(), strict=True) if not p]
+        absent = [n for n in absent if n not in self._said]
+        if absent and self.mesh.is_first(a.name for a in self.mesh):
+            more = f" and {len(absent) - MAX_NAMES} more" if len(absent) > MAX_NAMES else ""
+            words = ", ".join(absent[:MAX_NAMES]) + more
+            self._say("quiet", f"in the steps that were measured nothing passed at {words}")
 
     # -- on the way of a tensor ------------------------------------------------------------------------
 
     def take(self, key: Key, local: Tensor, layout: Layout, route: Route | None, factor: float = 1.0) -> str:
         """Count this rank's part of a tensor; see `Taker.take`."""
-        name = key.site.removesuffix(GRAD)
-        place = self._place["gradient" if key.site.endswith(GRAD) else "value", key.site]
+        name = key.site.removesuffix(GRADIENT_SUFFIX)
+        place = self._place["gradient" if key.site.endswith(GRADIENT_SUFFIX) else "value", key.site]
         if not self.active or key.step != self._step:
             self._say(
                 "late",
@@ -238,15 +238,15 @@ class Measurer:
             if not route.here:
                 return ""
         elif not any(d.name for d in layout.dims):
-            layout = batch_first(layout)
+            layout = name_batch_first(layout)
         try:
-            self._add(place, counted(local.detach(), layout, self.mesh, over), factor)
+            self._add(place, select_counted(local.detach(), layout, self.mesh, over), factor)
         except FlexError as error:  # other ranks go on, so this one does
             self._unknown.add(place)
-            return "" if self.leaves_out(name, str(error)) else str(error)
+            return "" if self.omits_site(name, str(error)) else str(error)
         return ""
 
-    def leaves_out(self, name: str, why: str) -> bool:
+    def omits_site(self, name: str, why: str) -> bool:
         """Whether a place that cannot be measured is left out, with a warning; else it is an error.
 
         It is one in the first step, at whose end all ranks ask each other, where a person named the place.

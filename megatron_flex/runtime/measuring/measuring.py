@@ -6,18 +6,18 @@ from collections.abc import Callable
 from hashlib import sha256
 from os.path import realpath
 
-from megatron_flex.collectives import Adding, everyone
+from megatron_flex.collectives import BackgroundReduction, gather_objects
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.hooks import HookFunction
-from megatron_flex.runtime.measuring.measurer import Measurer, Wanted
-from megatron_flex.runtime.registry import Registry
+from megatron_flex.runtime.measuring.measurer import StatisticsSink, StatisticsSelection
+from megatron_flex.runtime.hook_registry import HookRegistry
 from megatron_flex.statistics import Statistics
 from megatron_flex.statistics.sink import Sink
 
 
-class Measuring:
+class SessionStatistics:
     """The statistics of a session.
 
     Args:
@@ -27,13 +27,13 @@ class Measuring:
         agree: holds what is said of statistics against what other ranks say.
     """
 
-    def __init__(self, registry: Registry, mesh: Mesh, clock: Clock, agree: Callable[[str], None]) -> None:
+    def __init__(self, registry: HookRegistry, mesh: Mesh, clock: Clock, agree: Callable[[str], None]) -> None:
         self.registry, self.mesh, self.clock = registry, mesh, clock
         self._agree = agree
-        self._adding: Adding | None = None
-        self.measurers: list[Measurer] = []
+        self._adding: BackgroundReduction | None = None
+        self.statistics_sinks: list[StatisticsSink] = []
 
-    def add(self, statistics: Statistics, wanted: Wanted, opened: Callable[[], Sink]) -> Measurer:
+    def add(self, statistics: Statistics, wanted: StatisticsSelection, opened: Callable[[], Sink]) -> StatisticsSink:
         """Begin to measure from the next step on. Collective over the mesh.
 
         Args:
@@ -47,13 +47,13 @@ class Measuring:
         """
         names = " ".join(e.name for e in wanted.entries())
         self._agree(f"{statistics.describe()}: {sha256(names.encode()).hexdigest()[:16]}")
-        if any(realpath(m.statistics.path) == realpath(statistics.path) for m in self.measurers):
+        if any(realpath(m.statistics.path) == realpath(statistics.path) for m in self.statistics_sinks):
             raise FlexError(f"statistics are written to {statistics.path} already; name another folder")
         sink = self._open(opened)
         if self._adding is None:
-            self._adding = Adding(self.mesh)
-        measurer = Measurer(statistics, wanted, self.mesh, self.clock, self._adding, sink)
-        self.measurers.append(measurer)
+            self._adding = BackgroundReduction(self.mesh)
+        measurer = StatisticsSink(statistics, wanted, self.mesh, self.clock, self._adding, sink)
+        self.statistics_sinks.append(measurer)
         return measurer
 
     def _open(self, opened: Callable[[], Sink]) -> Sink:
@@ -63,23 +63,23 @@ class Measuring:
             sink = opened()
         except FlexError as error:
             why = str(error)
-        told = [w for w in everyone(why, self.mesh, [a.name for a in self.mesh]) if w]
-        if told or sink is None:
+        problems = [w for w in gather_objects(why, self.mesh, [a.name for a in self.mesh]) if w]
+        if problems or sink is None:
             if sink is not None:
                 sink.close()
-            raise FlexError("; ".join(dict.fromkeys(told)))
+            raise FlexError("; ".join(dict.fromkeys(problems)))
         return sink
 
-    def remove(self, statistics: Statistics) -> Measurer:
+    def remove(self, statistics: Statistics) -> StatisticsSink:
         """Take statistics out, once all of them are written. Every rank calls it alike.
 
         Raises:
             FlexError: they are not there.
         """
-        found = next((m for m in self.measurers if m.statistics is statistics), None)
+        found = next((m for m in self.statistics_sinks if m.statistics is statistics), None)
         if found is None:
             raise FlexError(f"the statistics in {statistics.path} are not registered here; nothing to remove")
-        self.measurers.remove(found)
+        self.statistics_sinks.remove(found)
         found.close(False)
         return found
 
@@ -90,8 +90,8 @@ class Measuring:
             The hooks that are to rest.
         """
         resting: set[HookFunction] = set()
-        for measurer in self.measurers:
-            measurer.overtaken()
+        for measurer in self.statistics_sinks:
+            measurer.end_overdue_step()
             wanted = not probing and self.registry.takes(measurer.statistics.tags)
             if not wanted or not measurer.begins(mesh, called):
                 resting |= set(measurer.hooks)
@@ -99,12 +99,12 @@ class Measuring:
 
     def ends(self, failed: bool, later: bool = False) -> None:
         """It is over; or, with `later`, only its forward pass is, and a backward pass may follow."""
-        for measurer in self.measurers:
-            if failed or not (later and measurer.awaits):
+        for measurer in self.statistics_sinks:
+            if failed or not (later and measurer.awaits_gradients):
                 measurer.ends(failed)
 
     def close(self, failed: bool) -> None:
         """Wait until everything is written; every rank calls it alike, unless something `failed`."""
-        measurers, self.measurers = self.measurers, []
-        for measurer in measurers:
+        statistics_sinks, self.statistics_sinks = self.statistics_sinks, []
+        for measurer in statistics_sinks:
             measurer.close(failed)

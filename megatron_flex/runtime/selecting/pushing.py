@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from megatron_flex.errors import LayoutError
-from megatron_flex.layout import Coords, Dim, Layout, Sizes, parts, spans
-from megatron_flex.layout.region import compact, is_sum
-from megatron_flex.runtime.selecting.choosing import Choice
-from megatron_flex.runtime.selecting.reduce import Reduction, Results, Where
-from megatron_flex.runtime.selecting.wanted import Wanted
+from megatron_flex.layout import Coords, Dim, Layout, Sizes, count_parts, spans
+from megatron_flex.layout.region import compact_index, is_partial
+from megatron_flex.runtime.selection.entry_selection import DimChoice
+from megatron_flex.runtime.selection.reduce import Reduction, Results, ReductionContext
+from megatron_flex.runtime.selecting.wanted import CaptureSelection
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Held:
+class DimEntries:
     """Where the wanted entries of a dim are.
 
     Attributes:
@@ -42,7 +42,7 @@ class Held:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Plan:
+class SelectionPlan:
     """How a wish is fulfilled for one shape of tensors at one place.
 
     Attributes:
@@ -65,9 +65,9 @@ class Plan:
     view: tuple[slice, ...] | None
     picks: tuple[tuple[int, Tensor], ...]
     part: Reduction | None
-    where: Where
+    where: ReductionContext
     arrange: tuple[tuple[int, Tensor], ...]
-    late: tuple[Choice, ...]
+    late: tuple[DimChoice, ...]
     rest: Reduction | None
 
     def local(self, tensor: Tensor) -> Tensor:
@@ -103,16 +103,16 @@ class Plan:
             return {"": whole}
         lengths = [whole.shape[d] for d in self.where.dims]
         self.rest.check(lengths[-1], whole.dtype)
-        return self.rest.whole(whole, replace_where(self.where, prod(lengths), lengths[-1], whole.dtype))
+        return self.rest.whole(whole, widen_context(self.where, prod(lengths), lengths[-1], whole.dtype))
 
 
-def replace_where(where: Where, number: int, most: int, dtype: torch.dtype) -> Where:
+def widen_context(where: ReductionContext, number: int, most: int, dtype: torch.dtype) -> ReductionContext:
     """The same of a whole."""
     return where._replace(number=number, entries=None, most=most, dtype=dtype)
 
 
-def push(
-    wanted: Wanted,
+def plan_selection(
+    wanted: CaptureSelection,
     layout: Layout,
     shape: Sequence[int],
     dtype: torch.dtype,
@@ -120,7 +120,7 @@ def push(
     sizes: Sizes,
     coords: Coords,
     heads: int = 0,
-) -> Plan:
+) -> SelectionPlan:
     """Plan a wish.
 
     Args:
@@ -136,11 +136,11 @@ def push(
     Raises:
         HookError: the whole does not have that; the same on all ranks.
     """
-    _fits(layout, shape)
+    _check_dims(layout, shape)
     order = layout.permute or tuple(range(len(layout.dims)))
     dims = [layout.dims[i] for i in order]
     local = [shape[i] for i in order]
-    lengths = _lengths(dims, local, sizes)
+    lengths = _list_full_lengths(dims, local, sizes)
     names = [d.name for d in dims]
     choices = {c.dim: c for c in wanted.select.choices(names, heads)}
     late = tuple(c for d, c in choices.items() if lengths[d] is None)
@@ -151,15 +151,15 @@ def push(
     if reduction is not None and counts[-1] is not None:
         reduction.check(counts[-1], dtype)
     pushed = reduction
-    if reduction is not None and not _pushes(reduction, targets, counts, late, is_sum(layout, sizes), dtype):
+    if reduction is not None and not _reduces_locally(reduction, targets, counts, late, is_partial(layout, sizes), dtype):
         pushed = None
     along = targets if pushed is not None else ()
-    work = _Work(dims, local, lengths, sizes, coords, device)
+    work = _PlanBuilder(dims, local, lengths, sizes, coords, device)
     for d in range(len(dims)):
         work.take(d, chosen.get(d), d in along, pushed)
     uneven = any(c is None for c in counts)
     where = work.where(targets, 0 if uneven else prod(c for c in counts if c is not None), dtype)
-    return Plan(
+    return SelectionPlan(
         Layout((*work.result, *([Dim()] if pushed is not None and pushed.adds else [])), layout.partial),
         bool(late) or (pushed is None and reduction is not None and uneven and reduction.sized),
         None if layout.permute is None else order,
@@ -173,7 +173,7 @@ def push(
     )
 
 
-def _fits(layout: Layout, shape: Sequence[int]) -> None:
+def _check_dims(layout: Layout, shape: Sequence[int]) -> None:
     if len(shape) != len(layout.dims):
         raise LayoutError(
             f"a tensor of shape {tuple(shape)} has {len(shape)} dims; layout {layout.describe()} wants "
@@ -181,21 +181,21 @@ def _fits(layout: Layout, shape: Sequence[int]) -> None:
         )
 
 
-def _lengths(dims: Sequence[Dim], local: Sequence[int], sizes: Sizes) -> list[int | None]:
+def _list_full_lengths(dims: Sequence[Dim], local: Sequence[int], sizes: Sizes) -> list[int | None]:
     """The whole's lengths without padding; None where a rank does not know."""
     out: list[int | None] = []
     for dim, n in zip(dims, local, strict=True):
-        count = parts(dim, sizes)
+        count = count_parts(dim, sizes)
         full = n * count
         out.append(None if dim.uneven and count > 1 else full if dim.keep is None else min(full, dim.keep))
     return out
 
 
-def _pushes(
+def _reduces_locally(
     reduction: Reduction,
     targets: Sequence[int],
     counts: Sequence[int | None],
-    late: Sequence[Choice],
+    late: Sequence[DimChoice],
     summed: bool,
     dtype: torch.dtype,
 ) -> bool:
@@ -207,7 +207,7 @@ def _pushes(
     return not (any(c is None for c in counts) and (reduction.counts or reduction.sized))
 
 
-class _Work:
+class _PlanBuilder:
     """Goes through the dims and notes what is to be done."""
 
     def __init__(
@@ -228,10 +228,10 @@ class _Work:
         self.places: dict[int, Tensor] = {}
         self.most: dict[int, int] = {}
 
-    def where(self, targets: tuple[int, ...], number: int, dtype: torch.dtype) -> Where:
+    def where(self, targets: tuple[int, ...], number: int, dtype: torch.dtype) -> ReductionContext:
         """What a reduction along these dims is told."""
         last = targets[-1] if targets else -1
-        return Where(targets, number, self.places.get(last), self.most.get(last, 0), dtype)
+        return ReductionContext(targets, number, self.places.get(last), self.most.get(last, 0), dtype)
 
     def take(self, d: int, entries: Sequence[int] | None, reduced: bool, reduction: Reduction | None) -> None:
         """Note what becomes of a dim."""
@@ -244,7 +244,7 @@ class _Work:
             return
         if entries is None:
             entries = range(length)
-        held = find(dim, self._local[d] * parts(dim, self._sizes), entries, self._sizes, self._coords)
+        held = locate_entries(dim, self._local[d] * count_parts(dim, self._sizes), entries, self._sizes, self._coords)
         local = held.local.tolist()
         if reduced:
             if live:
@@ -254,7 +254,7 @@ class _Work:
             local += [0] * (held.most - len(local))  # what stands where there is nothing is never looked at
             if held.order is not None:
                 self.arrange.append((d, held.order))
-        found = compact(local)
+        found = compact_index(local)
         if isinstance(found, range):
             if found != range(length) or live or dim.keep is not None:
                 self.view[d] = slice(found.start, found.stop, found.step)
@@ -262,7 +262,7 @@ class _Work:
             self.picks.append((d, torch.tensor(found, device=self._device)))
 
 
-def find(dim: Dim, full: int, entries: Sequence[int], sizes: Sizes, coords: Coords) -> Held:
+def locate_entries(dim: Dim, full: int, entries: Sequence[int], sizes: Sizes, coords: Coords) -> DimEntries:
     """Look up where some entries of a dim are.
 
     Args:
@@ -273,10 +273,10 @@ def find(dim: Dim, full: int, entries: Sequence[int], sizes: Sizes, coords: Coor
         coords: this rank's.
     """
     wanted = torch.tensor(list(entries), dtype=torch.int64)
-    count = parts(dim, sizes)
+    count = count_parts(dim, sizes)
     slots = torch.arange(len(wanted))
     if count == 1:
-        return Held(wanted, slots, len(wanted), None)
+        return DimEntries(wanted, slots, len(wanted), None)
     cuts = [c for c in dim.cuts if sizes.get(c.axis, 1) > 1]
     owner, offset = torch.empty(full, dtype=torch.int64), torch.empty(full, dtype=torch.int64)
     mine = 0
@@ -298,4 +298,4 @@ def find(dim: Dim, full: int, entries: Sequence[int], sizes: Sizes, coords: Coor
     order += owners * most
     own = owners == mine
     same = count * most == len(wanted) and torch.equal(order, slots)
-    return Held(offset[wanted[own]], slots[own], most, None if same else order)
+    return DimEntries(offset[wanted[own]], slots[own], most, None if same else order)

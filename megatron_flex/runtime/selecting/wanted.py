@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_flex.runtime.selecting.choosing import Select
-from megatron_flex.runtime.selecting.reduce import Reduction
-from megatron_flex.sites import HEADS, PACKED, Site
+from megatron_flex.runtime.selection.entry_selection import Select
+from megatron_flex.runtime.selection.reduce import Reduction
+from megatron_flex.sites import HEAD_DIMS, PACKED_HEAD_DIMS, Site
 
-ALL = Select()
+EVERYTHING = Select()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Wanted:
+class CaptureSelection:
     """First some entries are selected, then these are reduced.
 
     Attributes:
@@ -20,17 +20,17 @@ class Wanted:
         reduce: what is made of them; None for themselves.
     """
 
-    select: Select = ALL
+    select: Select = EVERYTHING
     reduce: Reduction | None = None
 
-    def same(self, other: Wanted | None) -> bool:
+    def same(self, other: CaptureSelection | None) -> bool:
         """Whether two are the same wish."""
         return other is not None and self.select == other.select and self.reduce is other.reduce
 
     def describe(self) -> str:
         """In words."""
         made = None if self.reduce is None else self.reduce.describe()
-        if self.select == ALL:
+        if self.select == EVERYTHING:
             return made or "everything"
         return self.select.describe() + (f", then {made}" if made else "")
 
@@ -47,7 +47,7 @@ class Wanted:
         sure = self.select.heads is None or any(c.what == "heads" for c in choices)
         lengths: list[int | str] = list(site.shape) if len(site.shape) == len(names) else list(names)
         if not sure:
-            lengths[[n in (*HEADS, *PACKED) for n in names].index(True)] = "heads"  # how many, a step tells
+            lengths[[n in (*HEAD_DIMS, *PACKED_HEAD_DIMS) for n in names].index(True)] = "heads"  # how many, a step tells
         for choice in choices:
             length = lengths[choice.dim]
             if isinstance(length, int):

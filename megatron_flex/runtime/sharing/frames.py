@@ -8,11 +8,11 @@ from typing import Any
 
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.hooks import HookFunction
-from megatron_flex.runtime.sharing.graphs import Micro
-from megatron_flex.runtime.sharing.values import Entry, Layer
+from megatron_flex.runtime.sharing.graphs import MicrobatchValues
+from megatron_flex.runtime.sharing.values import ContextEntry, CallNamespace
 
 
-class Mode(Enum):
+class CallMode(Enum):
     """What a call of an editing function is part of."""
 
     PLAIN = auto()  # a forward pass that is differentiated
@@ -22,23 +22,23 @@ class Mode(Enum):
 
 
 @dataclass(slots=True)
-class Frame:
+class CallFrame:
     """One call of an editing function."""
 
     hook: HookFunction
     index: int
     key: Key
-    mode: Mode
-    micro: Micro
-    values: Layer
-    run: Layer
+    mode: CallMode
+    micro: MicrobatchValues
+    values: CallNamespace
+    run: CallNamespace
 
 
 @dataclass(slots=True)
-class Delta:
+class CallChanges:
     """What one call has changed."""
 
-    written: dict[str, Entry] = field(default_factory=dict)
+    written: dict[str, ContextEntry] = field(default_factory=dict)
     removed: set[str] = field(default_factory=set)
     run: dict[str, Any] = field(default_factory=dict)
     run_removed: set[str] = field(default_factory=set)

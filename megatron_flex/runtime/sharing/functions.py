@@ -8,17 +8,17 @@ from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-SEES_ALL = {"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"}
-STORES = {"STORE_FAST", "DELETE_FAST"}
+INTROSPECTION = {"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"}
+STORE_OPCODES = {"STORE_FAST", "DELETE_FAST"}
 
 
-CONTEXT = 2  # the place of `save_ctx` among an editing function's arguments
+CONTEXT_ARGUMENT = 2  # the place of `save_ctx` among an editing function's arguments
 
 
 def uses_context(edit: Any) -> bool:
     """Whether an editing function may use `save_ctx`; one with an attribute `asks_context` says so itself."""
-    told = getattr(edit, "asks_context", None)
-    return uses_argument(edit, CONTEXT) if told is None else bool(told)
+    answer = getattr(edit, "asks_context", None)
+    return uses_argument(edit, CONTEXT_ARGUMENT) if answer is None else bool(answer)
 
 
 def uses_argument(fn: Any, index: int) -> bool:
@@ -41,13 +41,13 @@ def uses_argument(fn: Any, index: int) -> bool:
     if index >= code.co_argcount:
         return bool(code.co_flags & inspect.CO_VARARGS)
     name = code.co_varnames[index]
-    return name in code.co_cellvars or bool(SEES_ALL & set(code.co_names)) or _loads(code, name)
+    return name in code.co_cellvars or bool(INTROSPECTION & set(code.co_names)) or _reads_local(code, name)
 
 
-def _loads(code: CodeType, name: str) -> bool:
+def _reads_local(code: CodeType, name: str) -> bool:
     """Whether an instruction reads a local variable; one that reads two names both."""
     return any(
         i.argval == name or (isinstance(i.argval, tuple) and name in i.argval)
         for i in dis.get_instructions(code)
-        if i.opname not in STORES and "FAST" in i.opname
+        if i.opname not in STORE_OPCODES and "FAST" in i.opname
     )

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_flex.runtime.sharing.values import Entry, Ticket, Version
+from megatron_flex.runtime.sharing.values import ContextEntry, TensorTicket, ValueVersion
 
 
 @dataclass(slots=True)
-class Micro:
+class MicrobatchValues:
     """A microbatch on this rank.
 
     Attributes:
@@ -26,25 +26,25 @@ class Micro:
     """
 
     training: bool = True
-    state: dict[str, Entry] = field(default_factory=dict)
-    held: dict[Version, Entry] = field(default_factory=dict)
-    account: dict[Ticket, Tensor] = field(default_factory=dict)
-    snapshots: dict[tuple[str, int, int], tuple[dict[str, Entry], dict[str, Any]]] = field(
+    state: dict[str, ContextEntry] = field(default_factory=dict)
+    held: dict[ValueVersion, ContextEntry] = field(default_factory=dict)
+    account: dict[TensorTicket, Tensor] = field(default_factory=dict)
+    snapshots: dict[tuple[str, int, int], tuple[dict[str, ContextEntry], dict[str, Any]]] = field(
         default_factory=dict
     )
-    made: dict[Ticket, Tensor] = field(default_factory=dict)
+    made: dict[TensorTicket, Tensor] = field(default_factory=dict)
 
     def clear(self) -> None:
         """Let go of everything."""
         self.state, self.held, self.account, self.snapshots, self.made = {}, {}, {}, {}, {}
 
-    def credit(self, ticket: Ticket, grad: Tensor) -> None:
+    def credit(self, ticket: TensorTicket, grad: Tensor) -> None:
         """Put a gradient to a tensor's account."""
         known = self.account.get(ticket)
         self.account[ticket] = grad if known is None else known + grad
 
 
-class Lend(torch.autograd.Function):
+class TensorLoan(torch.autograd.Function):
     """A tensor without its graph, whose gradient is told to a function.
 
     Called with a token that needs a gradient, the tensor in a list, and the function.
@@ -61,16 +61,16 @@ class Lend(torch.autograd.Function):
         return None, None, None
 
 
-class Anchor(torch.autograd.Function):
+class GradientAnchor(torch.autograd.Function):
     """A tensor whose backward pass sends what a function takes to further tensors, saved before it.
 
     Called with the tensor, the function (a gradient or None for each of the further ones), and those.
     """
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, take: Callable[[], list[Tensor | None]], *saved: Tensor) -> Tensor:
+    def forward(ctx: Any, full: Tensor, take: Callable[[], list[Tensor | None]], *saved: Tensor) -> Tensor:
         ctx.take = take
-        return whole.view_as(whole)
+        return full.view_as(full)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-UNCHANGING = (Tensor, int, float, complex, str, bytes, type(None))
+IMMUTABLE_TYPES = (Tensor, int, float, complex, str, bytes, type(None))
 
 
-class Version(NamedTuple):
+class ValueVersion(NamedTuple):
     """Who gave a name the value that it has, in one microbatch; the same in a replay.
 
     Attributes:
@@ -31,11 +31,11 @@ class Version(NamedTuple):
     name: str
 
 
-Ticket = tuple[Version, int]  # one of the tensors in a value
+TensorTicket = tuple[ValueVersion, int]  # one of the tensors in a value
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ContextEntry:
     """A value of a microbatch.
 
     Attributes:
@@ -48,39 +48,39 @@ class Entry:
     """
 
     value: Any
-    version: Version
+    version: ValueVersion
     wants: tuple[bool, ...] = ()
     place: int | None = None
     led: bool = False
     holders: frozenset[int] = frozenset()
 
 
-def rebuild(value: Any, leaf: Callable[[Any], Any]) -> Any:
+def map_leaves(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """A copy of the dicts, lists and tuples in a value, with what `leaf` makes of all else."""
     if isinstance(value, dict):
         out = copy.copy(value)
-        out.update({key: rebuild(item, leaf) for key, item in value.items()})
+        out.update({key: map_leaves(item, leaf) for key, item in value.items()})
         return out
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(rebuild(item, leaf) for item in value))
+        return type(value)(*(map_leaves(item, leaf) for item in value))
     if type(value) in (list, tuple):
-        return type(value)(rebuild(item, leaf) for item in value)
+        return type(value)(map_leaves(item, leaf) for item in value)
     return leaf(value)
 
 
-def leaves(value: Any) -> list[Any]:
+def list_leaves(value: Any) -> list[Any]:
     """What is in the dicts, lists and tuples of a value, in order."""
     found: list[Any] = []
-    rebuild(value, found.append)
+    map_leaves(value, found.append)
     return found
 
 
-def tensors(value: Any) -> list[Tensor]:
+def list_tensors(value: Any) -> list[Tensor]:
     """The tensors in a value, in order."""
-    return [item for item in leaves(value) if isinstance(item, Tensor)]
+    return [item for item in list_leaves(value) if isinstance(item, Tensor)]
 
 
-def moved(device: torch.device, bring: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def bring_to_device(device: torch.device, bring: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """What brings a value, with its tensors on a device; one that is there already is not touched."""
 
     def to(item: Any) -> Any:
@@ -88,27 +88,27 @@ def moved(device: torch.device, bring: Callable[[Any], Any]) -> Callable[[Any], 
 
     def brought(value: Any) -> Any:
         found = bring(value)
-        return found if all(t.device == device for t in tensors(found)) else rebuild(found, to)
+        return found if all(t.device == device for t in list_tensors(found)) else map_leaves(found, to)
 
     return brought
 
 
-def detached(value: Any) -> Any:
+def detach_value(value: Any) -> Any:
     """The value with tensors that have no graph."""
-    return rebuild(value, lambda item: item.detach() if isinstance(item, Tensor) else item)
+    return map_leaves(value, lambda item: item.detach() if isinstance(item, Tensor) else item)
 
 
-def _shape(value: Any) -> Any:
+def _fingerprint(value: Any) -> Any:
     """A value in a form that is equal for values of the same containers with the same things in them."""
     if isinstance(value, dict):
-        return type(value), [(key, _shape(item)) for key, item in value.items()]
+        return type(value), [(key, _fingerprint(item)) for key, item in value.items()]
     if isinstance(value, (list, tuple)):
-        return type(value), [_shape(item) for item in value]
+        return type(value), [_fingerprint(item) for item in value]
     return id(value)
 
 
 @dataclass(slots=True)
-class Layer:
+class CallNamespace:
     """What one call of an editing function sees and writes of one set of names.
 
     Attributes:
@@ -134,8 +134,8 @@ class Layer:
         """The value of a name that is there."""
         if name not in self.view:
             value = self.view[name] = self.bring(self.base[name])
-            found = tensors(value)
-            self._read[name] = _shape(value), found, [t._version for t in found]
+            found = list_tensors(value)
+            self._read[name] = _fingerprint(value), found, [t._version for t in found]
         return self.view[name]
 
     def set(self, name: str, value: Any) -> None:
@@ -159,6 +159,6 @@ class Layer:
         changed = {*self.written, *self.changed_in_place()}
         for name, (shape, *_) in self._read.items():
             value = self.view.get(name)
-            if _shape(value) != shape or not all(isinstance(item, UNCHANGING) for item in leaves(value)):
+            if _fingerprint(value) != shape or not all(isinstance(item, IMMUTABLE_TYPES) for item in list_leaves(value)):
                 changed.add(name)
         return {n: self.view[n] for n in self.view if n in changed}

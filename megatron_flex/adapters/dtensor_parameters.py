@@ -1,0 +1,329 @@
+"""Parameters that are DTensors: of `fully_shard` (FSDP2), of tensor parallel styles, or of both."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from megatron_flex.adapters import ddp
+from megatron_flex.adapters.base import LocalGradient, Undo
+from megatron_flex.adapters.device_mesh import axes_of_device_mesh
+from megatron_flex.adapters.parameter_storage import SAY_REDUCED, Kept
+from megatron_flex.adapters.module_names import named_modules
+from megatron_flex.errors import FlexError
+from megatron_flex.layout import Cut, Dim, Layout
+from megatron_flex.mesh import Mesh
+
+REDUCED_BY_FULLY_SHARD = (
+    "fully_shard reduces its gradient past any hook; read get_module_parameter(name, gradient=True) after "
+    "the step"
+)
+DTENSOR_GRADIENT = (
+    "its gradient comes as a DTensor, whose parts no hook is told; read get_module_parameter(name, "
+    "gradient=True) after the step"
+)
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether it is one; torch's module of them is not imported for this."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def fully_shard_modules(chunk: nn.Module) -> list[Any]:
+    """The modules that `fully_shard` was called on."""
+    return [m for m in chunk.modules() if hasattr(m, "_get_fsdp_state")]
+
+
+def has_dtensors(chunk: nn.Module) -> bool:
+    """Whether parameters are DTensors, or are so while the model runs, or while it does not."""
+    return bool(fully_shard_modules(chunk)) or any(_placement_of(p) is not None for _, p in _named_parameters(chunk))
+
+
+class DTensorPlacement(NamedTuple):
+    """How a DTensor lies on the ranks: what it and its parts are told apart by."""
+
+    device_mesh: Any
+    placements: tuple[Any, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def _placement_of(parameter: Any) -> DTensorPlacement | None:
+    """How a parameter lies on the ranks; None if each rank has all of it."""
+    if is_dtensor(parameter):
+        return DTensorPlacement(
+            parameter.device_mesh, parameter.placements, tuple(parameter.shape), parameter.stride()
+        )
+    spec = getattr(parameter, "_st_info", None)  # of a DTensor that DistributedDataParallel took apart
+    if spec is None:
+        return None
+    return DTensorPlacement(spec.mesh, tuple(spec.placements), tuple(spec.shape), tuple(spec.stride))
+
+
+def _named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """All parameters by name, each once.
+
+    Behind a forward pass in DistributedDataParallel modules have DTensors that are made of the parameters.
+    """
+    seen: set[nn.Parameter] = set()
+    for path, module in named_modules(root):
+        found: dict[str, Any] = {n: p for n, p in module._parameters.items() if p is not None}
+        for own, tensor in vars(module).items():
+            if is_dtensor(tensor) and tensor.grad_fn is not None:
+                made_of = getattr(tensor.grad_fn.next_functions[0][0], "variable", None)
+                if hasattr(made_of, "_st_info"):
+                    found[own] = made_of
+        for own, parameter in found.items():
+            if parameter not in seen:
+                seen.add(parameter)
+                yield f"{path}.{own}" if path else own, parameter
+
+
+class DTensorParameters:
+    """DTensors over data or tensor parallel ranks or both, beside parameters that every rank has.
+
+    Args:
+        root: the model without what is around all of it.
+        mesh: the axes of the run.
+        wrappers: those of DistributedDataParallel around it.
+    """
+
+    def __init__(self, root: nn.Module, mesh: Mesh, wrappers: Sequence[DistributedDataParallel] = ()) -> None:
+        self.root, self.mesh, self.units, self.wrappers = root, mesh, fully_shard_modules(root), wrappers
+        self.name = "fully_shard" if self.units else "DTensor"
+        self.why = (
+            "fully_shard was called on modules of it" if self.units else "parameters of it are DTensors"
+        )
+        self._before: bool | str | None = None  # what was known of gradients when they were frozen
+        self.settle()
+        self._reshard()
+        named = list(_named_parameters(root))
+        self._lazy = {n: type(p).__name__ for n, p in named if is_lazy(p)}
+        self._kept = [self._keep(n, p) for n, p in named if not is_lazy(p)]
+
+    def _keep(self, name: str, parameter: nn.Parameter) -> Kept:
+        placing = _placement_of(parameter)
+        if placing is None:
+            return Kept(name, parameter, tuple(parameter.shape))
+        dims = [Dim() for _ in placing.shape]
+        shape = list(placing.shape)
+        for dim, segment_count, axis in self._placed(name, placing):
+            size = self.mesh[axis].size
+            length = -(-shape[dim] // size)
+            keep = None if shape[dim] % size == 0 else shape[dim]
+            dims[dim], shape[dim] = Dim("", (Cut(axis),), segments=(1,) * segment_count, keep=keep), length
+        hidden = REDUCED_BY_FULLY_SHARD if self.units else DTENSOR_GRADIENT
+        return Kept(name, parameter, tuple(shape), hidden, Layout(tuple(dims)), sharded=True)
+
+    def _placed(self, name: str, placing: DTensorPlacement) -> Iterator[tuple[int, int, str]]:
+        """How a parameter is cut beside data parallel ranks: which dim, in how many pieces, over which axis.
+
+        Several pieces are those of packed weights, `[gate | up]`, of which a rank has a part of each.
+
+        Raises:
+            FlexError: it is cut in a way that no layout tells.
+        """
+        cut: set[int] = set()
+        for placement, axis in zip(placing.placements, self._axes(placing), strict=True):
+            if axis in ("", "dp") or placement.is_replicate():
+                continue
+            segment_count = _count_segments(placement)
+            dim = placement.dim % len(placing.shape) if segment_count else -1
+            even = segment_count == 1 or (segment_count and placing.shape[dim] % (segment_count * self.mesh[axis].size) == 0)
+            if not even or dim in cut:
+                raise FlexError(
+                    f"{name} is placed as {placing.placements} over {axis}, and how that cuts it is not "
+                    "known; cut each dim over one axis of the mesh, in equal parts"
+                )
+            cut.add(dim)
+            yield dim, segment_count, axis
+
+    def _axes(self, placing: DTensorPlacement) -> list[str]:
+        return axes_of_device_mesh(placing.device_mesh, self.mesh)
+
+    def _whole(self, placing: DTensorPlacement) -> list[Any]:
+        """Its placements without what shards it over data parallel ranks."""
+        from torch.distributed.tensor import Replicate
+
+        pairs = zip(placing.placements, self._axes(placing), strict=True)
+        return [Replicate() if axis in ("", "dp") else placement for placement, axis in pairs]
+
+    # -- reading and setting ---------------------------------------------------------------------------
+
+    def parameters(self) -> list[Kept]:
+        """All but those of lazy modules that have not run."""
+        return self._kept
+
+    def without_layout(self) -> dict[str, str]:
+        """Those of lazy modules."""
+        return self._lazy
+
+    def value(self, parameter: nn.Parameter) -> Tensor:
+        """The local part of the DTensor that it is without data parallel sharding."""
+        return self._local(parameter.detach(), parameter)
+
+    def put(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Write into the local shard, where optimizers know it."""
+        self._reshard()
+        self._write(parameter.detach(), parameter, value)
+
+    def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
+        """Likewise of the gradient, summed where it is still summands.
+
+        Raises:
+            FlexError: the wrappers have not reduced it yet.
+        """
+        self.settle()
+        if any(_has_unreduced_gradients(group) for group in self._groups()):
+            raise FlexError(
+                "gradients are kept unreduced since a backward pass behind "
+                "set_requires_gradient_sync(False); run the last one with True first"
+            )
+        if parameter.grad is None:
+            return LocalGradient(None)
+        return LocalGradient(self._local(parameter.grad.detach(), parameter))
+
+    def put_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Write where the optimizer reads."""
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        self._write(parameter.grad.detach(), parameter, value)
+
+    def _local(self, tensor: Any, parameter: Any) -> Tensor:
+        """This rank's part of a tensor that is placed like a parameter, or is summands of it."""
+        placing = _placement_of(parameter)
+        if placing is None:
+            whole: Tensor = tensor
+            return whole
+        if not is_dtensor(tensor):
+            tensor = _make_dtensor(tensor, placing, placing.placements)
+        if tensor.device.type != tensor.device_mesh.device_type:  # offloaded
+            tensor = tensor.to(tensor.device_mesh.device_type)
+        local: Tensor = tensor.redistribute(placements=self._whole(placing)).to_local()
+        due = self._shape(parameter)
+        if tuple(local.shape) != due:  # the last parts of what does not divide
+            padded = local.new_zeros(due)
+            padded[tuple(slice(n) for n in local.shape)] = local
+            return padded
+        return local
+
+    def _write(self, into: Any, parameter: Any, value: Tensor) -> None:
+        placing = _placement_of(parameter)
+        if placing is None:
+            into.copy_(value)
+            return
+        value = value.to(placing.device_mesh.device_type)
+        value = value[tuple(slice(n) for n in self._unpadded(parameter, placing))].contiguous()
+        whole = _make_dtensor(value, placing, self._whole(placing))
+        placements = into.placements if is_dtensor(into) else placing.placements
+        part = whole.redistribute(placements=placements).to_local()
+        (into.to_local() if is_dtensor(into) else into).copy_(part)
+
+    def _shape(self, parameter: Any) -> tuple[int, ...]:
+        return next(k.shape for k in self._kept if k.parameter is parameter)
+
+    def _unpadded(self, parameter: Any, placing: DTensorPlacement) -> tuple[int, ...]:
+        """This rank's part of the shape that `value` gives, where that does not divide."""
+        shape = list(self._shape(parameter))
+        for dim, _, axis in self._placed("", placing):
+            at = self.mesh[axis].coord
+            shape[dim] = max(0, min(shape[dim], placing.shape[dim] - at * shape[dim]))
+        return tuple(shape)
+
+    # -- the wrappers ----------------------------------------------------------------------------------
+
+    def reduced(self) -> bool | str | None:
+        """True where `fully_shard` or another wrapper averages them; each replica's own otherwise."""
+        if self._before is not None:
+            return self._before
+        if not self.units:
+            return ddp.all_synchronized(self.wrappers) if self.wrappers else False
+        left = [k.name for k in self._kept if not k.sharded and k.parameter.requires_grad]
+        if left and self.mesh["dp"].size > 1:
+            return f"fully_shard leaves out {left[0]}; {SAY_REDUCED}"
+        if any(not getattr(group, "all_reduce_grads", True) for group in self._groups()):
+            return f"set_requires_all_reduce(False) leaves replicas apart; {SAY_REDUCED}"
+        return True
+
+    def settle(self) -> None:
+        """Refuse while the model runs."""
+        for unit in self.units:
+            states = [unit._get_fsdp_state(), *_parameter_groups(unit)]
+            if any(s._training_state.name != "IDLE" for s in states):
+                raise FlexError(
+                    "fully_shard moves parameters while the model runs; ask for them outside of its forward "
+                    "and backward pass"
+                )
+
+    def freeze(self) -> Undo:
+        """Turn `requires_grad` off, and let wrappers wait for no gradient."""
+        known = self.reduced()
+        thaw = ddp.suspend_reduction(self.wrappers)
+        self._before = known
+        trained = [k.parameter for k in self._kept if k.parameter.requires_grad]
+        for parameter in trained:
+            parameter.requires_grad_(False)
+
+        def undo() -> None:
+            for parameter in trained:
+                parameter.requires_grad_(True)
+            thaw()
+            self._before = None
+
+        return undo
+
+    def _reshard(self) -> None:
+        """Drop what is gathered since a forward pass, which would not see what is set."""
+        for unit in self.units:
+            unit.reshard()
+
+    def _groups(self) -> Iterator[Any]:
+        for unit in self.units:
+            yield from _parameter_groups(unit)
+
+
+def _count_segments(placement: Any) -> int:
+    """How many pieces of a dim a placement cuts, each over all ranks of its axis; 0 if it cuts otherwise."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if isinstance(placement, _StridedShard):
+        return int(placement.split_factor)
+    return int(type(placement) is Shard)
+
+
+def _make_dtensor(local: Tensor, placing: DTensorPlacement, placements: Sequence[Any]) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        placing.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(placing.shape),
+        stride=placing.stride,
+    )
+
+
+def _parameter_groups(unit: Any) -> list[Any]:
+    """The groups of parameters that are gathered together; older torch has one for each module."""
+    state = unit._get_fsdp_state()
+    many = getattr(state, "_fsdp_param_groups", None)
+    one = [] if many is not None else [g for g in (state._fsdp_param_group,) if g is not None]
+    return list(many) if many is not None else one
+
+
+def _has_unreduced_gradients(group: Any) -> bool:
+    """Whether gradients of one backward pass wait for a later one to be reduced."""
+    for one in group.fsdp_params:
+        waiting = getattr(getattr(one, "_unsharded_param", None), "grad", None)
+        if waiting is not None or getattr(one, "unsharded_accumulated_grad", None) is not None:
+            return True
+    return False

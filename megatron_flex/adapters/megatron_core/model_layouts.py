@@ -1,0 +1,128 @@
+"""The layouts of Megatron's dense models. Every rule says which tensor it is for; none looks at a size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from megatron_flex.layout import Cut, Dim, Layout
+from megatron_flex.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class ModelLayouts:
+    """The layouts that follow from one model's configuration and mesh.
+
+    In their shapes `s`, `b` are known from the data only; `h`, `f`, `n`, `d`, `v` stand for hidden size, MLP
+    width, heads, head size and vocabulary.
+    """
+
+    config: Any
+    mesh: Mesh
+    vocabulary: int | None = None
+
+    @property
+    def tp(self) -> int:
+        """Tensor parallel size."""
+        return self.mesh["tp"].size
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether the residual stream is cut over the sequence."""
+        return bool(self.config.sequence_parallel) and self.tp > 1
+
+    def sequence(self, cut: bool = False) -> Dim:
+        """The sequence dim: zigzag over context parallel ranks, within it over tensor parallel ranks."""
+        return Dim("s", (Cut("cp", "zigzag"), *((Cut("tp"),) if cut else ())))
+
+    def stream(self, sequence_parallel: bool | None = None) -> Layout:
+        """`[s, b, h]`, the residual stream and whatever is added to it; its gradient likewise."""
+        cut = self.sequence_parallel if sequence_parallel is None else sequence_parallel and self.tp > 1
+        return Layout((self.sequence(cut), Dim("b"), Dim("h")))
+
+    def per_token(self, *names: str) -> Layout:
+        """`[s, b, ...]` with other dims behind, cut like the residual stream."""
+        return Layout((self.sequence(self.sequence_parallel), Dim("b"), *map(Dim, names)))
+
+    def rows_of_one(self, *names: str) -> Layout:
+        """`[t, ...]`: of the tokens that an expert gets each rank has some, more or less of them."""
+        cuts = tuple(Cut(c.axis) for c in self.stream().dims[0].cuts if self.mesh[c.axis].size > 1)
+        return Layout((Dim("t", cuts, uneven=bool(cuts)), *map(Dim, names)))
+
+    def gathered(self) -> Layout:
+        """`[s, b, h]` as it enters a column-parallel GEMM: whole, its gradient shared out as summands."""
+        return Layout((self.sequence(), Dim("b"), Dim("h")), shared=("tp",))
+
+    def partial(self) -> Layout:
+        """`[s, b, h]` as it leaves a row-parallel GEMM, before the reduction."""
+        return Layout((self.sequence(), Dim("b"), Dim("h")), partial=("tp",))
+
+    def features(self, name: str, segments: tuple[int, ...] = (1,)) -> Layout:
+        """`[s, b, features]` with the features over tensor parallel ranks."""
+        return Layout((self.sequence(), Dim("b"), Dim(name, (Cut("tp"),), segments)))
+
+    def heads(self) -> Layout:
+        """`[s, b, n, d]`: queries, and attention's gates."""
+        return Layout((self.sequence(), Dim("b"), Dim("n", (Cut("tp"),)), Dim("d")))
+
+    def groups(self) -> Layout:
+        """`[s, b, g, d]`: keys and values. With fewer groups than ranks, neighbours hold the same group."""
+        groups = self.config.num_query_groups or self.config.num_attention_heads
+        copies = self.tp // groups if groups < self.tp else 1
+        return Layout((self.sequence(), Dim("b"), Dim("g", (Cut("tp", copies=copies),)), Dim("d")))
+
+    def scores(self) -> Layout:
+        """`[b, n, s, s]`: attention scores and probabilities, of a rank's own queries to all keys."""
+        return Layout((Dim("b"), Dim("n", (Cut("tp"),)), self.sequence(), Dim("s")))
+
+    def logits(self, gathered: bool = False) -> Layout:
+        """`[s, b, v]`, the vocabulary without its padding."""
+        cuts = () if gathered else (Cut("tp"),)
+        return Layout((self.sequence(), Dim("b"), Dim("v", cuts, keep=self.vocabulary)))
+
+    def loss(self) -> Layout:
+        """`[b, s]`: the loss of each token."""
+        return Layout((Dim("b"), self.sequence()))
+
+    def word_embeddings(self, module: nn.Module) -> Layout:
+        """`[b, s, h]` of the word embeddings alone, which the sequence-parallel run transposes."""
+        if getattr(module, "reduce_scatter_embeddings", False):
+            layout = self.stream(True)
+            return Layout(layout.dims, permute=(1, 0, 2))
+        return Layout((Dim("b"), self.sequence(), Dim("h")))
+
+    def word_embeddings_partial(self, module: nn.Module) -> Layout:
+        """`[b, s, h]` of the word embeddings before their reduction: a word is zero on all ranks but one."""
+        if getattr(module, "reduce_scatter_embeddings", False):
+            return Layout(self.partial().dims, partial=("tp",), permute=(1, 0, 2))
+        return Layout((Dim("b"), self.sequence(), Dim("h")), partial=("tp",))
+
+    # -- parameters ----------------------------------------------------------------------------------
+
+    def rows_cut(self, dims: int, segments: tuple[int, ...] = (1,)) -> Layout:
+        """A weight or bias cut along its first dim: column-parallel linears."""
+        rest = (Dim("in"),) if dims == 2 else ()
+        return Layout((Dim("out", (Cut("tp"),), segments), *rest))
+
+    def bias_beside(self, features: Dim | None = None) -> Layout:
+        """The bias that a parallel linear hands on beside its output, with `features` cut or none.
+
+        Ranks add it to different tokens, so each has a share of its gradient.
+        """
+        axes = ("cp",) if features is not None or not self.sequence_parallel else ("tp", "cp")
+        return Layout((features or Dim("out"),), shared=tuple(a for a in axes if self.mesh[a].size > 1))
+
+    def vocabulary_cut(self, dims: int) -> Layout:
+        """A weight or bias with a row for each token, the vocabulary without its padding."""
+        rest = (Dim("h"),) if dims == 2 else ()
+        return Layout((Dim("v", (Cut("tp"),), keep=self.vocabulary), *rest))
+
+    def columns_cut(self) -> Layout:
+        """A row-parallel weight, cut along its second dim."""
+        return Layout((Dim("out"), Dim("in", (Cut("tp"),))))
+
+    def uncut(self, dims: int, shared: bool) -> Layout:
+        """A parameter that every rank holds; `shared` if each has only its share of the gradient."""
+        return Layout(tuple(Dim() for _ in range(dims)), shared=("tp",) if shared and self.tp > 1 else ())

@@ -1,0 +1,62 @@
+"""What a module is: by its class's name and Megatron's module path, and its global name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+from torch import nn
+
+MODEL_CLASSES = ("GPTModel", "HybridModel", "MambaModel", "BertModel")
+
+
+def is_megatron(module: Any, *names: str) -> bool:
+    """Whether a module's class, or one that it derives from, is Megatron's class of one of these names."""
+    return any(c.__name__ in names and c.__module__.startswith("megatron.") for c in type(module).__mro__)
+
+
+def is_identity(module: Any) -> bool:
+    """Whether a spec left this place empty."""
+    return module is None or is_megatron(module, "IdentityOp", "IdentityFuncOp")
+
+
+def unwrap_model(module: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel, Float16Module and the like."""
+    return _wrapper_chain(module)[-1]
+
+
+def wrappers_around(module: nn.Module) -> list[nn.Module]:
+    """What is around the model, the outermost first."""
+    return _wrapper_chain(module)[:-1]
+
+
+def _wrapper_chain(module: nn.Module) -> list[nn.Module]:
+    passed = [module]
+    while not is_megatron(passed[-1], *MODEL_CLASSES):
+        inner = getattr(passed[-1], "module", None)
+        if not isinstance(inner, nn.Module):
+            break
+        passed.append(inner)
+    return passed
+
+
+def global_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules of a chunk with their global names, parents first.
+
+    A layer's place in its list is local to the stage and chunk; its `layer_number`, which Megatron counts
+    from 1 over the whole model, is not. Likewise for experts, which the layer that has them numbers.
+    """
+    yield from _walk_modules(root, "", ())
+
+
+def _walk_modules(module: nn.Module, path: str, experts: Sequence[int]) -> Iterator[tuple[str, nn.Module]]:
+    yield path, module
+    if is_megatron(module, "BaseMoELayer"):
+        experts = cast(Any, module).local_expert_indices
+    for name, child in module.named_children():
+        number = getattr(child, "layer_number", None)
+        if isinstance(module, nn.ModuleList) and path.endswith(".local_experts"):
+            name = str(experts[int(name)])
+        elif isinstance(module, nn.ModuleList) and isinstance(number, int):
+            name = str(number - 1)
+        yield from _walk_modules(child, f"{path}.{name}" if path else name, experts)

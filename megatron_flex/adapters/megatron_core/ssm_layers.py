@@ -1,0 +1,176 @@
+"""Layers without attention: Mamba's mixer and the gated delta net.
+
+One projection makes several tensors at once, each cut over tensor parallel ranks by itself, so that a rank
+holds `[z | x | B | C | dt]` of its own heads. The scan is one kernel; what is on its two sides is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from megatron_flex.adapters.megatron_core.build import COLUMN_LINEARS, SiteBuilder, Kind, OwnerKind
+from megatron_flex.adapters.megatron_core.fused import FusedPart, Packing
+from megatron_flex.adapters.megatron_core.module_classes import is_megatron, is_identity
+from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
+from megatron_flex.adapters.taps import MethodInput, MethodOutput, ModuleInput, ModuleOutput
+from megatron_flex.errors import FlexError
+from megatron_flex.layout import Cut, Dim, Layout
+from megatron_flex.sites import Site
+
+PREPARE, DECAY, RULE = "_prepare_input_for_gated_delta_rule", "_compute_g_and_beta", "gated_delta_rule"
+PackedWidths = dict[str, int]  # the packed tensors by name, with their widths in the whole
+
+
+def refuse_context_parallel(root: nn.Module, context_parallel: int) -> None:
+    """Raise where context parallelism exchanges sequence for heads inside these layers.
+
+    Raises:
+        FlexError: the model has such a layer and runs with context parallelism.
+    """
+    if context_parallel == 1:
+        return
+    for module in root.modules():
+        if is_megatron(module, "MambaMixer", "GatedDeltaNet"):
+            raise FlexError(
+                f"context_parallel_size={context_parallel}: context parallel inside Mamba (and gated delta "
+                "nets) is not supported; run models with such layers with a context parallel size of 1"
+            )
+
+
+# -- sites -------------------------------------------------------------------------------------------
+
+
+def mamba_layer(b: SiteBuilder, path: str, layer: Any) -> Iterator[Site]:
+    """A layer of one mixer: the residual stream before and behind it, and its norm."""
+    yield b.site(f"{path}:input", b.of.stream(), ModuleInput(layer, 0, "hidden_states"))
+    if not is_identity(layer.norm):
+        yield from b.both(f"{path}.norm", layer.norm, b.of.stream(), "x")
+    yield b.site(f"{path}:output", b.of.stream(), ModuleOutput(layer))
+
+
+def mixer(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
+    """Mamba's mixer: the packed projection, what the scan returns, the norm over groups, the way out."""
+    yield from b.both(path, module, b.of.stream(), "hidden_states")
+    yield from _packed_linear(b, f"{path}.in_proj", module.in_proj, mamba_parts(module))
+    norm = getattr(module, "norm", None) if module.rmsnorm else None
+    if norm is not None:
+        layout, width = b.of.features("z"), module.d_inner
+        yield b.site(f"{path}.norm:input", layout, ModuleInput(norm, 0, "x"), width=width)
+        yield b.site(f"{path}.norm:output", layout, ModuleOutput(norm), width=width)
+    yield from b.row(f"{path}.out_proj", module.out_proj, "z", module.d_inner)
+
+
+def delta_net(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
+    """A gated delta net: the packed projection, what goes into the delta rule and comes out, the way out."""
+    yield from b.both(path, module, b.of.stream(), "hidden_states")
+    yield from _packed_linear(b, f"{path}.in_proj", module.in_proj, delta_parts(module))
+    for name, tap, layout, width in _delta_rule_taps(module):
+        yield b.site(f"{path}:{name}", layout, tap, width=width)
+    yield from b.row(f"{path}.out_proj", module.out_proj, "v", module.v_dim)
+
+
+def _delta_rule_taps(module: Any) -> Iterator[tuple[str, Any, Layout, int]]:
+    """Inside a delta net, by the methods that this version has; `[b, s, ...]` with heads over ranks.
+
+    Each comes with its last dim's length in the whole.
+    """
+    rank = (Cut("tp"),)
+    start = (Dim("b"), Dim("s"))
+    each = Layout((*start, Dim("heads", rank)))
+    heads = Layout((*each.dims, Dim("d")))
+    key, value = module.key_head_dim, module.value_head_dim
+    if hasattr(module, PREPARE):
+        widths = tuple(_convolved(delta_parts(module)).values())
+        packed = Layout((*start, Dim("q|k|v", rank, widths)))
+        yield "conv", MethodInput(module, PREPARE, 0), packed, sum(widths)
+        for index, name in enumerate(("q", "k", "v", "gate")):
+            size = key if name in "qk" else value
+            yield name, MethodOutput(module, PREPARE, index), heads, size
+    if hasattr(module, DECAY):
+        for index, name in enumerate(("g", "beta")):
+            yield name, MethodOutput(module, DECAY, index), each, module.num_value_heads
+    if hasattr(module, RULE):
+        yield "core", MethodOutput(module, RULE, 0), heads, value
+
+
+def _packed_linear(b: SiteBuilder, path: str, module: Any, parts: PackedWidths) -> Iterator[Site]:
+    """The sites of a column-parallel linear that makes several tensors, and each of these."""
+    packed = b.of.features("|".join(parts), tuple(parts.values()))
+    yield from b.column(path, module, packed, sum(parts.values()))
+    hidden = b.no_rule(module, COLUMN_LINEARS)
+    local = Packing(1, tuple(width // b.of.tp for width in parts.values()))
+    for index, (name, width) in enumerate(parts.items()):
+        tap = FusedPart(module, index, local)
+        yield b.site(f"{path}:{name}", b.of.features(name), tap, hidden, width=width)
+
+
+def mamba_parts(module: Any) -> PackedWidths:
+    """What a mixer's `in_proj` packs: gate, input, the two projections of the state, the time step."""
+    state = module.ngroups * module.d_state
+    return {"z": module.d_inner, "x": module.d_inner, "B": state, "C": state, "dt": module.nheads}
+
+
+def delta_parts(module: Any) -> PackedWidths:
+    """What a gated delta net's `in_proj` packs."""
+    qk, v, heads = module.qk_dim, module.v_dim, module.num_value_heads
+    return {"q": qk, "k": qk, "v": v, "z": v, "beta": heads, "alpha": heads}
+
+
+def _convolved(parts: PackedWidths) -> PackedWidths:
+    """The packed tensors that go through the short convolution together."""
+    return {name: width for name, width in parts.items() if name in ("x", "B", "C", "q", "k", "v")}
+
+
+SSM_KINDS = (
+    Kind(mamba_layer, ("MambaLayer",)),
+    Kind(mixer, ("MambaMixer",)),
+    Kind(delta_net, ("GatedDeltaNet",), ("self_attention",)),
+)
+
+
+# -- parameters --------------------------------------------------------------------------------------
+
+
+def _mamba_layer_layouts(of: ModelLayouts, layer: Any) -> Iterator[tuple[nn.Parameter, Layout]]:
+    for parameter in layer.norm.parameters():
+        yield parameter, of.uncut(parameter.ndim, shared=of.sequence_parallel)
+
+
+def _mixer_layouts(of: ModelLayouts, module: Any) -> Iterator[tuple[nn.Parameter, Layout]]:
+    yield from _scan_layouts(module, mamba_parts(module))
+    for own in (module.D, *(module.norm.parameters() if module.rmsnorm else ())):
+        yield own, _rows_cut(own)
+
+
+def _delta_net_layouts(of: ModelLayouts, module: Any) -> Iterator[tuple[nn.Parameter, Layout]]:
+    yield from _scan_layouts(module, delta_parts(module))
+    for parameter in module.out_norm.parameters():  # each rank applies it to its own heads
+        yield parameter, of.uncut(parameter.ndim, shared=True)
+
+
+def _scan_layouts(module: Any, parts: PackedWidths) -> Iterator[tuple[nn.Parameter, Layout]]:
+    """The projection, the convolution and what each head has, alike in both kinds."""
+    yield module.A_log, _rows_cut(module.A_log)
+    yield module.dt_bias, _rows_cut(module.dt_bias)
+    held = getattr(module, "conv1d", None)  # a module, or since 0.19 in Mamba two parameters
+    of_conv = [module.conv1d_weight, module.conv1d_bias] if held is None else held.parameters()
+    for parameter in of_conv:
+        yield parameter, _rows_cut(parameter, tuple(_convolved(parts).values()))
+    if is_megatron(module.in_proj, "ColumnParallelLinear"):
+        for parameter in module.in_proj.parameters():
+            yield parameter, _rows_cut(parameter, tuple(parts.values()))
+
+
+def _rows_cut(parameter: nn.Parameter, segments: Sequence[int] = (1,)) -> Layout:
+    """Cut along the first dim, each of the packed parts by itself."""
+    return Layout((Dim("out", (Cut("tp"),), tuple(segments)), *(Dim() for _ in parameter.shape[1:])))
+
+
+SSM_OWNERS = (
+    OwnerKind(_mamba_layer_layouts, ("MambaLayer",)),
+    OwnerKind(_mixer_layouts, ("MambaMixer",)),
+    OwnerKind(_delta_net_layouts, ("GatedDeltaNet",)),
+)

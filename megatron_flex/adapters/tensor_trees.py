@@ -1,0 +1,92 @@
+"""Tensors in what modules get and return: tuples, lists, mappings, dataclasses, within each other.
+
+Tensors are counted depth first, mappings and dataclasses in their own order. Whatever else there is (None,
+numbers, other objects) does not count and stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+TreeContents = tuple[Sequence[Any], Callable[[Sequence[Any]], Any]]
+_registered_types: dict[type, Callable[[Any], TreeContents]] = {}
+
+
+def register_type(kind: type, opened: Callable[[Any], TreeContents]) -> None:
+    """Find tensors in objects of exactly that type too.
+
+    Args:
+        kind: the type.
+        opened: for an object what it holds, and what makes another that holds something else instead.
+    """
+    _registered_types[kind] = opened
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """All tensors of a tree in the order in which they are counted."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [t for _, child in _children(tree) for t in tensors(child)]
+
+
+def resolve_index(index: int, count: int) -> int | None:
+    """Which of `count` tensors an index means, a negative one from the end; None if there is none."""
+    return index % count if -count <= index < count else None
+
+
+def with_tensor(tree: Any, position: int, new: Tensor) -> Any:
+    """A tree of the same types with one tensor replaced; the given one stays as it is.
+
+    Args:
+        tree: holds the tensor.
+        position: its place in `tensors(tree)`.
+        new: what stands there instead.
+    """
+    if isinstance(tree, Tensor):
+        return new
+    for key, child in _children(tree):
+        count = len(tensors(child))
+        if position < count:
+            return _with_child(tree, key, with_tensor(child, position, new))
+        position -= count
+    raise IndexError(f"a {type(tree).__name__} has no tensor {position} more")
+
+
+def _children(tree: Any) -> Iterator[tuple[Any, Any]]:
+    if type(tree) in _registered_types:
+        yield from enumerate(_registered_types[type(tree)](tree)[0])
+    elif isinstance(tree, Mapping):
+        yield from tree.items()
+    elif isinstance(tree, (tuple, list)):
+        yield from enumerate(tree)
+    elif _is_dataclass_object(tree):
+        yield from ((f.name, getattr(tree, f.name)) for f in fields(tree) if hasattr(tree, f.name))
+
+
+def _with_child(tree: Any, key: Any, child: Any) -> Any:
+    if type(tree) in _registered_types:
+        held, make = _registered_types[type(tree)](tree)
+        return make([child if i == key else item for i, item in enumerate(held)])
+    if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
+        return type(tree)({**tree, key: child})  # type: ignore[call-arg]
+    if isinstance(tree, (MutableMapping, list)):
+        out: Any = copy.copy(tree)
+        out[key] = child
+        return out
+    if hasattr(tree, "_replace"):  # a NamedTuple
+        return tree._replace(**{tree._fields[key]: child})
+    if isinstance(tree, tuple):
+        items = [child if i == key else item for i, item in enumerate(tree)]
+        return type(tree)(items)
+    out = copy.copy(tree)
+    object.__setattr__(out, key, child)  # as frozen ones cannot be set otherwise
+    return out
+
+
+def _is_dataclass_object(tree: Any) -> bool:
+    return is_dataclass(tree) and not isinstance(tree, type)

@@ -1,0 +1,70 @@
+"""What options of several commands say."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_flex.dump.said import parse_number_ranges
+from megatron_flex.dump.selection import is_selected
+from megatron_flex.errors import FlexError, suggest_nearest
+
+DumpArgument = Annotated[
+    Path,
+    typer.Argument(metavar="PATH", help="The dump's folder, which has run-0000 in it.", show_default=False),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+IterationsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--iterations",
+        "-i",
+        metavar="WHICH",
+        help="Such as 100, or 100,200, or 0:1000:100.",
+        show_default=False,
+    ),
+]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
+
+
+def select_iterations(text: str | None, there: list[int], where: str = "the dump") -> list[int]:
+    """The iterations that are meant, of those that are there.
+
+    Raises:
+        FlexError: it says no numbers, or one that is not there, or nothing is left.
+    """
+    if text is None:
+        return there
+    out: set[int] = set()
+    for span in parse_number_ranges(text):
+        if isinstance(span, slice):
+            out |= {n for n in there if is_selected(n, span)}
+        elif span in there:
+            out.add(span)
+        else:
+            raise FlexError(f"iteration {span} is not in {where}, which has {_summarize_numbers(there)}")
+    if not out:
+        raise FlexError(f"no iteration is within {text}; {where} has {_summarize_numbers(there)}")
+    return sorted(out)
+
+
+def _summarize_numbers(there: list[int]) -> str:
+    return f"{there[0]} to {there[-1]}" if len(there) > 8 else ", ".join(map(str, there)) or "none"
+
+
+def select_names(patterns: list[str] | None, there: list[str], where: str = "the dump") -> list[str]:
+    """The names that some pattern matches, in their order; all without one.
+
+    Raises:
+        FlexError: a pattern matches nothing.
+    """
+    if not patterns:
+        return there
+    words = [word for pattern in patterns for word in pattern.split(",") if word]
+    for word in words:
+        if not any(fnmatchcase(name, word) for name in there):
+            raise FlexError(f"nothing in {where} is named {word!r}{suggest_nearest(word, there)}")
+    return [name for name in there if any(fnmatchcase(name, word) for word in words)]

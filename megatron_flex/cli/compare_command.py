@@ -1,0 +1,100 @@
+"""`megatron-flex compare`: where two dumps first differ by more than round-off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from megatron_flex.cli.command_options import JsonOption
+from megatron_flex.cli.console_output import make_console, print_json, make_table
+from megatron_flex.compare import Comparison
+from megatron_flex.compare import compare as run
+from megatron_flex.errors import FlexError
+
+MIN_WIDTH_FOR_WORST = 120  # columns; where there are fewer, the worst elements are told of the first divergence only
+VERDICT_STYLES = {"diverges": "bold red", "round-off": "green", "equal": "green"}
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A dump.", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another one, of any layout.", show_default=False)],
+    tolerance: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tolerance",
+            "-t",
+            metavar="[PATTERN=]X",
+            help="How far right runs may differ, as a part of a tensor's norm; of all sites, or of "
+            "those that match; may be repeated. Else derived from dtype and depth.",
+            show_default=False,
+        ),
+    ] = None,
+    tolerance_from: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="C",
+            help="A dump of a run that is right but for round-off; what differs there is the tolerance.",
+            show_default=False,
+        ),
+    ] = None,
+    most: Annotated[int, typer.Option("--rows", metavar="N", help="Rows of the table.")] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two dumps and name the first site that diverges.
+
+    They are aligned by site, iteration, sample and token, and walked in the order of execution, gradients
+    after values. What is round-off follows from dtype and depth, unless it is said or measured.
+
+    Exit status 1 if they diverge; 0 if they are equal, or differ by round-off.
+    """
+    found = run(a, b, _parse_tolerance(tolerance), tolerance_from)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        print_comparison(make_console(), found, most)
+    if found.exit_status:
+        raise typer.Exit(found.exit_status)
+
+
+def _parse_tolerance(words: list[str] | None) -> float | dict[str, float] | None:
+    if not words:
+        return None
+    out: dict[str, float] = {}
+    for word in words:
+        pattern, _, value = word.rpartition("=")
+        try:
+            out[pattern or "*"] = float(value)
+        except ValueError:
+            raise FlexError(f"--tolerance {word}: say a number, or PATTERN=NUMBER") from None
+    return out["*"] if list(out) == ["*"] else out
+
+
+def print_comparison(out: Console, found: Comparison, most: int = 20) -> None:
+    """The table, the first divergence marked in it, and the verdict below."""
+    wide = out.width >= MIN_WIDTH_FOR_WORST
+    worst = ("worst element", ">A", ">B") if wide else ()
+    rows = make_table("", "site", ">iteration", ">relative", ">tolerance", ">cosine", ">max abs", *worst)
+    for row in found.shown(most):
+        first = row is found.first
+        cells = [
+            "→" if first else "",
+            row.name,
+            str(row.iteration),
+            "equal" if row.equal else f"{row.relative:.2e}",
+            f"{row.tolerance:.1e}",
+            f"{row.cosine:.6f}",
+            f"{row.max_abs:.2e}",
+        ]
+        if wide and row.worst is not None:
+            cells += [row.worst.place(), f"{row.worst.a:.6g}", f"{row.worst.b:.6g}"]
+        rows.add_row(*cells, style="bold red" if first else "red" if row.diverges else None)
+    out.print(rows)
+    if (hidden := len(found.rows) - len(found.shown(most))) > 0:
+        out.print(f"and {hidden:,} more; --rows N shows them, --json has all")
+    out.print()
+    for line in found.summary():
+        verdict = line.partition(":")[0]
+        out.print(line, style=VERDICT_STYLES.get(verdict), soft_wrap=True)

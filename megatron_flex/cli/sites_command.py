@@ -1,0 +1,101 @@
+"""`megatron-flex sites`: where hooks can go, from a configuration or a dump."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+
+from megatron_flex import cpu
+from megatron_flex.cli.command_options import JsonOption
+from megatron_flex.cli.plan_command import ConfigOption, FlagsArgument, MeshOption, WorldSizeOption, parse_mesh_sizes
+from megatron_flex.cli.console_output import print_json
+from megatron_flex.dump.layouts import layout_from_json
+from megatron_flex.dump.reader import open_dump
+from megatron_flex.errors import FlexError
+from megatron_flex.launch.planning.megatron_arguments import parse_arguments
+from megatron_flex.launch.planning.meta_model import describe_model, silence_megatron
+from megatron_flex.sites import Site, SiteTable
+from megatron_flex.view import sites_of_stage, fold_layers, describe_layout, build_tree
+from megatron_flex.view.tree_terminal import print_tree
+
+MatchOption = Annotated[
+    str, typer.Option("--match", "-m", metavar="PATTERN", help="Only these; * is one step, ** many.")
+]
+DumpOption = Annotated[
+    Path | None,
+    typer.Option("--dump", "-d", metavar="PATH", help="A dump, instead of a config.", show_default=False),
+]
+StageOption = Annotated[
+    int | None, typer.Option(metavar="N", help="Only what this pipeline stage owns.", show_default=False)
+]
+AllLayersOption = Annotated[bool, typer.Option("--all", "-a", help="Each layer by itself, also where they are alike.")]
+
+
+def sites(
+    flags: FlagsArgument = None,
+    config: ConfigOption = None,
+    dump: DumpOption = None,
+    match: MatchOption = "**",
+    stage: StageOption = None,
+    world_size: WorldSizeOption = None,
+    mesh: MeshOption = None,
+    every: AllLayersOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a model as a tree, with every place where a hook can be.
+
+    With layouts, whole shapes and stages, from a Megatron configuration alone, at any mesh, or from a dump.
+
+    For example: megatron-flex sites --mesh tp=8,pp=16 -- --num-layers 126 ...
+    """
+    if [config is None, dump is None, not flags].count(False) != 1:
+        raise FlexError("say once whose sites: --config FILE, --dump PATH, or a run's flags behind --")
+    if dump is not None:
+        if mesh or world_size:
+            raise FlexError("--mesh and --world-size are for a configuration; a dump has its run's")
+        found, sizes = _read_dump_sites(dump)
+    else:
+        changes = {**(parse_mesh_sizes(mesh) or {}), "world_size": world_size}
+        with cpu.runtime(force=True), silence_megatron():
+            described = describe_model(parse_arguments(str(config) if config is not None else cast(list[str], flags), changes))
+        found, sizes = described.sites, dict(described.mesh.sizes)
+    shown = sites_of_stage(SiteTable(found).match(match), stage)
+    if as_json:
+        print_json([_site_to_json(site, sizes) for site in shown])
+        return
+    root = build_tree(shown, sizes)
+    axes = " x ".join(f"{a}={n}" for a, n in sizes.items() if n > 1) or "one rank"
+    hidden = sum(bool(s.hidden) for s in found)
+    head = f"{axes}: {len(found)} sites, {hidden} of them hidden"
+    print_tree(root if every else fold_layers(root), head, sys.stdout)
+
+
+def _read_dump_sites(path: Path) -> tuple[list[Site], dict[str, int]]:
+    """The sites of all runs of a dump, and the mesh of the last."""
+    with open_dump(path) as opened:
+        if not opened.manifests:
+            raise FlexError(f"{path}: no run of it can be read; `megatron-flex dump verify` says why")
+        found = {
+            p.name: Site(
+                p.name, layout_from_json(p.layout), tuple(p.shape), p.stage, chunk=p.chunk, inferred=p.inferred
+            )
+            for manifest in opened.manifests
+            for p in manifest.sites
+        }
+        return list(found.values()), dict(opened.manifests[-1].sizes)
+
+
+def _site_to_json(site: Site, sizes: dict[str, int]) -> dict[str, object]:
+    return {
+        "name": site.name,
+        "dims": list(site.dims),
+        "shape": list(site.shape),
+        "layout": describe_layout(site.layout, sizes),
+        "stage": site.stage,
+        "chunk": site.chunk,
+        "hidden": site.hidden,
+        "fixed": site.fixed,
+    }

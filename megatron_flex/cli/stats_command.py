@@ -1,0 +1,160 @@
+"""`megatron-flex stats`: what a run measured while it trained, by site."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from megatron_flex.cli.command_options import IterationsOption, JsonOption, select_iterations, select_names
+from megatron_flex.cli.console_output import make_console, count_words, format_number, print_json, format_series, make_table, supports_unicode
+from megatron_flex.dump.words import format_shape
+from megatron_flex.errors import FlexError, suggest_nearest
+from megatron_flex.sites import GRADIENT_SUFFIX
+from megatron_flex.statistics.reading import FLOAT_COLUMNS, OpenStatistics, StatisticsSeries, open_statistics
+
+stats_app = typer.Typer(
+    help="List and show statistics that a run wrote.", no_args_is_help=True, rich_markup_mode=None
+)
+BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
+CURVE_LENGTH = 16  # characters of a curve
+
+StatisticsArgument = Annotated[
+    Path,
+    typer.Argument(metavar="PATH", help="The folder, or one statistics-0000 in it.", show_default=False),
+]
+
+
+@stats_app.command()
+def ls(path: StatisticsArgument, as_json: JsonOption = False) -> None:
+    """List starts of the run, and what was measured."""
+    found = open_statistics(path)
+    if as_json:
+        told = {"starts": [h.to_json() for h in found.headers], "tensors": found.sites}
+        print_json({**told, "iterations": found.iterations, "torn": found.torn})
+        return
+    out = make_console()
+    _print_incomplete_lines(found)
+    out.print(
+        f"{path}: {count_words(len(found.headers), 'start')}, {count_words(len(found.sites), 'tensor')}, "
+        f"iterations {format_series(found.iterations)}",
+        soft_wrap=True,
+    )
+    out.print()
+    rows = make_table(">start", "created", "framework", "mesh", ">every")
+    for n, header in enumerate(found.headers):
+        mesh = " ".join(f"{a}{size}" for a, size in header.axes.items() if size > 1) or "one rank"
+        every = str(header.settings.get("every", "–"))
+        rows.add_row(str(n), header.created, header.framework, mesh, every)
+    out.print(rows)
+    out.print()
+    places = {p.name: p for header in found.headers for p in header.sites}
+    rows = make_table("tensor", "shape", "iterations")
+    for name in found.sites:
+        place = places.get(name.removesuffix(GRADIENT_SUFFIX))
+        dims = [str(d["name"]) for d in place.layout["dims"]] if place is not None else []
+        shape = format_shape(dims, place.shape) if place is not None else "–"
+        rows.add_row(name, shape, format_series(found[name].iterations))
+    out.print(rows)
+
+
+@stats_app.command()
+def show(
+    path: StatisticsArgument,
+    sites: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--site", "-s", metavar="PATTERN", help="Names or patterns; may be repeated.", show_default=False
+        ),
+    ] = None,
+    of: Annotated[str, typer.Option("--of", metavar="STATISTIC", help=f"{', '.join(FLOAT_COLUMNS)}.")] = "rms",
+    iterations: IterationsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell a statistic of each site over the iterations.
+
+    Its first and last value, the least and the greatest, and its curve; `!` is where NaNs or infinities were.
+    """
+    if of not in FLOAT_COLUMNS:
+        raise FlexError(f"--of {of}: no statistic{suggest_nearest(of, FLOAT_COLUMNS)}; they are {', '.join(FLOAT_COLUMNS)}")
+    found = open_statistics(path)
+    numbers = set(select_iterations(iterations, found.iterations, str(path)))
+    names = select_names(sites, found.sites, str(path))
+    told = {name: StatisticSummary(found[name], of, numbers) for name in names}
+    if as_json:
+        print_json({name: one.to_json(of) for name, one in told.items()})
+        return
+    _print_incomplete_lines(found)
+    rows = make_table(f"{of} of", ">first", ">last", ">min", ">max", "curve")
+    odd = any(one.odd for one in told.values())
+    if odd:
+        rows.add_column("nan, inf", style="bold red", no_wrap=True)
+    rows.columns[0].overflow = "fold"
+    rows.columns[5].no_wrap = True
+    for name, one in told.items():
+        more = [f"{one.nans:,}, {one.infinities:,}" if one.odd else ""] if odd else []
+        rows.add_row(name, *map(format_number, (one.first, one.last, one.least, one.most)), one.curve(CURVE_LENGTH), *more)
+    out = make_console()
+    out.print(rows)
+    out.print(f"\niterations {format_series(sorted(numbers))}", soft_wrap=True)
+
+
+class StatisticSummary:
+    """A statistic of one tensor over some iterations.
+
+    Attributes:
+        iterations: which they are.
+        values: of the statistic; None where there is none.
+        nans, infinities: in all of them.
+        odd: whether there were any.
+    """
+
+    def __init__(self, found: StatisticsSeries, of: str, wanted: set[int]) -> None:
+        at = [n for n, i in enumerate(found.iterations) if i in wanted]
+        column: list[float] = getattr(found, of)
+        self.iterations = [found.iterations[n] for n in at]
+        self.values = [None if math.isnan(column[n]) else column[n] for n in at]
+        self._marks = [found.nans[n] + found.infinities[n] > 0 for n in at]
+        self.nans, self.infinities = (sum(c[n] for n in at) for c in (found.nans, found.infinities))
+        self.odd = any(self._marks)
+        there = [v for v in self.values if v is not None]
+        self.first, self.last = (self.values[0], self.values[-1]) if self.values else (None, None)
+        self.least, self.most = min(there, default=None), max(there, default=None)
+
+    def to_json(self, of: str) -> dict[str, Any]:
+        """In plain values."""
+        out = {"first": self.first, "last": self.last, "min": self.least, "max": self.most}
+        counts = {"nans": self.nans, "infinities": self.infinities}
+        return {**out, **counts, "iterations": self.iterations, of: self.values}
+
+    def curve(self, length: int) -> Text:
+        """The values from the least to the greatest, of several iterations their mean."""
+        signs = BARS if supports_unicode() else ASCII_BARS
+        low, high = self.least or 0.0, self.most or 0.0
+        out = Text()
+        for part in _split_range(len(self.values), length):
+            values = [v for v in self.values[part] if v is not None]
+            if any(self._marks[part]):
+                out.append("!", "bold red")
+            elif values:
+                height = (sum(values) / len(values) - low) / (high - low) if high > low else 0.0
+                out.append(signs[max(0, min(len(signs) - 1, int(height * len(signs))))])
+            else:
+                out.append(" ")
+        return out
+
+
+def _split_range(count: int, most: int) -> Sequence[slice]:
+    """So many things in at most so many parts, in order."""
+    parts = min(count, most)
+    return [slice(n * count // parts, (n + 1) * count // parts) for n in range(parts)]
+
+
+def _print_incomplete_lines(found: OpenStatistics) -> None:
+    if found.torn:
+        told = f"note: {count_words(found.torn, 'torn line')} left out, of a run that was killed or a full disk"
+        make_console().print(told, style="yellow", soft_wrap=True)

@@ -1,0 +1,106 @@
+"""`megatron-flex view`: one HTML page of a model, a dump, two dumps, statistics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_flex.cli.plan_command import MeshOption, WorldSizeOption, parse_mesh_sizes
+from megatron_flex.cli.console_output import make_console
+from megatron_flex.compare import compare
+from megatron_flex.dump.inventory import list_run_folders
+from megatron_flex.errors import FlexError
+from megatron_flex.launch.planning.viewed import make_configuration_page
+from megatron_flex.page import Page, write
+from megatron_flex.page.page_builder import fill_page
+from megatron_flex.statistics.files import list_files
+from megatron_flex.statistics.reading import OpenStatistics, open_statistics
+
+CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+SourcesArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="MODEL_OR_DUMP [OTHER_DUMP]",
+        help="A configuration in YAML or JSON, a dump, a folder of statistics; two dumps are compared. "
+        "Behind -- a run's own flags.",
+        show_default=False,
+    ),
+]
+OutOption = Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The page.")]
+PageMatchOption = Annotated[
+    str,
+    typer.Option("--match", "-m", metavar="PATTERN", help="Only these sites of a configuration; ** is any."),
+]
+CompareOption = Annotated[bool, typer.Option("--compare/--no-compare", help="Compare two dumps.")]
+PageSizeOption = Annotated[float, typer.Option(metavar="MB", help="How large the page may be.")]
+
+
+def view(
+    what: SourcesArgument,
+    out: OutOption = Path("page.html"),
+    match: PageMatchOption = "**",
+    world_size: WorldSizeOption = None,
+    mesh: MeshOption = None,
+    compared: CompareOption = True,
+    most_megabytes: PageSizeOption = 20.0,
+) -> None:
+    """Make a page to look at: the model with its sites, the ranks, what dumps and statistics saw.
+
+    It is one file that opens in a browser, without server or network. docs/view.md says what is on it.
+
+    For example: megatron-flex view dump/ other-dump/ --out page.html
+    """
+    paths, flags = _split_flags(what)
+    configs, dumps, measured = _sort_by_kind(paths)
+    if len(configs) + bool(flags) > 1 or len(measured) > 1:
+        raise FlexError("one page shows one model, and one folder of statistics; say each once")
+    page: Page | None = None
+    if configs or flags:
+        run = str(configs[0]) if configs else flags
+        page = make_configuration_page(run, match=match, mesh=parse_mesh_sizes(mesh), world_size=world_size)
+    elif mesh or world_size:
+        raise FlexError("--mesh and --world-size are for a configuration; a dump has its run's")
+    elif match != "**":
+        raise FlexError("--match is for a configuration; a page of a dump shows what the dump has")
+    statistics: OpenStatistics | None = open_statistics(measured[0]) if measured else None
+    found = None
+    if compared and len(dumps) == 2:
+        found = compare(dumps[0], dumps[1])
+    title = " and ".join(p.resolve().name for p in paths)
+    made = write(
+        fill_page(page, dumps, statistics, found, title), out, most_bytes=round(most_megabytes * 1_000_000)
+    )
+    make_console().print(f"{made}: {made.stat().st_size / 1e6:.1f} MB; open it in a browser", soft_wrap=True)
+
+
+def _split_flags(what: list[str]) -> tuple[list[Path], list[str]]:
+    """Paths, and the flags of a run behind them."""
+    at = next((n for n, word in enumerate(what) if word.startswith("-")), len(what))
+    return [Path(word) for word in what[:at]], what[at:]
+
+
+def _sort_by_kind(paths: list[Path]) -> tuple[list[Path], list[Path], list[Path]]:
+    """Configurations, dumps, folders of statistics; one folder may be a dump and have statistics.
+
+    Raises:
+        FlexError: something is none of these.
+    """
+    configs, dumps, measured = [], [], []
+    for path in paths:
+        if path.is_file() and path.suffix.lower() in CONFIG_SUFFIXES:
+            configs.append(path)
+        elif path.is_dir():
+            there = list_files(path)
+            measured += [path] if there else []
+            if not there or any(path.glob("run-[0-9]*")):
+                list_run_folders(path)  # raises where no run is
+                dumps.append(path)
+        elif path.is_file() and path.name.startswith("statistics-"):
+            measured.append(path)
+        else:
+            raise FlexError(
+                f"{path}: no configuration ({', '.join(CONFIG_SUFFIXES)}), dump or folder of statistics is there"
+            )
+    return configs, dumps, measured

@@ -1,0 +1,219 @@
+"""Bring the rows of experts' tensors home to the tokens that they are made of, and away again.
+
+A router decides at each call which rank holds which row. At home every rank has the rows of its own tokens,
+cut like the residual stream, so that from there on an ordinary Layout says the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_flex.collectives.edit import assemble_on_all_ranks, gather_full, scatter_full, stack_along
+from megatron_flex.collectives.meter import call_metered
+from megatron_flex.layout import ExpertChoice, Dim, Layout, extract, select_experts, padded_shape, rows_by_source
+from megatron_flex.mesh import Mesh
+
+
+def gather_rows(local: Tensor, route: Route) -> Tensor:
+    """Give every rank the whole of a tensor of experts, of its own replica's tokens.
+
+    Collective over `ep` and `etp`, then over the axes that cut the tokens. Differentiable.
+
+    Args:
+        local: the rows of this rank's experts.
+        route: their way.
+
+    Returns:
+        `[s, b, slots, ...]`, or `[rows, ...]` of one expert by token.
+    """
+    home = cast(Tensor, _ToTokens.apply(local, route))  # type: ignore[no-untyped-call]
+    whole = gather_full(home, route.token_layout, route.mesh)
+    return whole if route.order is None else whole[route.order]
+
+
+def scatter_rows(whole: Tensor, local: Tensor, route: Route) -> Tensor:
+    """Give every rank the rows of its experts out of wholes, the inverse of `gather_rows`.
+
+    Args:
+        whole: of this rank's replica; another replica has another.
+        local: the rows as they were.
+        route: their way.
+    """
+    unsorted = whole if route.order is None else whole[route.order.argsort()]
+    home = scatter_full(unsorted, route.token_order_like(local), route.token_layout, route.mesh)
+    return cast(Tensor, _ToExperts.apply(home, route))  # type: ignore[no-untyped-call]
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        return route.home(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.route.gradient().away(grad), None
+
+
+class _ToExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, home: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        return route.away(home)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.route.gradient().home(grad), None
+
+
+@dataclass(eq=False)
+class Dispatch(ExpertChoice):
+    """What a router chose on this rank, and the ranks that its tokens go to.
+
+    Attributes:
+        mesh: the run's axes; the experts are cut over `ep`, each one's rows come from all of `ep` and `etp`.
+    """
+
+    mesh: Mesh
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """`[ep, etp, experts]`: how many rows come from each rank. Collective over `ep` and `etp`, once."""
+        own = self.chosen.sum(0)
+        for axis in (self.mesh["etp"], self.mesh["ep"]):
+            own = stack_along(own, axis) if axis.size > 1 else own[None]
+        return own.cpu()
+
+
+@dataclass(eq=False)
+class Route:
+    """The way of one tensor whose dim 0 has the rows of this rank's experts.
+
+    Attributes:
+        dispatch: where the rows come from.
+        layout: of the tensor over `etp`; its rows, dim 0, are the same on all of `etp`.
+        home_layout: how the tensors at home make the whole: `[s, b, slots, ...]`, or `[rows, ...]` of one
+            expert, uneven where the tokens are cut.
+        expert: if given, the rows are those of this expert alone; ranks that do not have it hold none.
+    """
+
+    dispatch: Dispatch
+    layout: Layout
+    token_layout: Layout
+    expert: int | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The run's axes."""
+        return self.dispatch.mesh
+
+    @property
+    def here(self) -> bool:
+        """Whether this rank's experts are those, or among those, whose rows the tensor has."""
+        mine = self._mine
+        return int(mine.stop) > int(mine.start)
+
+    def gradient(self) -> Route:
+        """The way of the tensor's gradient."""
+        return Route(self.dispatch, self.layout.gradient(), self.token_layout, self.expert)
+
+    @cached_property
+    def order(self) -> Tensor | None:
+        """For one expert, how to sort the assembled rows by token; None where they need no sorting.
+
+        Collective over the axes that cut the tokens, once.
+        """
+        if self.expert is None:
+            return None
+        rows = Layout(self.token_layout.dims[:1])
+        places = self.dispatch.places(self.mesh.coords, self.mesh.sizes)
+        own = places[self.dispatch.chosen[:, self.expert]]
+        positions, _ = assemble_on_all_ranks(own, rows, self.mesh)
+        return positions.argsort()
+
+    def token_order_like(self, local: Tensor) -> Tensor:
+        """An empty tensor of the shape that `local` has at home."""
+        one = Layout((Dim("t"), *self.layout.dims[1:]))
+        features = padded_shape(one, local.shape, self.mesh.sizes)[1:]
+        if self.expert is None:
+            return local.new_empty((*self.dispatch.shape, self.dispatch.slots, *features))
+        return local.new_empty((int(self.dispatch.chosen[:, self.expert].sum()), *features))
+
+    def home(self, local: Tensor) -> Tensor:
+        """The rows of this rank's own tokens. Collective over `ep` and `etp`.
+
+        Args:
+            local: the rows of this rank's experts, in `layout`.
+
+        Returns:
+            The tensor that `home_layout` is the layout of; zeros in slots that no expert has.
+        """
+        rows, _ = assemble_on_all_ranks(local, self.layout, self.mesh)
+        mine = self._where[self.mesh["etp"].coord]
+        rows = self._exchange(rows[mine.to(rows.device)], self._from_ranks(), self._to_ranks())
+        return self.dispatch.by_token(rows) if self.expert is None else rows
+
+    def away(self, home: Tensor) -> Tensor:
+        """The rows of this rank's experts, the inverse of `home`. Collective over `ep` and `etp`."""
+        rows = self.dispatch.by_expert(home) if self.expert is None else home
+        rows = self._exchange(rows, self._to_ranks(), self._from_ranks())
+        axis, where = self.mesh["etp"], self._where
+        if axis.size > 1:
+            most = max(len(w) for w in where)
+            padded = rows.new_zeros((most, *rows.shape[1:]))
+            padded[: len(rows)] = rows
+            pieces = list(stack_along(padded, axis))
+        else:
+            pieces = [rows]
+        full = rows.new_empty((sum(len(w) for w in where), *rows.shape[1:]))
+        for piece, w in zip(pieces, where, strict=True):
+            full[w.to(full.device)] = piece[: len(w)]
+        return extract(self.layout, full, self.mesh.coords, self.mesh.sizes)
+
+    # -- where rows lie --------------------------------------------------------------------------------
+
+    @property
+    def _mine(self) -> slice:
+        """The experts of this rank whose rows the tensor has."""
+        axis = self.mesh["ep"]
+        return select_experts(self.dispatch.chosen.shape[1], axis.size, axis.coord, self.expert)
+
+    @cached_property
+    def _where(self) -> list[Tensor]:
+        """For each coordinate of `etp`, the rows here that come from its ranks: by source, then by expert."""
+        sources = rows_by_source(self.dispatch.counts[:, :, self._mine], self.dispatch.etp_outer)
+        return [torch.cat(ranks) for ranks in sources]
+
+    def _from_ranks(self) -> list[int]:
+        """How many of the rows here come from each rank of this rank's `ep` group."""
+        counts = self.dispatch.counts[:, self.mesh["etp"].coord, self._mine]
+        return [int(n) for n in counts.sum(1)]
+
+    def _to_ranks(self) -> list[int]:
+        """How many of this rank's own rows are with each rank of its `ep` group."""
+        ep = self.mesh["ep"]
+        own = self.dispatch.counts[ep.coord, self.mesh["etp"].coord].clone()
+        if self.expert is not None:
+            own[: self.expert] = 0
+            own[self.expert + 1 :] = 0
+        return [int(n) for n in own.view(ep.size, -1).sum(1)]
+
+    def _exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """All-to-all over `ep`: `send[r]` rows go to its rank r, `receive[r]` come from there."""
+        axis = self.mesh["ep"]
+        if axis.size == 1:
+            return rows
+        out = rows.new_empty((sum(receive), *rows.shape[1:]))
+        width = rows[:1].nbytes if len(rows) else out[:1].nbytes
+        mine = rows.contiguous().reshape(-1).view(torch.uint8)
+        flat = out.reshape(-1).view(torch.uint8)
+        into, outof = [n * width for n in receive], [n * width for n in send]
+        call_metered("all_to_all", axis, out, dist.all_to_all_single, flat, mine, into, outof)
+        return out

@@ -1,0 +1,325 @@
+"""Bring what was read to the leader: one coalesced gather for all shards, then one hop up the pipeline.
+
+Only ranks that hold something the leader lacks take part, and none but the leader receives. Sums
+come before gathers, and inner axes before outer ones, so that everything that goes along one axis, of
+whatever site and dtype, goes together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_flex.collectives.edit import stack_along
+from megatron_flex.collectives.messages import as_bytes, group_by_size, pack, begin_collective, message_offsets, align_size, begin_gather_to_first
+from megatron_flex.collectives.staging import buffer_pool
+from megatron_flex.layout import Layout, assemble, coordinates
+from megatron_flex.mesh import Axis, Mesh
+
+REPLICA_AXES = ("dp", "pp")  # axes along which ranks hold other data or other sites, each with its own leader
+
+
+@dataclass(slots=True)
+class PendingShard:
+    """One shard on its way; `shards` grows on the ranks that collect.
+
+    Attributes:
+        layout: how the shards relate.
+        shards: this rank's, if it takes part.
+        owned: whether the memory of `shards` may be overwritten, and will be used for something else.
+    """
+
+    layout: Layout
+    shards: list[Tensor]
+    owned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GatherStep:
+    """One collective of a read: `sum` or `gather` along one axis, towards coordinate 0."""
+
+    op: str
+    axis: str
+
+
+def plan_read(layout: Layout, mesh: Mesh) -> list[GatherStep]:
+    """What a read to the leader communicates; known without communicating.
+
+    Every plan is a part of one order for all: sums, then gathers, inner axes first.
+    """
+    inner = {a.name: n for n, a in enumerate(reversed((*mesh.experts, *mesh.axes)))}
+    live = sorted((a for a in layout.axes if mesh[a].size > 1), key=lambda a: inner[a])
+    sums = [GatherStep("sum", a) for a in live if a in layout.partial]
+    return sums + [GatherStep("gather", a) for a in live if a not in layout.partial]
+
+
+def takes_part(layout: Layout, mesh: Mesh) -> bool:
+    """Whether this rank's shard is needed by its leader; if not, it need not even be kept."""
+    split = {s.axis for s in plan_read(layout, mesh)}
+    return mesh.is_first(a.name for a in mesh if a.name not in split and a.name not in REPLICA_AXES)
+
+
+def is_leader(mesh: Mesh) -> bool:
+    """Whether this rank receives what its pipeline stage reads."""
+    return mesh.is_first(a.name for a in mesh if a.name not in REPLICA_AXES)
+
+
+def is_leader_for(layout: Layout, mesh: Mesh) -> bool:
+    """Whether this rank receives what is read in `layout`, which may go over data parallel ranks too."""
+    return is_leader(mesh) and ("dp" not in layout.axes or mesh["dp"].coord == 0)
+
+
+def gather_to_leader(parcels: Sequence[PendingShard], mesh: Mesh, most: int) -> list[Tensor | None]:
+    """Assemble parcels on the leader of each stage: `LeaderGather`, waited for at once."""
+    return LeaderGather(parcels, mesh, most).wait()
+
+
+class LeaderGather:
+    """Parcels on their way to the leader of each stage. Making one begins it.
+
+    Collective over the axes in the parcels' plans, when it is made and again when it is waited for: every
+    rank of a group does both with the same parcels in the same order. One message of each rank along each
+    axis, one reduction for each axis and dtype summed over it, and one small all-gather for each axis that
+    uneven parts are cut over.
+
+    Args:
+        parcels: one for each read, with the local shard; on ranks that take no part their shards are unused.
+        mesh: the run's axes.
+        most: bytes of one message of a rank; what is more goes in further ones.
+    """
+
+    def __init__(self, parcels: Sequence[PendingShard], mesh: Mesh, most: int) -> None:
+        self._mesh, self._most = mesh, most
+        self._items = [ShardInTransit(p, plan_read(p.layout, mesh)) for p in parcels]
+        self._mine = {n for n, i in enumerate(self._items) if takes_part(i.parcel.layout, mesh)}
+        self._taken: list[Tensor] = []
+        self._way = self._go()
+        next(self._way, None)
+
+    def wait(self) -> list[Tensor | None]:
+        """What is done once: for each parcel the whole on the leader, in memory of its own (or, where no
+        collective was needed, its shard's), None elsewhere.
+        """
+        for _ in self._way:
+            pass
+        leader = is_leader(self._mesh)
+        here = [leader and n in self._mine for n in range(len(self._items))]
+        wholes = [i.whole(self._mesh) if h else None for i, h in zip(self._items, here, strict=True)]
+        for buffer in self._taken:
+            buffer_pool.give_back(buffer)
+        return wholes
+
+    def _go(self) -> Iterator[None]:
+        """Post what goes along one axis, and go on once that is waited for."""
+        self._measure()
+        for step, indices in order_steps([i.steps for i in self._items]):
+            axis, now = self._mesh[step.axis], [self._items[n] for n in indices if n in self._mine]
+            if now:
+                pending = self._sum(now, axis) if step.op == "sum" else self._gather(now, axis)
+                yield
+                for work, arrive in pending:
+                    if work is not None:
+                        work.wait()
+                    arrive()
+            if axis.coord:
+                self._mine.difference_update(indices)
+
+    def _measure(self) -> None:
+        """Let all ranks know the shapes of uneven parts, of all parcels at once."""
+        for n in self._mine:
+            self._items[n].measure()
+        asked = [n for n, i in enumerate(self._items) if i.uneven(self._mesh) and n in self._mine]
+        for axis in _step_axes([self._items[n].steps for n in asked], "gather"):
+            now = [self._items[n] for n in asked if GatherStep("gather", axis) in self._items[n].steps]
+            flat = torch.tensor([n for i in now for s in i.shapes for n in s], device=now[0].device)
+            rows = iter(stack_along(flat, self._mesh[axis]).flatten().tolist())
+            before = [[len(s) for s in i.shapes] for i in now]
+            for item in now:
+                item.shapes = []
+            for _ in range(self._mesh[axis].size):
+                for item, lengths in zip(now, before, strict=True):
+                    item.shapes += [tuple(int(next(rows)) for _ in range(n)) for n in lengths]
+
+    def _sum(self, items: list[ShardInTransit], axis: Axis) -> PendingWork:
+        out: PendingWork = []
+        for dtype in dict.fromkeys(i.parcel.shards[0].dtype for i in items):
+            alike = [i for i in items if i.parcel.shards[0].dtype == dtype]
+            for group in group_by_size([align_size(i.parcel.shards[0].nbytes) for i in alike], self._most):
+                now = [alike[n] for n in group]
+                shards = [i.parcel.shards[0] for i in now]
+                flat = pack(shards, [s.nbytes for s in shards])
+                shared = flat.untyped_storage().data_ptr() == shards[0].untyped_storage().data_ptr()
+                if shared and not all(i.parcel.owned for i in now):
+                    flat = flat.clone()
+                total = flat.view(dtype)
+                args = (total, axis.ranks[0])
+                work = begin_collective("reduce", axis, total, dist.reduce, *args) if total.nbytes else None
+                out.append((work, partial(_store_sums, now, flat)))
+        return out
+
+    def _gather(self, items: list[ShardInTransit], axis: Axis) -> PendingWork:
+        out: PendingWork = []
+        sizes = [align_size(i.width) * len(i.parcel.shards) for i in items]
+        for group in group_by_size(sizes, self._most):
+            now = [items[n] for n in group]
+            widths = [i.width for i in now for _ in i.parcel.shards]
+            mine = pack([s for i in now for s in i.parcel.shards], widths)
+            slots, rows = None, torch.empty(0)
+            if axis.coord == 0:
+                step = align_size(mine.nbytes)
+                buffer_rows = buffer_pool.take(step * (axis.size - 1), mine.device)
+                self._taken.append(buffer_rows)
+                rows = buffer_rows.view(axis.size - 1, step)[:, : mine.nbytes]
+                slots = [mine, *rows]  # nothing of its own to copy
+            work = begin_gather_to_first(mine, list(rows), axis) if mine.nbytes else None
+            out.append((work, partial(_store_gathered, now, widths, slots)))
+        return out
+
+
+PendingWork = list[tuple[Any, Callable[[], None]]]  # what to wait for, and what to do then
+
+
+class ShardInTransit:
+    """A parcel, as it is sent.
+
+    Attributes:
+        parcel: itself; once gathered along some axis its shards are slots of `width` bytes.
+        steps: what is left of its way.
+        shapes: of this rank's shard, and in the end of all that make the whole, the axis that is gathered
+            last counting slowest; of one if all are equal.
+        device: where it is.
+        dtype: of its entries.
+    """
+
+    def __init__(self, parcel: PendingShard, steps: list[GatherStep]) -> None:
+        self.parcel, self.steps = parcel, steps
+        self.shapes: list[tuple[int, ...]] = []
+        self.device, self.dtype = torch.device("cpu"), torch.uint8
+
+    def measure(self) -> None:
+        """Look at the local shard."""
+        shard = self.parcel.shards[0]
+        self.shapes, self.device, self.dtype = [tuple(shard.shape)], shard.device, shard.dtype
+
+    def uneven(self, mesh: Mesh) -> bool:
+        """Whether its parts may differ in length."""
+        cut = [d for d in self.parcel.layout.dims if any(mesh[c.axis].size > 1 for c in d.cuts)]
+        return any(d.uneven for d in cut)
+
+    @property
+    def width(self) -> int:
+        """How many bytes the largest of its shards has."""
+        return max(prod(s) for s in self.shapes) * self.dtype.itemsize
+
+    def whole(self, mesh: Mesh) -> Tensor:
+        """Put it together from what has come."""
+        old = self.parcel.layout
+        layout = Layout(old.dims, (), old.shared, old.permute)
+        shards = self.parcel.shards
+        axes = [s.axis for s in self.steps if s.op == "gather"]
+        if not axes:
+            whole = assemble(layout, shards, mesh.sizes)
+            keep = torch.contiguous_format
+            return whole.clone(memory_format=keep) if self.parcel.owned else whole.contiguous()
+        shapes = self.shapes if len(self.shapes) > 1 else self.shapes * len(shards)
+        shaped = [
+            t[: prod(n) * self.dtype.itemsize].view(self.dtype).reshape(n)
+            for t, n in zip(shards, shapes, strict=True)
+        ]
+        order = []
+        for coords in coordinates(layout, mesh.sizes):
+            at = 0
+            for axis in reversed(axes):
+                at = at * mesh[axis].size + coords[axis]
+            order.append(shaped[at])
+        return assemble(layout, order, mesh.sizes)
+
+
+def order_steps(plans: Sequence[Sequence[GatherStep]]) -> list[tuple[GatherStep, list[int]]]:
+    """Which parcels go together in which collectives, in order.
+
+    It follows from all plans, also of parcels that this rank takes no part in: ranks that take part in
+    different ones must still agree on what travels together. Each step comes once, since all plans are parts
+    of one order.
+    """
+    left = {i: list(steps) for i, steps in enumerate(plans) if steps}
+    out: list[tuple[GatherStep, list[int]]] = []
+    while left:
+        later = {s for steps in left.values() for s in steps[1:]}
+        step = next(steps[0] for steps in left.values() if steps[0] not in later)
+        now = [i for i, steps in left.items() if steps[0] == step]
+        left = {i: steps[1:] if i in now else steps for i, steps in left.items() if i not in now or steps[1:]}
+        out.append((step, now))
+    return out
+
+
+def _step_axes(plans: Sequence[Sequence[GatherStep]], op: str) -> list[str]:
+    return [step.axis for step, _ in order_steps([[s for s in plan if s.op == op] for plan in plans])]
+
+
+def _store_sums(items: list[ShardInTransit], flat: Tensor) -> None:
+    shards = [i.parcel.shards[0] for i in items]
+    at, _ = message_offsets([s.nbytes for s in shards])
+    for item, shard, start in zip(items, shards, at, strict=True):
+        total = flat[start : start + shard.nbytes].view(shard.dtype).reshape(shard.shape)
+        item.parcel.shards, item.parcel.owned = [total], True
+
+
+def _store_gathered(items: list[ShardInTransit], widths: Sequence[int], slots: Sequence[Tensor] | None) -> None:
+    """Give each parcel its shards from all ranks; the axis gathered last counts slowest."""
+    if slots is None:
+        return
+    at, first = message_offsets(widths)[0], 0
+    for item in items:
+        count = len(item.parcel.shards)
+        places = at[first : first + count]
+        item.parcel.shards = [slot[a : a + item.width] for slot in slots for a in places]
+        first += count
+
+
+def gather_up_pipeline(items: Sequence[tuple[Any, Tensor]], mesh: Mesh) -> list[tuple[Any, Tensor]]:
+    """Bring what each stage's leader holds to the leader of the first stage.
+
+    Collective over `pp` among the stages' leaders; the tensors themselves go point to point.
+
+    Args:
+        items: picklable tags with their tensors, in any number, on the CPU.
+        mesh: the run's axes.
+
+    Returns:
+        On the first stage its own items and then those of the other stages in order; elsewhere nothing.
+    """
+    axis = mesh["pp"]
+    if axis.size == 1:
+        return list(items)
+    device = "cuda" if dist.get_backend(axis.group) == "nccl" else "cpu"
+    note = [(tag, tuple(t.shape), t.dtype) for tag, t in items]
+    notes: list[Any] | None = [None] * axis.size if axis.coord == 0 else None
+    dist.gather_object(note, notes, dst=axis.ranks[0], group=axis.group)
+    if notes is None:
+        sent = [as_bytes(t.to(device)) for _, t in items if t.nbytes]
+        for work in [dist.isend(t, axis.ranks[0], group=axis.group) for t in sent]:
+            _wait_for_work(work)
+        return []
+    arrivals, works = [], []
+    for source, theirs in zip(axis.ranks[1:], notes[1:], strict=True):
+        for tag, shape, dtype in theirs:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            arrivals.append((tag, tensor))
+            if tensor.nbytes:
+                works.append(dist.irecv(as_bytes(tensor), source, group=axis.group))
+    for work in works:
+        _wait_for_work(work)
+    return [*items, *((tag, t.cpu()) for tag, t in arrivals)]
+
+
+def _wait_for_work(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()

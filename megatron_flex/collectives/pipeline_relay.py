@@ -1,0 +1,225 @@
+"""Values that travel between pipeline stages: packed once, from leader to leader, and shared in the stage.
+
+A message is bytes on the CPU and goes over a gloo group of its own, so that it meets none of the
+framework's. Sending never waits for the receiver; each message has a tag of its own, and says in itself
+which it is, so that one that a failed step has left behind is never taken for another.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+
+from megatron_flex.collectives.edit import broadcast_from_first
+from megatron_flex.mesh import Mesh
+
+PACKAGE_ALIGN = 16  # bytes; every dtype may start at a multiple of it
+
+
+class StageMessage(NamedTuple):
+    """Which message is meant.
+
+    Attributes:
+        step: the step.
+        microbatch: the microbatch.
+        place: the virtual stage that receives it.
+        backward: whether it goes with the backward pass.
+    """
+
+    step: int
+    microbatch: int
+    place: int
+    backward: bool
+
+    @property
+    def tag(self) -> int:
+        """A tag of 30 bits, which no message that may be under way at the same time shares."""
+        steps, microbatches, places = self.step % 2**10, self.microbatch % 2**12, self.place % 2**7
+        return (((steps << 12 | microbatches) << 7 | places) << 1) | self.backward
+
+    @property
+    def number(self) -> int:
+        """The message in one number, not shortened as the tag is."""
+        return (self.step << 31 | self.microbatch << 11 | self.place << 1) | self.backward
+
+
+class PipelineRelay:
+    """Sends packages between the leaders of a model replica's stages.
+
+    Args:
+        mesh: the run's axes.
+        name: the same on all ranks, and another than that of any relay before.
+    """
+
+    def __init__(self, mesh: Mesh, name: str) -> None:
+        self._axis, self._name = mesh["pp"], name
+        self._group: Any = None
+        self._posted: dict[StageMessage, list[tuple[dist.Work, Tensor]]] = {}
+        self._abandoned: list[tuple[dist.Work, Tensor]] = []
+
+    def open(self) -> None:
+        """Make the group, if there is none yet. Collective over the leaders of a replica's stages."""
+        if self._group is None:
+            axis = self._axis
+            # Not dist.new_group: all of the job would have to make it, or its name would come again, and
+            # with it what the group before has left in the store.
+            prefix = f"megatron_flex/{self._name}/{'-'.join(map(str, axis.ranks))}"
+            store = dist.distributed_c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+            self._group = dist.ProcessGroupGloo(store, axis.coord, axis.size, timeout=default_pg_timeout)
+
+    def send(self, package: Tensor, stage: int, message: StageMessage) -> None:
+        """Send a package to a stage's leader, without waiting for it.
+
+        Args:
+            package: as `pack_values` made it.
+            stage: the stage.
+            message: which one it is.
+        """
+        body = package.cpu()
+        lengths = torch.tensor([message.number, body.numel()], dtype=torch.int64)
+        self._posted[message] = [
+            (self._group.send([t], stage, message.tag << 1 | i), t) for i, t in enumerate((lengths, body))
+        ]
+
+    def receive(self, stage: int, message: StageMessage) -> Tensor:
+        """Wait for a package from a stage's leader; others that bear its tag are dropped."""
+        lengths = torch.zeros(2, dtype=torch.int64)
+        while True:
+            self._group.recv([lengths], stage, message.tag << 1).wait()
+            body = torch.empty(int(lengths[1]), dtype=torch.uint8)
+            self._group.recv([body], stage, message.tag << 1 | 1).wait()
+            if int(lengths[0]) == message.number:
+                return body
+
+    def settle(self, message: StageMessage | None = None) -> None:
+        """Release what was sent and is known to have been received: one message, or all of them."""
+        for known in [message] if message else list(self._posted):
+            for work, _ in self._posted.pop(known, []):
+                work.wait()
+
+    def abandon(self) -> None:
+        """Wait no more for what was sent: it may never be received, or by whom its tag comes to again."""
+        for sent in self._posted.values():
+            self._abandoned += sent
+        self._posted.clear()
+
+    def close(self) -> None:
+        """Take the group down again. Waits for nobody."""
+        self._posted.clear()
+        self._abandoned.clear()
+        self._group = None
+
+
+def broadcast_package(package: Tensor | None, holders: Mesh) -> Tensor:
+    """Give a package that the leader has to all ranks of the stage.
+
+    Collective over `holders`: its length, and then itself.
+
+    Args:
+        package: on the leader, as `pack_values` made it; not looked at elsewhere.
+        holders: what `replicas` gives.
+    """
+    axis = next((a for a in holders if a.size > 1), None)
+    if axis is None:
+        assert package is not None
+        return package
+    device = "cuda" if dist.get_backend(axis.group) == "nccl" else "cpu"
+    size = 0 if package is None else package.numel()
+    length = int(broadcast_from_first(torch.tensor([size], dtype=torch.int64, device=device), holders))
+    body = torch.empty(length, dtype=torch.uint8) if package is None else package
+    return broadcast_from_first(body.to(device), holders)
+
+
+def pack_values(items: dict[Any, Any], refused: Callable[[Any, Exception], None]) -> Tensor:
+    """Put items into bytes, each tensor's data behind those of all others.
+
+    Tensors may be anywhere in what can be pickled; they are sent as they are now, without a graph.
+
+    Args:
+        items: by a key that can be pickled.
+        refused: called with an item's key, and the error, if it cannot be pickled; it is left out.
+    """
+    tensors: list[Tensor] = []
+    parts: dict[Any, bytes] = {}
+    for key, item in items.items():
+        before = len(tensors)
+        try:
+            parts[key] = _pickle_item(item, tensors)
+        except Exception as error:
+            del tensors[before:]
+            refused(key, error)
+    data = [_package_bytes(t.detach().resolve_conj().resolve_neg()) for t in tensors]
+    about = [(tuple(t.shape), t.dtype, t.device.type) for t in tensors]
+    note = torch.frombuffer(bytearray(pickle.dumps((parts, about))), dtype=torch.uint8)
+    device = next((t.device for t in tensors if t.is_cuda), torch.device("cpu"))
+    head = torch.tensor([note.numel()], dtype=torch.int64).view(torch.uint8)
+    pieces = [head, note, *data]
+    starts = [0, 8]
+    for piece in pieces[1:]:
+        starts.append(_align_offset(starts[-1] + piece.numel()))
+    out = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
+    for start, piece in zip(starts, pieces, strict=False):
+        out[start : start + piece.numel()].copy_(piece)
+    return out
+
+
+def unpack_values(package: Tensor) -> dict[Any, Any]:
+    """The items of a package; tensors lie on the kind of device that they were on."""
+    length = int(package[:8].cpu().view(torch.int64))
+    parts, about = pickle.loads(package[8 : 8 + length].cpu().numpy().tobytes())
+    tensors, start = [], _align_offset(8 + length)
+    for shape, dtype, device in about:
+        flat = torch.empty(shape, dtype=dtype, device="meta")
+        data = package[start : start + flat.nbytes].to(device)
+        tensors.append(data.clone().view(dtype).reshape(shape))
+        start = _align_offset(start + flat.nbytes)
+    return {key: _Unpickler(io.BytesIO(part), tensors).load() for key, part in parts.items()}
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves dense tensors out, wherever they are, and collects them."""
+
+    def __init__(self, file: Any, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self.tensors = tensors
+
+    def persistent_id(self, item: Any) -> int | None:
+        if type(item) not in (Tensor, nn.Parameter) or item.layout is not torch.strided:
+            return None
+        if item.is_quantized or item.is_meta:
+            return None
+        same = next((i for i, t in enumerate(self.tensors) if t is item), None)
+        if same is None:
+            self.tensors.append(item)
+            return len(self.tensors) - 1
+        return same
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: Any, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self.tensors = tensors
+
+    def persistent_load(self, index: int) -> Tensor:
+        return self.tensors[index]
+
+
+def _pickle_item(item: Any, tensors: list[Tensor]) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, tensors).dump(item)
+    return file.getvalue()
+
+
+def _align_offset(n: int) -> int:
+    return -(-n // PACKAGE_ALIGN) * PACKAGE_ALIGN
+
+
+def _package_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

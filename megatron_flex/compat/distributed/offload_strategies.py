@@ -1,0 +1,74 @@
+"""Where what is read is kept: on the CPU, pinned or not, on the GPU, or nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+OutputDict = dict[str, list[Tensor]]
+
+
+class BaseOffloadStrategy:
+    """Gets every tensor that a hook has read, on the ranks where it arrives.
+
+    Args:
+        offload_fn: called with each tensor: detached, on the CPU, a copy of its own.
+    """
+
+    def __init__(self, offload_fn: Callable[[Tensor], Any]) -> None:
+        self.offload_fn = offload_fn
+
+    @classmethod
+    def initialize(cls, name: str, output_ptr: OutputDict) -> Self:
+        """Make the strategy of one hook.
+
+        Args:
+            name: the hook's `module_name`.
+            output_ptr: the dict that the FlexModel was given.
+        """
+        raise NotImplementedError(f"{cls.__name__} must implement initialize(name, output_ptr)")
+
+    def execute(self, tensor: Tensor) -> None:
+        """Keep one tensor."""
+        self.offload_fn(tensor)
+
+
+class NullMemoryOffloadStrategy(BaseOffloadStrategy):
+    """Keep nothing."""
+
+    @classmethod
+    def initialize(cls, name: str, output_ptr: OutputDict) -> Self:
+        """Make one."""
+        return cls(lambda tensor: None)
+
+
+class CPUPinnedMemoryOffloadStrategy(BaseOffloadStrategy):
+    """Append to `output_ptr[name]`, in pinned memory where there is a GPU."""
+
+    @classmethod
+    def initialize(cls, name: str, output_ptr: OutputDict) -> Self:
+        """Make one."""
+        pin = torch.cuda.is_available()
+        return cls(lambda t: output_ptr.setdefault(name, []).append(t.pin_memory() if pin else t))
+
+
+class CPUPagedMemoryOffloadStrategy(BaseOffloadStrategy):
+    """Append to `output_ptr[name]`."""
+
+    @classmethod
+    def initialize(cls, name: str, output_ptr: OutputDict) -> Self:
+        """Make one."""
+        return cls(lambda t: output_ptr.setdefault(name, []).append(t))
+
+
+class GPUMemoryOffloadStrategy(BaseOffloadStrategy):
+    """Append to `output_ptr[name]` on the current GPU; on the CPU where there is none."""
+
+    @classmethod
+    def initialize(cls, name: str, output_ptr: OutputDict) -> Self:
+        """Make one."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return cls(lambda t: output_ptr.setdefault(name, []).append(t.to(device)))

@@ -1,0 +1,265 @@
+"""Experts' tensors of a dump, whose rows lie where routers sent them: led home to their tokens when read.
+
+A rank writes its rows as they are, and which experts its own tokens go to. From all ranks' decisions follows
+whose each row is, by the rules that a live read goes by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_flex.dump.layouts import layout_from_json, layout_to_json
+from megatron_flex.errors import DumpError, LayoutError
+from megatron_flex.layout import (
+    ExpertChoice,
+    Coords,
+    Layout,
+    Sizes,
+    assemble,
+    coordinates,
+    select_experts,
+    padded_shape,
+    rows_by_source,
+)
+
+BIT_VALUES = (1, 2, 4, 8, 16, 32, 64, 128)
+ExpertCoords = tuple[int, int, int]  # coordinates on `edp`, `ep`, `etp`
+
+
+def pack_choice(chosen: Tensor) -> Tensor:
+    """`[tokens, experts]` of bools as bits: `[tokens, bytes]`. Nothing waits for a device."""
+    tokens, experts = chosen.shape
+    width = -(-experts // len(BIT_VALUES))
+    padded = chosen.new_zeros((tokens, width * len(BIT_VALUES)), dtype=torch.uint8)
+    padded[:, :experts] = chosen
+    weights = torch.tensor(BIT_VALUES, dtype=torch.uint8, device=chosen.device)
+    return (padded.view(tokens, width, len(BIT_VALUES)) * weights).sum(2, dtype=torch.uint8)
+
+
+def unpack_choice(packed: Tensor, experts: int) -> Tensor:
+    """The inverse of `pack_choice`."""
+    weights = torch.tensor(BIT_VALUES, dtype=torch.uint8)
+    return (packed[:, :, None] & weights).ne(0).flatten(1)[:, :experts].contiguous()
+
+
+def choice_to_json(choice: ExpertChoice) -> dict[str, Any]:
+    """What an entry of a decision says beside its bits."""
+    return {
+        "experts": choice.chosen.shape[1],
+        "shape": list(choice.shape),
+        "slots": choice.slots,
+        "stream": layout_to_json(Layout(choice.stream.dims[:2])),
+        "etp_outer": choice.etp_outer,
+    }
+
+
+def choice_from_json(record: Any, packed: Tensor) -> ExpertChoice:
+    """The decision that `choice_to_json` and `pack_choice` told.
+
+    Raises:
+        DumpError: it is none.
+    """
+    try:
+        experts, (sequence, batch) = int(record["experts"]), (int(n) for n in record["shape"])
+        stream, slots = layout_from_json(record["stream"]), int(record["slots"])
+        if packed.shape != (sequence * batch, -(-experts // len(BIT_VALUES))) or len(stream.dims) != 2:
+            raise DumpError(f"bits of shape {tuple(packed.shape)} for {sequence * batch} tokens: damaged")
+        chosen = unpack_choice(packed, experts)
+        if not 0 < slots <= experts or (sequence * batch and int(chosen.sum(1).max()) > slots):
+            raise DumpError(f"tokens that go to more than {slots} of {experts} experts: damaged")
+        return ExpertChoice(chosen, (sequence, batch), slots, stream, bool(record["etp_outer"]))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, LayoutError) as error:
+        raise DumpError(f"no decision of a router: {error!r}; the dump is damaged") from error
+
+
+class RowLocations(NamedTuple):
+    """Where the rows of one data parallel replica's tokens lie, one entry for each.
+
+    Attributes:
+        edp: the coordinate of the ranks that have it,
+        ep: likewise,
+        row: and its number there.
+        token: that it belongs to, counted in the whole by sequence and then by batch.
+        slot: its place among the rows of its token; 0 if they are those of one expert.
+    """
+
+    edp: Tensor
+    ep: Tensor
+    row: Tensor
+    token: Tensor
+    slot: Tensor
+
+    def among(self, tokens: Tensor) -> RowLocations:
+        """Those of some tokens, given by a mask."""
+        kept = tokens[self.token]
+        return RowLocations(*(entry[kept] for entry in self))
+
+    def ranks(self) -> list[tuple[int, int, Tensor]]:
+        """The coordinates `edp`, `ep` that have rows, each with a mask of its entries."""
+        found = torch.stack([self.edp, self.ep]).unique(dim=1).T.tolist()
+        return [(edp, ep, (self.edp == edp) & (self.ep == ep)) for edp, ep in found]
+
+
+class ExpertRouting:
+    """What the routers of all ranks decided, in one call of one layer.
+
+    Args:
+        choices: each rank's coordinates and decision; of all ranks that hold the layer.
+        sizes: the mesh.
+
+    Raises:
+        DumpError: decisions that no layer makes.
+    """
+
+    def __init__(self, choices: Iterable[tuple[Coords, ExpertChoice]], sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.choices = {get_expert_coords(coords): (coords, choice) for coords, choice in choices}
+        every = [c for _, c in self.choices.values()]
+        if not every:
+            raise DumpError("no router's decision is there; parts of the dump are missing")
+        some = every[0]
+        self.experts = some.chosen.shape[1]
+        if self.experts % sizes.get("ep", 1) or any(_get_choice_kind(c) != _get_choice_kind(some) for c in every):
+            found = sorted({c.chosen.shape[1] for c in every})
+            raise DumpError(
+                f"routers choose among {found} experts on {sizes.get('ep', 1)} ranks, and not all alike: "
+                "the dump is damaged"
+            )
+        self.slots, self._tokens = some.slots, Layout(some.stream.dims[:2])
+        try:
+            sequence, batch = padded_shape(self._tokens, some.shape, sizes)
+            for coords, choice in self.choices.values():
+                choice.places(coords, sizes)
+        except LayoutError as error:
+            raise DumpError(f"tokens of routers: {error}; the dump is damaged") from error
+        self.shape = sequence, batch
+        self._sent: dict[tuple[int, int, int | None], list[list[Tensor]]] = {}
+
+    def rows(self, replica: int, expert: int | None = None) -> RowLocations:
+        """Where the rows of a replica's tokens lie.
+
+        Args:
+            replica: its coordinate on `dp`.
+            expert: if given, of a tensor that has the rows of this expert alone.
+
+        Raises:
+            DumpError: a rank's decision is missing, or there is no such expert.
+        """
+        if expert is not None and not (type(expert) is int and 0 <= expert < self.experts):
+            raise DumpError(f"rows of expert {str(expert)[:40]} of {self.experts}: the dump is damaged")
+        out = []
+        owners = [(p, c) for p, (c, _) in sorted(self.choices.items()) if c.get("dp", 0) == replica]
+        for at in coordinates(self._tokens, self.sizes):
+            place = next((p for p, c in owners if all(c.get(a, 0) == n for a, n in at.items())), None)
+            if place is None:
+                raise DumpError(f"no router's decision of the rank at {at} of replica {replica}")
+            out.append(self._of(place, expert))
+        return RowLocations(*(torch.cat(entries) for entries in zip(*out, strict=True)))
+
+    def sent(self, edp: int, ep: int, expert: int | None = None) -> int:
+        """How many rows the ranks with these coordinates got, or of one expert."""
+        return sum(len(rows) for sources in self._from(edp, ep, expert) for rows in sources)
+
+    def whole(
+        self, rows: Mapping[ExpertCoords, Tensor], layout: Layout, replica: int, expert: int | None = None
+    ) -> Tensor:
+        """A tensor of experts by token.
+
+        Args:
+            rows: by the place of a rank (coordinates on `edp`, `ep`, `etp`) the rows of its experts; where
+                ranks along `etp` hold the same, of one of them; none of ranks that do not have the expert.
+            layout: of those over `etp`.
+            replica: whose tokens are wanted.
+            expert: if given, the rows are those of this expert alone.
+
+        Returns:
+            `[s, b, slots, ...]`, with zeros in slots that no expert has; of one expert `[t, ...]`, in the
+            order of its tokens.
+        """
+
+        def fetch(edp: int, ep: int, wanted: Tensor) -> Tensor:
+            shards = []
+            for at in coordinates(layout, self.sizes):
+                etp = range(self.sizes.get("etp", 1)) if "etp" not in at else (at["etp"],)
+                shard = next((rows[edp, ep, t] for t in etp if (edp, ep, t) in rows), None)
+                if shard is None:
+                    raise DumpError(f"no rows of the ranks at edp={edp}, ep={ep}")
+                shards.append(shard[wanted])
+            return assemble(layout, shards, self.sizes)
+
+        some = next(iter(rows))
+        found = self.rows(replica, expert)
+        dense = scatter_rows_to_tokens(found, fetch, self.shape, 1 if expert is not None else self.slots, some[:2])
+        if expert is None:
+            return dense
+        return dense[:, :, 0].flatten(0, 1)[found.token.sort().values]
+
+    def _of(self, place: ExpertCoords, expert: int | None) -> RowLocations:
+        """Where the rows of one rank's own tokens lie."""
+        edp, source, etp = place
+        coords, choice = self.choices[place]
+        experts, tokens = choice.pairs
+        slots = choice.slot[tokens, experts]
+        if expert is not None:
+            tokens = tokens[experts == expert]
+            experts, slots = torch.full_like(tokens, expert), torch.zeros_like(tokens)
+        row = torch.cat([self._from(edp, ep, expert)[etp][source] for ep in range(self.sizes.get("ep", 1))])
+        where = choice.places(coords, self.sizes)[tokens]
+        ep = experts // (self.experts // self.sizes.get("ep", 1))
+        return RowLocations(torch.full_like(ep, edp), ep, row, where, slots)
+
+    def _from(self, edp: int, ep: int, expert: int | None) -> list[list[Tensor]]:
+        """By `etp` and `ep` of the source, where its rows lie at the ranks with these coordinates."""
+        key = edp, ep, expert
+        if key not in self._sent:
+            sizes = self.sizes.get("ep", 1), self.sizes.get("etp", 1)
+            places = [(edp, e, t) for e in range(sizes[0]) for t in range(sizes[1])]
+            missing = [p for p in places if p not in self.choices]
+            if missing:
+                raise DumpError(f"no router's decision of the rank at (edp, ep, etp)={missing[0]}")
+            found = [self.choices[p][1] for p in places]
+            counts = torch.stack([c.chosen.sum(0) for c in found]).view(*sizes, self.experts)
+            mine = select_experts(self.experts, sizes[0], ep, expert)
+            self._sent[key] = rows_by_source(counts[:, :, mine], found[0].etp_outer)
+        return self._sent[key]
+
+
+def scatter_rows_to_tokens(
+    rows: RowLocations,
+    fetch: Callable[[int, int, Tensor], Tensor],
+    shape: tuple[int, int],
+    slots: int,
+    some: tuple[int, int],
+) -> Tensor:
+    """`[s, b, slots, ...]`: rows by token, and zeros.
+
+    Args:
+        rows: where they lie.
+        fetch: gives some rows, whole over `etp`, of the ranks at coordinates `edp`, `ep`.
+        shape: `(s, b)` of the tokens.
+        slots: for each token.
+        some: the coordinates of ranks that have rows, if none is wanted.
+    """
+    ranks = rows.ranks() or [(*some, torch.zeros(len(rows.row), dtype=torch.bool))]
+    out: Tensor | None = None
+    for edp, ep, mine in ranks:
+        found = fetch(edp, ep, rows.row[mine])
+        if out is None:
+            out = found.new_zeros((shape[0] * shape[1], slots, *found.shape[1:]))
+        out[rows.token[mine], rows.slot[mine]] = found
+    assert out is not None
+    return out.view(*shape, *out.shape[1:])
+
+
+def get_expert_coords(coords: Coords) -> ExpertCoords:
+    """A rank's coordinates as layers of experts have them."""
+    return coords.get("edp", 0), coords.get("ep", 0), coords.get("etp", 0)
+
+
+def _get_choice_kind(choice: ExpertChoice) -> tuple[Any, ...]:
+    """What all ranks' decisions have in common."""
+    return choice.chosen.shape[1], choice.shape, choice.slots, choice.stream.dims[:2], choice.etp_outer

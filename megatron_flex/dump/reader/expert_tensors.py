@@ -1,0 +1,184 @@
+"""One tensor of experts of one microbatch on one replica, by token, from the rows that all ranks wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_flex.dump.part_format import ROUTING
+from megatron_flex.dump.reading.assembling import AssembledTensor, group_shards
+from megatron_flex.dump.reading.folders import StoredIteration
+from megatron_flex.dump.reading.shards import PartFiles, LocatedShard, parse_layout_text
+from megatron_flex.dump.expert_routing import ExpertRouting, choice_from_json, scatter_rows_to_tokens
+from megatron_flex.dump.selection import SAMPLE_DIM, TOKEN_DIM, find_dim
+from megatron_flex.errors import DumpError
+from megatron_flex.layout import Dim, DimIndex, Layout, Sizes
+
+if TYPE_CHECKING:
+    from megatron_flex.dump.reading.opened import OpenDump
+
+MOST_ROUTINGS = 64  # decisions that are kept for each site
+TOKEN_SAMPLE_DIMS = Dim(TOKEN_DIM), Dim(SAMPLE_DIM)
+
+
+class ExpertTensor:
+    """A tensor of experts, led home to its tokens; its regions are read as they are asked for.
+
+    It is `[s, b, slots, ...]`, and of one expert `[s, b, ...]`; zeros where a token has no row.
+
+    Attributes:
+        layout: of the tensor by token.
+        dtype: of the tensor.
+        shape: of the whole.
+        where: what it is, for errors.
+    """
+
+    def __init__(
+        self,
+        files: PartFiles,
+        found: Sequence[LocatedShard],
+        routing: ExpertRouting,
+        home: Layout,
+        replica: int,
+        sizes: Sizes,
+        where: str,
+    ) -> None:
+        self.where, self.routing = where, routing
+        route = found[0][1].route or {}
+        expert = route.get("expert")
+        self._slots = 1 if expert is not None else routing.slots
+        self._rows = routing.rows(replica, expert)
+        self._ranks = _assemble_by_rank(files, found, sizes, where)
+        for (edp, ep), rows in self._ranks.items():
+            if rows.shape[0] != routing.sent(edp, ep, expert):
+                raise DumpError(
+                    f"{where}: {rows.shape[0]} rows at edp={edp}, ep={ep}, and routers sent "
+                    f"{routing.sent(edp, ep, expert)}: the dump is damaged"
+                )
+        first_rows = next(iter(self._ranks.values()))
+        self.dtype = first_rows.dtype
+        dims = (*TOKEN_SAMPLE_DIMS, *home.dims[1:]) if expert is not None else home.dims
+        self.shape = *routing.shape, *((routing.slots,) if expert is None else ()), *first_rows.shape[1:]
+        self.layout = Layout(dims)
+        self._one = expert is not None
+        if len(self.shape) != len(self.layout.dims):
+            raise DumpError(
+                f"{where}: rows of shape {first_rows.shape[1:]} in {home.describe()}: the dump is damaged"
+            )
+
+    def dim(self, name: str) -> int | None:
+        """The first dim of that name."""
+        return find_dim(self.layout, name)
+
+    @property
+    def dims(self) -> list[str]:
+        """The names of its dims."""
+        return [d.name or f"d{i}" for i, d in enumerate(self.layout.dims)]
+
+    def region(self, wanted: Sequence[DimIndex]) -> Tensor:
+        """The entries wanted of each dim.
+
+        Raises:
+            DumpError: a rank's rows are missing or damaged.
+        """
+        tokens, samples, *rest = wanted
+        (length, batch), slots = self.routing.shape, [0] if self._one else list(rest[0])
+        features = rest if self._one else rest[1:]
+        unique_tokens, at_token = torch.tensor(list(tokens), dtype=torch.int64).unique(return_inverse=True)
+        unique_samples, at_sample = torch.tensor(list(samples), dtype=torch.int64).unique(return_inverse=True)
+        place = torch.full((length, batch), -1)
+        place[unique_tokens[:, None], unique_samples] = torch.arange(len(unique_tokens) * len(unique_samples)).view(len(unique_tokens), len(unique_samples))
+        place = place.flatten()
+        rows = self._rows.among(place >= 0)
+        rows = rows._replace(token=place[rows.token])
+
+        def fetch(edp: int, ep: int, which: Tensor) -> Tensor:
+            if (edp, ep) not in self._ranks:
+                raise DumpError(
+                    f"{self.where}: no rank at edp={edp}, ep={ep} wrote the rows that routers sent it"
+                )
+            return self._ranks[edp, ep].region([which.tolist(), *features])
+
+        shape = len(unique_tokens), len(unique_samples)
+        dense = scatter_rows_to_tokens(rows, fetch, shape, self._slots, next(iter(self._ranks)))
+        dense = dense[at_token[:, None], at_sample][:, :, slots]
+        return dense[:, :, 0] if self._one else dense
+
+
+class ExpertTensorReader:
+    """The tensors of one site of experts.
+
+    Args:
+        dump: that has them.
+        site: its name.
+        stage: the pipeline stage that has it.
+        call: the pass through it within a microbatch.
+    """
+
+    def __init__(self, dump: OpenDump, site: str, stage: int, call: int) -> None:
+        self.dump, self.site, self.stage, self.call = dump, site, stage, call
+        self._known: dict[tuple[int, int, int], ExpertRouting] = {}
+
+    def entries(self, written: StoredIteration, kind: str, site: str = "") -> list[LocatedShard]:
+        """What ranks of all replicas wrote: rows of any replica's tokens are on any."""
+        found = [
+            f
+            for r in written.run.replicas
+            for f in self.dump.entries(written, site or self.site, kind, self.stage, r)
+        ]
+        return [f for f in found if f[1].route is not None and f[1].call == self.call]
+
+    def tensor(
+        self,
+        written: StoredIteration,
+        microbatch: int,
+        replica: int,
+        found: Sequence[LocatedShard],
+        where: str,
+    ) -> ExpertTensor:
+        """The tensor of a microbatch of a replica, by token.
+
+        Args:
+            written: the iteration.
+            microbatch: its number.
+            replica: the data parallel coordinate.
+            found: what ranks wrote of it.
+            where: what it is, for errors.
+        """
+        routing = self._routing(written, microbatch, str((found[0][1].route or {}).get("of")))
+        home = parse_layout_text(json.dumps(self.dump.places[self.site].layout))
+        return ExpertTensor(self.dump.files, found, routing, home, replica, written.run.sizes, where)
+
+    def _routing(self, written: StoredIteration, microbatch: int, layer: str) -> ExpertRouting:
+        key = written.iteration, written.run_of, microbatch
+        if key not in self._known:
+            if len(self._known) > MOST_ROUTINGS:
+                self._known.clear()
+            choices = []
+            for part, entry, _, coords in self.entries(written, ROUTING, layer):
+                if entry.microbatch == microbatch:
+                    every = tuple(range(n) for n in part.where[entry.tensor][1])
+                    choices.append(
+                        (coords, choice_from_json(entry.route, self.dump.files.read(part, entry, every)))
+                    )
+            self._known[key] = ExpertRouting(choices, written.run.sizes)
+        return self._known[key]
+
+
+def _assemble_by_rank(
+    files: PartFiles, found: Sequence[LocatedShard], sizes: Sizes, where: str
+) -> Mapping[tuple[int, int], AssembledTensor]:
+    """The rows at the ranks of each pair of coordinates `edp`, `ep`, whole over `etp`."""
+    groups: dict[tuple[int, int], list[LocatedShard]] = {}
+    for one in found:
+        coords = one[3]
+        groups.setdefault((coords.get("edp", 0), coords.get("ep", 0)), []).append(one)
+    out = {}
+    for at, several in sorted(groups.items()):
+        layout, shards = group_shards(several, sizes, where)
+        out[at] = AssembledTensor(files, layout, sizes, shards, where)
+    return out

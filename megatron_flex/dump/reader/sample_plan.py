@@ -1,0 +1,317 @@
+"""Where the samples of an iteration lie: blocks of microbatches and replicas, and the tensor of each."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING
+
+from megatron_flex.dump.numbering import number_first_sample
+from megatron_flex.dump.reading.assembling import AssembledTensor, StoredTensor, group_shards
+from megatron_flex.dump.reading.averaging import TokenMean
+from megatron_flex.dump.reading.folders import REPLICA_AXIS, DumpRun, StoredIteration
+from megatron_flex.dump.reading.picking import SelectionSettings
+from megatron_flex.dump.reader.expert_tensors import ExpertTensorReader
+from megatron_flex.dump.reading.shards import LocatedShard
+from megatron_flex.dump.selection import SAMPLE_DIM, TOKEN_DIM, EntrySelection, RandomTokens, find_dim, select_entries, select_positions
+from megatron_flex.errors import DumpError
+from megatron_flex.layout import Coords, DimIndex, Layout
+
+if TYPE_CHECKING:
+    from megatron_flex.dump.reading.opened import OpenDump
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensorKey:
+    """A tensor of a dump.
+
+    Attributes:
+        name: as people write it.
+        site: the site.
+        kind: `value` or `gradient`.
+        call: the pass through the site within a microbatch.
+        stage: the pipeline stage that has it.
+        only: one microbatch of one replica, instead of all.
+    """
+
+    name: str
+    site: str
+    kind: str
+    call: int
+    stage: int
+    only: tuple[int, int] | None = None
+
+
+@dataclass(slots=True)
+class MicrobatchSamples:
+    """One microbatch of one replica.
+
+    Attributes:
+        microbatch: its number on the replica.
+        replica: the data parallel coordinate.
+        kept: the samples of it that the dump keeps, counted within it.
+        numbers: of these, in the global batch; of the block itself where the tensor has no samples.
+    """
+
+    microbatch: int
+    replica: int
+    kept: list[int]
+    numbers: list[int]
+
+
+@dataclass
+class SamplePlan:
+    """How the samples of an iteration lie in blocks, as its first replica tells it.
+
+    Attributes:
+        written: the iteration.
+        selection: what the dump keeps.
+        blocks: in the order of samples.
+        counts: samples of each microbatch, kept or not.
+        first: the tensor of the first microbatch.
+        joined: whether all replicas are in one tensor.
+        tensors: those that were put together so far.
+    """
+
+    written: StoredIteration
+    selection: SelectionSettings
+    blocks: list[MicrobatchSamples]
+    counts: dict[int, int]
+    first: StoredTensor
+    joined: bool
+    tensors: dict[tuple[int, int], StoredTensor] = field(default_factory=dict)
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The place of each block's first sample among all, and the end."""
+        out = [0]
+        for block in self.blocks:
+            out.append(out[-1] + len(block.kept))
+        return out
+
+    def among(self, samples: DimIndex) -> Iterator[tuple[MicrobatchSamples, list[tuple[int, int]]]]:
+        """The blocks that have samples of these: their places among them, and in the block."""
+        at: dict[int, list[tuple[int, int]]] = {}
+        for place, sample in enumerate(samples):
+            number = bisect_right(self.starts, sample) - 1
+            at.setdefault(number, []).append((place, sample - self.starts[number]))
+        for number, places in sorted(at.items()):
+            yield self.blocks[number], places
+
+    @property
+    def weight(self) -> int:
+        """About how much it holds."""
+        return len(self.tensors) * prod(self.written.run.sizes.values()) // len(self.written.run.replicas)
+
+    @property
+    def token(self) -> int | None:
+        """The dim of tokens; a mean over them leaves none."""
+        return None if self.selection.mean else self.first.dim(TOKEN_DIM)
+
+    @property
+    def sample(self) -> int | None:
+        """The dim of samples."""
+        return self.first.dim(SAMPLE_DIM)
+
+    @property
+    def rest(self) -> list[int]:
+        """All others."""
+        return [d for d in range(len(self.first.shape)) if d not in (self.sample, self.token)]
+
+    @property
+    def drawn(self) -> bool:
+        """Whether each sample has tokens of its own."""
+        return isinstance(self.selection.tokens, RandomTokens) and None not in (self.sample, self.token)
+
+    def positions(self, number: int) -> Sequence[int]:
+        """The positions of the tokens that are kept of a sample."""
+        token, tokens = self.token, self.selection.tokens
+        assert token is not None
+        if isinstance(tokens, RandomTokens) and not self.drawn:
+            tokens = None
+        return select_positions(tokens, self.first.shape[token], self.written.iteration, number)
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Samples, tokens, features: what is kept."""
+        number = next((n for block in self.blocks for n in block.numbers), 0)
+        tokens = [] if self.token is None else [len(self.positions(number))]
+        return (self.starts[-1], *tokens, *(self.first.shape[d] for d in self.rest))
+
+
+class SamplePlanner:
+    """Finds the blocks of iterations, and the tensors of blocks."""
+
+    def __init__(self, dump: OpenDump, which: StoredTensorKey) -> None:
+        self.dump, self.which = dump, which
+        self.selection = SelectionSettings.of(dump.manifest.settings)
+        self._expert_reader = ExpertTensorReader(dump, which.site, which.stage, which.call)
+
+    def plan(self, written: StoredIteration) -> SamplePlan:
+        """How the samples of an iteration lie in blocks.
+
+        Raises:
+            DumpError: the site has nothing in it.
+        """
+        run, only = written.run, self.which.only
+        replica = run.replicas[0] if only is None else only[1]
+        found = self.found(written, replica)
+        if only is not None:
+            found = {m: several for m, several in found.items() if m == only[0]}
+        if not found:
+            raise self.dump.nothing(self.which.name, written, self.which.stage)
+        tensors = {(m, replica): self._tensor(written, m, replica, found[m]) for m in sorted(found)}
+        counts = {m: _count_samples(one) for (m, _), one in tensors.items()}
+        first = next(iter(tensors.values()))
+        joined = REPLICA_AXIS in first.layout.axes or len(run.replicas) == 1
+        among = [replica] if joined or only is not None else run.replicas
+        blocks = [
+            self._block(first, m, r, self._first(written, m, 0 if joined else r, count, joined), count)
+            for m, count in counts.items()
+            for r in among
+        ]
+        in_order = (lambda b: (b.microbatch, b.replica)) if _get_sample_order(run) == "interleaved" else _get_replica_key
+        blocks.sort(key=in_order)
+        if len(set(counts.values())) > 1 and only is None:
+            self._renumber(first, blocks, counts)
+        return SamplePlan(written, self.selection, blocks, counts, first, joined, tensors)
+
+    def tensor(self, plan: SamplePlan, block: MicrobatchSamples) -> StoredTensor:
+        """The tensor of a block, which must be as the first replica's.
+
+        Raises:
+            DumpError: shards are missing, or it is not.
+        """
+        key = block.microbatch, block.replica
+        if key not in plan.tensors:
+            found = self.found(plan.written, block.replica).get(block.microbatch, [])
+            plan.tensors[key] = self._tensor(plan.written, *key, found)
+        one, like = plan.tensors[key], plan.first
+        if _get_shape_without(one, SAMPLE_DIM) != _get_shape_without(like, SAMPLE_DIM):
+            raise DumpError(
+                f"{one.where}: {list(one.shape)}, and {list(like.shape)} elsewhere in the iteration: they "
+                "make no one array; read them with .pieces()"
+            )
+        if _count_samples(one) != plan.counts[block.microbatch]:
+            raise DumpError(
+                f"{one.where}: {_count_samples(one)} samples, and {plan.counts[block.microbatch]} on the first "
+                "data parallel rank: they cannot be numbered; read them with .pieces()"
+            )
+        return one
+
+    def found(self, written: StoredIteration, replica: int) -> dict[int, list[LocatedShard]]:
+        """What the ranks of a replica wrote of it, by microbatch."""
+        out: dict[int, list[LocatedShard]] = {}
+        which = self.which
+        several = self.dump.entries(written, which.site, which.kind, which.stage, replica)
+        if not several or several[0][1].route is not None:
+            several = self._expert_reader.entries(written, which.kind)
+        for found in several:
+            if found[1].call == which.call:
+                out.setdefault(found[1].microbatch, []).append(found)
+        return out
+
+    def _block(self, one: StoredTensor, microbatch: int, replica: int, begin: int, count: int) -> MicrobatchSamples:
+        """The samples of a block that are kept."""
+        if one.dim(SAMPLE_DIM) is None:
+            return MicrobatchSamples(microbatch, replica, [0], [begin])
+        kept = [i for i in range(count) if self.selection.keeps(begin + i)]
+        return MicrobatchSamples(microbatch, replica, kept, [begin + i for i in kept])
+
+    def _renumber(self, one: StoredTensor, blocks: list[MicrobatchSamples], counts: dict[int, int]) -> None:
+        """Number samples one after the other, where microbatches have different numbers of them."""
+        if self.selection.samples is not None or isinstance(self.selection.tokens, RandomTokens):
+            raise DumpError(
+                f"{self.which.name}: microbatches of {sorted(set(counts.values()))} samples, of which "
+                "some were picked by number: they cannot be numbered; read them with .pieces()"
+            )
+        at = 0
+        for place, block in enumerate(blocks):
+            count = counts[block.microbatch]
+            blocks[place] = self._block(one, block.microbatch, block.replica, at, count)
+            at += count
+
+    def _first(self, written: StoredIteration, microbatch: int, replica: int, count: int, joined: bool) -> int:
+        """The number of the first sample of a block."""
+        replicas = 1 if joined else len(written.run.replicas)
+        numbering_replica = written.run.replicas[0] if self.which.only is None else self.which.only[1]
+        many = self._microbatches(written, numbering_replica)
+        found = number_first_sample(_get_sample_order(written.run), microbatch, replica, replicas, many, count)
+        if found is not None:
+            return found
+        many = max(self.found(written, numbering_replica)) + 1
+        return (replica * many + microbatch) * count
+
+    def _microbatches(self, written: StoredIteration, replica: int) -> int:
+        for rank in written.run.ranks(self.which.stage, replica):
+            for path in written.paths(rank):
+                return self.dump.files.open(path).part.index.microbatches
+        return 0
+
+    def _tensor(self, written: StoredIteration, microbatch: int, replica: int, found: list[LocatedShard]) -> StoredTensor:
+        """Put together the tensor of a block."""
+        run = written.run
+        where = f"{self.which.name}, {written.describe()}, microbatch {microbatch} of replica {replica}"
+        if found and REPLICA_AXIS in found[0][2].axes:
+            found = [f for r in run.replicas for f in self.found(written, r).get(microbatch, [])]
+        if not found:
+            raise DumpError(f"{where}: nothing passed there, and on other ranks something did")
+        if found[0][1].route is not None:
+            routed = self._expert_reader.tensor(written, microbatch, replica, found, where)
+            return self._average_tokens(routed, written, microbatch, replica) if self.selection.mean else routed
+        layout, shards = group_shards(found, run.sizes, where)
+
+        def picking(layout: Layout, shape: Sequence[int], coords: Coords) -> EntrySelection | None:
+            tokens, samples, numbers = self.selection.tokens, None, None
+            sample = find_dim(layout, SAMPLE_DIM)
+            if sample is not None:
+                many, count = self._microbatches(written, replica), shape[sample]
+                begin = number_first_sample(_get_sample_order(run), microbatch, replica, len(run.replicas), many, count)
+                numbers = None if begin is None else list(range(begin, begin + count))
+                if self.selection.samples is not None and numbers is not None:
+                    samples = frozenset(n for n in numbers if self.selection.keeps(n))
+            tokens = None if self.selection.mean else tokens
+            return select_entries(tokens, samples, layout, shape, run.sizes, coords, written.iteration, numbers)
+
+        whole: StoredTensor = AssembledTensor(self.dump.files, layout, run.sizes, shards, where, picking)
+        if self.selection.mean and self._has_tokens(whole):
+            return self._average_tokens(whole, written, microbatch, replica)
+        return whole
+
+    def _average_tokens(self, whole: StoredTensor, written: StoredIteration, microbatch: int, replica: int) -> TokenMean:
+        """Its mean over tokens."""
+        begin, token = self._first(written, microbatch, replica, _count_samples(whole), False), whole.dim(TOKEN_DIM)
+        assert token is not None
+
+        def kept(sample: int) -> Sequence[int]:
+            length = whole.shape[token]
+            return select_positions(self.selection.tokens, length, written.iteration, begin + sample)
+
+        return TokenMean(whole, kept, self.selection.dtype)
+
+    def _has_tokens(self, whole: StoredTensor) -> bool:
+        """Whether the mean over tokens is still to be taken: it could not be while writing."""
+        record = self.dump.places[self.which.site]
+        return whole.dim(TOKEN_DIM) is not None and (
+            record.inferred or len(record.layout["dims"]) == len(whole.shape)
+        )
+
+
+def _count_samples(one: StoredTensor) -> int:
+    sample = one.dim(SAMPLE_DIM)
+    return 1 if sample is None else one.shape[sample]
+
+
+def _get_shape_without(one: StoredTensor, name: str) -> list[int]:
+    return [n for d, n in enumerate(one.shape) if d != one.dim(name)]
+
+
+def _get_sample_order(run: DumpRun) -> str:
+    return str(run.manifest.settings.get("order", "interleaved"))
+
+
+def _get_replica_key(block: MicrobatchSamples) -> tuple[int, int]:
+    return block.replica, block.microbatch

@@ -1,0 +1,227 @@
+"""Rows of tokens, for what is trained on activations: by number, or shuffled within bounded memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from math import ceil, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from megatron_flex.dump.reading.array import DumpArray
+from megatron_flex.dump.reading.indexing import IndexOutOfRange
+from megatron_flex.errors import DumpError
+
+RowArrays = Sequence[DumpArray]
+
+
+class TokenRows(Dataset[Any]):
+    """The rows of one site, or of several aligned, by number: a map-style dataset.
+
+    Row number `(i * samples + j) * tokens + k` is token k of sample j in iteration i. An item is a tensor
+    `[*features]`, or a tuple of one for each site. It pickles, and opens the files anew where it arrives.
+
+    Args:
+        arrays: over (iteration, sample, token, *features), or without tokens.
+        single: whether items are tensors, not tuples.
+        dtype: of the items; None for the one that is stored.
+    """
+
+    def __init__(self, arrays: RowArrays, single: bool, dtype: torch.dtype | None = None) -> None:
+        self.arrays, self.single, self.dtype = list(arrays), single, dtype
+        self.axes = check_row_alignment(self.arrays)
+
+    def __len__(self) -> int:
+        return prod(self.axes)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Several items, read together; a DataLoader asks so for a batch."""
+        count, per_sample = len(self), prod(self.axes[2:])
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for at, index in enumerate(indices):
+            if not -count <= index < count:
+                raise IndexOutOfRange(f"row {index} of {count}")
+            sample, token = divmod(index % count, per_sample)
+            groups.setdefault(sample, []).append((at, token))
+        out: list[Any] = [None] * len(indices)
+        for sample, wanted in groups.items():
+            where = divmod(sample, self.axes[1])
+            tokens = sorted({token for _, token in wanted})
+            read = [a[(*where, tokens) if a.dims[2:3] == ("token",) else where] for a in self.arrays]
+            found = [r.torch(self.dtype) for r in read]
+            if len(self.axes) == 2:
+                found = [f[None] for f in found]
+            place = {token: n for n, token in enumerate(tokens)}
+            for at, token in wanted:
+                row = tuple(f[place[token]] for f in found)
+                out[at] = row[0] if self.single else row
+        return out
+
+
+class ShuffledRows(IterableDataset[Any]):
+    """The rows of one site, or of several aligned, in batches: each row once, in an order drawn at random.
+
+    The dump is cut into blocks of at most `block` neighbouring rows of a sample. Their order is drawn over
+    the whole dump; they are read into a buffer of `buffer` rows, half of which, drawn at random, leaves as
+    batches whenever it is full. So a batch is drawn from at least `buffer` rows of about `buffer / block`
+    places of the dump: two rows of one block meet in a batch more often than chance has it, by a factor of
+    about rows / buffer. With `buffer` of all rows the order is uniform. The same seed and epoch give the same
+    order; the workers of a DataLoader (`batch_size=None`) deal blocks out among them, and each has a buffer.
+
+    Args:
+        arrays: over (iteration, sample, token, *features), or without tokens.
+        single: whether batches are tensors, not tuples.
+        batch_size: rows in a batch; the last one may have fewer.
+        shuffle: in the dump's order if False.
+        seed: of the order.
+        dtype: of the batches; None for the one that is stored.
+        buffer: rows that are held in memory.
+        block: rows that are read at a time.
+        part: `(r, n)` leaves the r-th of n parts only, one for each of n processes; blocks are dealt out.
+
+    Attributes:
+        epoch: another number gives another order.
+        rows: how many rows there are, in all parts.
+    """
+
+    def __init__(
+        self,
+        arrays: RowArrays,
+        single: bool,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        buffer: int = 1 << 16,
+        block: int = 256,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        self.arrays, self.single = list(arrays), single
+        self.axes = check_row_alignment(self.arrays)
+        if min(batch_size, buffer, block) < 1 or not 0 <= part[0] < part[1]:
+            raise DumpError(
+                f"batch_size={batch_size}, buffer={buffer}, block={block}, part={part}: sizes are at "
+                "least 1, and part (r, n) has r from 0 to n - 1"
+            )
+        self.batch_size, self.shuffle, self.seed, self.dtype = batch_size, shuffle, seed, dtype
+        self.buffer, self.block, self.part = max(buffer, batch_size), block, part
+        self.epoch = 0
+        self.rows = prod(self.axes)
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        count, worker_number = (1, 0) if worker is None else (worker.num_workers, worker.id)
+        share, shares = self.part[0] * count + worker_number, self.part[1] * count
+        blocks = _RowBlocks(self.axes, self.block)
+        order = torch.arange(len(blocks))
+        mixing = _make_generator(self.seed, self.epoch, share)
+        if self.shuffle:
+            order = torch.randperm(len(blocks), generator=_make_generator(self.seed, self.epoch))
+        front = len(self.axes)
+        held = _RowBuffer([(a.shape[front:], self.dtype or a.dtype) for a in self.arrays])
+        for number in order[share::shares].tolist():
+            where, rows = blocks[number]
+            held.add([a[where].torch(self.dtype) for a in self.arrays], rows)
+            if held.rows >= self.buffer:
+                # half of it, in whole batches
+                most = held.rows // 2 if self.shuffle else held.rows
+                yield from self._batches(held, max(most // self.batch_size, 1) * self.batch_size, mixing)
+        yield from self._batches(held, held.rows, mixing)
+
+    def _batches(self, held: _RowBuffer, count: int, mixing: torch.Generator) -> Iterator[Any]:
+        """Take so many rows out of the buffer, in batches."""
+        chosen = torch.randperm(held.rows, generator=mixing)[:count] if self.shuffle else torch.arange(count)
+        for batch in chosen.split(self.batch_size):
+            if len(batch):
+                found = tuple(t[batch] for t in held.tensors)
+                yield found[0] if self.single else found
+        held.drop(chosen)
+
+
+class _RowBlocks:
+    """The whole in blocks of neighbouring rows: tokens of a sample, or several whole samples."""
+
+    def __init__(self, axes: Sequence[int], most: int) -> None:
+        self.iterations, self.samples = axes[:2]
+        self.tokens = prod(axes[2:])
+        self.tokenless = len(axes) == 2
+        self.by_samples = max(1, most // max(self.tokens, 1))
+        self.by_tokens = min(most, max(self.tokens, 1))
+        self.across, self.along = ceil(self.samples / self.by_samples), ceil(self.tokens / self.by_tokens)
+
+    def __len__(self) -> int:
+        return self.iterations * self.across * self.along
+
+    def __getitem__(self, number: int) -> tuple[tuple[Any, ...], int]:
+        """Where a block is, and how many rows it has."""
+        rest, along = divmod(number, self.along)
+        iteration, across = divmod(rest, self.across)
+        samples = range(self.samples)[across * self.by_samples :][: self.by_samples]
+        tokens = range(self.tokens)[along * self.by_tokens :][: self.by_tokens]
+        where = iteration, slice(samples.start, samples.stop), slice(tokens.start, tokens.stop)
+        return where[:2] if self.tokenless else where, len(samples) * len(tokens)
+
+
+class _RowBuffer:
+    """Rows that wait."""
+
+    def __init__(self, features: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
+        self.rows = 0
+        self._room = [torch.empty(0, *shape, dtype=dtype) for shape, dtype in features]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The rows, of each site."""
+        return [room[: self.rows] for room in self._room]
+
+    def add(self, found: Sequence[Tensor], rows: int) -> None:
+        """Put rows behind those that are there."""
+        if self.rows + rows > len(self._room[0]):
+            most = max(self.rows + rows, 2 * len(self._room[0]))
+            self._room = [torch.cat([t, t.new_empty(most - self.rows, *t.shape[1:])]) for t in self.tensors]
+        for room, one in zip(self._room, found, strict=True):
+            room[self.rows : self.rows + rows] = one.reshape(rows, *room.shape[1:])
+        self.rows += rows
+
+    def drop(self, dropped: Tensor) -> None:
+        """Take rows out; the last ones take their places."""
+        left = self.rows - len(dropped)
+        stays = torch.ones(self.rows, dtype=torch.bool)
+        stays[dropped] = False
+        last_rows = stays[left:].nonzero().flatten() + left
+        holes = (~stays[:left]).nonzero().flatten()
+        for room in self._room:
+            room[holes] = room[last_rows]
+        self.rows = left
+
+
+def _make_generator(*seeds: int) -> torch.Generator:
+    """Random numbers of these seeds, the same in every process."""
+    digest = hashlib.blake2b("/".join(map(str, seeds)).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def check_row_alignment(arrays: RowArrays) -> tuple[int, ...]:
+    """The lengths of iterations, samples and tokens that arrays have in common.
+
+    Raises:
+        DumpError: an array has no samples, or they differ.
+    """
+    if not arrays:
+        raise DumpError("rows of no site: name one at least")
+    out = []
+    for array in arrays:
+        if array.dims[:2] != ("iteration", "sample"):
+            dim_names = ", ".join(array.dims)
+            raise DumpError(f"{array.name} is over {dim_names}: rows are of iterations, samples and tokens")
+        out.append(array.shape[: 3 if array.dims[2:3] == ("token",) else 2])
+    if len(set(out)) > 1:
+        dim_names = ", ".join(f"{a.name} {list(axes)}" for a, axes in zip(arrays, out, strict=True))
+        raise DumpError(f"rows of several sites need the same iterations, samples and tokens: {dim_names}")
+    return out[0]

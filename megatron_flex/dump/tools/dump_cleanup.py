@@ -1,0 +1,124 @@
+"""Pruning a dump: what no reader sees goes, and what is no longer wanted; never what is still written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_flex.dump.inventory import IterationFolder, RunFolder, is_temporary, list_run_folders
+from megatron_flex.dump.opening import TEMPORARY_RUN_NAME
+from megatron_flex.errors import DumpError, FlexError
+from megatron_flex.progress import track
+
+PRUNED_PREFIX = ".pruned-"  # a folder beside the runs that readers do not look into: what is in it is being removed
+LEFTOVER = "left over"  # of a prune that was stopped
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """A file or folder that goes.
+
+    Attributes:
+        path: of it.
+        nbytes: that it takes.
+        why: `torn`, `temporary`, `not kept`, `empty run`, `left over`.
+        run: the run that it is in; None where it is in none.
+        iteration: the iteration; None where it is not one.
+    """
+
+    path: Path
+    nbytes: int
+    why: str
+    run: int | None = None
+    iteration: int | None = None
+
+
+def list_removals(
+    path: Path, keep_every: int | None = None, before: int | None = None, force: bool = False
+) -> list[Removal]:
+    """What `prune_dump` would remove.
+
+    Of the runs that are over: iterations that some rank has not closed, and temporary files. Of their whole
+    iterations only what `keep_every` and `before` say.
+
+    Args:
+        path: the dump's folder.
+        keep_every: of the whole iterations keep those whose number is a multiple of it.
+        before: only whole iterations of smaller numbers go: those that `keep_every` does not keep, or all.
+        force: the newest run is over, too. Else it is left alone: a writer may have it open.
+
+    Raises:
+        DumpError: there is no dump.
+        FlexError: `keep_every` is no number of at least 1.
+    """
+    if keep_every is not None and keep_every < 1:
+        raise FlexError(f"keep-every {keep_every}: keep every n-th iteration, n at least 1")
+    runs = list_run_folders(path)
+    out = [Removal(left, _count_path_bytes(left), LEFTOVER) for left in sorted(path.glob(PRUNED_PREFIX + "*")) if left.is_dir()]
+    if force:  # else a job may be opening the dump
+        out += [Removal(f, _count_path_bytes(f), "temporary") for f in sorted(path.iterdir()) if TEMPORARY_RUN_NAME.fullmatch(f.name)]
+    for run in runs if force else runs[:-1]:
+        out += _list_run_removals(run, keep_every, before)
+    return out
+
+
+def _list_run_removals(run: RunFolder, keep_every: int | None, before: int | None) -> list[Removal]:
+    out = [Removal(f, n, "temporary", run.number) for f, n in run.strays if is_temporary(f)]
+    if run.manifest is None:
+        if run.iterations or len(out) < len(run.strays):
+            return []  # its data may be all there: it is for a person to say what becomes of them
+        return [Removal(run.path, sum(n for _, n in run.strays), "empty run", run.number)]
+    ranks = run.ranks
+    for folder in run.iterations:
+        about = run.number, folder.number
+        if folder.missing(ranks):
+            out.append(Removal(folder.path, folder.nbytes, "torn", *about))
+        elif _is_unwanted(folder, keep_every, before):
+            out.append(Removal(folder.path, folder.nbytes, "not kept", *about))
+        else:
+            out += [Removal(f, n, "temporary", *about) for f, n in folder.strays if is_temporary(f)]
+    return out
+
+
+def _is_unwanted(folder: IterationFolder, keep_every: int | None, before: int | None) -> bool:
+    if keep_every is None and before is None:
+        return False
+    old = before is None or folder.number < before
+    return old and (keep_every is None or folder.number % keep_every != 0)
+
+
+def prune_dump(path: Path, removals: Sequence[Removal]) -> int:
+    """Remove what `list_removals` told; returns how many bytes that frees.
+
+    An iteration leaves the dump in one step, before anything of it is removed, so that no reader ever sees a
+    part of it; what was left by a prune that was stopped goes with the next one.
+
+    Raises:
+        DumpError: something cannot be removed; what was removed before is.
+    """
+    aside = path / f"{PRUNED_PREFIX}{os.getpid()}"
+    freed = 0
+    try:
+        for number, removal in enumerate(track(removals, "pruning", unit="items")):
+            if removal.why == LEFTOVER:
+                shutil.rmtree(removal.path)
+            elif removal.path.is_dir():
+                aside.mkdir(exist_ok=True)
+                target = aside / str(number)
+                removal.path.rename(target)
+                shutil.rmtree(target)
+            else:
+                removal.path.unlink(missing_ok=True)
+            freed += removal.nbytes
+        if aside.is_dir():
+            aside.rmdir()
+    except OSError as error:
+        raise DumpError(f"{error.filename or path}: cannot be removed: {error.strerror or error}") from error
+    return freed
+
+
+def _count_path_bytes(path: Path) -> int:
+    return sum(f.stat().st_size for f in path.rglob("*") if f.is_file())

@@ -1,0 +1,214 @@
+"""What a dump has: its runs, and its tensors with shapes, types, iterations and bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_flex.dump.part_format import (
+    GRADIENT,
+    PARAMETER_GRADIENT,
+    REPLICA,
+    ROUTING,
+    VALUE,
+    ShardEntry,
+    read_part,
+)
+from megatron_flex.dump.inventory import RunFolder, list_run_folders
+from megatron_flex.dump.reader import DumpArray, OpenDump
+from megatron_flex.errors import DumpError
+from megatron_flex.progress import track
+from megatron_flex.sites import GRADIENT_SUFFIX
+
+
+@dataclass(slots=True)
+class RunRow:
+    """A run of a dump.
+
+    Attributes:
+        number: of the run.
+        created: when, in UTC.
+        framework: the adapter's name.
+        mesh: axis name to size.
+        ranks: how many write.
+        whole: iterations that all of them have closed.
+        torn: iterations that some have not.
+        nbytes: of all its files.
+        damage: why its manifest cannot be read.
+    """
+
+    number: int
+    created: str = ""
+    framework: str = ""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    ranks: int = 0
+    whole: list[int] = field(default_factory=list)
+    torn: list[int] = field(default_factory=list)
+    nbytes: int = 0
+    damage: str = ""
+
+
+@dataclass(slots=True)
+class TensorRow:
+    """A tensor of a dump, over all whole iterations.
+
+    Attributes:
+        name: of the site or parameter; of a gradient with `.grad`.
+        kind: `site` or `parameter`.
+        dims: the names of the axes of the whole, without iterations.
+        shape: likewise, in the first iteration; without one a name where only the data tell.
+        dtype: as it is stored.
+        layout: how ranks held it.
+        iterations: those that have it.
+        nbytes: on disk, over all ranks and runs.
+        problem: why it cannot be read.
+    """
+
+    name: str
+    kind: str
+    dims: Sequence[str] = ()
+    shape: Sequence[int | str] = ()
+    dtype: str = ""
+    layout: str = ""
+    iterations: Sequence[int] = ()
+    nbytes: int = 0
+    problem: str = ""
+
+
+@dataclass(slots=True)
+class DumpContents:
+    """What a dump has.
+
+    Attributes:
+        runs: in order.
+        tensors: sites in model order, then parameters.
+        iterations: that some run has whole.
+        nbytes: of all files.
+    """
+
+    runs: list[RunRow]
+    tensors: list[TensorRow]
+    iterations: list[int]
+    nbytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """In plain values."""
+        return asdict(self)
+
+
+def list_dump_contents(path: Path) -> DumpContents:
+    """What a dump has, by its manifests and the headers of its files; damaged ones are told, not raised.
+
+    Raises:
+        DumpError: there is no dump.
+    """
+    folders = list_run_folders(path)
+    runs = [_make_run_row(folder) for folder in folders]
+    sizes = _sum_bytes(folders)
+    tensors: list[TensorRow] = []
+    iterations: list[int] = sorted({n for run in runs for n in run.whole})
+    if any(not run.damage for run in runs):
+        with OpenDump(path, check="never") as dump:
+            tensors = [_make_tensor_row(dump, name, "site", sizes) for name in list_site_names(dump)]
+            tensors += [_make_tensor_row(dump, name, "parameter", sizes) for name in list_parameter_names(dump)]
+    return DumpContents(runs, tensors, iterations, sum(run.nbytes for run in runs))
+
+
+def _make_run_row(folder: RunFolder) -> RunRow:
+    row = RunRow(folder.number, ranks=len(folder.ranks), damage=folder.damage)
+    row.nbytes = sum(f.nbytes for f in folder.iterations) + sum(n for _, n in folder.strays)
+    for iteration in folder.iterations:
+        torn = not folder.ranks or bool(iteration.missing(folder.ranks))
+        numbers = row.torn if torn else row.whole
+        if iteration.number not in numbers:
+            numbers.append(iteration.number)
+    if folder.manifest is not None:
+        row.created, row.framework = folder.manifest.created, folder.manifest.framework
+        row.mesh = {**folder.manifest.axes, **folder.manifest.experts}
+    return row
+
+
+def _sum_bytes(folders: list[RunFolder]) -> Counter[str]:
+    """Bytes on disk by name, of what can be read."""
+    out: Counter[str] = Counter()
+    files = [f for folder in folders for iteration in folder.iterations for f, _ in iteration.files.values()]
+    for path in track(files, "reading headers", unit="files"):
+        try:
+            part = read_part(path)
+        except DumpError:
+            continue  # `verify` is who tells
+        for entry in part.index.entries:
+            if entry.kind not in (REPLICA, ROUTING):
+                end = GRADIENT_SUFFIX if entry.kind in (GRADIENT, PARAMETER_GRADIENT) else ""
+                size = part.where[entry.tensor][3]
+                out[entry.site + end] += size
+                out[f"{entry.site}{end}#{entry.call}"] += size
+    return out
+
+
+def _make_tensor_row(dump: OpenDump, name: str, kind: str, sizes: Counter[str]) -> TensorRow:
+    row = TensorRow(name, kind, nbytes=sizes[name])
+    if not dump.passes:  # then only what was known before the run is
+        place = dump.place(name)
+        row.dims = [str(dim.get("name", "")) for dim in place.layout["dims"]]
+        row.shape = list(place.shape)
+        return row
+    try:
+        array = get_named_array(dump, name)
+        row.dims, row.shape = array.dims[1:], array.shape[1:]
+        row.dtype = str(array.dtype).removeprefix("torch.")
+        row.layout, row.iterations = array.layout, array.iterations
+    except DumpError as error:
+        row.problem = str(error)
+    return row
+
+
+def list_site_names(dump: OpenDump) -> list[str]:
+    """The sites, and gradients as `NAME.grad`; of a site that is passed several times `NAME#0`, `NAME#1`."""
+    out = []
+    for name in dump.sites:
+        calls = _list_calls(dump, name)
+        out += [f"{name}#{call}" for call in calls] if len(calls) > 1 else [name]
+    return out
+
+
+def list_parameter_names(dump: OpenDump) -> list[str]:
+    """The parameters, each followed by its gradient as `NAME.grad` if that was dumped."""
+    out = []
+    for name in dump.parameters:
+        out.append(name)
+        trained = [p for p in dump.passes if dump.trained(p)][:1]
+        if any(True for p in trained for _ in _iterate_entries(dump, p, name, PARAMETER_GRADIENT)):
+            out.append(name + GRADIENT_SUFFIX)
+    return out
+
+
+def get_named_array(dump: OpenDump, name: str) -> DumpArray:
+    """The array of what `list_site_names` or `list_parameter_names` tells.
+
+    Raises:
+        DumpError: there is none of that name.
+    """
+    site, _, call = name.rpartition("#")
+    if site and call.isdigit():
+        return dump[site, int(call)]
+    if name not in dump and name.removesuffix(GRADIENT_SUFFIX) in dump.parameters:
+        return dump.parameter(name.removesuffix(GRADIENT_SUFFIX), gradient=name.endswith(GRADIENT_SUFFIX))
+    return dump[name]
+
+
+def _list_calls(dump: OpenDump, name: str) -> list[int]:
+    """The passes through a site in a microbatch, in the first iteration."""
+    site, kind = (name, VALUE) if name in dump.places else (name.removesuffix(GRADIENT_SUFFIX), GRADIENT)
+    first = [p for p in dump.passes if kind == VALUE or dump.trained(p)][:1]
+    return sorted({entry.call for p in first for entry in _iterate_entries(dump, p, site, kind)})
+
+
+def _iterate_entries(dump: OpenDump, which: tuple[int, int], name: str, kind: str) -> Iterator[ShardEntry]:
+    written, place = dump.written(which), dump.place(name)
+    for replica in written.run.replicas:
+        for _, entry, _, _ in dump.entries(written, name, kind, place.stage, replica):
+            yield entry

@@ -1,0 +1,196 @@
+"""A part on its way to disk: it fills up with tensors, and has its name once it is whole."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_flex.dump.part_format import TENSOR_ALIGNMENT, REPLICA, ShardEntry, PartIndex, build_header, format_iteration_folder, format_part_name
+from megatron_flex.dump.layouts import layout_to_json
+from megatron_flex.layout import Layout
+
+WRITE_BYTES = 32 << 20  # bytes in one call to the system, so that a slow disk is told from a dead one
+MOST_VECTORS = 512  # pieces in one call; Linux allows 1024
+
+# Of a draft: in a folder that others may write to, nobody has put a file or a link of that name there.
+NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(slots=True, eq=False)
+class PendingIteration:
+    """An iteration of this rank, until its last part is on disk.
+
+    Attributes:
+        number: the framework's.
+        run_of: which run of the schedule in it.
+        dead: whether it will be absent.
+        submitted: parts that went to the thread.
+        names: tensors that it has.
+        nbytes: of buffers that it took.
+        files: what is on disk.
+    """
+
+    number: int
+    run_of: int
+    dead: bool = False
+    submitted: int = 0
+    names: set[str] = field(default_factory=set)
+    nbytes: int = 0
+    files: list[Path] = field(default_factory=list)
+
+    @property
+    def folder(self) -> str:
+        """Its name in the run's folder."""
+        return format_iteration_folder(self.number, self.run_of)
+
+    def remove(self) -> None:
+        """Take away what is on disk of it, as far as that can be done."""
+        while self.files:
+            with suppress(OSError):
+                self.files.pop().unlink()
+
+
+@dataclass(slots=True, eq=False)
+class PendingPart:
+    """A part that fills up.
+
+    Attributes:
+        index: as far as it is known.
+        running: whose it is.
+        layouts: each with its number.
+        entries: the shards.
+        tensors: on the host, one for each entry.
+        buffers: where they lie, and whether that is pinned.
+        kept: bytes of tensors that were kept as they are, in no buffer.
+        rest: what is free of the last buffer that is shared, plain (False) and pinned (True).
+        nbytes: of the tensors.
+        ready: events to wait for before they are read.
+    """
+
+    index: PartIndex
+    running: PendingIteration
+    layouts: dict[Layout, int] = field(default_factory=dict)
+    entries: list[ShardEntry] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    buffers: list[tuple[Tensor, bool]] = field(default_factory=list)
+    kept: int = 0
+    rest: dict[bool, Tensor] = field(default_factory=dict)
+    nbytes: int = 0
+    ready: list[Any] = field(default_factory=list)
+
+    def add(self, entry: ShardEntry, layout: Layout, host: Tensor) -> None:
+        """Put in a tensor."""
+        number = self.layouts.setdefault(layout, len(self.layouts))
+        self.entries.append(replace(entry, layout=number))
+        self.tensors.append(host)
+        self.nbytes += host.nbytes
+
+    def cut(self, nbytes: int, pinned: bool) -> Tensor | None:
+        """So many bytes of the shared buffer, if it has them."""
+        rest = self.rest.get(pinned)
+        if rest is None or rest.numel() < nbytes:
+            return None
+        self.rest[pinned] = rest[-(-nbytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT :]
+        return rest[:nbytes]
+
+
+def write_part(folder: Path, part: PendingPart, durable: bool, on_progress: Callable[[], None]) -> Path:
+    """Write a part, whole or not at all.
+
+    Args:
+        folder: of the run.
+        part: all of whose tensors are on the host.
+        durable: wait until the disk itself has it.
+        moves: called whenever the disk has taken something.
+
+    Raises:
+        OSError: it cannot be written; nothing of it is left, if that could be removed.
+    """
+    views = [memoryview(t.reshape(-1).view(torch.uint8).numpy()) for t in part.tensors]
+    entries = [replace(e, crc=zlib.crc32(v)) for e, v in zip(part.entries, views, strict=True)]
+    index = replace(part.index, layouts=[layout_to_json(x) for x in part.layouts], entries=entries)
+    stored = [n for n, e in enumerate(entries) if e.kind != REPLICA]
+    shapes = [tuple(part.tensors[n].shape) for n in stored]
+    front, _ = build_header(index, shapes, [len(views[n]) for n in stored])
+    where = folder / part.running.folder
+    if not index.part:
+        _make_folder(where, durable)
+    name = format_part_name(index.rank, index.part, index.parts)
+    rough, path = where / f".{name}.tmp", where / name
+    try:
+        with suppress(FileNotFoundError):  # what a writer left that was killed
+            rough.unlink()
+        file = os.open(rough, NEW_FILE_FLAGS, 0o666)
+        try:
+            _write_views([memoryview(front), *(views[n] for n in stored)], file, on_progress)
+            if durable:
+                os.fsync(file)
+        finally:
+            os.close(file)
+        on_progress()
+        os.rename(rough, path)
+    except OSError:
+        with suppress(OSError):
+            rough.unlink()
+        raise
+    part.running.files.append(path)
+    if durable:
+        sync_folder(where)
+    return path
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk itself has the names in a folder.
+
+    Raises:
+        OSError: it cannot be done.
+    """
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _make_folder(folder: Path, durable: bool) -> None:
+    with suppress(FileExistsError):  # another rank was first
+        folder.mkdir()
+    if durable:
+        sync_folder(folder.parent)
+
+
+def _write_views(views: Sequence[memoryview], file: int, on_progress: Callable[[], None]) -> None:
+    for batch in _batch_views(views):
+        left = batch
+        while left:
+            count = os.writev(file, left)
+            on_progress()
+            while left and count >= len(left[0]):
+                count -= len(left[0])
+                left = left[1:]
+            if count:
+                left = [left[0][count:], *left[1:]]
+
+
+def _batch_views(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """What goes to the system in one call: not too many pieces, and not too many bytes."""
+    batch: list[memoryview] = []
+    nbytes = 0
+    for view in views:
+        for at in range(0, len(view), WRITE_BYTES):
+            chunk = view[at : at + WRITE_BYTES]
+            if batch and (nbytes + len(chunk) > WRITE_BYTES or len(batch) == MOST_VECTORS):
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(chunk)
+            nbytes += len(chunk)
+    if batch:
+        yield batch

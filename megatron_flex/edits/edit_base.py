@@ -1,0 +1,306 @@
+"""What all presets share: a readable name, `|`, and the part of the tensor that they are meant for."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from argparse import Namespace
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.collectives import Shard, checksum
+from megatron_flex.edits.preset import Local, Preset, split_dims
+from megatron_flex.edits.tensors import DeviceConstant, Indices, mask_along, check_broadcast, inside
+from megatron_flex.errors import HookError
+from megatron_flex.sites import HEAD_DIMS as HEAD_DIMS
+from megatron_flex.sites import PACKED_HEAD_DIMS as PACKED_HEAD_DIMS
+from megatron_flex.sites import Site
+
+
+@dataclass(frozen=True, repr=False, eq=False, kw_only=True)
+class Edit(Preset):
+    """A preset for all of a tensor, or for a part of it; the rest stays as it is.
+
+    It is written for the whole tensor. What depends on where an entry lies it makes by `mask_along` and
+    `constant`, and sums over dims by `total`: these know whether it has been given a rank's part.
+    Indices may be negative, lists, and slices.
+
+    Attributes:
+        positions: tokens, along the dim `s` (of attention scores: the queries).
+        samples: samples of the microbatch, along `b`.
+        heads: attention heads, wherever there is a dim of them, or where they lie side by side (`nd`).
+        features: entries of the last dim.
+        dims: the names of the dims, `"s b n d"`; where a hook stands its site tells them.
+    """
+
+    asks_modules = False
+
+    positions: Indices | None = None
+    samples: Indices | None = None
+    heads: Indices | None = None
+    features: Indices | None = None
+    dims: str | tuple[str, ...] = ()
+    _shard: Shard | None = field(default=None, init=False)  # if it is for a rank's part
+    _cut: dict[Any, Tensor] = field(default_factory=dict, init=False)  # its constants, cut for that
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        ours = cls.__module__.startswith("megatron_flex.edits.")
+        cls.fresh = vars(cls).get("fresh", ours)
+        cls.asks_context = cls.__call__ is not Edit.__call__
+        if not ours and "edit" in vars(cls):  # what it is derived from says nothing of it
+            for name in {"needs", "cannot_fail"} - vars(cls).keys():
+                setattr(cls, name, vars(Edit)[name])
+
+    def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "dims", tuple(self.dims.split()) if isinstance(self.dims, str) else self.dims
+        )
+        for name in ("positions", "samples", "heads", "features"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, slice):
+                many = (value,) if isinstance(value, int) else tuple(value)
+                if not all(isinstance(i, int) for i in many):
+                    raise HookError(
+                        f"{type(self).__name__}: {name}={value!r} must be a number, numbers or a slice"
+                    )
+                object.__setattr__(self, name, many)
+
+    # -- what a preset says -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: Any) -> Tensor:
+        """The edited tensor, as if it were meant for all of it."""
+
+    def mixes(self) -> set[str]:
+        """The dims along which entries, or slices, are not treated alike and apart; `*` for all."""
+        return set()
+
+    def needs(self) -> set[str]:
+        """The dims that it must have whole, though they be cut; `*`, unless it says otherwise, for all.
+
+        Along the others it does right by a rank's part, with the helpers below.
+        """
+        return {"*"}
+
+    def cannot_fail(self, site: Site) -> bool:
+        """Whether no tensor could make it fail at this site; `dims` are the site's."""
+        return False
+
+    # -- helpers of what presets say, for a whole and for a rank's part of it alike ------------------------
+
+    def shape(self, inputs: Tensor) -> tuple[int, ...]:
+        """The whole's shape."""
+        return tuple(inputs.shape) if self._shard is None else self._shard.whole
+
+    def length(self, inputs: Tensor, dim: int) -> int:
+        """The length of a dim of the whole."""
+        return self.shape(inputs)[dim]
+
+    def within(self, site: Site) -> bool:
+        """Whether the part that it is meant for is there in whatever tensor passes at the site."""
+        free = self.positions is None and self.samples is None and self.heads is None
+        return free and (self.features is None or inside(self.features, site.shape[-1]))
+
+    def along(self, inputs: Tensor, dim: int, indices: Indices, what: str, width: int = 1) -> Tensor:
+        """Which entries of a dim are chosen, counted in the whole, as booleans that broadcast to `inputs`.
+
+        Raises:
+            HookError: one is beyond the dim.
+        """
+        shard = self._shard
+        if shard is None:
+            return mask_along(inputs, dim, indices, what, width)
+        known = (dim, width, repr(indices), inputs.device)
+        if known not in self._cut:
+            mask = mask_along(inputs, dim, indices, what, width, shard.whole[dim])
+            with torch.inference_mode(False):
+                self._cut[known] = shard.part(mask)
+        return self._cut[known]
+
+    def constant(self, held: DeviceConstant, inputs: Tensor, what: str) -> Tensor:
+        """A constant on the device and in the dtype of `inputs`, to stand for these by broadcasting.
+
+        Raises:
+            HookError: it does not fit the whole.
+        """
+        shard = self._shard
+        if shard is None:
+            return check_broadcast(held.like(inputs), inputs, what)
+        known = (id(held), inputs.device, inputs.dtype)
+        if known not in self._cut:
+            whole = check_broadcast(held.like(inputs), shard.whole, what)
+            if whole.requires_grad:
+                return shard.part(whole)
+            with torch.inference_mode(False):
+                self._cut[known] = shard.part(whole)
+        return self._cut[known]
+
+    def total(self, tensor: Tensor, dims: Iterable[int]) -> Tensor:
+        """A sum over dims, of which `tensor` is what `inputs` contribute; of a cut one over ranks.
+
+        Collective over the axes that cut them, forward and backward; `tensor` has length one there, or not
+        these dims at all.
+        """
+        return tensor if self._shard is None else self._shard.sum(tensor, dims)
+
+    def on_shard(self, shard: Shard) -> Self | None:
+        """The same for a rank's part of the whole; None if it must have the whole."""
+        needs = self.needs()
+        if "*" in needs or (shard.summed and not self.linear):
+            return None
+        cut = split_dims(shard) if needs else set()
+        if cut and (len(self.dims) != len(shard.whole) or any(self.dims[i] in needs for i in cut)):
+            return None
+        return self._with(_shard=shard, _cut={})
+
+    # -- what follows -----------------------------------------------------------------------------------
+
+    def __call__(
+        self, current_module: nn.Module | None, inputs: Tensor, save_ctx: Namespace, modules: Any
+    ) -> Tensor:
+        if self.dims and len(self.dims) != inputs.ndim:
+            raise HookError(f"{self!r}: a tensor of {inputs.ndim} dims is not [{', '.join(self.dims)}]")
+        mask = self._mask(inputs, current_module)
+        edited = self.edit(inputs, current_module, modules)
+        return edited if mask is None else torch.where(mask, edited, inputs)
+
+    def for_site(self, site: Site) -> Self:
+        """The same at a site, whose dims have names.
+
+        Raises:
+            HookError: the site has no such dim as the preset wants.
+        """
+        if self.dims:
+            return self
+        bound = self._with(dims=site.dims)
+        for name, dim in (("positions", "s"), ("samples", "b")):
+            if getattr(self, name) is not None:
+                bound.place(dim, name, site.name)
+        if self.heads is not None:
+            bound.head_dim(len(site.dims), site.name)
+        bound.check(site)
+        bound = bound._with(sure=bool(site.shape) and bound.cannot_fail(site))
+        return bound._with(pure=False) if bound.asks_module(site) else bound
+
+    def asks_module(self, site: Site) -> bool:
+        """Whether it has to ask the module how many heads lie side by side."""
+        return self.heads is not None and site.dims[self.head_dim(len(site.dims))] in PACKED_HEAD_DIMS
+
+    def check(self, site: Site) -> None:
+        """Raise a HookError if the preset cannot stand at this site; `dims` are the site's."""
+
+    @property
+    def local(self) -> Local:
+        mixed = self.mixes()
+        restricted = {"s": self.positions, "b": self.samples, self._last: self.features}
+        mixed |= {d for d, chosen in restricted.items() if chosen is not None}
+        if self.heads is not None:
+            mixed |= {*HEAD_DIMS, *PACKED_HEAD_DIMS}
+        if not mixed:
+            return "all"
+        return () if "*" in mixed else tuple(d for d in self.dims if d not in mixed)
+
+    @property
+    def _last(self) -> str:
+        return self.dims[-1] if self.dims else "*"
+
+    def place(self, dim: str, what: str, site: str = "the tensor") -> int:
+        """Where the dim of that name is; of two, the first.
+
+        Raises:
+            HookError: there is none.
+        """
+        dims = self.dims or ("s", "b")
+        if dim not in dims:
+            raise HookError(
+                f"{what} of {type(self).__name__}: {site} has dims [{', '.join(dims)}], no {dim!r}"
+            )
+        return dims.index(dim)
+
+    def head_dim(self, count: int, site: str = "the tensor") -> int:
+        """Where the dim of heads is, or in which they lie side by side.
+
+        Raises:
+            HookError: there is none.
+        """
+        if not self.dims:
+            return 2 if count == 4 else count - 1
+        found = [i for i, d in enumerate(self.dims) if d in (*HEAD_DIMS, *PACKED_HEAD_DIMS)]
+        if not found:
+            raise HookError(
+                f"heads of {type(self).__name__}: {site} has dims [{', '.join(self.dims)}], none of heads; "
+                "take the points q, k, v, scores or probs, or core_attention:output"
+            )
+        return found[0]
+
+    def _mask(self, inputs: Tensor, module: nn.Module | None) -> Tensor | None:
+        found: list[Tensor] = []
+        for what, dim in (("positions", "s"), ("samples", "b")):
+            if (indices := getattr(self, what)) is not None:
+                found.append(self.along(inputs, self.place(dim, what), indices, what))
+        if self.heads is not None:
+            found.append(self.head_mask(inputs, self.heads, module))
+        if self.features is not None:
+            found.append(self.along(inputs, inputs.ndim - 1, self.features, "features"))
+        out: Tensor | None = None
+        for mask in found:
+            out = mask if out is None else out & mask
+        return out
+
+    def head_mask(
+        self, inputs: Tensor, which: Indices, module: nn.Module | None, of: int | None = None
+    ) -> Tensor:
+        """Where in `inputs` these heads are, as booleans that broadcast.
+
+        Raises:
+            HookError: heads lie side by side and nothing says how many there are.
+        """
+        at = self.head_dim(inputs.ndim)
+        if self.dims[at] not in PACKED_HEAD_DIMS if self.dims else inputs.ndim == 4:
+            return self.along(inputs, at, which, "heads")
+        count = of or getattr(getattr(module, "config", None), "num_attention_heads", None)
+        size = self.length(inputs, at)
+        if not isinstance(count, int) or size % count:
+            raise HookError(
+                f"{self!r}: {size} features are not {count} heads; take heads(..., of=their number)"
+            )
+        return self.along(inputs, at, which, "heads", size // count)
+
+    def _with(self, **changed: Any) -> Self:
+        """A copy with other attributes; what was prepared is prepared still."""
+        new = copy.copy(self)
+        for name, value in changed.items():
+            object.__setattr__(new, name, value)
+        return new
+
+    def __repr__(self) -> str:
+        arguments, named = [], False
+        for f in sorted(fields(self), key=lambda f: bool(f.kw_only)):
+            if not f.init or f.name == "dims":
+                continue
+            value = getattr(self, f.name)
+            if f.default is not MISSING and value is f.default:
+                named = True  # what follows has lost its place
+            else:
+                arguments.append((f"{f.name}=" if named or f.kw_only else "") + _format_argument(value))
+        return f"{type(self).__name__}({', '.join(arguments)})"
+
+
+def _format_argument(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"<tensor {'x'.join(map(str, value.shape))} #{checksum(value) % 0xFFFFFB:06x}>"
+    if isinstance(value, slice):
+        ends = ["" if v is None else str(v) for v in (value.start, value.stop)]
+        return ":".join(ends) + ("" if value.step is None else f":{value.step}")
+    if isinstance(value, tuple) and len(value) == 1:
+        return _format_argument(value[0])
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(_format_argument(v) for v in value)}]"
+    if isinstance(value, (bool, int, float, str)) or value is None:
+        return repr(value)
+    return f"<{type(value).__name__} of {len(value)}>" if hasattr(value, "__len__") else str(value)

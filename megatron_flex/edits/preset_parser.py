@@ -1,0 +1,103 @@
+"""Presets from words, for command lines: `scale=2`, `steer=vector.safetensors@4.0@positions=-1`, `a | b`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import Field, fields
+from typing import Any
+
+from megatron_flex.edits import sources, trained, value_edits, vector_edits
+from megatron_flex.edits.edit_base import Edit
+from megatron_flex.edits.preset import Preset, chain
+from megatron_flex.errors import HookError, suggest_nearest
+
+PRESETS: dict[str, type[Edit]] = {
+    "scale": value_edits.scale,
+    "steer": vector_edits.steer,
+    "add": vector_edits.steer,
+    "zero": value_edits.zero,
+    "ablate": value_edits.zero,
+    "mean": value_edits.mean,
+    "resample": sources.resample,
+    "heads": value_edits.heads,
+    "neurons": value_edits.neurons,
+    "project_out": vector_edits.project_out,
+    "project": vector_edits.project,
+    "linear_map": vector_edits.linear_map,
+    "clamp": value_edits.clamp,
+    "noise": value_edits.noise,
+    "patch": sources.patch,
+    "swap": sources.swap,
+    "low_rank": trained.low_rank,
+    "splice": trained.splice,
+}
+
+
+def parse(text: str) -> Preset:
+    """The preset that a text names.
+
+    `name`, or `name=value`, and behind it `@value` for each further argument or `@argument=value`; `|`
+    between presets that follow one another. Indices are `3`, `0,3`, `-2` or `0:4`; tensors are files.
+
+    Raises:
+        HookError: no such preset, no such argument, or a value that it cannot take.
+    """
+    found = [_parse_preset(part.strip()) for part in text.split("|")]
+    return found[0] if len(found) == 1 else chain(*found)
+
+
+def _parse_preset(text: str) -> Preset:
+    head, *rest = text.split("@")
+    name, given, first = head.partition("=")
+    name = name.strip()
+    if name not in PRESETS:
+        raise HookError(f"no preset {name!r}{suggest_nearest(name, PRESETS)}; known: {', '.join(PRESETS)}")
+    kind = PRESETS[name]
+    takes = {f.name: f for f in fields(kind) if f.init}
+    by_place = [f for f in takes.values() if not f.kw_only]
+    arguments: dict[str, Any] = {}
+    for value in [first, *rest] if given else rest:
+        named = re.match(r"(\w+)=(.*)", value)
+        if named:
+            field, value = takes.get(named[1]), named[2]
+        else:
+            field = next((f for f in by_place if f.name not in arguments), None)
+        if field is None or field.name in arguments:
+            what = f"argument {named[1]!r}" if named else f"place for {value!r}"
+            raise HookError(f"{name} has no {what}; it takes {', '.join(takes)}")
+        arguments[field.name] = _convert_argument(name, field, value.strip())
+    try:
+        return kind(**arguments)
+    except TypeError:
+        missing = [f.name for f in by_place if f.name not in arguments]
+        raise HookError(f"{name} needs {', '.join(missing)}: {name}=...") from None
+
+
+def _convert_argument(name: str, field: Field[Any], text: str) -> Any:
+    kind = str(field.type).partition(" ")[0]
+    try:
+        return ARGUMENT_CONVERTERS.get(kind, str)(text)
+    except ValueError:
+        raise HookError(f"{name}: {field.name}={text!r} is not {ARGUMENT_DESCRIPTIONS[kind]}") from None
+
+
+def _parse_indices(text: str) -> Any:
+    if ":" in text:
+        return slice(*(int(end) if end.strip() else None for end in text.split(":")))
+    return [int(i) for i in text.split(",")]
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() not in ("true", "false", "yes", "no", "1", "0"):
+        raise ValueError
+    return text.lower() in ("true", "yes", "1")
+
+
+ARGUMENT_CONVERTERS: dict[str, Callable[[str], Any]] = {"float": float, "int": int, "bool": _parse_bool, "Indices": _parse_indices}
+ARGUMENT_DESCRIPTIONS = {
+    "float": "a number",
+    "int": "a whole number",
+    "bool": "true or false",
+    "Indices": "indices: 3, or 0,3, or 0:4",
+}

@@ -1,0 +1,223 @@
+"""Presets that change values where they are: scale, zero, clamp, noise, heads, neurons, mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.edits.edit_base import HEAD_DIMS, PACKED_HEAD_DIMS, Edit
+from megatron_flex.edits.files import read_tensor
+from megatron_flex.edits.preset import split_dims
+from megatron_flex.edits.tensors import DeviceConstant, Indices, inside
+from megatron_flex.errors import HookError
+from megatron_flex.sites import Site
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class scale(Edit):
+    """Multiply by a factor."""
+
+    draws = False
+
+    factor: float
+
+    @property
+    def linear(self) -> bool:
+        return True
+
+    def needs(self) -> set[str]:
+        return set()
+
+    def cannot_fail(self, site: Site) -> bool:
+        return self.within(site)
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        return inputs * self.factor
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class zero(Edit):
+    """Replace by zeros."""
+
+    draws = False
+
+    @property
+    def linear(self) -> bool:
+        return True
+
+    def needs(self) -> set[str]:
+        return set()
+
+    def cannot_fail(self, site: Site) -> bool:
+        return self.within(site)
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        return torch.zeros_like(inputs)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class clamp(Edit):
+    """Keep values between two bounds, of which one may be left out."""
+
+    draws = False
+
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.low is None and self.high is None:
+            raise HookError("clamp() has no bound; give it low, high or both")
+
+    def needs(self) -> set[str]:
+        return set()
+
+    def cannot_fail(self, site: Site) -> bool:
+        return self.within(site)
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        return inputs.clamp(self.low, self.high)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class noise(Edit):
+    """Add Gaussian noise of a standard deviation; the same on all ranks, and again in recomputation."""
+
+    std: float
+
+    def mixes(self) -> set[str]:
+        return {"*"}
+
+    def needs(self) -> set[str]:
+        return set()
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        # Drawn for the whole also on a rank's part, which so gets the numbers that it would have of it.
+        shape, shard = self.shape(inputs), self._shard
+        drawn = torch.randn(shape, dtype=inputs.dtype, device=inputs.device)
+        return inputs + self.std * (drawn if shard is None else shard.part(drawn))
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class heads(Edit):
+    """Silence attention heads; with `keep`, all others.
+
+    At q, k, v, scores, probs and at the packed heads of `core_attention:output` and `linear_proj:input`. At
+    keys and values heads are those of keys and values.
+
+    Attributes:
+        which: the heads.
+        keep: silence the others instead.
+        of: how many heads a packed dim has, where the module's configuration does not tell.
+    """
+
+    draws = False
+
+    which: Indices
+    keep: bool = False
+    of: int | None = field(default=None, kw_only=True)
+
+    @property
+    def linear(self) -> bool:
+        return True
+
+    def mixes(self) -> set[str]:
+        return {*HEAD_DIMS, *PACKED_HEAD_DIMS}
+
+    def check(self, site: Site) -> None:
+        self.head_dim(len(site.dims), site.name)
+
+    def asks_module(self, site: Site) -> bool:
+        return self.of is None and site.dims[self.head_dim(len(site.dims))] in PACKED_HEAD_DIMS
+
+    def needs(self) -> set[str]:
+        return set()
+
+    def cannot_fail(self, site: Site) -> bool:
+        at = self.head_dim(len(site.dims))
+        return self.within(site) and site.dims[at] in HEAD_DIMS and inside(self.which, site.shape[at])
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        chosen = self.head_mask(inputs, self.which, module, self.of)
+        return torch.where(~chosen if self.keep else chosen, torch.zeros_like(inputs), inputs)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class neurons(Edit):
+    """Silence entries of the last dim; with `keep`, all others."""
+
+    draws = False
+
+    which: Indices
+    keep: bool = False
+
+    @property
+    def linear(self) -> bool:
+        return True
+
+    def mixes(self) -> set[str]:
+        return {self._last}
+
+    def needs(self) -> set[str]:
+        return set()
+
+    def cannot_fail(self, site: Site) -> bool:
+        return self.within(site) and inside(self.which, site.shape[-1])
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        chosen = self.along(inputs, inputs.ndim - 1, self.which, "neurons")
+        return torch.where(~chosen if self.keep else chosen, torch.zeros_like(inputs), inputs)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class mean(Edit):
+    """Replace by the mean over dims, or by a mean that is given.
+
+    Attributes:
+        over: names of dims; of `s b` the mean is one vector for the whole microbatch.
+        value: a tensor, or a file of one; of the whole's shape or of its last dims.
+    """
+
+    draws = False
+
+    over: str | Sequence[str] = ("s", "b")
+    value: Tensor | str | Path | None = None
+    _value: DeviceConstant | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        over = self.over.replace(",", " ").split() if isinstance(self.over, str) else self.over
+        object.__setattr__(self, "over", tuple(over))
+        if self.value is not None:
+            given = self.value if isinstance(self.value, Tensor) else read_tensor(self.value)
+            object.__setattr__(self, "_value", DeviceConstant(given))
+
+    @property
+    def linear(self) -> bool:
+        return self.value is None
+
+    def mixes(self) -> set[str]:
+        return {"*"} if self._value is not None else set(self.over)
+
+    def check(self, site: Site) -> None:
+        for dim in self.over if self._value is None else ():
+            self.place(dim, "over", site.name)
+
+    def needs(self) -> set[str]:
+        return set()
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        if self._value is not None:
+            return self.constant(self._value, inputs, "a mean").expand_as(inputs).clone()
+        dims = [self.place(d, "over") for d in self.over]
+        if self._shard is None or not set(dims) & split_dims(self._shard):
+            return inputs.mean(dims, keepdim=True).expand_as(inputs)
+        half = inputs.dtype in (torch.bfloat16, torch.float16)
+        own = inputs.sum(dims, keepdim=True, dtype=torch.float32 if half else None)
+        count = prod(self.length(inputs, d) for d in dims)
+        return (self.total(own, dims) / count).to(inputs.dtype).expand_as(inputs)

@@ -1,0 +1,192 @@
+"""Presets that add or remove directions: steer, project_out, project."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.edits.edit_base import Edit
+from megatron_flex.edits.files import read_tensor
+from megatron_flex.edits.tensors import DeviceConstant
+from megatron_flex.errors import HookError
+from megatron_flex.sites import Site
+
+VectorSource = Tensor | str | Path
+
+
+def load_constant(vector: VectorSource) -> DeviceConstant:
+    """A tensor, or the one of a file."""
+    return DeviceConstant(vector if isinstance(vector, Tensor) else read_tensor(vector))
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class steer(Edit):
+    """Add a vector times a coefficient. `add` is another name of it.
+
+    Attributes:
+        vector: of the tensor's last dims, mostly `[h]`; or a file of one. A parameter is trained.
+        coefficient: what it is multiplied by.
+    """
+
+    vector: VectorSource
+    coefficient: float = 1.0
+    _held: DeviceConstant = field(init=False)
+    draws = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "_held", load_constant(self.vector))
+
+    def mixes(self) -> set[str]:
+        shape = self._held.tensor.shape
+        dims = self.dims[len(self.dims) - len(shape) :] if len(self.dims) >= len(shape) else ("*",)
+        return {d for d, n in zip(dims, shape, strict=False) if n != 1}
+
+    def check(self, site: Site) -> None:
+        width, wanted = self._held.tensor.shape[-1:], site.shape[-1] if site.shape else None
+        if isinstance(wanted, int) and width and width[0] not in (1, wanted):
+            raise HookError(f"{self!r}: {site.name} has {wanted} features; give a vector of as many")
+
+    def needs(self) -> set[str]:
+        # Of a vector that is trained a rank would have a share of the gradient.
+        return {"*"} if self._held.tensor.requires_grad else set()
+
+    def cannot_fail(self, site: Site) -> bool:
+        return self.within(site) and self._held.tensor.ndim == 1 and isinstance(site.shape[-1], int)
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        return inputs + self.coefficient * self.constant(self._held, inputs, "a vector")
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class LinearEdit(Edit):
+    """A preset that multiplies the last dim by matrices."""
+
+    draws = False
+
+    @property
+    def linear(self) -> bool:
+        return True
+
+    def mixes(self) -> set[str]:
+        return {self._last}
+
+    def through(self, inputs: Tensor, down: Tensor, up: Tensor | None, onto: float | None = None) -> Tensor:
+        """`inputs @ down @ up`, matrices of the whole's last dim; with `onto` so many times it on top.
+
+        Where that is cut, each rank multiplies what it has, and `[..., k]` are summed over ranks: collective
+        over the axes that cut it, forward and backward. In fp32 of halves, so that they are rounded once.
+        """
+        shard = self._shard
+        if shard is None or up is None:
+            made = inputs @ down
+            made = made if up is None else made @ up
+            return made if onto is None else inputs.add(made, alpha=onto)
+        half = inputs.dtype in (torch.bfloat16, torch.float16)
+        dtype = torch.float32 if half and shard.axes([-1]) else inputs.dtype
+        known = inputs.device, dtype
+        if (*known, "down") not in self._cut:
+            with torch.inference_mode(False):
+                self._cut[*known, "down"] = shard.rows(down).to(dtype)
+                self._cut[*known, "up"] = shard.rows(up.T).T.to(dtype)
+        mine, back = self._cut[*known, "down"], self._cut[*known, "up"]
+        if onto is not None and inputs.dtype in (torch.float32, torch.float64):
+            return shard.onto(inputs, mine, back, onto)
+        made = (self.total(inputs.to(dtype) @ mine, [-1]) @ back).to(inputs.dtype)
+        return made if onto is None else inputs.add(made, alpha=onto)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class project_out(LinearEdit):
+    """Take a direction out of the last dim, or the space of several.
+
+    Attributes:
+        direction: `[h]`, or `[k, h]` of k directions; or a file of one tensor. Of any length but zero.
+    """
+
+    direction: VectorSource
+    _basis: DeviceConstant = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = load_constant(self.direction).tensor.detach()
+        if given.ndim not in (1, 2) or not bool(given.any()):
+            raise HookError(f"{self!r}: directions are [h] or [k, h] and not all zero")
+        columns = given.double().reshape(-1, given.shape[-1]).T
+        basis, _ = torch.linalg.qr(columns)
+        if columns.shape[1] > min(columns.shape[0], int(torch.linalg.matrix_rank(columns))):
+            raise HookError(f"{self!r}: the directions depend on each other; give independent ones")
+        object.__setattr__(self, "_basis", DeviceConstant(basis.to(given.dtype if given.is_floating_point() else None)))
+
+    def check(self, site: Site) -> None:
+        width, wanted = self._basis.tensor.shape[0], site.shape[-1] if site.shape else None
+        if isinstance(wanted, int) and width != wanted:
+            raise HookError(f"{self!r}: {site.name} has {wanted} features; give a direction of as many")
+
+    def needs(self) -> set[str]:
+        return set()
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        return self._component(inputs, -1.0)
+
+    def _component(self, inputs: Tensor, onto: float | None = None) -> Tensor:
+        features, basis = self.length(inputs, -1), self._basis.like(inputs)
+        if basis.shape[0] != features:
+            raise HookError(f"{self!r}: the tensor has {features} features; give a direction of as many")
+        return self.through(inputs, basis, basis.T, onto)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class project(project_out):
+    """Keep of the last dim only a direction, or the space of several."""
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        return self._component(inputs)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class linear_map(LinearEdit):
+    """Multiply the last dim by a matrix, `x @ down @ up`; with `add`, `x + x @ down @ up`.
+
+    Attributes:
+        down: `[h, k]`, or a file of it. A parameter is trained.
+        up: `[k, h]` likewise; None where `down` is `[h, h]`.
+        add: add it to what there is.
+    """
+
+    down: VectorSource
+    up: VectorSource | None = None
+    add: bool = False
+    _down: DeviceConstant = field(init=False)
+    _up: DeviceConstant | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        down, up = load_constant(self.down), None if self.up is None else load_constant(self.up)
+        object.__setattr__(self, "_down", down)
+        object.__setattr__(self, "_up", up)
+        last = (down if up is None else up).tensor
+        chained = up is None or down.tensor.shape[1:] == up.tensor.shape[:1]
+        if down.tensor.ndim != 2 or last.ndim != 2 or not chained or down.tensor.shape[0] != last.shape[1]:
+            raise HookError(f"{self!r}: give a matrix [h, h], or two of [h, k] and [k, h]")
+
+    def needs(self) -> set[str]:
+        if any(h.tensor.requires_grad for h in (self._down, self._up) if h is not None):
+            return {"*"}
+        # Of a matrix [h, h] the sums over ranks would be as large as what is gathered.
+        return {self._last} if self._up is None else set()
+
+    def check(self, site: Site) -> None:
+        width, wanted = self._down.tensor.shape[0], site.shape[-1] if site.shape else None
+        if isinstance(wanted, int) and width != wanted:
+            raise HookError(f"{self!r}: {site.name} has {wanted} features; give matrices of as many")
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        features, down = self.length(inputs, -1), self._down.like(inputs)
+        if down.shape[0] != features:
+            raise HookError(f"{self!r}: the tensor has {features} features; give matrices of as many")
+        up = None if self._up is None else self._up.like(inputs)
+        return self.through(inputs, down, up, 1.0 if self.add else None)

@@ -1,0 +1,207 @@
+"""The logit lens: what the residual stream behind each layer would say if it were the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_flex.dump.reader import OpenDump
+from megatron_flex.errors import SiteError
+from megatron_flex.figures.sources import Source, make_caption, describe_layouts, open_tensor_source, caption_iterations
+from megatron_flex.figures.figure_data import FigureError, LogitLens, as_array
+from megatron_flex.figures.values import CacheSource, DumpSource, TensorSource, as_fp32, last_iteration
+from megatron_flex.layout import Layout
+from megatron_flex.lens.lens_names import FINAL_NORMS
+from megatron_flex.lens.tensor_views import normalize_stream
+from megatron_flex.sites import Site, SiteTable
+
+OUTPUT_WEIGHT, EMBEDDING_WEIGHT = "output_layer.weight", "embedding.word_embeddings.weight"
+STREAM_SITES = "decoder.layers.*"
+WHOLE = 1 << 24  # logits that are in memory at a time
+PIECE = 1 << 25  # weights that are in fp32 at a time
+
+Logits = Callable[[Tensor], Tensor]  # of streams [token, h]: [token, vocabulary], fp32
+
+
+def logit_lens(
+    source: Source,
+    iteration: int | None = None,
+    sample: int = 0,
+    top: int = 5,
+    *,
+    positions: slice | Sequence[int] = slice(None),
+    tied: bool | None = None,
+) -> LogitLens:
+    """What the residual stream in front of the first layer and behind each one says of the next token.
+
+    Each stream is normed by itself as the final norm does it, and multiplied with the unembedding. Of a dump
+    those weights must be among its parameters. Of a cache they are fetched: every rank calls it alike.
+
+    Args:
+        source: a dump, a cache, or a dump's path.
+        iteration: the last one if none is said.
+        sample: which of those that the source has, counted from 0.
+        top: how many of the likeliest tokens are kept.
+        positions: which of the tokens, counted among those that the source has.
+        tied: whether the word embeddings make the logits, where a dump does not tell.
+
+    Raises:
+        FigureError: there are no streams, or the dump lacks the weights.
+    """
+    if top < 1:
+        raise FigureError(f"top={top}: at least the likeliest token must be kept, top=1")
+    with open_tensor_source(source, "a logit lens") as found:
+        names = _find_streams(found)
+        first = next(iter(names.values()))
+        number = last_iteration(found, first, iteration)
+        logits = found.cache.logit_lens if isinstance(found, CacheSource) else _read_unembedding(found, number, tied)
+        kept: list[int] | None = None
+        places: tuple[int, ...] = ()
+        ids, chances = [], []
+        for name in names.values():
+            rows = found.rows(name, number, sample)
+            if kept is None:
+                kept = _chosen_positions(positions, len(rows.tokens))
+                places = tuple(rows.tokens[i] for i in kept)
+            best = _likeliest_tokens(rows.all()[torch.tensor(kept, dtype=torch.int64)], logits, top)
+            ids.append(best[0])
+            chances.append(best[1])
+        text = make_caption(
+            f"logit lens of {STREAM_SITES}",
+            caption_iterations(found, [number]),
+            f"sample {rows.sample}",
+            layout=describe_layouts(found, list(names.values())),
+        )
+        return LogitLens(
+            tuple(names), places, as_array(torch.stack(ids)), as_array(torch.stack(chances)), number, text
+        )
+
+
+def _find_streams(found: TensorSource) -> dict[int, str]:
+    """The streams by how many layers they are behind."""
+    there = set(found.names)
+    inside = [n for n in there if n.startswith("decoder.layers.") and n.count(".") == 2]
+    numbers = sorted({int(n.removeprefix("decoder.layers.").partition(":")[0]) for n in inside})
+    out: dict[int, str] = {}
+    for behind in range(numbers[-1] + 2 if numbers else 0):
+        before = [f"decoder.layers.{behind - 1}:output"] if behind else []
+        last = [] if behind else ["embedding:output"]
+        name = next((n for n in (*before, f"decoder.layers.{behind}:input", *last) if n in there), None)
+        if name is not None:
+            out[behind] = name
+    if not out:
+        raise FigureError(
+            f"{found.where} has no residual stream: {found.record.format(repr(STREAM_SITES))}, outputs of layers"
+        )
+    return out
+
+
+def _chosen_positions(positions: slice | Sequence[int], there: int) -> list[int]:
+    if isinstance(positions, slice):
+        positions = range(there)[positions]
+    if not positions:
+        raise FigureError(f"no position of {there} is chosen; leave positions out for all")
+    wrong = next((t for t in positions if not -there <= t < there), None)
+    if wrong is not None:
+        raise FigureError(f"there are {there} tokens; {wrong} is none of them")
+    return [range(there)[t] for t in positions]
+
+
+def _likeliest_tokens(streams: Tensor, logits: Logits, top: int) -> tuple[Tensor, Tensor]:
+    """`[token, k]` each: the likeliest of the vocabulary, and their probabilities, few tokens at a time."""
+    ids, chances = [], []
+    step = 1
+    at = 0
+    while at < len(streams):
+        found = logits(as_fp32(streams[at : at + step]))
+        best, which = found.topk(min(top, found.shape[-1]), -1)
+        chances.append((best - found.logsumexp(-1, keepdim=True)).exp())
+        ids.append(which)
+        at += step
+        step = max(1, WHOLE // found.shape[-1])  # the first token tells how many there may be
+    return torch.cat(ids), torch.cat(chances)
+
+
+# -- of a dump -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Unembedding:
+    """The end of a model, out of a dump.
+
+    Attributes:
+        weight: of the final norm, `[h]`, as it multiplies.
+        bias: likewise, if it has one.
+        words: `[vocabulary, h]`, as they are stored.
+        rms: whether it is an RMSNorm.
+        epsilon: of the norm.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    words: Tensor
+    rms: bool
+    epsilon: float
+
+    def __call__(self, streams: Tensor) -> Tensor:
+        """The logits of streams `[token, h]`."""
+        stream = normalize_stream(streams, self.rms, self.epsilon) * self.weight
+        stream = stream if self.bias is None else stream + self.bias
+        pieces = self.words.split(max(1, PIECE // self.words.shape[1]))
+        return torch.cat([stream @ piece.to(stream.dtype).T for piece in pieces], -1)
+
+
+def _read_unembedding(found: TensorSource, iteration: int, tied: bool | None) -> Unembedding:
+    assert isinstance(found, DumpSource)
+    dump = found.dump
+    model = dump.manifest.model
+    kind, epsilon = model.get("normalization"), model.get("layernorm_epsilon")
+    if kind not in ("RMSNorm", "LayerNorm") or not isinstance(epsilon, (int, float)):
+        raise FigureError(
+            f"{found.where} does not tell the final norm of its model (of {dump.manifest.framework}): logit "
+            "lenses are made of Megatron's dumps, or of a cache (flex.run_with_cache(tokens))"
+        )
+    norm = next((n for n in FINAL_NORMS if f"{n}.weight" in dump.parameters), None)
+    words = _unembedding_name(dump, tied)
+    if norm is None or words is None:
+        lacking = [n for n, there in (("decoder.final_*", norm), (OUTPUT_WEIGHT, words)) if there is None]
+        raise FigureError(
+            f"{found.where} lacks {' and '.join(lacking)} among its parameters, which a logit lens needs: "
+            f"dump parameters=['decoder.final_*.*', {OUTPUT_WEIGHT!r}]; of tied embeddings {EMBEDDING_WEIGHT!r}, and say "
+            "tied=True here"
+        )
+
+    def read(name: str) -> Tensor:
+        return dump.parameter(name).at(iteration)[0].torch()
+
+    offset = 1.0 if model.get("layernorm_zero_centered_gamma") else 0.0
+    bias = f"{norm}.bias"
+    return Unembedding(
+        as_fp32(read(f"{norm}.weight")) + offset,
+        as_fp32(read(bias)) if bias in dump.parameters else None,
+        read(words),
+        kind == "RMSNorm",
+        float(epsilon),
+    )
+
+
+def _unembedding_name(dump: OpenDump, tied: bool | None) -> str | None:
+    """The parameter that makes the logits; None if the dump lacks it or does not tell.
+
+    Where the output layer's weight was asked for and the model has none of its own, the embeddings are tied.
+    """
+    if OUTPUT_WEIGHT in dump.parameters:
+        return OUTPUT_WEIGHT
+    if EMBEDDING_WEIGHT not in dump.parameters or tied is False:
+        return None
+    return EMBEDDING_WEIGHT if tied or any(_matches_name(p, OUTPUT_WEIGHT) for p in dump.manifest.settings["parameters"]) else None
+
+
+def _matches_name(pattern: str, name: str) -> bool:
+    try:
+        return bool(SiteTable([Site(name, Layout(()), ())]).match(pattern))
+    except SiteError:
+        return False

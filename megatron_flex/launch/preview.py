@@ -1,0 +1,93 @@
+"""What a person asks before training: which sites there are, what dumps and edits would cost. Plain text."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+
+from megatron_flex.dump.words import format_shape
+from megatron_flex.errors import FlexError
+from megatron_flex.launch.planning.live import plan_live_run
+from megatron_flex.launch.resolving import ResolvedSettings
+from megatron_flex.launch.launch_settings import Settings
+from megatron_flex.model import FlexModel
+
+
+def describe_preview(flex: FlexModel, settings: Settings, found: ResolvedSettings, args: Namespace) -> str:
+    """What the settings ask for before training, as lines of text. Collective over the mesh.
+
+    Args:
+        flex: the model, with its edits.
+        settings: of which `list_sites` and `plan` count.
+        found: what they mean.
+        args: Megatron's.
+
+    Raises:
+        FlexError: on all ranks: nothing matches, or nothing would be written or edited.
+    """
+    out: list[str] = []
+    if settings.list_sites is not None:
+        out += describe_sites(flex, settings.list_sites)
+    if settings.plan:
+        out += [""] if out else []
+        out += _describe_estimates(flex, found, args)
+    return "\n".join(out) + "\n"
+
+
+def describe_sites(flex: FlexModel, pattern: str) -> list[str]:
+    """A table of sites: name, whole shape, layout, stage, and why one is hidden. Any rank may call it alone.
+
+    Raises:
+        SiteError: nothing matches.
+    """
+    sizes, found = flex.session.mesh.sizes, flex.sites(pattern)
+    rows = [("site", "whole", "layout", "stage", "")]
+    for site in found:
+        told = format_shape(site.dims, site.shape) if site.dims else "as it passes"
+        layout = site.layout.describe(sizes) if site.dims else ""
+        why = f"hidden: {site.hidden}" if site.hidden else f"only read: {site.fixed}" if site.fixed else ""
+        rows.append((site.name, told, layout, str(site.stage), why))
+    hidden = sum(bool(s.hidden) for s in found)
+    return [*align_columns(rows), f"{len(found)} sites on {flex.session.mesh.describe()}; {hidden} hidden"]
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows as lines, each column as wide as its widest word."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _describe_estimates(flex: FlexModel, found: ResolvedSettings, args: Namespace) -> Iterator[str]:
+    if not found.dumps and not found.edits:
+        raise FlexError("--flex-plan: nothing would be written or edited; say --flex-dump or --flex-edit")
+    for dump in found.dumps:
+        plan = plan_live_run(flex, args, dump)
+        yield f"dump to {dump.path}"
+        yield from align_columns([("tensor", "stage", "whole", "layout", "of a rank", "in all"), *plan.rows()])
+        yield from align_columns([(name, value) for name, value in plan.summary()])
+        if dump.samples is not None:
+            yield "all samples are counted, of which only some would be written"
+        yield ""
+    for hook in found.edits:
+        yield from _fold_equal_sites(flex.explain(hook))
+
+
+def _fold_equal_sites(told: str) -> Iterator[str]:
+    """The plan of an edit in words; places that are alike are told once."""
+    head, *lines = told.split("\n")
+    yield head
+    places: dict[str, str] = {}
+    for line in lines:
+        if line.startswith("  measured"):
+            continue  # nothing has run yet
+        if line.startswith(" "):
+            places[list(places)[-1]] += line + "\n"
+        else:
+            places[line] = ""
+    alike: dict[str, list[str]] = {}
+    for name, body in places.items():
+        alike.setdefault(body, []).append(name)
+    for body, names in alike.items():
+        yield names[0] + (f" … {names[-1]} ({len(names)} alike)" if len(names) > 1 else "")
+        yield from body.splitlines()

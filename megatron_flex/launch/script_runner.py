@@ -1,0 +1,136 @@
+"""Runs a training script as `python SCRIPT` would, without the flags that are ours, and with hooks."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from megatron_flex.errors import FlexError
+from megatron_flex.launch import flags
+from megatron_flex.launch.installation import Installed, install
+from megatron_flex.launch.launch_settings import Settings
+from megatron_flex.launch.table import format_help
+from megatron_flex.launch.telling import ERROR_STATUS, current_rank, print_error
+
+USAGE = "python -m megatron_flex.launch SCRIPT [its flags] [--flex-...], or -m MODULE instead of SCRIPT"
+OWN_PACKAGE_FOLDER = str(Path(__file__).parents[1]) + os.sep
+RUNNER_FILES = (__file__, runpy.__file__, os.path.join(os.path.dirname(__file__), "__main__.py"))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a script with hooks, in this process.
+
+    The script sees what it would see without us: its own name and flags in `sys.argv`, byte for byte, its
+    folder on the path, itself as `__main__`.
+
+    Args:
+        argv: the script, its flags, and ours anywhere among them.
+
+    Returns:
+        The status that the process ends with: 2 for an error of ours, which is told in one line; 1 for an
+        exception of the script's, whose traceback is printed.
+
+    Raises:
+        SystemExit: as the script does.
+        KeyboardInterrupt: likewise.
+    """
+    try:
+        settings, words = _parse_argv(argv)
+        installed = install(settings, holds=True)
+    except FlexError as error:
+        print_error(error)
+        return ERROR_STATUS
+    status = 0
+    try:
+        _execute(words)
+    except SystemExit as left:
+        if left.code not in (None, 0):
+            installed.running.abort()
+            raise
+    except Exception as error:  # the script's own or ours: told below, whichever it is
+        installed.running.abort()
+        status = _report_exception(installed, error)
+    except BaseException:
+        installed.running.abort()
+        raise
+    return status or _finish(installed)
+
+
+def _parse_argv(argv: Sequence[str]) -> tuple[Settings, list[str]]:
+    if list(argv[:1]) in (["-h"], ["--help"]):
+        sys.stdout.write(format_help() if current_rank() == 0 else "")
+        raise SystemExit(0)
+    found, words = flags.settings_from_argv(argv)
+    named = words[1:] if words[:1] == ["-m"] else words
+    if not named or named[0].startswith("-"):
+        what = f"{named[0]} is no script" if named else "no script"
+        raise FlexError(f"{what}: {USAGE}; our flags stand behind it")
+    if named is words and not Path(named[0]).exists():
+        raise FlexError(f"no script {named[0]}: {USAGE}; our flags stand behind it")
+    return found, words
+
+
+def _execute(words: list[str]) -> None:
+    """Run what the words name, as Python itself does."""
+    if words[0] == "-m":
+        sys.argv[:] = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv[:] = words
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(words[0]).resolve().parent)
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def _finish(installed: Installed) -> int:
+    """The script is through: so is the training, if nobody has told."""
+    installed.finish()
+    if installed.failure is None:
+        return 0
+    print_error(installed.failure)
+    return ERROR_STATUS
+
+
+def _report_exception(installed: Installed, error: Exception) -> int:
+    """Tell of an exception: in one line if it is ours, and else as Python does."""
+    if error is installed.failure:
+        _print_cause(error)
+        print_error(error)
+        return ERROR_STATUS
+    _print_traceback(error, _is_runner_file)
+    return 1
+
+
+def _print_cause(error: BaseException) -> None:
+    """Print the traceback of what a function of the user's raised, if that is behind it."""
+    while isinstance(error, FlexError) and error.__cause__ is not None:
+        error = error.__cause__
+    if not isinstance(error, FlexError) and _trim_traceback(error.__traceback__, _is_package_file) is not None:
+        _print_traceback(error, _is_package_file)
+
+
+def _print_traceback(error: BaseException, leave_out: Callable[[str], bool]) -> None:
+    """Print a traceback from where the user's own begins."""
+    trace = _trim_traceback(error.__traceback__, leave_out) or error.__traceback__
+    sys.stdout.flush()
+    sys.excepthook(type(error), error.with_traceback(trace), trace)  # Python prints the error's own one
+
+
+def _trim_traceback(trace: TracebackType | None, leave_out: Callable[[str], bool]) -> TracebackType | None:
+    """What is left of a traceback behind its first frames in files that are to be left out."""
+    while trace is not None and leave_out(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return trace
+
+
+def _is_runner_file(file: str) -> bool:
+    return file in RUNNER_FILES or file == "<frozen runpy>"
+
+
+def _is_package_file(file: str) -> bool:
+    return file.startswith((OWN_PACKAGE_FOLDER, "<frozen ")) or file == importlib.__file__

@@ -1,0 +1,124 @@
+"""Where experts' rows lie: which of them a rank has, from whom they come, and which token each belongs to.
+
+A rank's tokens are counted by sequence and then by batch. At home, with their tokens, its rows are in the
+order of experts and then of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron_flex.layout.assembly import extract
+from megatron_flex.layout.spans import padded_shape
+from megatron_flex.layout.types import Coords, Layout, Sizes
+
+
+@dataclass(eq=False)
+class ExpertChoice:
+    """Which experts each of a rank's tokens goes to, in one call of one layer.
+
+    Attributes:
+        chosen: `[tokens, experts]`, true where the token goes to the expert.
+        shape: `(sequence, batch)` of the tokens; `tokens` is their product.
+        slots: experts for each token, at most.
+        stream: the layout `[s, b, ...]` that the tokens have.
+        etp_outer: whether a rank's rows are ordered by source (etp, ep) and not (ep, etp).
+    """
+
+    chosen: Tensor
+    shape: tuple[int, int]
+    slots: int
+    stream: Layout
+    etp_outer: bool
+
+    @cached_property
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """Expert and token of each of the rank's rows at home, by expert and then by token."""
+        experts, tokens = self.chosen.T.nonzero(as_tuple=True)
+        return experts, tokens
+
+    @cached_property
+    def slot(self) -> Tensor:
+        """`[tokens, experts]`: the place of an expert among those that the token goes to, by number."""
+        return self.chosen.cumsum(1) - 1
+
+    @cached_property
+    def indices(self) -> Tensor:
+        """`[sequence, batch, slots]`: the experts of each token in ascending order; -1 for none."""
+        experts, tokens = self.pairs
+        out = experts.new_full((self.chosen.shape[0], self.slots), -1)
+        out[tokens, self.slot[tokens, experts]] = experts
+        return out.view(*self.shape, self.slots)
+
+    def by_token(self, rows: Tensor) -> Tensor:
+        """`[sequence, batch, slots, ...]` of all rows at home; zeros in slots that no expert has."""
+        experts, tokens = self.pairs
+        dense = rows.new_zeros((self.chosen.shape[0], self.slots, *rows.shape[1:]))
+        dense[tokens, self.slot[tokens, experts]] = rows
+        return dense.view(*self.shape, self.slots, *rows.shape[1:])
+
+    def by_expert(self, dense: Tensor) -> Tensor:
+        """All rows at home, the inverse of `by_token`."""
+        experts, tokens = self.pairs
+        return dense.reshape(-1, self.slots, *dense.shape[3:])[tokens, self.slot[tokens, experts]]
+
+    def places(self, coords: Coords, sizes: Sizes) -> Tensor:
+        """Where in the whole's tokens, counted by sequence and then by batch, the rank's are.
+
+        Args:
+            coords: the rank's.
+            sizes: the mesh.
+        """
+        stream = Layout(self.stream.dims[:2])
+        full = padded_shape(stream, self.shape, sizes)
+        whole = torch.arange(full[0] * full[1], device=self.chosen.device).view(full)
+        return extract(stream, whole, coords, sizes).reshape(-1)
+
+
+def select_experts(experts: int, ranks: int, coord: int, expert: int | None = None) -> slice:
+    """The experts of a rank whose rows a tensor has.
+
+    Args:
+        experts: how many there are.
+        ranks: over which they are cut, in their order.
+        coord: the rank's place among those.
+        expert: if given, the tensor has the rows of this one alone, and no others.
+    """
+    each = experts // ranks
+    first = coord * each
+    if expert is None:
+        return slice(first, first + each)
+    return slice(expert, expert + int(first <= expert < first + each))
+
+
+def rows_by_source(counts: Tensor, etp_outer: bool) -> list[list[Tensor]]:
+    """For each coordinate of `etp` and of `ep`, the rows here that come from that rank, by expert.
+
+    Args:
+        counts: `[ep, etp, experts]`: how many rows come from each rank to the experts here.
+        etp_outer: whether the rows of an expert are ordered by source (etp, ep) and not (ep, etp).
+    """
+    outer = counts.permute(2, 1, 0) if etp_outer else counts.permute(2, 0, 1)
+    starts = (outer.reshape(-1).cumsum(0).view(outer.shape) - outer).permute(
+        (2, 1, 0) if etp_outer else (1, 2, 0)
+    )
+    none = torch.empty(0, dtype=torch.int64)
+    return [
+        [
+            torch.cat(
+                [
+                    none,
+                    *(
+                        torch.arange(int(s), int(s + n))
+                        for s, n in zip(starts[e, t], counts[e, t], strict=True)
+                    ),
+                ]
+            )
+            for e in range(counts.shape[0])
+        ]
+        for t in range(counts.shape[1])
+    ]

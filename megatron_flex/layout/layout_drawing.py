@@ -1,0 +1,163 @@
+"""A layout as a picture: which rank holds which block of the tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from html import escape
+from math import prod
+from textwrap import wrap
+
+from megatron_flex.layout.region import is_partial
+from megatron_flex.layout.spans import coordinates, spans
+from megatron_flex.layout.types import Dim, Layout, Sizes, Span
+
+WIDTH, HEIGHT, LEFT, TOP = 440, 150, 40, 22  # pixels: of the tensor, and of what is beside and above it
+LETTER, LINE = 7, 14  # pixels that a letter takes, and a line below
+LINE_LETTERS = 70  # of such a line
+RankCoords = tuple[tuple[str, int], ...]
+ASSUMED_SIZE = 2  # ranks of each axis where nothing says how many
+
+
+@dataclass(frozen=True, slots=True)
+class DrawingBlock:
+    """A rectangle of the drawn dims, in entries of the least tensor that can be cut so.
+
+    Attributes:
+        rows: along the first of them.
+        columns: along the second.
+        ranks: of those that hold it, or a summand of it: each axis with the coordinate.
+    """
+
+    rows: Span
+    columns: Span
+    ranks: tuple[RankCoords, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutPicture:
+    """What is drawn.
+
+    Attributes:
+        names: of the two dims; the first may be missing.
+        lengths: how many entries each has.
+        blocks: in the order of the first ranks that hold them.
+        more: names of cut dims that are not drawn.
+        summed: whether ranks hold summands.
+    """
+
+    names: tuple[str, str]
+    lengths: tuple[int, int]
+    blocks: tuple[DrawingBlock, ...]
+    more: tuple[str, ...]
+    summed: bool
+
+
+def make_picture(layout: Layout, sizes: Sizes) -> LayoutPicture:
+    """What a drawing of the last two cut dims shows; of one, or none, another dim stands beside it."""
+    order = layout.permute or tuple(range(len(layout.dims)))
+    dims = [replace(layout.dims[i], uneven=False, keep=None) for i in order]
+    names = [d.name or f"d{i}" for i, d in enumerate(dims)]
+    cut = [i for i, d in enumerate(dims) if any(sizes.get(c.axis, 1) > 1 for c in d.cuts)]
+    beside = sorted((i for i in range(len(dims)) if i not in cut), key=lambda i: (i + 1 < len(dims), i))
+    drawn = sorted((cut[-2:] + beside)[:2])
+    lengths = [_least_length(dims[i], sizes) for i in drawn]
+    found: dict[tuple[Span, Span], list[RankCoords]] = {}
+    for coords in coordinates(layout, sizes):
+        live = tuple((a, c) for a, c in coords.items() if sizes.get(a, 1) > 1)
+        each = [spans(dims[i], n, coords, sizes) for i, n in zip(drawn, lengths, strict=True)]
+        each = [[(0, 1)]] * (2 - len(each)) + each
+        for rows in each[0]:
+            for columns in each[1]:
+                ranks = found.setdefault((rows, columns), [])
+                if live not in ranks:
+                    ranks.append(live)
+    missing = 2 - len(drawn)
+    named = [""] * missing + [names[i] for i in drawn]
+    long = [1] * missing + lengths
+    return LayoutPicture(
+        (named[0], named[1]),
+        (long[0], long[1]),
+        tuple(DrawingBlock(rows, columns, tuple(ranks)) for (rows, columns), ranks in found.items()),
+        tuple(names[i] for i in cut[:-2]),
+        is_partial(layout, sizes),
+    )
+
+
+def draw_layout(layout: Layout, sizes: Sizes | None = None) -> str:
+    """A layout as SVG: the tensor cut into blocks, each with the ranks that hold it.
+
+    Args:
+        layout: the layout.
+        sizes: the mesh; two ranks of each axis if None.
+    """
+    assumed = sizes is None
+    found = dict.fromkeys((*layout.axes, *layout.shared), ASSUMED_SIZE) if sizes is None else dict(sizes)
+    shown = make_picture(layout, found)
+    words = [layout.describe(found)]
+    if shown.summed:
+        words.append("each rank has a summand")
+    if shown.more:
+        words.append(f"{', '.join(shown.more)} cut too")
+    if assumed and layout.axes:
+        words.append(f"drawn for {ASSUMED_SIZE} ranks of each axis")
+    title = escape("; ".join(words))
+    caption = [piece for sentence in words for piece in wrap(sentence, LINE_LETTERS)]
+    keys = list(dict.fromkeys(b.ranks for b in shown.blocks))
+    body = [_draw_block(b, shown, keys.index(b.ranks), len(keys)) for b in shown.blocks]
+    rows, columns = map(escape, shown.names)
+    height = TOP + HEIGHT + 10 + LINE * len(caption)
+    beside = max(0, (len(shown.names[0]) + 3) * LETTER - LEFT)  # so much more a long name needs
+    width = beside + LEFT + WIDTH + 8
+    below = "".join(
+        f'<text x="{LEFT}" y="{TOP + HEIGHT + LINE * n + 4}" font-size="11">{escape(sentence)}</text>'
+        for n, sentence in enumerate(caption, 1)
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{title}" width="{width}" '
+        f'height="{height}" viewBox="{-beside} 0 {width} {height}" font-family="sans-serif" '
+        f'font-size="12" fill="currentColor">'
+        f'<text x="{LEFT + WIDTH / 2:g}" y="{TOP - 7}" text-anchor="middle">{columns} →</text>'
+        f'<text x="{LEFT - 8}" y="{TOP + HEIGHT / 2:g}" text-anchor="end">{rows}{" ↓" if rows else ""}</text>'
+        f"{''.join(body)}"
+        f"{below}</svg>"
+    )
+
+
+def _least_length(dim: Dim, sizes: Sizes) -> int:
+    """The least length that can be cut so."""
+    chunks = prod(
+        sizes.get(c.axis, 1) // c.copies * (2 if c.order == "zigzag" else 1)
+        for c in dim.cuts
+        if sizes.get(c.axis, 1) > 1
+    )
+    return sum(dim.segments) * chunks
+
+
+def _draw_block(block: DrawingBlock, shown: LayoutPicture, number: int, count: int) -> str:
+    high, wide = HEIGHT / shown.lengths[0], WIDTH / shown.lengths[1]
+    x, width = LEFT + block.columns[0] * wide, (block.columns[1] - block.columns[0]) * wide
+    y, height = TOP + block.rows[0] * high, (block.rows[1] - block.rows[0]) * high
+    words = escape(_describe_ranks(block.ranks))
+    fits = len(words) * LETTER < width and height > 14
+    label = (
+        f'<text x="{x + width / 2:.4g}" y="{y + height / 2 + 4:.4g}" text-anchor="middle">{words}</text>'
+        if fits
+        else ""
+    )
+    return (
+        f'<g><title>{words}</title><rect x="{x:.5g}" y="{y:.5g}" width="{width:.5g}" height="{height:.5g}" '
+        f'fill="hsl({360 * number / max(count, 1):.0f} 65% 55%)" fill-opacity=".35" stroke="currentColor"/>'
+        f"{label}</g>"
+    )
+
+
+def _describe_ranks(ranks: tuple[RankCoords, ...]) -> str:
+    """`tp 0`, `tp 0,1`, `cp 0 tp 1`; `every rank`."""
+    by_axis: dict[str, set[int]] = {}
+    for axis, coord in (pair for rank in ranks for pair in rank):
+        by_axis.setdefault(axis, set()).add(coord)
+    if not by_axis:
+        return "every rank"
+    if prod(map(len, by_axis.values())) == len(ranks):
+        return " ".join(f"{a} {','.join(map(str, sorted(n)))}" for a, n in by_axis.items())
+    return "; ".join(" ".join(f"{a} {c}" for a, c in rank) for rank in ranks)

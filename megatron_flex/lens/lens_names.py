@@ -1,0 +1,227 @@
+"""TransformerLens' names for places here: our site, and how its tensor becomes what TransformerLens has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_flex.adapters import Architecture
+from megatron_flex.errors import SiteError, suggest_nearest
+from megatron_flex.lens.tensor_views import (
+    BatchFirst,
+    Heads,
+    Normalized,
+    Positions,
+    HeadResults,
+    Scale,
+    Scores,
+    Unweighted,
+    View,
+)
+from megatron_flex.sites import Site, SiteTable
+
+Filter = str | Sequence[str] | Callable[[str], bool] | None
+NORM_NOT_EDITABLE = "it is computed from the norm's input; edit hook_normalized, or the stream that enters the norm"
+RESULT_NOT_EDITABLE = "it is computed from hook_z; edit that, or hook_attn_out"
+LENS_PREFIXES = ("blocks.", "hook_", "ln_final", "unembed.")  # how their names begin
+FINAL_NORMS = ("decoder.final_layernorm", "decoder.final_norm")
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A name, and where and how its tensor is to be had.
+
+    Attributes:
+        name: TransformerLens' name, or our site's.
+        site: the site where it is read.
+        view: what is made of the site's tensor.
+        edit: the site where it is edited, and the view there, if those are others.
+        large: whether it is left out where everything is asked for.
+        sure: whether every run must pass it.
+    """
+
+    name: str
+    site: str
+    view: View
+    edit: tuple[str, View] | None = None
+    large: bool = False
+    sure: bool = True
+
+    @property
+    def edited(self) -> tuple[str, View]:
+        """Where and how it is edited."""
+        return self.edit or (self.site, self.view)
+
+
+def expand_shorthand(name: str, layer: int | None = None, kind: str | None = None) -> str:
+    """The full name that TransformerLens means by a short one: `("k", 6)`, `"k6"`, `("scale", 2, "ln1")`.
+
+    Args:
+        name: a full name, or the word behind `hook_`, with or without the layer.
+        layer: the block.
+        kind: the part of the block, where the word does not tell.
+    """
+    if layer is None and kind is None and ("." in name or name.startswith("hook_")):
+        return name
+    written = re.match(r"([a-z_]+?)(\d+)([a-z]?.*)", name)
+    if written:
+        name, layer, kind = written[1], int(written[2]), written[3]
+    name = SYNONYMS.get(name, name)
+    if name in ATTENTION_NAMES:
+        kind = "attn"
+    elif name in MLP_NAMES:
+        kind = "mlp"
+    else:
+        kind = BLOCK_PARTS.get(kind or "", kind)
+    if name in ("scale", "normalized") and layer is None:
+        kind = "ln_final"
+    block = "" if layer is None else f"blocks.{layer}."
+    return f"{block}{kind + '.' if kind else ''}hook_{name}"
+
+
+ATTENTION_NAMES = ("q", "k", "v", "z", "rot_q", "rot_k", "result", "pattern", "attn_scores")
+MLP_NAMES = ("pre", "post", "mid", "pre_linear")
+BLOCK_PARTS = {"a": "attn", "m": "mlp", "b": "", "block": "", "blocks": "", "attention": "attn"}
+SYNONYMS = {
+    "attn": "pattern",
+    "attn_logits": "attn_scores",
+    "key": "k",
+    "query": "q",
+    "value": "v",
+    "mlp_pre": "pre",
+    "mlp_mid": "mid",
+    "mlp_post": "post",
+}
+
+
+class Names:
+    """The names of one model.
+
+    Args:
+        sites: its sites, over all stages.
+        made_of: what it is made of; None where only our own names are known.
+        parameters: the names of its parameters.
+    """
+
+    def __init__(self, sites: SiteTable, made_of: Architecture | None, parameters: Sequence[str]) -> None:
+        self.sites, self.made_of, self._parameters = sites, made_of, set(parameters)
+        found = (re.match(r"decoder\.layers\.(\d+)[.:]", s.name) for s in sites)
+        self.layers = 1 + max((int(m[1]) for m in found if m), default=-1) if made_of else 0
+        every = self._all(made_of) if made_of else iter(())
+        self.aliases = {a.name: a for a in every if a.site in sites}
+
+    def matching(self, wanted: Filter) -> list[Alias]:
+        """The places that a filter means, each once.
+
+        Args:
+            wanted: None for all of TransformerLens' names that are here (but `hook_result`); one of them; a
+                site's name, or a glob; a list of these; or a function of TransformerLens' names. A model that
+                has none of them has the outputs of its modules instead, as far as a run passes them.
+
+        Raises:
+            SiteError: a name stands for nothing, or its place is hidden.
+        """
+        if wanted is None:
+            return [a for a in self._visible() if not a.large]
+        if isinstance(wanted, str):
+            return self._named(wanted)
+        if callable(wanted):
+            return [a for a in self._visible() if wanted(a.name)]
+        return list({a.name: a for name in wanted for a in self._named(name)}.values())
+
+    def norm(self, path: str) -> tuple[str, ...]:
+        """The names of a norm's weight and bias, wherever they are kept; those that exist."""
+        inside = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
+        layer, _, role = path.rpartition(".")
+        options = [f"{path}.{{}}", f"{layer}.{inside.get(role, role)}.layer_norm_{{}}"]
+        return tuple(o.format(n) for o in options for n in ("weight", "bias") if self.has(o.format(n)))
+
+    @property
+    def final_norm(self) -> str:
+        """The path of the norm in front of the logits."""
+        return next((p for p in FINAL_NORMS if f"{p}:input" in self.sites), FINAL_NORMS[0])
+
+    def has(self, parameter: str) -> bool:
+        """Whether the model has a parameter of that name."""
+        return parameter in self._parameters
+
+    def _visible(self) -> Iterator[Alias]:
+        if not self.made_of:
+            outputs = (s for s in self.sites if s.point == "output" and not s.hidden)
+            return (Alias(s.name, s.name, site_view(s), sure=False) for s in outputs)
+        return (a for a in self.aliases.values() if not self.sites[a.site].hidden)
+
+    def _named(self, name: str) -> list[Alias]:
+        if name in self.aliases:
+            alias = self.aliases[name]
+            hidden = self.sites[alias.site].hidden
+            if hidden:
+                raise SiteError(f"{name} is {alias.site} here, which is not to be had: {hidden}")
+            return [alias]
+        if self.made_of and name.startswith(LENS_PREFIXES):
+            raise SiteError(f"this model has nothing called {name!r}{suggest_nearest(name, self.aliases)}")
+        return [Alias(s.name, s.name, site_view(s)) for s in self.sites.match(name, "output")]
+
+    def _all(self, of: Architecture) -> Iterator[Alias]:
+        embedding, table = "embedding.word_embeddings:output", "embedding.position_embeddings.weight"
+        yield Alias("hook_embed", embedding, View())
+        if self.has(table):
+            yield Alias("hook_pos_embed", "embedding:output", Positions((table,)))
+        for layer in range(self.layers):
+            ours, theirs = f"decoder.layers.{layer}", f"blocks.{layer}"
+            yield Alias(f"{theirs}.hook_resid_pre", f"{ours}:input", BatchFirst())
+            yield from self._norm(of, f"{theirs}.ln1", f"{ours}.input_layernorm")
+            yield from self._attention(of, theirs, f"{ours}.self_attention", float(layer + 1))
+            mixer = BatchFirst(*self._bias(f"{ours}.mixer.out_proj"))
+            yield Alias(f"{theirs}.hook_mixer_out", f"{ours}.mixer:output", mixer)
+            yield Alias(f"{theirs}.hook_resid_mid", f"{ours}:mid", BatchFirst())
+            yield from self._norm(of, f"{theirs}.ln2", f"{ours}.pre_mlp_layernorm")
+            yield from self._mlp(of, theirs, f"{ours}.mlp")
+            yield Alias(f"{theirs}.hook_resid_post", f"{ours}:output", BatchFirst())
+        yield from self._norm(of, "ln_final", self.final_norm)
+        yield Alias("unembed.hook_in", "output_layer:input", BatchFirst())
+        yield Alias("unembed.hook_out", "output_layer:output", BatchFirst())
+
+    def _attention(self, of: Architecture, block: str, ours: str, number: float) -> Iterator[Alias]:
+        theirs, core, leaving = f"{block}.attn", f"{ours}.core_attention", f"{ours}.linear_proj"
+        for part in ("q", "k", "v"):
+            yield Alias(f"{theirs}.hook_{part}", f"{ours}.linear_qkv:{part}", BatchFirst())
+        for part in ("q", "k") if of.rotary else ():
+            yield Alias(f"{theirs}.hook_rot_{part}", f"{core}:{part}", BatchFirst())
+        if of.causal:
+            scores = Scores(factor=number if of.scaled_by_layer else 1.0)
+            yield Alias(f"{theirs}.hook_attn_scores", f"{core}:scores", scores)
+        yield Alias(f"{theirs}.hook_pattern", f"{core}:probs", View())
+        yield Alias(f"{theirs}.hook_z", f"{leaving}:input", Heads(heads=of.heads))
+        results = HeadResults((f"{leaving}.weight",), RESULT_NOT_EDITABLE, of.heads)
+        yield Alias(f"{theirs}.hook_result", f"{leaving}:input", results, large=True)
+        yield Alias(f"{block}.hook_attn_out", f"{ours}:output", BatchFirst(*self._bias(leaving)))
+
+    def _mlp(self, of: Architecture, block: str, ours: str) -> Iterator[Alias]:
+        entering = f"{ours}.linear_fc1"
+        if of.gated:
+            for index, (name, point) in enumerate((("pre", "gate"), ("pre_linear", "up"))):
+                view = BatchFirst(*self._bias(entering), part=(index, 2))
+                yield Alias(f"{block}.mlp.hook_{name}", f"{entering}:{point}", view)
+        else:
+            yield Alias(f"{block}.mlp.hook_pre", f"{entering}:output", BatchFirst(*self._bias(entering)))
+        yield Alias(f"{block}.mlp.hook_post", f"{ours}.linear_fc2:input", BatchFirst())
+        yield Alias(f"{block}.hook_mlp_out", f"{ours}:output", BatchFirst(*self._bias(f"{ours}.linear_fc2")))
+
+    def _norm(self, of: Architecture, theirs: str, ours: str) -> Iterator[Alias]:
+        scale = Scale((), NORM_NOT_EDITABLE, of.rms, of.epsilon)
+        yield Alias(f"{theirs}.hook_scale", f"{ours}:input", scale)
+        edit = (f"{ours}:output", Unweighted(self.norm(ours), "", float(of.unit_offset)))
+        read = Normalized((), "", of.rms, of.epsilon)
+        yield Alias(f"{theirs}.hook_normalized", f"{ours}:input", read, edit)
+
+    def _bias(self, linear: str) -> tuple[tuple[str, ...], str, str]:
+        """The fields of a view that adds the bias of a linear, if it has one."""
+        name = f"{linear}.bias"
+        return ((name,), "", name) if self.has(name) else ((), "", "")
+
+
+def site_view(site: Site) -> View:
+    """The view under a site's own name: batch first where the sequence is."""
+    return BatchFirst() if tuple(site.shape[:2]) == ("s", "b") else View()

@@ -1,0 +1,197 @@
+"""How a tensor here becomes what TransformerLens has at the same place, and an edited one goes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Weights = Mapping[str, Tensor]  # whole parameters by name
+
+
+@dataclass(frozen=True)
+class View:
+    """The same tensor on both sides.
+
+    Attributes:
+        weights: the parameters that it takes to see it.
+        fixed: why an edit cannot go back, and what to edit instead; empty if it can.
+    """
+
+    weights: tuple[str, ...] = ()
+    fixed: str = ""
+
+    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
+        """What TransformerLens has where `ours` passes here."""
+        return ours
+
+    def ours(self, theirs: Tensor, old: Tensor, weights: Weights) -> Tensor:
+        """What must pass here, where `old` did, for TransformerLens to have `theirs`."""
+        return theirs
+
+
+@dataclass(frozen=True)
+class BatchFirst(View):
+    """`[s, b, ...]` here, `[b, s, ...]` there; Megatron adds a bias later that TransformerLens has in it.
+
+    Attributes:
+        bias: the name of that bias; empty if there is none.
+        part: which of how many equal parts of the bias it is.
+    """
+
+    bias: str = ""
+    part: tuple[int, int] = (0, 1)
+
+    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
+        """Transposed, with the bias."""
+        seen = ours.transpose(0, 1)
+        return seen + self._bias(seen, weights) if self.bias else seen
+
+    def ours(self, theirs: Tensor, old: Tensor, weights: Weights) -> Tensor:
+        """Transposed, without the bias."""
+        return (theirs - self._bias(theirs, weights) if self.bias else theirs).transpose(0, 1)
+
+    def _bias(self, like: Tensor, weights: Weights) -> Tensor:
+        index, count = self.part
+        return weights[self.bias].chunk(count)[index].to(like)
+
+
+@dataclass(frozen=True)
+class Heads(View):
+    """`[s, b, heads * size]` here, `[b, s, heads, size]` there."""
+
+    heads: int = 1
+
+    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
+        """With a dim for heads."""
+        heads: Tensor = ours.transpose(0, 1).unflatten(-1, (self.heads, -1))
+        return heads
+
+    def ours(self, theirs: Tensor, old: Tensor, weights: Weights) -> Tensor:
+        """Flat again."""
+        return theirs.flatten(-2).transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class HeadResults(View):
+    """What each head adds to the residual stream, `[b, s, heads, h]`, from `[s, b, heads * size]`.
+
+    `weights` names W_O, `[h, heads * size]`.
+    """
+
+    heads: int = 1
+
+    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
+        """Each head's z times its part of W_O."""
+        z = ours.transpose(0, 1).unflatten(-1, (self.heads, -1))
+        output: Tensor = weights[self.weights[0]].unflatten(-1, (self.heads, -1)).to(z)
+        return torch.einsum("bsnd,hnd->bsnh", z, output)
+
+
+@dataclass(frozen=True)
+class Scores(View):
+    """Attention scores `[b, n, s, s]`: TransformerLens has -inf at what Megatron masks behind this place.
+
+    Attributes:
+        factor: by how much its scores are greater.
+    """
+
+    factor: float = 1.0
+
+    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
+        """Scaled and masked."""
+        return (ours * self.factor).masked_fill(_future_mask(ours), float("-inf"))
+
+    def ours(self, theirs: Tensor, old: Tensor, weights: Weights) -> Tensor:
+        """The new ones where attention looks, the old ones elsewhere."""
+        return torch.where(_future_mask(old), old, (theirs / self.factor).to(old.dtype))
+
+
+def _future_mask(scores: Tensor) -> Tensor:
+    queries, keys = scores.shape[-2:]
+    return torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(1)
+
+
+@dataclass(frozen=True)
+class Scale(View):
+    """What a norm divides by, `[b, s, 1]`, from its input `[s, b, h]`."""
+
+    rms: bool = True
+    epsilon: float = 0.0
+
+    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
+        """The root of the mean square."""
+        return norm_scale(ours.transpose(0, 1), self.rms, self.epsilon)
+
+
+@dataclass(frozen=True)
+class Normalized(View):
+    """What a norm makes of its input `[s, b, h]` before its weights: `[b, s, h]`."""
+
+    rms: bool = True
+    epsilon: float = 0.0
+
+    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
+        """Centred if it is a LayerNorm, and divided by the scale."""
+        return normalize_stream(ours.transpose(0, 1), self.rms, self.epsilon).to(ours.dtype)
+
+
+@dataclass(frozen=True)
+class Unweighted(View):
+    """A norm's output `[s, b, h]` without its weights, for editing: `[b, s, h]`.
+
+    `weights` names the weight and, if there is one, the bias. Where a weight is zero the edit has no effect.
+
+    Attributes:
+        offset: what the norm adds to its weight.
+    """
+
+    offset: float = 0.0
+
+    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
+        """Without bias and weight."""
+        weight, bias = self._parameters(ours, weights)
+        return torch.where(weight == 0, 0.0, (ours.transpose(0, 1) - bias) / weight)
+
+    def ours(self, theirs: Tensor, old: Tensor, weights: Weights) -> Tensor:
+        """With them."""
+        weight, bias = self._parameters(old, weights)
+        return (theirs * weight + bias).transpose(0, 1)
+
+    def _parameters(self, like: Tensor, weights: Weights) -> tuple[Tensor, Tensor | float]:
+        weight = weights[self.weights[0]].to(like) + self.offset
+        return weight, weights[self.weights[1]].to(like) if len(self.weights) > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Positions(View):
+    """The position embeddings `[b, s, h]` within the sum of embeddings `[s, b, h]`; `weights` names them."""
+
+    def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
+        """The same for every sequence."""
+        return self._own(ours, weights).expand(ours.shape[1], -1, -1).clone()
+
+    def ours(self, theirs: Tensor, old: Tensor, weights: Weights) -> Tensor:
+        """The sum with the new ones in place of the old."""
+        return old + (theirs - self._own(old, weights)).transpose(0, 1)
+
+    def _own(self, like: Tensor, weights: Weights) -> Tensor:
+        return weights[self.weights[0]][: like.shape[0]].to(like)
+
+
+def centre_stream(stream: Tensor, rms: bool) -> Tensor:
+    """A stream `[..., h]` less its mean; as it is for an RMSNorm. In fp32."""
+    wide = stream if stream.dtype == torch.float64 else stream.float()
+    return wide if rms else wide - wide.mean(-1, keepdim=True)
+
+
+def norm_scale(stream: Tensor, rms: bool, epsilon: float) -> Tensor:
+    """What a norm divides a stream `[..., h]` by: `[..., 1]`."""
+    return (centre_stream(stream, rms).square().mean(-1, keepdim=True) + epsilon).sqrt()
+
+
+def normalize_stream(stream: Tensor, rms: bool, epsilon: float) -> Tensor:
+    """A stream `[..., h]` as a norm without weights makes it, in fp32."""
+    return centre_stream(stream, rms) / norm_scale(stream, rms, epsilon)

@@ -1,0 +1,119 @@
+"""What a hook will do, and what it did: its plan in words, and a trace of each firing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron_flex.collectives import PlannedCollective, plan_result_broadcast, plan_read, plan_full_gather
+from megatron_flex.errors import HookError
+from megatron_flex.layout import Layout
+from megatron_flex.runtime import HookFunction, Session
+from megatron_flex.runtime.debug.hook_trace import describe_moves
+from megatron_flex.runtime.hooks import describe_edit
+from megatron_flex.runtime.local_edits import explain_gather
+from megatron_flex.sites import GRADIENT_SUFFIX, Site
+
+
+class HookExplanation:
+    """What FlexModel says of hooks."""
+
+    session: Session
+
+    def debug(self, on: bool = True) -> None:
+        """Tell on stderr of each firing from now on, or no longer. FLEX_DEBUG=1 does so from the start.
+
+        On a GPU each firing then waits for its own end, so that it can tell the time.
+        """
+        self.session.trace(on)
+
+    def explain(self, hook: HookFunction) -> str:
+        """What a registered hook does at each of its sites, and what was measured there last.
+
+        Communicates nothing; any rank may call it alone. Bytes are those of a collective's result on one
+        rank, by the names of dims whose length only the data tell. With `debug` on, or FLEX_DEBUG=1, it has
+        what was measured at the last firing on this rank.
+
+        Raises:
+            HookError: the hook is not registered.
+        """
+        entry = next((e for e in self.session.registry.entries if e.hook is hook), None)
+        if entry is None:
+            raise HookError(f"this HookFunction on {hook.where!r} is not registered; nothing to explain")
+        lines = [f"hook: {hook.describe()}"]
+        sites = [*entry.sites, *(Site(p.name, p.layout, p.shape, p.stage) for p in entry.parameters)]
+        for site in sites:
+            lines += [
+                f"{site.name}{GRADIENT_SUFFIX if hook.backward else ''}",
+                *(f"  {t}" for t in self._plan(hook, site)),
+            ]
+        return "\n".join(lines)
+
+    def _plan(self, hook: HookFunction, site: Site) -> Iterator[str]:
+        session, mesh = self.session, self.session.mesh
+        if len(site.shape) != len(site.dims) or not site.dims:
+            yield f"layout found when a tensor passes, stage {site.stage}"
+            yield from self._measured(site, hook)
+            return
+        layout = site.layout.gradient() if hook.backward else site.layout
+        shape = [session.rehearsal.stage.lengths.get(n, n) if isinstance(n, str) else n for n in site.shape]
+        whole = ", ".join(
+            f"{d}={n}" if d and d != n else str(n) for d, n in zip(site.dims, shape, strict=True)
+        )
+        yield f"layout {layout.describe(mesh.sizes)}, whole [{whole}], stage {site.stage}"
+        if "experts" in site.module.split("."):
+            yield "rows of experts: first home to their tokens along ep and etp, as many as the router sends"
+        size = session.rehearsal.stage.dtypes[0].itemsize
+        if hook.editing_function is None:
+            steps = [f"{s.op} along {s.axis}" for s in plan_read(layout, mesh)]
+            if hook.wanted is not None:
+                yield f"selected on the shard: {hook.wanted.describe()}; no more than that is kept and sent"
+            yield f"read: kept, and sent to the leader when the step is over: {_join_steps(steps)}"
+        elif not (why := self._why_gathered(hook, site, layout, shape)):
+            yield f"edit: {describe_edit(hook.editing_function)}, on the shard of each rank, nothing sent"
+            if not hook.backward:
+                yield "backward: nothing sent"
+        else:
+            leads = hook.run == "leader"
+            if not leads:
+                yield f"the whole is needed: {why}"
+            yield f"gather: {_describe_collectives(plan_full_gather(layout, shape, size, mesh))}"
+            leader_moves = plan_result_broadcast(layout, shape, size, mesh)
+            who = f"the leader: {_describe_collectives(leader_moves)}" if leads else "every rank that holds a part of it"
+            yield f"edit: {describe_edit(hook.editing_function)}, run by {who}"
+            yield "scatter: nothing sent"
+            if not hook.backward:
+                back = plan_full_gather(layout.gradient(), shape, size, mesh) + (leader_moves if leads else [])
+                yield f"backward: {_describe_collectives(back)}"
+        yield from self._measured(site, hook)
+
+    def _why_gathered(self, hook: HookFunction, site: Site, layout: Layout, shape: Sequence[int | str]) -> str:
+        """Why an edit cannot run on each rank's part; empty if it can."""
+        session = self.session
+        if "experts" in site.module.split("."):
+            return "rows of experts go home to their tokens first"
+        edits = {
+            h: e
+            for h in session.registry.at(site.name) or [hook]
+            if h.backward == hook.backward and (e := h.editing_of(site.name)) is not None
+        }
+        return explain_gather(edits, layout, shape, session.mesh, bool(session.editing.modules))
+
+    def _measured(self, site: Site, hook: HookFunction) -> Iterator[str]:
+        tracer = self.session.tracer
+        seen = None if tracer is None else tracer.last.get(site.name + (GRADIENT_SUFFIX if hook.backward else ""))
+        if tracer is None:
+            yield "measured: nothing; call flex.debug() or set FLEX_DEBUG=1 before the step"
+        elif seen is None:
+            yield "measured: nothing on this rank yet"
+        else:
+            yield f"measured: {seen.describe()}"
+            if (seen.whole is not None or seen.here) and not hook.backward:
+                yield f"measured backward: {'; '.join(describe_moves(seen.back))}"
+
+
+def _describe_collectives(plan: list[PlannedCollective]) -> str:
+    return _join_steps([p.describe() for p in plan])
+
+
+def _join_steps(items: list[str]) -> str:
+    return "; ".join(items) or "nothing sent"

@@ -1,0 +1,111 @@
+"""Fragments of HTML for notebooks: inline styles only, readable on dark and light, bounded, all text escaped.
+
+What is a `Markup` is HTML; whatever else goes in is text, and stays text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+PAGE_BYTES = 20_000_000  # of a page, unless a larger one is asked for
+MAX_TABLE_ROWS = 60  # of one table
+MAX_TEXT_LETTERS = 300  # of one text
+BORDER_COLOUR = "rgba(128,128,128,.4)"  # seen on white and on black
+WARN_COLOUR = "rgba(214,158,0,.25)"
+BAD_COLOUR = "rgba(220,50,50,.25)"
+CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0;white-space:pre-wrap"
+
+
+class Markup(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+def html_text(told: object) -> Markup:
+    """Text as HTML; of one that is too long, the beginning and how long it is."""
+    if isinstance(told, Markup):
+        return told
+    words = str(told)
+    if len(words) > MAX_TEXT_LETTERS:
+        words = f"{words[:MAX_TEXT_LETTERS]}… ({len(words):,} letters)"
+    return Markup(escape(words))
+
+
+def html_fragment(head: object, *parts: Markup) -> Markup:
+    """All of it: a line that says what it is, and what follows."""
+    return Markup(
+        '<div style="color:inherit;background:transparent;font-size:13px;line-height:1.45;overflow-x:auto">'
+        f"<div><b>{html_text(head)}</b></div>{''.join(parts)}</div>"
+    )
+
+
+def html_line(told: object, colour: str = "") -> Markup:
+    """A line of text, marked if there is a colour."""
+    mark = f";background:{colour};padding:1px 6px" if colour else ""
+    return Markup(f'<div style="margin:2px 0{mark}">{html_text(told)}</div>')
+
+
+def html_lines(told: Sequence[object], rest: str, colour: str = "", most: int = MAX_TABLE_ROWS) -> Markup:
+    """A line for each; of too many the first, with how many more there are and `rest`: how to see them."""
+    out = [html_line(one, colour) for one in told[:most]]
+    if len(told) > most:
+        out.append(html_line(f"and {len(told) - most:,} more; {rest}"))
+    return Markup("".join(out))
+
+
+def html_table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    count: int,
+    rest: str,
+    marked: dict[int, str] | None = None,
+) -> Markup:
+    """A table.
+
+    Args:
+        heads: of the columns; those that begin with `>` hold numbers.
+        rows: the first of them, not more than MOST_ROWS.
+        count: how many there are in all.
+        rest: how to see those that are left out.
+        marked: colours, by the number of a row.
+    """
+    ends = ["right" if h.startswith(">") else "left" for h in heads]
+    under = f";border-bottom:1px solid {BORDER_COLOUR}"
+    cells = [
+        f'<th style="{CELL.replace("left", end, 1)}{under}">{html_text(h.removeprefix(">"))}</th>'
+        for h, end in zip(heads, ends, strict=True)
+    ]
+    body = []
+    shown = 0
+    for number, row in enumerate(rows):
+        if number == MAX_TABLE_ROWS:
+            break
+        shown += 1
+        colour = (marked or {}).get(number, "transparent")
+        told = "".join(
+            f'<td style="{CELL.replace("left", end, 1)}">{html_text(cell)}</td>'
+            for cell, end in zip(row, ends, strict=True)
+        )
+        body.append(f'<tr style="background:{colour}">{told}</tr>')
+    more = html_line(f"and {count - shown:,} more; {rest}") if count > shown else ""
+    return Markup(
+        '<table style="border-collapse:collapse;border:0;margin:4px 0;color:inherit;background:transparent">'
+        f"<thead><tr>{''.join(cells)}</tr></thead><tbody>{''.join(body)}</tbody></table>{more}"
+    )
+
+
+def html_details(summary: object, *parts: Markup, opened: bool = False) -> Markup:
+    """Something that folds."""
+    return Markup(
+        f'<details style="margin:2px 0"{" open" if opened else ""}>'
+        f'<summary style="cursor:pointer">{html_text(summary)}</summary>'
+        f'<div style="margin-left:14px;border-left:1px solid {BORDER_COLOUR};padding-left:8px">{"".join(parts)}</div>'
+        "</details>"
+    )
+
+
+def count_words(count: int, one: str, many: str = "") -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"

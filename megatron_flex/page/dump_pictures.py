@@ -1,0 +1,238 @@
+"""The pictures of tensors that a dump has: heat maps, attention patterns, the logit lens; bounded in size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isqrt, prod
+from typing import Any
+
+from megatron_flex.dump.reader import OpenDump
+from megatron_flex.errors import FlexError
+from megatron_flex.figures import attention, heat, logit_lens
+from megatron_flex.figures.values import PATTERN_SITES
+from megatron_flex.page.dump_damage import PageNote, info_note, shorten_paths
+from megatron_flex.page.data_packing import choose_evenly, json_number, encode_labels, quantise, shrink
+from megatron_flex.page.data_reading import ABSENT, DAMAGED
+from megatron_flex.page.data_tables import TensorTables
+
+SIDES = (128, 96, 64, 48, 32)
+LEAST_SIDE = 32
+MAX_TRIED_SAMPLES = 4  # samples that are tried where some cannot be read
+
+
+@dataclass(frozen=True, slots=True)
+class PageBounds:
+    """How much of a source the page has. What is left out is told in notes.
+
+    Attributes:
+        tensors: at most, evenly spread over the model.
+        iterations: of numbers.
+        cells: tensors times iterations of numbers, at most.
+        rows: tensors times iterations of histograms, at most.
+        values: that are read for numbers and histograms in all, at most.
+        heats: entries of all heat maps together, a byte each.
+        heat_iterations: of which there are heat maps.
+        side: of a heat map, at most.
+        attention: entries of all attention patterns together.
+        tokens: of the logit lens.
+        top: of the logit lens: tokens of the vocabulary at each place.
+    """
+
+    tensors: int = 24_000
+    iterations: int = 48
+    cells: int = 72_000
+    rows: int = 12_000
+    values: int = 1 << 30
+    heats: int = 3 << 20
+    heat_iterations: int = 4
+    side: int = 128
+    attention: int = 3 << 19
+    tokens: int = 48
+    top: int = 5
+
+    def iterations_of(self, tensors: int) -> int:
+        """How many iterations of so many tensors."""
+        return max(1, min(self.iterations, self.cells // max(1, tensors)))
+
+    def histograms_of(self, tensors: int, iterations: int) -> int:
+        """Of how many iterations there are histograms."""
+        return max(1, min(iterations, 12, self.rows // max(1, tensors)))
+
+    def values_of(self, cells: int) -> int:
+        """How many values of a tensor are read in an iteration."""
+        return max(1 << 12, min(1 << 23, self.values // max(1, cells)))
+
+
+class DumpPictures:
+    """The pictures of one dump.
+
+    Attributes:
+        notes: what was left out.
+        lacks: by what would be shown why it is not.
+    """
+
+    def __init__(self, dump: OpenDump, bounds: PageBounds, tables: TensorTables, label: str) -> None:
+        self.dump, self.bounds, self.tables, self.label = dump, bounds, tables, label
+        self.notes: list[PageNote] = []
+        self.lacks: dict[str, str] = {}
+        self._heats: dict[str, list[dict[str, Any]]] = {}
+        self._attention: list[dict[str, Any]] = []
+        self._lens: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """In plain values."""
+        return {"heats": self._heats, "attention": self._attention, "lens": self._lens}
+
+    def heats(self, tensors: Sequence[tuple[int, str]]) -> None:
+        """Heat maps of tensors, as many and as large as fit.
+
+        Args:
+            tensors: their numbers and names.
+        """
+        iterations, side = self._fitting(len(tensors))
+        chosen = choose_evenly(tensors, max(1, self.bounds.heats // (side * side)))
+        if len(chosen) < len(tensors):
+            self._told(f"heat maps of {len(chosen)} of {len(tensors)} tensors, evenly spread over the model")
+        if len(iterations) < len(self.tables.iterations):
+            these = ", ".join(str(self.tables.iterations[at]) for at in iterations)
+            self._told(f"heat maps of iterations {these}")
+        small = 0
+        for tensor, name in chosen:
+            for at in iterations:
+                found = self._heat(tensor, name, at, side)
+                if found is not None:
+                    self._heats.setdefault(str(tensor), []).append(found)
+                    small += found["mean"]
+        if small:
+            self._told(f"heat maps of more than {side} x {side} entries as means of magnitudes over blocks")
+
+    def _fitting(self, tensors: int) -> tuple[list[int], int]:
+        """The iterations and the side of heat maps, so that all tensors have one if that can be."""
+        places = list(range(len(self.tables.iterations)))
+        room = self.bounds.heats // max(1, tensors)
+        for most in (self.bounds.heat_iterations, 2, 1):
+            for side in SIDES if most == 1 else SIDES[:2]:
+                chosen = choose_evenly(places, most)
+                if side <= self.bounds.side and len(chosen) * side * side <= room:
+                    return chosen, side
+        return choose_evenly(places, 1), min(LEAST_SIDE, self.bounds.side)
+
+    def _heat(self, tensor: int, name: str, at: int, side: int) -> dict[str, Any] | None:
+        state = self.tables.state(tensor, at)
+        if state in (ABSENT, DAMAGED):
+            return None  # which the tables tell
+        trouble: FlexError | None = None
+        for sample in range(MAX_TRIED_SAMPLES if state else 1):
+            try:
+                found = heat(self.dump, name, self.tables.iterations[at], sample, (side, side))
+            except FlexError as error:
+                trouble = trouble or error
+                continue
+            return {
+                "at": at,
+                "sample": sample,
+                "shape": list(found.values.shape),
+                "rows": encode_labels(found.rows),
+                "columns": encode_labels(found.columns),
+                "of": list(found.block),
+                "mean": found.block != (1, 1),
+                "caption": found.caption,
+                **_round_ends(quantise(found.values)),
+            }
+        self.lacks.setdefault(name, self._words(trouble))
+        return None
+
+    def attention(self) -> None:
+        """Attention patterns of the last iteration that can be shown, of all layers if they fit."""
+        found = {int(m[1]): m[0] for n in self.dump.sites if (m := PATTERN_SITES.fullmatch(n)) is not None}
+        layers = sorted(found)
+        if not layers:
+            try:
+                attention(self.dump, 0)
+            except FlexError as error:
+                self.lacks["attention"] = self._words(error)
+            return
+        room, shown = self.bounds.attention, layers
+        for layer in layers:
+            heads = self._heads(found[layer])
+            if not heads:
+                continue
+            side = min(self.bounds.side, isqrt(max(1, room // (len(layers) * heads))))
+            shown = choose_evenly(layers, max(1, room // (heads * LEAST_SIDE**2))) if side < LEAST_SIDE else layers
+            side = min(self.bounds.side, max(LEAST_SIDE, side))
+            break
+        else:
+            self.lacks["attention"] = "the attention patterns of this dump cannot be read"
+            return
+        if len(shown) < len(layers):
+            self._told(f"attention patterns of {len(shown)} of {len(layers)} layers")
+        for layer in shown:
+            for at in choose_evenly(range(len(self.tables.iterations)), 1):
+                self._pattern(layer, at, side)
+        if any(one["of"] != [1, 1] for one in self._attention):
+            self._told(f"attention patterns of more than {side} tokens as means over blocks")
+        if not self._attention:
+            self.lacks.setdefault("attention", "the attention patterns of this dump cannot be read")
+
+    def _heads(self, name: str) -> int:
+        try:
+            array = self.dump[name]
+        except FlexError:
+            return 0
+        front = len({"iteration", "sample", "token"} & set(array.dims))
+        return prod(array.shape[front:-1])
+
+    def _pattern(self, layer: int, at: int, side: int) -> None:
+        iteration = self.tables.iterations[at]
+        try:
+            found = attention(self.dump, layer, iteration)
+        except FlexError as error:
+            self.lacks.setdefault(f"attention {layer}", self._words(error))
+            return
+        values, block = shrink(found.values, (side, side))
+        self._attention.append(
+            {
+                "layer": layer,
+                "at": at,
+                "shape": list(values.shape),
+                "queries": encode_labels(found.queries[:: block[0]]),
+                "keys": encode_labels(found.keys[:: block[1]]),
+                "of": list(block),
+                "caption": found.caption,
+                **_round_ends(quantise(values)),
+            }
+        )
+
+    def lens(self) -> None:
+        """The logit lens of the last iteration."""
+        at = len(self.tables.iterations) - 1
+        tokens = slice(self.bounds.tokens)
+        try:
+            found = logit_lens(self.dump, self.tables.iterations[at], 0, self.bounds.top, positions=tokens)
+        except FlexError as error:
+            self.lacks["lens"] = self._words(error)
+            return
+        if len(found.tokens) == self.bounds.tokens:
+            self._told(f"the logit lens of the first {self.bounds.tokens} tokens of a sample")
+        self._lens = {
+            "at": at,
+            "layers": list(found.layers),
+            "tokens": list(found.tokens),
+            "ids": found.ids.tolist(),
+            "shares": [
+                [[json_number(float(p), 3) for p in token] for token in layer] for layer in found.probabilities
+            ],
+            "caption": found.caption,
+        }
+
+    def _told(self, text: str) -> None:
+        self.notes.append(info_note(f"{self.label}: {text}."))
+
+    def _words(self, error: FlexError | None) -> str:
+        return shorten_paths(str(error), self.dump.path)
+
+
+def _round_ends(packed: dict[str, Any]) -> dict[str, Any]:
+    """With ends of few digits: of more than the steps between codes can tell."""
+    return {**packed, "lo": json_number(packed["lo"], 7), "hi": json_number(packed["hi"], 7)}

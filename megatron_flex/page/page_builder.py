@@ -1,0 +1,169 @@
+"""What dumps, statistics and comparisons bring to a page: sites where there is no model, data, notes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from os import PathLike
+from typing import Any
+
+from megatron_flex.dump.layouts import layout_from_json
+from megatron_flex.dump.reader import OpenDump
+from megatron_flex.errors import DumpError, FlexError, LayoutError
+from megatron_flex.page.content import Page
+from megatron_flex.page.data import divergence_json, dump_source, statistics_source
+from megatron_flex.page.dump_damage import open_readable
+from megatron_flex.page.rank_grid import RankGrid, grid_of_ranks, grid_of_sizes
+from megatron_flex.page.site_estimates import tensor_at_site, estimate_sites
+from megatron_flex.sites import GRADIENT_SUFFIX, Site
+from megatron_flex.statistics.reading import OpenStatistics
+
+EXPERT_AXES = ("edp", "ep", "etp")
+MAX_SOURCES = 2
+DumpOrPath = OpenDump | str | PathLike[str]
+
+
+def fill_page(
+    page: Page | None,
+    dumps: Sequence[DumpOrPath] = (),
+    statistics: OpenStatistics | None = None,
+    comparison: Any = None,
+    title: str = "",
+) -> Page:
+    """A page with what dumps and statistics saw; a damaged dump is shown as far as it can be read.
+
+    Args:
+        page: of a model; None to show what the dumps, or else the statistics, have.
+        dumps: one, or two to be shown side by side.
+        statistics: what was measured, if there is no second dump.
+        comparison: of the two dumps.
+        title: of a page that has none yet.
+
+    Raises:
+        FlexError: more sources than can be shown side by side; or nothing at all to be shown.
+    """
+    if len(dumps) + (statistics is not None) > MAX_SOURCES:
+        raise FlexError(
+            f"{len(dumps)} dumps{' and statistics' if statistics else ''}: a page shows {MAX_SOURCES} sources "
+            "beside each other; make another page for the others"
+        )
+    read = [open_readable(one) for one in dumps]
+    notes = [(n["kind"], n["text"]) for _, found in read for n in found if n["kind"] == "damage"]
+    there = [found for found, _ in read if found is not None]
+    if page is None:
+        page = _page_of_sources(there, statistics, title)
+    fired = set(page.fired)
+    for found in there:
+        fired |= set(found.places) if found.iterations else set()
+    if statistics is not None:
+        fired |= {name.removesuffix(GRADIENT_SUFFIX) for name in statistics.sites}
+    names = [s.name for s in page.sites]
+    label = iter("AB")
+    data = [
+        dump_source(given if found is None else found, names, next(label))
+        for given, (found, _) in zip(dumps, read, strict=True)
+    ]
+    if statistics is not None:
+        data.append(statistics_source(statistics, names, next(label)))
+    return replace(
+        page,
+        fired=frozenset(fired),
+        data=data,
+        divergence=None if comparison is None else divergence_json(comparison, names),
+        notes=(*page.notes, *notes),
+    )
+
+
+def _page_of_sources(dumps: Sequence[OpenDump], statistics: OpenStatistics | None, title: str) -> Page:
+    """The sites of what there is to be shown, and the mesh of the first."""
+    pages = [_page_of_dump(found, title) for found in dumps]
+    if not pages and statistics is not None:
+        pages = [_page_of_statistics(statistics, title)]
+    if not pages:
+        note = ("damage", "nothing of it can be read: there are no sites to be shown")
+        return Page(title, grid_of_sizes({}), (), notes=(note,))
+    first, *others = pages
+    known = {s.name: s for page in reversed(pages) for s in page.sites}
+    order = dict.fromkeys(s.name for page in pages for s in page.sites)
+    costs = {name: cost for page in reversed(pages) for name, cost in page.costs.items()}
+    if any(page.mesh.sizes != first.mesh.sizes for page in others):
+        known |= {s.name: s for s in first.sites}
+        notes = (*first.notes, ("info", "the mesh and the layouts are those of A; B was run on another mesh"))
+        return replace(first, sites=[known[n] for n in order], costs=first.costs, notes=notes)
+    return replace(first, sites=[known[n] for n in order], costs=costs)
+
+
+def _page_of_dump(found: OpenDump, title: str) -> Page:
+    """The sites of all runs of a dump, on the mesh of the last."""
+    manifest = found.manifests[-1]
+    grid = grid_of_ranks(manifest.axes, manifest.experts, manifest.ranks)
+    notes, sites = [], []
+    for place in found.places.values():
+        try:
+            layout = layout_from_json(place.layout)
+        except (LayoutError, KeyError, TypeError, ValueError) as error:
+            notes.append(("damage", f"{place.name}: the manifest has no layout of it: {error!r}"))
+            continue
+        sites.append(
+            Site(
+                place.name,
+                layout,
+                tuple(place.shape),
+                place.stage,
+                chunk=place.chunk,
+                inferred=place.inferred,
+            )
+        )
+    lengths = _lengths(found)
+    weights = {s.name: _weight(found, s.name) for s in sites}
+    costs = estimate_sites(sites, lambda s: tensor_at_site(s, grid.sizes, weights[s.name], lengths), grid)
+    return Page(title, grid, sites, costs=costs, notes=notes)
+
+
+def _weight(found: OpenDump, name: str) -> int | None:
+    """Bytes of an entry."""
+    try:
+        return int(found[name].dtype.itemsize)
+    except DumpError:  # nothing of it is there, which the data say
+        return None
+
+
+def _lengths(found: OpenDump) -> dict[str, int]:
+    """How many tokens and samples a microbatch has, where whole ones were dumped."""
+    settings: Mapping[str, Any] = found.manifests[-1].settings
+    if settings.get("tokens") is not None or settings.get("reduce") is not None:
+        return {}
+    for place in found.places.values():
+        if {"s", "b"} - set(map(str, place.shape)):
+            continue
+        try:
+            piece = next(found[place.name].pieces())
+            dim_lengths = dict(zip(piece.array.dims, piece.array.shape, strict=True))
+        except (DumpError, StopIteration):
+            continue
+        return {short: dim_lengths[long] for short, long in (("s", "token"), ("b", "sample")) if long in dim_lengths}
+    return {}
+
+
+def _page_of_statistics(found: OpenStatistics, title: str) -> Page:
+    """What was measured, and the mesh of the last start."""
+    if not found.headers:
+        return Page(title, grid_of_sizes({}), (), notes=(("damage", "no start of the statistics can be read"),))
+    axes = found.headers[-1].axes
+    grid: RankGrid = grid_of_sizes(
+        {a: n for a, n in axes.items() if a not in EXPERT_AXES}, {a: axes[a] for a in EXPERT_AXES if a in axes}
+    )
+    known = {p.name: p for header in found.headers for p in header.sites}
+    sites, notes = [], []
+    passing = {row.site.removesuffix(GRADIENT_SUFFIX) for row in found.rows() if row.kind in ("value", "gradient")}
+    for name in dict.fromkeys(n.removesuffix(GRADIENT_SUFFIX) for n in found.sites):
+        place = known.get(name)
+        if place is None or name not in passing:  # a parameter, which no hook reads
+            continue
+        try:
+            sites.append(Site(name, layout_from_json(dict(place.layout)), tuple(place.shape)))
+        except (LayoutError, KeyError, TypeError, ValueError) as error:
+            notes.append(("damage", f"{name}: the statistics have no layout of it: {error!r}"))
+    costs = estimate_sites(sites, partial(tensor_at_site, sizes=grid.sizes, weight=None), grid)
+    return Page(title, grid, sites, costs=costs, notes=notes)

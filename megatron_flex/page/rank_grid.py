@@ -1,0 +1,152 @@
+"""The ranks of a run without a list of them: what each axis adds to a rank's number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from megatron_flex.mesh import Axis, Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class GridAxis:
+    """An axis.
+
+    Attributes:
+        name: `tp`, `pp` and so on.
+        size: ranks along it.
+        stride: how much higher the number of the next rank along it is.
+    """
+
+    name: str
+    size: int
+    stride: int
+
+    def coord(self, number: int) -> int:
+        """The place on it of a rank with that number, counted from the first."""
+        return number // self.stride % self.size
+
+
+@dataclass(frozen=True, slots=True)
+class RankGrid:
+    """A mesh: rank = first + the sum of coordinates times strides.
+
+    Attributes:
+        axes: from the outermost to the innermost.
+        experts: the ranks of a stage once more, as layers of experts divide them.
+        first: the number of the first rank.
+        sure: whether that is how the run numbers its ranks; else they are numbered here by coordinates.
+    """
+
+    axes: tuple[GridAxis, ...]
+    experts: tuple[GridAxis, ...] = ()
+    first: int = 0
+    sure: bool = True
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return prod(a.size for a in self.axes)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis name to number of ranks."""
+        return {a.name: a.size for a in (*self.axes, *self.experts)}
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """The coordinates of a rank."""
+        return {a.name: a.coord(rank - self.first) for a in (*self.axes, *self.experts)}
+
+    def mesh(self) -> Mesh:
+        """The same as its first rank sees it, without groups."""
+        made = [
+            tuple(Axis(a.name, a.size, 0, None, tuple(range(a.size))) for a in axes)
+            for axes in (self.axes, self.experts)
+        ]
+        return Mesh(made[0], made[1])
+
+    def to_json(self) -> dict[str, Any]:
+        """In plain values."""
+        lines = [
+            [{"name": a.name, "size": a.size, "stride": a.stride} for a in axes]
+            for axes in (self.axes, self.experts)
+        ]
+        return {"axes": lines[0], "experts": lines[1], "ranks": self.ranks, "first": self.first}
+
+
+def grid_of_sizes(axes: Mapping[str, int], experts: Mapping[str, int] | None = None, sure: bool = True) -> RankGrid:
+    """Ranks that are counted along the innermost axis first; a stage's experts divide its ranks likewise."""
+    return RankGrid(_count_along(axes), _count_along(experts or {}), sure=sure)
+
+
+def grid_of_mesh(mesh: Mesh) -> RankGrid:
+    """The ranks of a live run, of which each axis says its own."""
+    lines = [
+        tuple(GridAxis(a.name, a.size, a.ranks[1] - a.ranks[0] if a.size > 1 else 1) for a in axes)
+        for axes in (mesh.axes, mesh.experts)
+    ]
+    own = [(a.ranks[a.coord], a.coord) for a in mesh if a.size > 1]
+    steps = {line.name: line.stride for line in lines[0]}
+    first = own[0][0] - sum(a.coord * steps[a.name] for a in mesh if a.size > 1) if own else _first_rank(mesh)
+    even = all(
+        b - a == line.stride
+        for axes, row in ((mesh.axes, lines[0]), (mesh.experts, lines[1]))
+        for axis, line in zip(axes, row, strict=True)
+        for a, b in zip(axis.ranks, axis.ranks[1:], strict=False)
+    )
+    pp = [line for line in lines[0] if line.name == "pp"]
+    if even and _covers_all_ranks(lines[0]) and (not lines[1] or _covers_all_ranks([*pp, *lines[1]])):
+        return RankGrid(lines[0], lines[1], first)
+    dense, experts = ({a.name: a.size for a in axes} for axes in (mesh.axes, mesh.experts))
+    return grid_of_sizes(dense, experts, sure=False)
+
+
+def grid_of_ranks(
+    axes: Mapping[str, int], experts: Mapping[str, int], ranks: Sequence[tuple[int, Mapping[str, int]]]
+) -> RankGrid:
+    """The ranks of a dump, each of which has its coordinates told."""
+    first = min(number for number, _ in ranks)
+    steps = [{a: _axis_stride(a, names, ranks, first) for a in names} for names in (axes, experts)]
+    dense = tuple(GridAxis(a, n, steps[0][a]) for a, n in axes.items())
+    routed = tuple(GridAxis(a, n, steps[1][a]) for a, n in experts.items())
+    found = RankGrid(dense, routed, first)
+    consistent = all(
+        found.coords(number).get(a) == at for number, coords in ranks for a, at in coords.items() if a in axes
+    )
+    return found if consistent and found.ranks == len(ranks) else grid_of_sizes(axes, experts, sure=False)
+
+
+def _count_along(axes: Mapping[str, int]) -> tuple[GridAxis, ...]:
+    out: list[GridAxis] = []
+    stride = 1
+    for name, size in reversed(list(axes.items())):
+        out.append(GridAxis(name, size, stride))
+        stride *= size
+    return tuple(reversed(out))
+
+
+def _first_rank(mesh: Mesh) -> int:
+    return mesh.ranks[0] if mesh.ranks else 0
+
+
+def _covers_all_ranks(lines: Iterable[GridAxis]) -> bool:
+    """Whether every number up to the product of the sizes stands for one place."""
+    covered = 1
+    for line in sorted((a for a in lines if a.size > 1), key=lambda a: a.stride):
+        if line.stride != covered:
+            return False
+        covered *= line.size
+    return True
+
+
+def _axis_stride(
+    axis: str, beside: Mapping[str, int], ranks: Sequence[tuple[int, Mapping[str, int]]], first: int
+) -> int:
+    """How much higher the number is of the rank that is one further along an axis, and as far on others."""
+    for number, coords in ranks:
+        others = any(coords.get(a, 0) for a in (*beside, "pp") if a != axis)
+        if coords.get(axis, 0) == 1 and not others:
+            return max(1, number - first)
+    return 1

@@ -1,0 +1,291 @@
+"""The values of microbatches and of the run on this rank, and how tensors among them keep their gradients.
+
+Within one graph a tensor is handed on as it is. From one graph to another (a later virtual stage; in and out
+of a region whose activations are recomputed) it is lent without one: what its readers send back is put to its
+account, and an anchor on the output of the edit that made it lets that flow on in the backward pass there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import count
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megatron_flex.collectives import pack_values, broadcast_package, unpack_values
+from megatron_flex.errors import HookError
+from megatron_flex.mesh import Mesh
+from megatron_flex.runtime.captures import Key
+from megatron_flex.runtime.clock import Clock
+from megatron_flex.runtime.hooks import HookFunction
+from megatron_flex.runtime.sharing.frames import CallChanges, CallFrame, CallMode
+from megatron_flex.runtime.sharing.graphs import GradientAnchor, TensorLoan, MicrobatchValues
+from megatron_flex.runtime.sharing.values import (
+    IMMUTABLE_TYPES,
+    ContextEntry,
+    CallNamespace,
+    TensorTicket,
+    ValueVersion,
+    detach_value,
+    bring_to_device,
+    map_leaves,
+    list_tensors,
+)
+
+
+class ContextScopes:
+    """What editing functions of this rank share.
+
+    Attributes:
+        run: values that stay, by name.
+        kept: values of microbatches that were kept, by name and microbatch.
+        micros: the microbatches under way.
+        frame: the call that is running, if one is.
+        led: whether functions that the leader runs use the context on this stage.
+        shared: whether others do; then every rank of the stage has every value.
+    """
+
+    def __init__(self, mesh: Mesh, clock: Clock, gather_data_parallel: bool) -> None:
+        self.mesh, self.clock = mesh, clock
+        self.run: dict[str, Any] = {}
+        self.kept: dict[str, dict[int, Any]] = {}
+        self.micros: dict[int, MicrobatchValues] = {}
+        self.frame: CallFrame | None = None
+        self.led = self.shared = False
+        data = mesh["dp"].size if gather_data_parallel else 1
+        self.alone = mesh["tp"].size * mesh["cp"].size * data == 1
+        self.stage, self.stages = mesh["pp"].coord, mesh["pp"].size
+        self._anchors: list[tuple[bool, TensorTicket, Tensor]] = []
+        self._delta = CallChanges()
+
+    @property
+    def place(self) -> int:
+        """The virtual stage that is running."""
+        return self.clock.chunk * self.stages + self.stage
+
+    def begin(self) -> MicrobatchValues:
+        """The clock's microbatch, which starts here if this is the first that is heard of it."""
+        number = self.clock.microbatch
+        if number not in self.micros:
+            self.micros[number] = MicrobatchValues(torch.is_grad_enabled())
+        return self.micros[number]
+
+    def drop(self, *numbers: int) -> None:
+        """Forget microbatches; their graphs know them, so that they must let go of their tensors."""
+        for number in numbers:
+            micro = self.micros.pop(number, None)
+            if micro is not None:
+                micro.clear()
+
+    # -- one call --------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        hook: HookFunction,
+        index: int,
+        key: Key,
+        device: torch.device,
+        function: Callable[[], Tensor],
+        attempt: Callable[[Callable[[], Tensor]], Tensor],
+    ) -> Tensor:
+        """Run an editing function, given as a call without arguments, with the context of its microbatch.
+
+        What it reads comes to its device: layers of one model may be on several. `attempt` makes the call,
+        and what that changed counts unless it raises.
+        """
+        self._delta = CallChanges()
+        frame = self.frame = self._frame(hook, index, key, device)
+        try:
+            out = attempt(partial(_call_checked, frame, function))
+        finally:
+            self.frame = None
+        self._commit(frame)
+        return out
+
+    def _frame(self, hook: HookFunction, index: int, key: Key, device: torch.device) -> CallFrame:
+        micro, mode = self.begin(), self._mode(hook)
+        values: Mapping[str, ContextEntry] = micro.state
+        run: Mapping[str, Any] = self.run
+        if mode is CallMode.FIRST:
+            values, run = micro.snapshots[key.site, key.call, index] = dict(micro.state), dict(self.run)
+        elif mode is CallMode.REPLAY:
+            values, run = micro.snapshots.get((key.site, key.call, index), (micro.state, self.run))
+            known = {entry.version for entry in values.values()}
+            micro.made = {ticket: t for ticket, t in micro.made.items() if ticket[0] in known}
+        replayed = mode in (CallMode.FIRST, CallMode.REPLAY)
+        return CallFrame(
+            hook,
+            index,
+            key,
+            mode,
+            micro,
+            CallNamespace(values, bring_to_device(device, partial(self._lend, micro, mode, hook.run == "leader"))),
+            CallNamespace(run, bring_to_device(device, _copy_value if replayed else _return_value)),
+        )
+
+    def _mode(self, hook: HookFunction) -> CallMode:
+        if hook.backward:
+            return CallMode.APART
+        if self.clock.replaying():
+            return CallMode.REPLAY
+        if not self.begin().training:
+            return CallMode.APART
+        return CallMode.PLAIN if torch.is_grad_enabled() else CallMode.FIRST
+
+    def _lend(self, micro: MicrobatchValues, mode: CallMode, led: bool, entry: ContextEntry) -> Any:
+        """A value as one call gets it: containers of its own, and tensors with a way back."""
+        # What every rank has made, and the leader alone reads, has no way back along the leader's graph.
+        same = self.alone or entry.led or not led
+        numbers = count()
+
+        def leaf(item: Any) -> Any:
+            if not isinstance(item, Tensor):
+                return _copy_item(item) if mode is CallMode.FIRST else item
+            number = next(numbers)
+            if mode in (CallMode.FIRST, CallMode.APART) or not entry.wants[number]:
+                return item
+            ticket = entry.version, number
+            if same and mode is CallMode.PLAIN and entry.place == self.place:
+                return item
+            if same and mode is CallMode.REPLAY and ticket in micro.made:
+                return micro.made[ticket]
+            token = torch.empty(0, requires_grad=True)
+            return TensorLoan.apply(token, [item], partial(micro.credit, ticket))  # type: ignore[no-untyped-call]
+
+        return map_leaves(entry.value, leaf)
+
+    def _commit(self, frame: CallFrame) -> None:
+        delta, key, mode = CallChanges(), frame.key, frame.mode
+        led = frame.hook.run == "leader"
+        for name, value in frame.values.touched().items():
+            version = ValueVersion(self.place, key.site, key.call, frame.index, name)
+            found = list(enumerate(list_tensors(value)))
+            if mode in (CallMode.PLAIN, CallMode.REPLAY):
+                self._anchors += [(led, (version, n), t) for n, t in found if t.requires_grad]
+            if mode is CallMode.REPLAY:
+                frame.micro.made.update({(version, n): t for n, t in found if t.requires_grad})
+                continue
+            wants = tuple(_wants_gradient(t, mode) for _, t in found)
+            place = self.place if mode is CallMode.PLAIN else None
+            delta.written[name] = ContextEntry(value, version, wants, place, led, frozenset({self.stage}))
+        if mode is CallMode.REPLAY:
+            return
+        delta.removed, delta.run_removed = frame.values.removed, frame.run.removed
+        delta.run = {name: detach_value(value) for name, value in frame.run.touched().items()}
+        self._apply(frame.micro, delta)
+        self._delta = delta
+
+    def _apply(self, micro: MicrobatchValues, delta: CallChanges) -> None:
+        for names, gone, new in (
+            (micro.state, delta.removed, delta.written),
+            (self.run, delta.run_removed, delta.run),
+        ):
+            for name in gone:
+                names.pop(name, None)
+            names.update(new)
+
+    def keep(self, name: str) -> None:
+        """Keep a value of the running call's microbatch beyond its end."""
+        if self.frame is not None and self.frame.mode is not CallMode.REPLAY:
+            value = detach_value(self.frame.values.get(name))
+            self.kept.setdefault(name, {}).pop(self.clock.microbatch, None)  # so that it comes to be the last
+            self.kept[name][self.clock.microbatch] = value
+
+    # -- the leader's ----------------------------------------------------------------------------------
+
+    def share(
+        self, hook: HookFunction, refused: Callable[[str, Exception], None], holders: Mesh, here: bool
+    ) -> None:
+        """Give the other ranks what the leader's call has changed. Collective over `holders`.
+
+        Args:
+            hook: whose call it was.
+            refused: told about a value that cannot be sent, by name.
+            holders: the axes of the ranks that the leader runs it for.
+            here: whether this rank does.
+        """
+        if self.alone or not self.shared or self._mode(hook) is CallMode.REPLAY:
+            return
+        micro, delta = self.begin(), self._delta
+        items: dict[Any, Any] = {("removed", ""): delta.removed, ("run removed", ""): delta.run_removed}
+        items |= {("run", name): value for name, value in delta.run.items()}
+        items |= {("value", n): (e.value, e.version, e.wants) for n, e in delta.written.items()}
+
+        def refuse(key: tuple[str, str], error: Exception) -> None:
+            (self.run if key[0] == "run" else micro.state).pop(key[1], None)
+            refused(key[1], error)
+
+        received = unpack_values(broadcast_package(pack_values(items, refuse) if here else None, holders))
+        if not here:
+            entries = {name: item for (kind, name), item in received.items() if kind == "value"}
+            mine = frozenset({self.stage})
+            delta = CallChanges(
+                {n: ContextEntry(v, version, w, None, True, mine) for n, (v, version, w) in entries.items()},
+                received["removed", ""],
+                {name: item for (kind, name), item in received.items() if kind == "run"},
+                received["run removed", ""],
+            )
+            self._apply(micro, delta)
+
+    # -- gradients -------------------------------------------------------------------------------------
+
+    def anchor_gradients(self, full: Tensor, holders: Mesh, leads: bool) -> Tensor:
+        """The output of the edits at a site, by which gradients come back to the tensors that they saved."""
+        anchors, self._anchors = self._anchors, []
+        for led in (False, True) if full.is_floating_point() else ():
+            mine = [(ticket, tensor) for by, ticket, tensor in anchors if by is led]
+            if mine:
+                tickets = [ticket for ticket, _ in mine]
+                # Of what every rank has made, the leader alone may have read: then its account counts.
+                spread = self.led and self.shared and not led and not self.alone
+                take = partial(_take_gradients, self.begin(), tickets, holders if spread else None, leads)
+                full = cast(Tensor, GradientAnchor.apply(full, take, *(t for _, t in mine)))  # type: ignore[no-untyped-call]
+        return full
+
+
+def _take_gradients(micro: MicrobatchValues, tickets: list[TensorTicket], holders: Mesh | None, leads: bool) -> list[Tensor | None]:
+    """Gradients of saved tensors, in the order of their tickets; None for one that nobody used."""
+    found = {n: micro.account.pop(t) for n, t in enumerate(tickets) if t in micro.account}
+    if holders is not None:
+        found = unpack_values(broadcast_package(pack_values(found, _raise_error) if leads else None, holders))
+    return [found.get(n) for n in range(len(tickets))]
+
+
+def _call_checked(frame: CallFrame, function: Callable[[], Tensor]) -> Tensor:
+    """Call a function, and see that its recomputation will find what it found."""
+    out = function()
+    if frame.mode is CallMode.FIRST:
+        changed = [*frame.values.changed_in_place(), *frame.run.changed_in_place()]
+        if changed:
+            raise HookError(
+                f"save_ctx.{changed[0]} was changed in place, and activation recomputation needs it as "
+                f"it was; write save_ctx.{changed[0]} = ... with a new tensor"
+            )
+    return out
+
+
+def _wants_gradient(tensor: Tensor, mode: CallMode) -> bool:
+    """Whether a gradient shall come back; only its replay knows that of what a first pass makes."""
+    if mode is CallMode.FIRST:
+        return tensor.is_floating_point() or tensor.is_complex()
+    return mode is CallMode.PLAIN and tensor.requires_grad
+
+
+def _copy_item(item: Any) -> Any:
+    return item if isinstance(item, IMMUTABLE_TYPES) else copy.deepcopy(item)
+
+
+def _copy_value(value: Any) -> Any:
+    return map_leaves(value, _copy_item)
+
+
+def _return_value(value: Any) -> Any:
+    return value
+
+
+def _raise_error(key: Any, error: Exception) -> None:
+    raise error

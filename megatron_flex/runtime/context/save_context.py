@@ -1,0 +1,176 @@
+"""`save_ctx` as editing functions, and a person outside of them, see it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_flex.errors import suggest_nearest
+from megatron_flex.runtime.context.context_scopes import ContextScopes
+
+OWN_NAMES = ("run", "keep", "kept")
+
+
+class RunContext(Namespace):
+    """Values that stay on this stage until they are deleted, or the hooks are restored."""
+
+    def __init__(self, scopes: ContextScopes) -> None:
+        object.__setattr__(self, "_scopes", scopes)
+
+    def _all(self) -> dict[str, Any]:
+        scopes: ContextScopes = object.__getattribute__(self, "_scopes")
+        layer = scopes.frame and scopes.frame.run
+        return {n: layer.get(n) for n in layer.names()} if layer else dict(scopes.run)
+
+    def __getattr__(self, name: str) -> Any:
+        scopes: ContextScopes = object.__getattribute__(self, "_scopes")
+        layer = scopes.frame and scopes.frame.run
+        if name in (layer or scopes.run):
+            return layer.get(name) if layer else scopes.run[name]
+        known = layer.names() if layer else list(scopes.run)
+        raise AttributeError(f"save_ctx.run has no {name!r}; {_suggest_names(name, known)}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._scopes.frame:
+            self._scopes.frame.run.set(name, value)
+        else:
+            self._scopes.run[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        getattr(self, name)  # raises if it is not there
+        if self._scopes.frame:
+            self._scopes.frame.run.remove(name)
+        else:
+            del self._scopes.run[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._all()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        """What `vars` gives: the names that are there with their values, a copy."""
+        return self._all()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"RunContext({_format_values(self._all())})"
+
+
+class Context(Namespace):
+    """What editing functions share: the names of a microbatch, and behind them those of the run.
+
+    In an editing function attributes are read and written in its microbatch, whatever the pipeline stage;
+    they are gone when the microbatch is through. `run` has what stays on this stage. Outside of editing
+    functions a person sees what stays, and what was kept: of each name the last.
+    """
+
+    def __init__(self, scopes: ContextScopes) -> None:
+        object.__setattr__(self, "_scopes", scopes)
+        object.__setattr__(self, "_run", RunContext(scopes))
+
+    @property
+    def run(self) -> RunContext:
+        """The values that stay on this stage."""
+        found: RunContext = object.__getattribute__(self, "_run")
+        return found
+
+    @property
+    def kept(self) -> dict[str, dict[int, Any]]:
+        """What was kept on this rank, by name and microbatch."""
+        scopes: ContextScopes = object.__getattribute__(self, "_scopes")
+        return {name: dict(found) for name, found in scopes.kept.items()}
+
+    def keep(self, *names: str) -> None:
+        """Keep values of this microbatch, as they are now, beyond its end; the next step's replace them.
+
+        Raises:
+            AttributeError: this microbatch has no such value.
+        """
+        for name in names:
+            if self._scopes.frame is None or name not in self._scopes.frame.values:
+                raise AttributeError(self._missing(name))
+            self._scopes.keep(name)
+
+    def _names(self) -> list[str]:
+        frame = self._scopes.frame
+        own = frame.values.names() if frame else list(self._scopes.kept)
+        return list(dict.fromkeys((*own, *self.run)))
+
+    def _all(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names()}
+
+    def _missing(self, name: str) -> str:
+        scopes, known = self._scopes, self._names()
+        if scopes.frame is None:
+            hint = "a microbatch's values end with it: save_ctx.keep(name) or save_ctx.run keeps them"
+            return f"save_ctx has no {name!r} outside of editing functions; {_suggest_names(name, known)}; {hint}"
+        key = scopes.frame.key
+        when = f"microbatch {key.microbatch} of iteration {key.iteration}"
+        return f"save_ctx has no {name!r} in {when}; {_suggest_names(name, known)}"
+
+    def __getattr__(self, name: str) -> Any:
+        scopes: ContextScopes = object.__getattribute__(self, "_scopes")
+        if scopes.frame and name in scopes.frame.values:
+            return scopes.frame.values.get(name)
+        if name in self.run:
+            return getattr(self.run, name)
+        if not scopes.frame and scopes.kept.get(name):
+            return list(scopes.kept[name].values())[-1]
+        raise AttributeError(self._missing(name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in OWN_NAMES:
+            raise AttributeError(f"save_ctx.{name} is its own; choose another name")
+        if self._scopes.frame:
+            self._scopes.frame.values.set(name, value)
+        else:
+            setattr(self.run, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        scopes = self._scopes
+        if scopes.frame and name in scopes.frame.values:
+            scopes.frame.values.remove(name)
+        elif name in self.run:
+            delattr(self.run, name)
+        elif not scopes.frame and name in scopes.kept:
+            del scopes.kept[name]
+        else:
+            raise AttributeError(self._missing(name))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names())
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._names()]
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        """What `vars` gives: the names that are there with their values, a copy."""
+        return self._all()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Context({_format_values(self._all())})"
+
+
+def _suggest_names(name: str, known: list[str]) -> str:
+    return f"it has {', '.join(sorted(known)) or 'nothing'}{suggest_nearest(name, known)}"
+
+
+def _format_values(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())

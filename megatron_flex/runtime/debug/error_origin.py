@@ -1,0 +1,97 @@
+"""Whose line raised an error, and errors that come up in the backward pass of what a person wrote."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+PACKAGE_FOLDER = str(Path(__file__).parents[2])
+TORCH_FOLDER = str(Path(torch.__file__).parent)
+STDLIB_FOLDER = sysconfig.get_paths()["stdlib"]
+SITE_PACKAGES = "site-packages"
+MAX_NODES = 10_000  # nodes of an edit's graph that are looked at
+
+
+def find_user_line(error: BaseException) -> tuple[str, int] | None:
+    """File and line of the person's code in which an error came up, and not of what that called.
+
+    Of their files those in the folder of the first one, and below it, count as theirs; torch, the standard
+    library and this package do not. Code without a file (`python -c`, `exec`, a prompt) is by itself.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if not _is_library(f.filename)]
+    if not theirs:
+        return None
+    first = theirs[0].filename
+    home = _folder(first)
+    near = [f for f in theirs if f.filename == first or (home is not None and _is_below(f.filename, home))]
+    frame = [f for f in near if SITE_PACKAGES in first or SITE_PACKAGES not in f.filename][-1]
+    return frame.filename, frame.lineno or 0
+
+
+def _folder(file: str) -> Path | None:
+    """The folder of a file; None of what a traceback names in angle brackets, which is no file."""
+    return None if file.startswith("<") else Path(file).absolute().parent
+
+
+def _is_below(file: str, home: Path) -> bool:
+    folder = _folder(file)
+    return folder is not None and folder.is_relative_to(home)
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith((PACKAGE_FOLDER, TORCH_FOLDER, "<frozen")) or (file.startswith(STDLIB_FOLDER) and SITE_PACKAGES not in file)
+
+
+def format_user_line(error: BaseException) -> str:
+    """The same in words; of an error that came up in nobody's code but ours, our line."""
+    found = find_user_line(error)
+    if found is None:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        found = last.filename, last.lineno or 0
+    return f"{found[0]}:{found[1]}"
+
+
+def guard_backward(made: Tensor, inputs: Tensor, keep: Callable[[BaseException], None]) -> None:
+    """Keep errors of a person's own autograd Functions, that their rank may not leave the others waiting.
+
+    A backward pass that raises then gives no gradient, and the step goes on to its end.
+
+    Args:
+        made: what an editing function returned.
+        whole: what it got, where looking ends.
+        keep: what is done with an error.
+    """
+    stop, todo = inputs.grad_fn, deque([made.grad_fn])
+    seen: set[Any] = set()
+    while todo and len(seen) < MAX_NODES:
+        node: Any = todo.popleft()
+        if node is None or node is stop or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction):
+            if vars(type(node))["_forward_cls"].__module__.startswith("megatron_flex."):
+                continue  # ours, of another place: what lies behind is not this edit's
+            if "apply" not in vars(node):
+                vars(node)["apply"] = partial(_apply_guarded, weakref.ref(node), keep)
+        todo.extend(n for n, _ in node.next_functions)
+
+
+def _apply_guarded(reference: weakref.ref[Any], keep: Callable[[BaseException], None], *gradients: Any) -> Any:
+    node = reference()
+    assert node is not None
+    try:
+        return type(node).apply(node, *gradients)
+    except Exception as error:
+        keep(error)
+        return (None,) * len(node.needs_input_grad)

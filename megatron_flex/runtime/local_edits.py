@@ -1,0 +1,249 @@
+"""Edits that run on a rank's part of a tensor and send nothing: whether they can, decided once for a place.
+
+All edits at a place must be able to, or the whole is gathered for all of them. The decision follows from
+hooks, layout and mesh alone, so that all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megatron_flex.collectives import Route, Shard, is_leader_for, replica_mesh
+from megatron_flex.errors import HookError
+from megatron_flex.layout import Layout, padded_shape, count_parts
+from megatron_flex.mesh import Mesh
+from megatron_flex.runtime.captures import Key
+from megatron_flex.runtime.hooks import EditingFunction, HookFunction, for_pass, describe_edit
+from megatron_flex.runtime.sharing.functions import uses_argument, uses_context
+
+MODULES_ARGUMENT = 3  # the place of the trainable modules among an editing function's arguments
+MAX_EDIT_PLANS = 4096  # places and shapes that are remembered
+
+
+def on_shard(edit: EditingFunction, shard: Shard) -> EditingFunction | None:
+    """What an editing function's method `on_shard` gives to run on a rank's part; None if there is none."""
+    bind = getattr(edit, "on_shard", None)
+    return None if bind is None else cast(EditingFunction | None, bind(shard))
+
+
+@dataclass
+class LocalEditPlan:
+    """How the edits at a place run on a rank's part.
+
+    Attributes:
+        shard: the part.
+        edits: what runs there, by hook; without those that only read.
+        given: what these are of the hooks' own.
+        fresh: whether none of them changes what it gets, or keeps what it returns.
+        layout: of the local tensor.
+        padded: whether some of the ranks' entries are padding that the whole has not.
+        alone: whether each rank has the whole, and of its gradient too.
+        holders: the axes of the ranks that have parts of the same whole.
+        leads: whether this rank counts for all of them.
+    """
+
+    shard: Shard
+    edits: dict[HookFunction, EditingFunction]
+    given: dict[HookFunction, EditingFunction]
+    fresh: bool
+    layout: Layout
+    padded: bool
+    alone: bool
+    holders: Mesh
+    leads: bool
+    _real: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    def at(self, hook: HookFunction, key: Key) -> EditingFunction:
+        """What a hook runs in one pass.
+
+        Raises:
+            HookError: in this one it needs the whole, which is not known early enough to gather it.
+        """
+        edit = self.given[hook]
+        mine = for_pass(edit, key)
+        if mine is edit:
+            return self.edits[hook]
+        bound = mine if self.alone else on_shard(mine, self.shard)
+        if bound is None:
+            raise HookError(f"{describe_edit(mine)} needs the whole, unlike {describe_edit(edit)}, of which it is a pass")
+        return bound
+
+    def real(self, device: torch.device) -> Tensor:
+        """Which of the part's entries the whole has too, as booleans that broadcast."""
+        if device not in self._real:
+            shape = [
+                n if d.keep else 1 for n, d in zip(self.shard.whole, self.shard.layout.dims, strict=True)
+            ]
+            with torch.inference_mode(False):
+                self._real[device] = self.shard.part(torch.ones(shape, dtype=torch.bool, device=device))
+        return self._real[device]
+
+    def into(self, local: Tensor) -> Tensor:
+        """What editing functions are given: dims in the whole's order, zeros for padding."""
+        order = self.layout.permute
+        part = local if order is None else local.permute(order)
+        if self.padded:
+            return torch.where(self.real(local.device), part, 0).contiguous()
+        return part if self.fresh else part.clone(memory_format=torch.contiguous_format)
+
+    def outof(self, made: Tensor, local: Tensor) -> Tensor:
+        """What goes on in place of the local tensor: contiguous, and nobody else's."""
+        order = self.layout.permute
+        out, ours = made, False
+        if self.padded:
+            part = local if order is None else local.permute(order)
+            out, ours = torch.where(self.real(local.device), made, part), True
+        if order is not None:
+            out = out.permute([order.index(i) for i in range(len(order))])
+        if out is local:  # every edit has failed
+            return local
+        if not out.is_contiguous() or (not ours and (not self.fresh or out._is_view())):
+            out = out.clone(memory_format=torch.contiguous_format)
+        if local.requires_grad and torch.is_grad_enabled() and not out.requires_grad:
+            # torch does not type `apply`
+            out = cast(Tensor, _Joined.apply(out, local))  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Joined(torch.autograd.Function):
+    """A tensor that does not depend on another one, in whose place it goes on and needs a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, local: Tensor) -> Tensor:
+        return made.detach()  # no view, which could not be edited in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class LocalEditPlanner:
+    """Decides, and remembers it.
+
+    Args:
+        mesh: the run's axes.
+        trains: whether there are trainable modules now.
+        version: of the hooks; what was decided for others is forgotten.
+    """
+
+    def __init__(self, mesh: Mesh, trains: Callable[[], bool], version: Callable[[], int]) -> None:
+        self._mesh, self._trains, self._version = mesh, trains, version
+        self._known: dict[tuple[str, tuple[int, ...]], tuple[Any, ...]] = {}
+        self._told: tuple[int, bool] | None = None
+
+    def way(
+        self, hooks: Sequence[HookFunction], key: Key, local: Tensor, layout: Layout, route: Route | None
+    ) -> LocalEditPlan | None:
+        """How the edits of these hooks run on this rank's part in one pass; None: on the whole."""
+        if route is not None:
+            return None
+        state = self._version(), self._trains()
+        if state != self._told or len(self._known) > MAX_EDIT_PLANS:
+            self._known.clear()
+            self._told = state
+        edits = {h: e for h in hooks if (e := h.editing_of(key.site)) is not None}
+        place = (key.site, local.shape)
+        known = self._known.get(place)
+        if known is not None:
+            before, where, way = known
+            if (where is layout or where == layout) and before == edits:
+                return cast(LocalEditPlan | None, way)
+        way, _ = plan_local_edits(edits, layout, tuple(local.shape), self._mesh, state[1])
+        self._known[place] = edits, layout, way
+        return way
+
+
+def plan_local_edits(
+    edits: dict[HookFunction, EditingFunction],
+    layout: Layout,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    trains: bool,
+) -> tuple[LocalEditPlan | None, str]:
+    """How edits run on ranks' parts; or None, and why they need the whole.
+
+    Args:
+        edits: the editing functions at a place, by hook.
+        layout: of the tensor there.
+        shape: of the local tensor.
+        mesh: the run's axes.
+        trains: whether there are trainable modules.
+    """
+    sizes = mesh.sizes
+    if len(layout.dims) != len(shape):
+        return None, "its layout does not fit"
+    if any(d.uneven and any(mesh[c.axis].size > 1 for c in d.cuts) for d in layout.dims):
+        return None, "its parts may differ in length"
+    shard = Shard.of(torch.empty(shape, device="meta"), layout, mesh)
+    padded = _has_padding(shard)
+    alone = not layout.live(sizes) and not layout.gradient().live(sizes) and not padded
+    found: dict[HookFunction, EditingFunction] = {}
+    for hook, edit in edits.items():
+        name = describe_edit(edit)
+        if hook.run == "leader":
+            return None, "the leader edits the whole"
+        if uses_context(edit):
+            return None, f"{name} uses save_ctx"
+        if trains and asks_modules(edit):
+            return None, f"{name} is given trainable modules"
+        bound = edit if alone else on_shard(edit, shard)
+        if bound is None:
+            return None, _explain_edit(name, edit, shard, layout, mesh)
+        found[hook] = bound
+    fresh = all(getattr(e, "fresh", False) for e in found.values())
+    holders, first = replica_mesh(layout, mesh), is_leader_for(layout, mesh)
+    return LocalEditPlan(shard, found, edits, fresh, layout, padded, alone, holders, first), ""
+
+
+def explain_gather(
+    edits: dict[HookFunction, EditingFunction],
+    layout: Layout,
+    shape: Sequence[int | str],
+    mesh: Mesh,
+    trains: bool,
+) -> str:
+    """Why edits at a place need the whole; empty if they run on ranks' parts.
+
+    Args:
+        edits: by hook.
+        layout: of the tensor there.
+        shape: of the whole, with names for lengths that only the data tell.
+        mesh: the run's axes.
+        trains: whether there are trainable modules.
+    """
+    order = layout.permute or tuple(range(len(layout.dims)))
+    if len(shape) != len(order):
+        return "its layout is found when a tensor passes"
+    local = [0] * len(order)
+    for length, at in zip(shape, order, strict=True):
+        dim = layout.dims[at]
+        shards = count_parts(dim, mesh.sizes)
+        smallest = 2 * sum(dim.segments)  # zigzag has two pieces of each
+        known = -(-length // shards) if isinstance(length, int) else smallest
+        local[at] = known
+    return plan_local_edits(edits, layout, tuple(local), mesh, trains)[1]
+
+
+def asks_modules(edit: Any) -> bool:
+    """Whether it may use trainable modules; one with an attribute `asks_modules` says so itself."""
+    state = getattr(edit, "asks_modules", None)
+    return uses_argument(edit, MODULES_ARGUMENT) if state is None else bool(state)
+
+
+def _explain_edit(name: str, edit: Any, shard: Shard, layout: Layout, mesh: Mesh) -> str:
+    if not hasattr(edit, "on_shard"):
+        return f"nothing says that {name} acts on each part by itself, as @mf.local does"
+    if shard.summed:
+        return f"each rank has a summand, and {name} is not linear"
+    names = [layout.dims[i].name or f"dim {i}" for i in (layout.permute or range(len(layout.dims)))]
+    cut = ", ".join(f"{names[i]} is cut over {'/'.join(a.name for a in shard.axes([i]))}" for i in shard.cut)
+    return f"{name} needs the whole: {cut or 'ranks have shares of its gradient'}"
+
+
+def _has_padding(shard: Shard) -> bool:
+    return padded_shape(shard.layout, shard.shape, shard.mesh.sizes) != shard.whole

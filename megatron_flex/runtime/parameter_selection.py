@@ -1,0 +1,204 @@
+"""Parameters of a dump, as they are when a step begins, and their gradients when it is over."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.adapters import ParameterSite
+from megatron_flex.dump import PARAMETER, PARAMETER_GRADIENT, ShardEntry, SiteRecord, layout_to_json
+from megatron_flex.errors import FlexError, FlexWarning, SiteError
+from megatron_flex.layout import TENSOR_AXIS, Layout
+from megatron_flex.mesh import Axis
+from megatron_flex.runtime.shard_recorder import ShardRecorder
+from megatron_flex.runtime.survey import EXPERT_AXES, ParameterIndex, ParameterRequest, find_copy_axes
+from megatron_flex.sites import Pattern, Site, SiteTable
+
+MAX_NAMES = 3  # names in one warning
+OPTIMIZER_AXES = {"dp", "cp", "edp"}  # by a distributed optimizer, which leaves each rank a part
+CALL_HAS_NO_GRADIENTS = (
+    "gradients of parameters are taken once the backward pass is over, which a call of the model by itself "
+    "does not tell: run forward and backward in `with flex.step():`, or by the framework's schedule"
+)
+
+
+class LocalParameterGradient(NamedTuple):
+    """A gradient, as far as this rank has it.
+
+    Attributes:
+        site: the parameter.
+        name: its global one, or that of the parameter that it is a copy of.
+        local: the gradient of the local parameter.
+        part: the entries of that, flattened, which are this rank's; None for all.
+        layout: of the local one.
+    """
+
+    site: ParameterSite
+    name: str
+    local: Tensor
+    part: tuple[int, int] | None
+    layout: Layout
+
+
+class ParameterSelection:
+    """Those that a dump is of.
+
+    Attributes:
+        names: in model order; of copies on several stages the first one's.
+    """
+
+    def __init__(self, survey: ParameterIndex, names: Sequence[str]) -> None:
+        self.survey, self.names = survey, list(names)
+
+    def places(self) -> list[SiteRecord]:
+        """What the manifest says of them."""
+        found = [self.survey.sites[n][0] for n in self.names]
+        return [SiteRecord(p.name, layout_to_json(p.layout), tuple(p.shape), p.stage, p.chunk, p.inferred) for p in found]
+
+    def values(self, taking: ShardRecorder, iteration: int) -> None:
+        """Write them. All data parallel ranks of a stage call it alike."""
+        self.survey.adapter.settle()
+        for name, held in self._held():
+            site, parameter = held[0]
+            local = self.survey.adapter.value(parameter)
+            entry = ShardEntry(name, PARAMETER, 0, 0, 0, (), "")
+            layout = self.survey.layout(site, ParameterRequest())
+            self._write(taking, entry, site, local, layout, iteration)
+
+    def gradients(self, taking: ShardRecorder, iteration: int) -> None:
+        """Write theirs, as far as they have some. All data parallel ranks of a stage call it alike.
+
+        Raises:
+            FlexError: on all ranks: they are not reduced, or nobody knows.
+        """
+        for site, name, local, part, layout in self.found():
+            entry = ShardEntry(name, PARAMETER_GRADIENT, 0, 0, 0, (), "", span=part)
+            self._write(taking, entry, site, local, layout, iteration)
+
+    def found(self) -> Iterator[LocalParameterGradient]:
+        """The gradients that this rank has some of, in model order.
+
+        Raises:
+            FlexError: on all ranks: they are not reduced, or nobody knows.
+        """
+        want = self._want()
+        for name, held in self._held():
+            site, parameter = held[0]
+            if not want.reduced:
+                local, part = self._summed(name, held), None
+            else:
+                given = self.survey.adapter.gradient(parameter, True)
+                local, part = given.tensor, given.part
+            if local is not None:
+                yield LocalParameterGradient(site, name, local, part, self.survey.layout(site, want))
+
+    def _held(self) -> Iterator[tuple[str, list[tuple[ParameterSite, nn.Parameter]]]]:
+        for name in self.names:
+            held = self.survey.held(name)
+            if held:
+                yield name, held
+
+    def _write(
+        self, taking: ShardRecorder, entry: ShardEntry, site: ParameterSite, local: Tensor, layout: Layout, iteration: int
+    ) -> None:
+        first, over = self.survey.stages(entry.site)[0], self.over(site)
+        if site.stage != first:
+            if entry.span is None:
+                taking.copy(entry, local, layout)
+        elif entry.span is not None:
+            taking.part(entry, local, layout, self.apart(over))
+        else:
+            taking.take(entry, local, layout, iteration, over=over)
+
+    def over(self, site: ParameterSite) -> list[Axis]:
+        """The axes along which ranks may hold the same of a parameter."""
+        mesh, found = self.survey.mesh, find_copy_axes(site, False)
+        named = {c.axis for d in site.layout.dims for c in d.cuts if c.copies > 1}  # copies along an axis
+        expert = bool(site.owner) or bool({*site.layout.axes, *site.layout.shared} & EXPERT_AXES)
+        return [a for a in (mesh.experts if expert else mesh.axes) if a.name in found | named]
+
+    @staticmethod
+    def apart(over: Sequence[Axis]) -> list[Axis]:
+        """Of those axes the ones along which ranks hold the same part of a gradient that is in parts."""
+        return [a for a in over if a.name not in OPTIMIZER_AXES]
+
+    def _want(self) -> ParameterRequest:
+        known = self.survey.adapter.gradients_reduced(self.survey.called)
+        if isinstance(known, str):
+            raise FlexError(
+                f"gradients of parameters cannot be had, as it is not known if they are reduced: {known}; "
+                "or leave them out"
+            )
+        if not known:
+            mesh = self.survey.mesh
+            apart = [a.name for a in mesh if a.name in ("dp", "cp") and a.size > 1]
+            copied = [n for n in self.names if len(self.survey.stages(n)) > 1]
+            if apart or copied:
+                which = f"over {', '.join(apart)}" if apart else f"of {copied[0]}, which several stages hold"
+                raise FlexError(
+                    f"gradients of parameters are not reduced {which} when the step is over; wrap the model "
+                    "in the framework's DistributedDataParallel, or leave them out"
+                )
+        return ParameterRequest(gradient=True, reduced=known)
+
+    def _summed(self, name: str, held: Sequence[tuple[ParameterSite, nn.Parameter]]) -> Tensor | None:
+        found = [self.survey.adapter.gradient(p, False).tensor for _, p in held]
+        there = [t.detach() for t in found if t is not None]
+        return torch.stack(there).sum(0) if len(there) > 1 else next(iter(there), None)
+
+
+def select_parameters(
+    survey: ParameterIndex, patterns: Sequence[Pattern], what: str = "the dump"
+) -> ParameterSelection | None:
+    """The parameters that patterns name; None for none. `what` they are for is said in warnings.
+
+    Raises:
+        SiteError: a pattern matches nothing, or a name stands for one whose layout is not known.
+    """
+    table = SiteTable(Site(n, found[0].layout, found[0].shape) for n, found in survey.sites.items())
+    wanted: set[str] = set()
+    left: dict[str, str] = {}
+    for pattern in patterns:
+        if isinstance(pattern, str) and not set(pattern) & set("*?["):
+            wanted.add(survey.resolve(pattern))
+            continue
+        unknown = {name: f"is of a {kind}" for name, kind in _match_pattern(SiteTable(_list_unknown(survey)), pattern)}
+        left |= {name: f"{why}, whose layout is not known" for name, why in unknown.items()}
+        try:
+            wanted |= {s.name for s in table.match(pattern)}
+        except SiteError:
+            if not unknown:
+                raise
+    left |= {n: why for n in sorted(wanted) if (why := _explain_omission(survey, n))}
+    if left:
+        name, why = next(iter(left.items()))
+        more = f", and likewise {len(left) - 1} more" if len(left) > 1 else ""
+        warnings.warn(f"parameters are left out of {what}: {name} {why}{more}", FlexWarning, stacklevel=2)
+    names = [n for n in survey.sites if n in wanted and n not in left]
+    return ParameterSelection(survey, names) if names else None
+
+
+def _list_unknown(survey: ParameterIndex) -> Iterator[Site]:
+    return (Site(name, Layout(()), (kind,)) for name, kind in survey.unknown.items())
+
+
+def _match_pattern(table: SiteTable, pattern: Pattern) -> list[tuple[str, str]]:
+    try:
+        return [(s.name, str(s.shape[0])) for s in table.match(pattern)]
+    except SiteError:
+        return []
+
+
+def _explain_omission(survey: ParameterIndex, name: str) -> str:
+    """Why it cannot be dumped; empty if it can."""
+    site = survey.sites[name][0]
+    if site.inferred and survey.mesh[TENSOR_AXIS].size > 1:
+        return "is of a plain module, and how tensor parallel ranks cut it is not known"
+    for _, parameter in survey.held(name):
+        if type(parameter.data) is not Tensor and not site.sharded:
+            return f"is kept as a {type(parameter.data).__name__}, whose parts are not known"
+    return ""

@@ -1,0 +1,157 @@
+"""What a rank writes of a tensor that passes: nothing, all of its shard, or what is wanted of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_flex.dump import (
+    REPLICA,
+    Dump,
+    ShardEntry,
+    Ownership,
+    EntrySelection,
+    DumpWriter,
+    compute_partial_mean,
+    make_mean_layout,
+    select_entries,
+)
+from megatron_flex.dump.part_format import DTYPE_NAMES
+from megatron_flex.dump.numbering import number_first_sample
+from megatron_flex.dump.selection import SAMPLE_DIM, TOKEN_DIM, find_dim
+from megatron_flex.errors import DumpError
+from megatron_flex.layout import Layout
+from megatron_flex.mesh import Axis, Mesh
+from megatron_flex.sites import GRADIENT_SUFFIX
+
+HALF_DTYPES = (torch.float16,)  # whose range a loss scale is there for
+
+
+class ShardSelection(NamedTuple):
+    """What of a shard is wanted.
+
+    Attributes:
+        tensor: the shard, or its mean.
+        layout: of that.
+        picked: which entries; None for all.
+    """
+
+    tensor: Tensor
+    layout: Layout
+    picked: EntrySelection | None
+
+    @property
+    def kept(self) -> int:
+        """How many bytes there are to write."""
+        if self.picked is None:
+            return self.tensor.nbytes
+        found = self.picked.sample if self.picked.token is None else self.picked.token
+        dims = [find_dim(self.layout, name) for name in (TOKEN_DIM, SAMPLE_DIM)]
+        held = prod(self.tensor.shape[d] for d in dims if d is not None)
+        return 0 if found is None else self.tensor.nbytes // max(held, 1) * len(found)
+
+
+class ShardRecorder:
+    """Hands the writer of a dump what this rank is to write.
+
+    Attributes:
+        microbatches: how many this rank has in the step; 0 if that is not known.
+    """
+
+    def __init__(self, dump: Dump, mesh: Mesh, writer: DumpWriter) -> None:
+        self.dump, self.mesh, self.writer = dump, mesh, writer
+        self.microbatches = 0
+        self._ownership = Ownership(mesh)
+
+    def take(
+        self,
+        entry: ShardEntry,
+        local: Tensor,
+        layout: Layout,
+        iteration: int,
+        factor: float = 1.0,
+        over: Sequence[Axis] | None = None,
+    ) -> None:
+        """Write this rank's shard, or what is wanted of it, if it is this rank that writes it.
+
+        Args:
+            entry: what it is; its shape is filled in here.
+            local: the shard.
+            layout: of it.
+            iteration: of the run.
+            factor: what it is divided by.
+            over: the axes along which ranks may hold the same; None for those of a site.
+
+        Raises:
+            DumpError: no file has tensors of its dtype.
+        """
+        found = self._wanted(entry.microbatch, local.detach(), layout, iteration)
+        mine = self._ownership.mine(found.layout, found.kept, over=over)
+        self._put(entry, found, factor, mine, given=local)
+
+    def part(self, entry: ShardEntry, local: Tensor, layout: Layout, over: Sequence[Axis]) -> None:
+        """Write those entries of a shard that lie in the entry's span."""
+        assert entry.span is not None
+        if entry.span[0] < entry.span[1]:
+            flat = ShardSelection(local.detach().reshape(-1)[slice(*entry.span)], layout, None)
+            mine = self._ownership.mine(layout, flat.tensor.nbytes, over=over)
+            self._put(entry, flat, 1.0, mine, tuple(local.shape))
+
+    def copy(self, entry: ShardEntry, local: Tensor, layout: Layout) -> None:
+        """Write the checksum of what another rank writes, if that is wanted."""
+        self._put(entry, ShardSelection(local.detach(), layout, None), 1.0, False)
+
+    def _put(
+        self,
+        entry: ShardEntry,
+        found: ShardSelection,
+        factor: float,
+        mine: bool,
+        shape: tuple[int, ...] | None = None,
+        given: Tensor | None = None,
+    ) -> None:
+        if not mine and not self.dump.replicas:
+            return
+        local, layout, picked = found
+        shape = tuple(local.shape) if shape is None else shape
+        owned = picked is not None or factor != 1.0
+        local = local if picked is None else picked.of(local, layout)
+        if factor != 1.0:
+            local = (local.float() if local.dtype in HALF_DTYPES else local) / factor
+        if self.dump.dtype is not None and local.is_floating_point():
+            owned, local = owned or self.dump.dtype != local.dtype, local.to(self.dump.dtype)
+        if local.dtype not in DTYPE_NAMES:
+            raise DumpError(f"no file of a dump has tensors of {local.dtype}; give the Dump a dtype")
+        changes: dict[str, Any] = {"shape": shape, "picked": picked is not None}
+        if not mine:
+            end = GRADIENT_SUFFIX if "gradient" in entry.kind else ""
+            changes |= {"kind": REPLICA, "site": entry.site + end}
+        self.writer.put(replace(entry, **changes), layout, local, owned)
+
+    def _wanted(self, microbatch: int, local: Tensor, layout: Layout, iteration: int) -> ShardSelection:
+        """What is picked, and the mean over the sequence if that is wanted."""
+        dump, mesh = self.dump, self.mesh
+        if dump.tokens is None and dump.samples is None and dump.reduce is None:
+            return ShardSelection(local, layout, None)
+        numbers, tokens = self._numbers(microbatch, local, layout), dump.tokens
+        if dump.reduce == "mean" and find_dim(layout, TOKEN_DIM) is not None:
+            found = compute_partial_mean(local, layout, mesh.sizes, mesh.coords, tokens, iteration, numbers)
+            if found is None:  # the reader takes it
+                return ShardSelection(local, layout, None)
+            local, layout, tokens = found, make_mean_layout(layout), None
+        where = layout, local.shape, mesh.sizes, mesh.coords, iteration, numbers, local.device
+        return ShardSelection(local, layout, select_entries(tokens, dump.samples, *where))
+
+    def _numbers(self, microbatch: int, local: Tensor, layout: Layout) -> list[int] | None:
+        """The numbers of the local samples in the global batch."""
+        dim, replica = find_dim(layout, SAMPLE_DIM), self.mesh["dp"]
+        if dim is None:
+            return None
+        count, where = local.shape[dim], (microbatch, replica.coord, replica.size, self.microbatches)
+        first = number_first_sample(self.dump.order, *where, count)
+        return None if first is None else list(range(first, first + count))

@@ -1,0 +1,327 @@
+"""Trainable modules that editing functions use: replicas on every rank, their gradients put together by step.
+
+A gradient does not go to `p.grad` as it comes, but is kept aside; when the step is over, the sum of all ranks
+is added there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.adapters import Adapter, Undo
+from megatron_flex.collectives import Agreement, max_over_ranks, checksum, combine_replicas, find_differing_axes, broadcast_copies, sum_over_ranks
+from megatron_flex.errors import HookError
+from megatron_flex.runtime.clock import Clock
+from megatron_flex.runtime.weak import weakly
+
+OUTSIDE_SCHEDULE = (
+    "a gradient reached trainable parameter {name} outside the schedule, where it is not known which of "
+    "{size} pipeline stages has it; compute this loss in an editing function, or add it to the model's"
+)
+NO_GRADIENT = (
+    "rank(s) {ranks} had no gradient of trainable modules within {seconds:g} s: this backward pass ran on "
+    "some ranks only; outside the schedule call backward() on every rank, data parallel ones too"
+)
+INTO_THE_MODEL = (
+    "the loss of an editing function reached back beyond it, into the model; compute it from inputs.detach()"
+)
+
+
+class TrainableModules:
+    """The trainable modules of a session.
+
+    Attributes:
+        modules: by name.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        clock: Clock,
+        meeting: Agreement,
+        gather_data_parallel: bool,
+        await_backward: Callable[[], None],
+    ) -> None:
+        self.adapter, self.mesh, self.clock = adapter, adapter.mesh, clock
+        self.modules = nn.ModuleDict()
+        self._meeting = meeting
+        self._over_data = gather_data_parallel
+        self._await_backward = await_backward
+        self._doing: Literal["", "first", "replay"] = ""
+        self._own: dict[str, Tensor] = {}  # by losses of editing functions
+        self._through: dict[str, Tensor] = {}  # by the model's loss
+        self._buffers: dict[str, Tensor] = {}  # as they were when the step began
+        self._microbatches: int | None = None  # of the schedule that runs; None outside one
+        self._watched: dict[str, tuple[Any, Any]] = {}
+        self._undos: list[Undo] = []
+        self._frozen: Undo | None = None
+
+    # -- registering -----------------------------------------------------------------------------------
+
+    def check(self, name: str, module: nn.Module) -> str:
+        """Look at a module that is to be registered; return what ranks must have in common of it.
+
+        Raises:
+            HookError: it is no module, or cannot have that name.
+        """
+        if not isinstance(module, nn.Module):
+            raise HookError(f"trainable module {name!r} is a {type(module).__name__}; pass an nn.Module")
+        if not isinstance(name, str) or not name or "." in name:
+            raise HookError(f"trainable module {name!r}: its name must be a string without dots; rename it")
+        if name in self.modules:
+            raise HookError(f"a trainable module {name!r} is registered already; choose another name")
+        if hasattr(self.modules, name):
+            raise HookError(f"{name!r} is a method of nn.ModuleDict; choose another name")
+        if any(t.is_complex() for t in _list_module_tensors(module).values()):
+            raise HookError(f"trainable module {name!r} has complex parameters; keep real parts")
+        models = {id(site.parameter) for site in self.adapter.parameters()}
+        if any(id(p) in models for p in module.parameters()):
+            raise HookError(f"trainable module {name!r} is a part of the wrapped model; make one of its own")
+        signature = {n: (tuple(t.shape), str(t.dtype)) for n, t in _list_module_tensors(module).items()}
+        return f"trainable module {name} {signature}"
+
+    def add(self, name: str, module: nn.Module) -> None:
+        """Register a module, with the first rank's values everywhere. Collective over the mesh."""
+        held = [site.parameter for site in self.adapter.parameters()]
+        module.to(next((p.device for p in held if p is not None and not p.is_meta), None))  # or offloaded
+        broadcast_copies(list(_list_module_tensors(module).values()), self.mesh)
+        if not self.modules:
+            self._undos.append(self.adapter.open_recomputed())
+        self.modules[name] = module
+        self._watch()
+
+    def freeze(self) -> None:
+        """Let no parameter of the model get a gradient."""
+        if self._frozen is None:
+            self._frozen = self.adapter.freeze()
+
+    def unfreeze(self) -> None:
+        """Put back what `freeze` changed."""
+        if self._frozen is not None:
+            self._frozen()
+            self._frozen = None
+
+    def close(self) -> None:
+        """Leave modules and model as they would be without us."""
+        self.unfreeze()
+        for undo in self._undos:
+            undo()
+        for _, handle in self._watched.values():
+            handle.remove()
+        self._undos.clear()
+        self._watched.clear()
+        self._forget()
+
+    # -- running ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def editing(self, replay: bool) -> Iterator[None]:
+        """An editing function runs; `replay` if it has run on this tensor before.
+
+        With trainable modules gradients are on, even where the model runs without.
+        """
+        before, self._doing = self._doing, "replay" if replay else "first"
+        kept = {n: b.clone() for n, b in self.modules.named_buffers()} if replay else {}
+        try:
+            with torch.set_grad_enabled(torch.is_grad_enabled() or bool(self.modules)):
+                yield
+        finally:
+            self._doing = before
+            for name, buffer in self.modules.named_buffers() if replay else ():
+                buffer.data.copy_(kept[name])  # the data alone: a graph may have saved the buffer
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """An editing function runs that may fail: if this raises, gradients and buffers are as before."""
+        before, self._own = self._own, {}
+        buffers = {n: b.clone() for n, b in self.modules.named_buffers()}
+        try:
+            yield
+        except Exception:
+            self._own = before
+            for name, buffer in self.modules.named_buffers():
+                buffer.data.copy_(buffers[name])  # the data alone, as above
+            raise
+        received, self._own = self._own, before
+        for name, grad in received.items():
+            before[name] = before[name] + grad if name in before else grad
+
+    def contain(self, full: Tensor) -> None:
+        """Make it an error that the loss of an editing function goes backward beyond what it was given."""
+        if full.grad_fn is not None:
+            full.grad_fn.register_prehook(weakly(self._contained))
+
+    def _contained(self, _: Any) -> None:
+        if self._doing:
+            raise HookError(INTO_THE_MODEL)
+
+    def _watch(self) -> None:
+        """Stand before the places where gradients are added to parameters, which now and then change."""
+        found = dict(self.modules.named_parameters())
+        for name in [n for n in self._watched if n not in found or not found[n].requires_grad]:
+            self._watched.pop(name)[1].remove()
+        for name, parameter in found.items():
+            if not parameter.requires_grad:
+                continue
+            with torch.enable_grad():
+                view = parameter.expand_as(parameter)
+            assert view.grad_fn is not None
+            node: Any = view.grad_fn.next_functions[0][0]
+            known = self._watched.get(name)
+            if known is None or known[0] is not node:
+                if known is not None:
+                    known[1].remove()
+                self._watched[name] = node, node.register_prehook(partial(self._arrives, name))
+
+    def _arrives(self, name: str, grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
+        """Keep a gradient aside that would be added to a parameter's."""
+        grad = grads[0]
+        if grad is None:
+            return None
+        if self._doing == "replay":
+            return (None,)
+        if not self._doing and self._microbatches is None:
+            if self.mesh["pp"].size > 1:
+                raise HookError(OUTSIDE_SCHEDULE.format(name=name, size=self.mesh["pp"].size))
+            self._await_backward()
+        into = self._own if self._doing else self._through
+        grad = grad.detach().to_dense() if grad.layout is not torch.strided else grad.detach()
+        if name in into:
+            into[name] += grad
+        else:
+            into[name] = grad.to(_choose_sum_dtype(grad.dtype), copy=True)
+        return (None,)
+
+    def begins(self, microbatches: int | None) -> None:
+        """A schedule over so many microbatches begins, or (None) a call of the model."""
+        self._forget()
+        self._microbatches = microbatches
+        if self.modules:
+            self._watch()
+            self._buffers = {n: b.clone() for n, b in self.modules.named_buffers()}
+
+    def _forget(self) -> None:
+        self._own.clear()
+        self._through.clear()
+        self._buffers.clear()
+
+    # -- putting together ------------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """Wait for the other ranks at the end of a backward pass that a person has called on each of them.
+
+        Raises:
+            HookError: some rank does not come.
+        """
+        if self.modules:
+            self._meeting.compare("gradients")
+
+    def synchronize(self) -> None:
+        """Add to each parameter's gradient what all ranks have for it since the last time.
+
+        That is the gradient of the mean over microbatches and data parallel ranks of a microbatch's own loss;
+        for the model's loss, where the framework divides that by all tokens, of the mean over those. What
+        editing functions did to buffers is summed and averaged alike.
+
+        Collective over the mesh, if there are trainable modules.
+        """
+        if not self.modules:
+            return
+        own, through = self._scales()
+        parameters = {n: p for n, p in self.modules.named_parameters() if p.requires_grad}
+        with torch.no_grad():
+            moved = self._moved()
+            pieces = {n: self._contribution(n, p, own, through) for n, p in parameters.items()} | moved
+            sums, present = self._combined(pieces)
+            for name, parameter in parameters.items():
+                if name in present:
+                    grad = sums[name].to(parameter.dtype)
+                    parameter.grad = grad.clone() if parameter.grad is None else parameter.grad.add_(grad)
+            for name, buffer in self.modules.named_buffers():
+                if name in moved:
+                    before = self._buffers[name]
+                    after = before.double() + sums[name].to(before.device)
+                    buffer.data.copy_(after if buffer.is_floating_point() else after.round())
+        self._forget()
+        self._microbatches = None
+
+    def _scales(self) -> tuple[float, float]:
+        """What gradients of own losses, and of the model's loss, are multiplied by before averaging."""
+        count = self._microbatches
+        # Where an edit sees all replicas' samples, each replica has the gradient of the sum of their losses.
+        joint = self.mesh["dp"].size if self._over_data else 1
+        if count is None:
+            return 1.0, 1.0 / joint
+        factor = joint * (1.0 if self.clock.by_calls else self.clock.gradient_factor)
+        if self.clock.tokens is None:
+            return 1 / count, 1 / (factor * count)
+        tokens = sum_over_ranks(self.clock.tokens, self.mesh, ("pp", "cp", "dp"))
+        return 1 / count, self.mesh["dp"].size / (factor * max(tokens, 1.0))
+
+    def _contribution(self, name: str, parameter: Tensor, own: float, through: float) -> Tensor | None:
+        parts = [kept[name] * s for kept, s in ((self._own, own), (self._through, through)) if name in kept]
+        return sum(parts[1:], parts[0]) if parts else None
+
+    def _moved(self) -> dict[str, Tensor | None]:
+        """By how much buffers changed in this step, of those that changed on some rank."""
+        kept = {n: b for n, b in self.modules.named_buffers() if n in self._buffers and b.dtype != torch.bool}
+        if not kept:
+            return {}
+        changes = {n: (self._buffers[n], b) for n, b in kept.items()}
+        here = [int(not torch.equal(old, new)) for old, new in changes.values()]
+        changed = max_over_ranks(here, self.mesh)
+        return {
+            n: torch.where(new == old, 0.0, new.double() - old.double())
+            for (n, (old, new)), c in zip(changes.items(), changed, strict=True)
+            if c
+        }
+
+    def _combined(self, pieces: dict[str, Tensor | None]) -> tuple[dict[str, Tensor], set[str]]:
+        """The sums of all ranks, and the names of those that some rank has something for."""
+        shapes = {n: t.shape for n, t in _list_module_tensors(self.modules).items() if n in pieces}
+        if not pieces:
+            return {}, set()
+        some = next(iter(_list_module_tensors(self.modules).values()))
+        wide = any(t.dtype == torch.float64 for t in self.modules.parameters())
+        dtype = torch.float64 if wide else torch.float32
+        length = sum(s.numel() for s in shapes.values())
+        flat = torch.zeros(length + len(pieces), dtype=dtype, device=some.device)
+        ends = list(accumulate(shapes[n].numel() for n in pieces))
+        places = {n: flat[e - shapes[n].numel() : e] for n, e in zip(pieces, ends, strict=True)}
+        flags = flat[length:]
+        for index, (name, contribution) in enumerate(pieces.items()):
+            if contribution is not None:
+                places[name].copy_(contribution.reshape(-1))
+                flags[index] = 1
+        combine_replicas(flat, self.mesh)
+        sums = {n: place.view(shapes[n]) for n, place in places.items()}
+        return sums, {n for n, there in zip(pieces, flags.tolist(), strict=True) if there}
+
+    def unequal(self) -> list[str]:
+        """What is not the same on all ranks, in words. Collective over the mesh."""
+        tensors = _list_module_tensors(self.modules)
+        if not tensors:
+            return []
+        axes = [a.name for a in self.mesh]
+        found = find_differing_axes([dict.fromkeys(axes, checksum(t)) for t in tensors.values()], self.mesh, axes)
+        return [
+            f"trainable_modules.{name} differs between ranks along {', '.join(along)}; load it on every rank"
+            for name, along in zip(tensors, found, strict=True)
+            if along
+        ]
+
+
+def _list_module_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _choose_sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What gradients of a dtype are added up in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
