@@ -28,7 +28,8 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_flex*"]),
     package_data={"megatron_flex": ["py.typed", "page/assets/*"]},
-    install_requires=["torch>=2.4"],
+    # tqdm: progress bars. xxhash: the checksums of dumps, at several times the speed of what Python has.
+    install_requires=["torch>=2.4", "tqdm>=4.66", "xxhash>=3.1"],
     extras_require={
         # megatron-core, and what its training code imports but its package does not ask for:
         # psutil for checkpoints, einops for Mamba and process grids, the others for its tokenizers,

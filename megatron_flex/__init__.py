@@ -3,8 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megatron_flex.adapters.detection import Detection, detect
 from megatron_flex.adapters.adapter_registry import register_adapter
+from megatron_flex.adapters.detection import detect
 from megatron_flex.dump import Dump, sampled
 from megatron_flex.errors import (
     DumpError,
@@ -15,11 +15,12 @@ from megatron_flex.errors import (
     SiteError,
     VerifyError,
 )
-from megatron_flex.layout import Cut, Dim, Layout
-from megatron_flex.mesh import Axis, Mesh
+from megatron_flex.layout import Dim, Layout
+from megatron_flex.mesh import Mesh
 from megatron_flex.model import FlexModel, attach
-from megatron_flex.runtime import Captures, HookFunction, Key, Readings
-from megatron_flex.runtime.debugging.stopping import breakpoint
+from megatron_flex.runtime import HookFunction
+from megatron_flex.runtime.debug.edit_debugger import breakpoint
+from megatron_flex.runtime.function_digest import rank_dependent
 from megatron_flex.runtime.selection import Select, reduce
 from megatron_flex.sites import Site
 from megatron_flex.statistics import Statistics
@@ -30,13 +31,9 @@ if TYPE_CHECKING:
     from megatron_flex.dump.reader import DumpArray, OpenDump, open_dump
     from megatron_flex.edits import local
     from megatron_flex.launch.argparse_flags import add_flex_args
-    from megatron_flex.statistics.reading import OpenStatistics, open_statistics
+    from megatron_flex.statistics.statistics_reader import OpenStatistics, open_statistics
 
 __all__ = [
-    "Axis",
-    "Captures",
-    "Cut",
-    "Detection",
     "Dim",
     "Dump",
     "DumpArray",
@@ -46,13 +43,11 @@ __all__ = [
     "FlexWarning",
     "HookError",
     "HookFunction",
-    "Key",
     "Layout",
     "LayoutError",
     "Mesh",
     "OpenDump",
     "OpenStatistics",
-    "Readings",
     "Select",
     "Site",
     "SiteError",
@@ -69,6 +64,7 @@ __all__ = [
     "open_dump",
     "open_statistics",
     "plot",
+    "rank_dependent",
     "reduce",
     "register_adapter",
     "sampled",
@@ -86,5 +82,10 @@ def __getattr__(name: str) -> Any:
     if name == "add_flex_args":
         return import_module("megatron_flex.launch.argparse_flags").add_flex_args
     if name in ("OpenStatistics", "open_statistics"):
-        return getattr(import_module("megatron_flex.statistics.reading"), name)
+        return getattr(import_module("megatron_flex.statistics.statistics_reader"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names, those that are imported when asked for among them, and nothing else."""
+    return sorted(__all__)

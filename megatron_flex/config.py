@@ -1,4 +1,4 @@
-"""The few settings that are not arguments. Each may be set in the environment before import."""
+"""Process-wide settings that are not arguments. Set them in the environment before the import."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ class FlexConfig:
     """Settings of the process.
 
     Attributes:
-        adapters_off: names of other people's adapters that are not asked, with commas between
-            (FLEX_ADAPTERS_OFF).
-        agree_seconds: how long a rank waits for the others when hooks are compared (FLEX_AGREE_SECONDS).
-        bucket_bytes: most bytes of one message of a rank; shards that are gathered travel together up to
-            this, and a larger one alone (FLEX_BUCKET_BYTES).
-        debug: whether each firing of a hook is told on stderr, with what it sent (FLEX_DEBUG=1: yes).
-        debug_port: where `breakpoint()` listens on localhost instead of taking the terminal; 0 for any free
-            port, -1 for none (FLEX_DEBUG_PORT).
-        dry_run: whether editing functions that can do no harm are tried on a small tensor when they are
+        adapters_off: names of third-party adapters to ignore, separated by commas (FLEX_ADAPTERS_OFF).
+        agree_seconds: how long a rank waits for the others when hooks are compared, in seconds
+            (FLEX_AGREE_SECONDS).
+        bucket_bytes: maximum bytes of one message of a rank; shards are gathered together up to
+            this size, and a larger shard alone (FLEX_BUCKET_BYTES).
+        debug: whether each call of a hook is logged to stderr, with what it sent (FLEX_DEBUG=1: yes).
+        debug_port: the port where `breakpoint()` listens on localhost instead of using the terminal; 0 for
+            any free port, -1 for none (FLEX_DEBUG_PORT).
+        dry_run: whether editing functions without side effects are tried on a small tensor when they are
             registered (FLEX_DRY_RUN=0: no).
-        dump_seconds: how long a dump waits for a disk that takes nothing (FLEX_DUMP_SECONDS).
-        node: what ranks that share memory have in common, if not what the system says of it (FLEX_NODE).
-        pending_bytes: read shards are sent to the leader at a microbatch's end once their wholes are
-            together larger than this, and at the step's end otherwise (FLEX_PENDING_BYTES).
-        progress: whether stderr shows how far long work is: -1 where it is a terminal, 0 never, 1 always, as
-            plain lines where it is none (FLEX_PROGRESS).
-        seed: where the random streams of editing functions start (FLEX_SEED).
-        shared_bytes: how much shared memory the reads of one leader may take on a node; 0 for none, so that
+        dump_seconds: how long a dump waits for a disk that accepts no data, in seconds (FLEX_DUMP_SECONDS).
+        node: identifies the ranks that share memory, where the system's answer is wrong (FLEX_NODE).
+        pending_bytes: captured shards are sent to the leader at the end of a microbatch once their full
+            tensors together exceed this size, and otherwise at the end of the step (FLEX_PENDING_BYTES).
+        progress: whether progress is shown on stderr: -1 on a terminal only, 0 never, 1 always, as plain
+            lines where it is no terminal (FLEX_PROGRESS).
+        seed: the seed of the random streams of editing functions (FLEX_SEED).
+        shared_bytes: maximum shared memory for the reads of one leader on a node; 0 for none, so that
             all reads are gathered (FLEX_SHARED_BYTES).
-        shared_folder: where shared memory is (FLEX_SHARED_FOLDER).
-        untested: whether versions of frameworks outside the tested range are hooked, with a warning
+        shared_folder: the folder for shared memory (FLEX_SHARED_FOLDER).
+        untested: whether framework versions outside the tested range are hooked, with a warning
             (FLEX_UNTESTED=1: yes).
     """
 

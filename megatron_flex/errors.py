@@ -1,4 +1,4 @@
-"""The errors a person sees. One line each: the value, the rule, the fix."""
+"""The errors of the package. Each message is one line: the value, the rule, the fix."""
 
 from __future__ import annotations
 
@@ -7,35 +7,39 @@ from difflib import get_close_matches
 
 
 class FlexError(ValueError):
-    """Something the caller can mend; the message says how."""
+    """An error that the caller can fix; the message says how."""
 
 
 class LayoutError(FlexError):
-    """A tensor and the layout it is said to have do not fit."""
+    """A tensor does not fit its layout."""
 
 
 class SiteError(FlexError):
-    """A name that stands for no site, or a site that this configuration hides."""
+    """A name that matches no site, or a site that this configuration hides."""
 
 
 class HookError(FlexError):
-    """A hook that failed, never fired, or differs between ranks."""
+    """A hook failed, never fired, or differs between ranks."""
+
+
+class BrokenError(FlexError):
+    """A collective of a hook failed on this rank; it is raised at once, because other ranks wait in it."""
 
 
 class AbsentError(HookError, IndexError):
-    """A tensor that a hook means by its number, and that is not there."""
+    """A hook names a tensor by an index that the output does not have."""
 
 
 class VerifyError(FlexError):
-    """What ranks hold contradicts what the layouts say: the model is out of step, or a layout is wrong."""
+    """Ranks hold values that contradict the layouts: the replicas have diverged, or a layout is wrong."""
 
 
 class DumpError(FlexError):
-    """A dump that cannot be written there, or is damaged, or does not have what is asked for."""
+    """A dump that cannot be written, is damaged, or does not contain the requested entry."""
 
 
 class FlexWarning(UserWarning):
-    """Something that works, and may not do what its author thinks; it is shown at the author's line."""
+    """Valid code that may not do what its author expects; reported at the author's line."""
 
 
 def suggest_nearest(name: str, names: Iterable[str], count: int = 3) -> str:
@@ -44,14 +48,14 @@ def suggest_nearest(name: str, names: Iterable[str], count: int = 3) -> str:
     return f"; nearest: {', '.join(found)}" if found else ""
 
 
-def described(error: BaseException) -> str:
-    """An error's kind and text in one line; its kind alone if the text cannot be had.
+def describe_error(error: BaseException) -> str:
+    """An error's type and text in one line; the type alone if its text is not available.
 
-    The error may be of a person's own class, whose `__str__` raises: no rank may stop over that.
+    A user-defined error may raise in `__str__`; that must not stop a rank.
     """
     kind = "" if isinstance(error, FlexError) else type(error).__name__
     try:
         text = " ".join(str(error).split())
-    except Exception:  # of a person's own class
+    except Exception:  # `__str__` of a user-defined class may raise; the original error is still raised
         text = ""
     return f"{kind}: {text}" if kind and text else kind or text

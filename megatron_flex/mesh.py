@@ -1,4 +1,4 @@
-"""Mesh: the named axes of a run. An adapter reads it once from the framework; nothing here is global."""
+"""Mesh: the named axes of a run. An adapter reads it once from the framework; no state is global."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Axis:
     Attributes:
         name: `tp`, `cp`, `dp`, `pp`, `ep`, `etp` or `edp`.
         size: number of ranks along the axis.
-        coord: this rank's place, from 0.
+        coord: this rank's coordinate, from 0.
         group: the framework's process group over those ranks; None where the axis has one rank.
         ranks: their global ranks in the order of their coordinates.
     """
@@ -39,10 +39,10 @@ class Mesh:
     """The axes of a run, from the outermost to the innermost.
 
     Attributes:
-        axes: a rank's coordinates on these tell it from every other; iterating goes over them.
-        experts: the same ranks of a stage once more, as layers of experts divide them (`edp`, `ep`, `etp`).
-        ranks: the global ranks of all; empty if these are all ranks of the job.
-        memo: what was found out for tensors on it, and goes when it goes.
+        axes: the coordinates on these identify a rank; iteration yields these.
+        experts: the same ranks of a stage, as expert layers divide them (`edp`, `ep`, `etp`).
+        ranks: the global ranks of the mesh; empty if it has all ranks of the job.
+        memo: results cached for tensors on this mesh, with the lifetime of the mesh.
     """
 
     axes: tuple[Axis, ...] = ()
@@ -51,7 +51,7 @@ class Mesh:
     memo: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __getitem__(self, name: str) -> Axis:
-        """The axis of that name; one of a single rank if the framework has none."""
+        """The axis of that name; an axis of one rank if the framework has none."""
         return next((a for a in (*self.axes, *self.experts) if a.name == name), Axis(name))
 
     def __iter__(self) -> Iterator[Axis]:
@@ -59,12 +59,12 @@ class Mesh:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Axis name to number of ranks."""
+        """The number of ranks of each axis."""
         return {a.name: a.size for a in (*self.axes, *self.experts)}
 
     @property
     def coords(self) -> Mapping[str, int]:
-        """Axis name to this rank's coordinate."""
+        """This rank's coordinate on each axis."""
         return {a.name: a.coord for a in (*self.axes, *self.experts)}
 
     def replica(self) -> Mesh:
@@ -76,16 +76,16 @@ class Mesh:
         return all(self[n].coord == 0 for n in names)
 
     def describe(self) -> str:
-        """Return the mesh in words, such as `tp=2 x pp=2`."""
+        """The mesh as text, such as `tp=2 x pp=2`."""
         return (
             " x ".join(f"{a.name}={a.size}" for a in (*self.axes, *self.experts) if a.size > 1) or "one rank"
         )
 
     def check_sizes(self, given: Mapping[str, int | None]) -> None:
-        """Compare sizes that a person gave with those that were found.
+        """Compare sizes given by the user with those that were detected.
 
         Raises:
-            FlexError: they differ; the message has all differences.
+            FlexError: they differ; the message lists all differences.
         """
         wrong = [
             f"{n}={v} (found {self[n].size})" for n, v in given.items() if v is not None and v != self[n].size

@@ -1,6 +1,6 @@
 """Fragments of HTML for notebooks: inline styles only, readable on dark and light, bounded, all text escaped.
 
-What is a `Markup` is HTML; whatever else goes in is text, and stays text.
+A `Markup` is inserted as HTML; anything else is escaped as text.
 """
 
 from __future__ import annotations
@@ -8,23 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-PAGE_BYTES = 20_000_000  # of a page, unless a larger one is asked for
-MAX_TABLE_ROWS = 60  # of one table
-MAX_TEXT_LETTERS = 300  # of one text
-BORDER_COLOUR = "rgba(128,128,128,.4)"  # seen on white and on black
+PAGE_BYTES = 20_000_000  # maximum size of a page, unless a larger one is requested
+MAX_TABLE_ROWS = 60  # rows of one table
+MAX_TEXT_LETTERS = 300  # characters of one text
+BORDER_COLOUR = "rgba(128,128,128,.4)"  # visible on white and on black
 WARN_COLOUR = "rgba(214,158,0,.25)"
 BAD_COLOUR = "rgba(220,50,50,.25)"
 CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0;white-space:pre-wrap"
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """Text that is already HTML."""
 
     __slots__ = ()
 
 
 def html_text(told: object) -> Markup:
-    """Text as HTML; of one that is too long, the beginning and how long it is."""
+    """Text as HTML; a text that is too long is cut, with its length."""
     if isinstance(told, Markup):
         return told
     words = str(told)
@@ -34,7 +34,7 @@ def html_text(told: object) -> Markup:
 
 
 def html_fragment(head: object, *parts: Markup) -> Markup:
-    """All of it: a line that says what it is, and what follows."""
+    """A complete fragment: a title line and the content."""
     return Markup(
         '<div style="color:inherit;background:transparent;font-size:13px;line-height:1.45;overflow-x:auto">'
         f"<div><b>{html_text(head)}</b></div>{''.join(parts)}</div>"
@@ -42,13 +42,13 @@ def html_fragment(head: object, *parts: Markup) -> Markup:
 
 
 def html_line(told: object, colour: str = "") -> Markup:
-    """A line of text, marked if there is a colour."""
+    """A line of text, with a background if there is a colour."""
     mark = f";background:{colour};padding:1px 6px" if colour else ""
     return Markup(f'<div style="margin:2px 0{mark}">{html_text(told)}</div>')
 
 
 def html_lines(told: Sequence[object], rest: str, colour: str = "", most: int = MAX_TABLE_ROWS) -> Markup:
-    """A line for each; of too many the first, with how many more there are and `rest`: how to see them."""
+    """One line for each text; at most `most`, then how many more there are and `rest`, how to see them."""
     out = [html_line(one, colour) for one in told[:most]]
     if len(told) > most:
         out.append(html_line(f"and {len(told) - most:,} more; {rest}"))
@@ -66,10 +66,10 @@ def html_table(
 
     Args:
         heads: of the columns; those that begin with `>` hold numbers.
-        rows: the first of them, not more than MOST_ROWS.
-        count: how many there are in all.
-        rest: how to see those that are left out.
-        marked: colours, by the number of a row.
+        rows: the first rows, at most MAX_TABLE_ROWS.
+        count: the number of rows in total.
+        rest: how to see the rows that are not shown.
+        marked: background colours by row number.
     """
     ends = ["right" if h.startswith(">") else "left" for h in heads]
     under = f";border-bottom:1px solid {BORDER_COLOUR}"
@@ -97,11 +97,12 @@ def html_table(
 
 
 def html_details(summary: object, *parts: Markup, opened: bool = False) -> Markup:
-    """Something that folds."""
+    """A collapsible section."""
     return Markup(
         f'<details style="margin:2px 0"{" open" if opened else ""}>'
         f'<summary style="cursor:pointer">{html_text(summary)}</summary>'
-        f'<div style="margin-left:14px;border-left:1px solid {BORDER_COLOUR};padding-left:8px">{"".join(parts)}</div>'
+        '<div style="margin-left:14px;border-left:1px solid '
+        f'{BORDER_COLOUR};padding-left:8px">{"".join(parts)}</div>'
         "</details>"
     )
 

@@ -1,8 +1,8 @@
-"""Named hook points that somebody's own source calls, put into it by `scripts/patch_upstream`.
+"""Named hook points called from patched source, which `scripts/patch_upstream` writes.
 
-Patched source imports this file and nothing else of the package, so it knows nothing above it. A patched
-class declares its points in an attribute of the class; a module gets an attribute of its own of the same name
-only while a hook stands at it.
+Patched source imports this file and nothing else of the package, so this file imports nothing above it. A
+patched class declares its points in an attribute of the class. A module gets an attribute of the same name
+only while a hook is registered at it.
 """
 
 from __future__ import annotations
@@ -14,53 +14,53 @@ from torch import Tensor, nn
 
 ATTRIBUTE = "flex_points"
 
-Fire = Callable[..., Tensor]  # called with the local tensor and what the source says of the call, by keyword
+Fire = Callable[..., Tensor]  # called with the local tensor, and the call's details by keyword
 
 
 class Points:
-    """What a patched class declares, and what its forward calls where no hook stands.
+    """The points that a patched class declares; its forward calls this where no hook is registered.
 
     Args:
-        names: of its points.
+        names: names of its points.
     """
 
     def __init__(self, *names: str) -> None:
         self.names = names
 
     def stands(self, name: str) -> bool:
-        """Whether a hook stands at a point."""
+        """Whether a hook is registered at a point."""
         return False
 
     def __call__(self, name: str, local: Tensor, **said: Any) -> Tensor:
-        """Hand on the rank's own tensor of a point.
+        """Return the local tensor of a point unchanged.
 
         Args:
             name: the point.
-            local: the tensor, as it lies on this rank.
-            said: what decides about its layout in this call.
+            local: the local tensor.
+            said: details of this call that determine its layout.
         """
         return local
 
 
 class Standing(Points):
-    """The points of one module at which hooks stand."""
+    """The points of one module that have hooks."""
 
     def __init__(self, declared: Points) -> None:
         super().__init__(*declared.names)
         self.fires: dict[str, list[Fire]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In a copy of the module, or one from a pickle, no hook stands."""
+        """A copy of the module, or one from a pickle, has no hooks."""
         return Points, self.names
 
     def stands(self, name: str) -> bool:
-        """Whether a hook stands at a point."""
+        """Whether a hook is registered at a point."""
         return name in self.fires
 
     def __call__(self, name: str, local: Tensor, **said: Any) -> Tensor:
-        """Pass the rank's own tensor of a point through what stands there.
+        """Run the hooks of a point on the local tensor.
 
-        That gathers, edits and scatters; where something is only read, it keeps the local tensor.
+        An edit gathers, edits and scatters; a read keeps the local tensor.
         """
         for fire in self.fires.get(name, ()):
             local = fire(local, **said)
@@ -68,11 +68,11 @@ class Standing(Points):
 
 
 class Alone:
-    """A parallel linear for one call of its GEMM, whose collectives on the input the caller has made already.
+    """A parallel linear for one call of its GEMM, whose collectives on the input the caller has already run.
 
-    Megatron's GEMM gathers its input, or sums its input's gradient, by itself, so that the whole input is
-    nowhere to be had. Where a hook stands at it, patched source does the same outside, with Megatron's
-    functions.
+    Megatron's GEMM gathers its input, or reduces its input's gradient, internally, so that the full input is
+    never available. Where a hook is registered there, patched source does the same outside the GEMM, with
+    Megatron's functions.
 
     Args:
         module: the linear.
@@ -90,9 +90,9 @@ class Alone:
 
 
 def has(module: nn.Module, name: str) -> bool:
-    """Whether the forward that a module runs was patched and calls the point.
+    """Whether the forward that a module runs is patched and calls the point.
 
-    A class that derives from a patched one and has a forward of its own is not patched.
+    A class that derives from a patched class and overrides forward is not patched.
     """
     owner = next((c for c in type(module).__mro__ if "forward" in vars(c)), nn.Module)
     declared = vars(owner).get(ATTRIBUTE)
@@ -102,11 +102,11 @@ def has(module: nn.Module, name: str) -> bool:
 def place(module: nn.Module, name: str, fire: Fire) -> Callable[[], None]:
     """Let a point of a module call `fire`, until the returned function is called.
 
-    With the last one the module has no attribute of ours any more.
+    When the last one is removed, the attribute is deleted from the module.
     """
     own = vars(module)
     standing = own.get(ATTRIBUTE)
-    if not isinstance(standing, Standing):  # none, or what a copy has of the one of its original
+    if not isinstance(standing, Standing):  # none, or the one that a copied module shares with its original
         standing = own[ATTRIBUTE] = Standing(getattr(type(module), ATTRIBUTE))
     standing.fires.setdefault(name, []).append(fire)
 

@@ -1,40 +1,45 @@
-"""How far something long has come: a bar on stderr where a person looks, and nothing anywhere else.
+"""A progress bar: tqdm's on stderr if stderr is a terminal, and no output otherwise.
 
-It is drawn on the first rank only, once the work has gone on for AFTER seconds, and is gone when the work
-ends, however it ends. Stdout is never written to. What cannot be drawn never stops the work.
+The bar is drawn on the first rank only, once the work has taken AFTER seconds, and is removed when the work
+ends or fails. Stdout is never written to. A failure to draw never stops the work.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, Protocol, TextIO, TypeVar
 
 from megatron_flex.config import flex_config
 
-AFTER = 0.5  # seconds of work before a bar is drawn: what is over sooner shows none
+AFTER = 0.5  # seconds of work before a bar is drawn: shorter work shows no bar
 EVERY = 0.1  # seconds between two drawings
-LOG_LINES = 10  # lines that are written in all where there is no terminal to draw on
+LOG_LINES = 10  # lines in total where stderr is no terminal
 BYTES = "B"  # the unit of bytes
-_bar_lock = threading.Lock()  # held while a bar is open: a terminal has room for one
+ROWS = 20  # given to tqdm, which draws nothing on a terminal that reports 0 rows
+BAR_FORMAT = "{desc} {bar:24} {percentage:3.0f}%{postfix} {remaining}"
+BAR_FORMAT_WITHOUT_TOTAL = "{desc}{postfix} {elapsed}"
+_bar_lock = threading.Lock()  # held while a bar is open: a terminal shows one bar at a time
 
 T = TypeVar("T")
 
 
 class ProgressBar:
-    """What is told how far the work is; any thread may tell it.
+    """The progress of a piece of work; any thread may update it.
 
     Attributes:
-        what: is done.
-        total: how much there is to do; None where nobody knows.
-        unit: what is counted, `B` for bytes; empty for parts of the whole.
-        done: how much is done.
-        more: what is under way.
-        shown: where it is shown; None where it is not.
+        what: the work, such as `verifying`.
+        total: the amount of work; None if unknown.
+        unit: what is counted, `B` for bytes; empty for a fraction of the work.
+        done: the amount that is done.
+        more: the current part of the work.
+        shown: draws the bar; None if nothing is drawn.
     """
 
     def __init__(self, what: str, total: float | None = None, unit: str = "") -> None:
@@ -44,7 +49,7 @@ class ProgressBar:
         self._lock = threading.Lock()
 
     def advance(self, count: float = 1, more: str | None = None) -> None:
-        """So much more is done."""
+        """Add `count` to the amount that is done."""
         with self._lock:
             self.done += count
             self.more = self.more if more is None else more
@@ -52,7 +57,7 @@ class ProgressBar:
             self.shown.moved(self)
 
     def to(self, done: float, total: float | None = None, more: str | None = None) -> None:
-        """So much is done, in all."""
+        """Set the amount that is done."""
         with self._lock:
             self.done = done
             self.total = self.total if total is None else total
@@ -61,7 +66,7 @@ class ProgressBar:
             self.shown.moved(self)
 
     def describe(self) -> str:
-        """How far it is, in words: `3 of 10 sites`, `1.50 GiB of 3.00 GiB`."""
+        """Return the progress as text: `3 of 10 sites`, `1.50 GiB of 3.00 GiB`."""
         if self.unit == BYTES:
             of = "" if self.total is None else f" of {format_bytes(self.total)}"
             told = format_bytes(self.done) + of
@@ -72,28 +77,28 @@ class ProgressBar:
 
 
 class BarDrawing(Protocol):
-    """A bar as it is shown."""
+    """Draws a bar."""
 
     def draw(self, bar: ProgressBar) -> None:
-        """Show how far it is."""
+        """Draw the progress."""
         ...
 
     def end(self, bar: ProgressBar) -> None:
-        """Nothing more comes: leave the terminal as it was."""
+        """Remove the drawing and restore the terminal."""
         ...
 
 
 @contextmanager
 def progress(what: str, total: float | None = None, unit: str = "") -> Iterator[ProgressBar]:
-    """Show how far a piece of work is. Communicates nothing; any rank may call it alone.
+    """Show the progress of a piece of work. Communicates nothing; any rank may call it alone.
 
-    Nothing is shown where stderr is no terminal, on other ranks than the first, with FLEX_PROGRESS=0, or
-    while another bar of this process is open. With FLEX_PROGRESS=1 what is no terminal gets a few
-    plain lines.
+    Nothing is shown if stderr is no terminal, on ranks other than the first, with FLEX_PROGRESS=0, or while
+    another bar of this process is open. With FLEX_PROGRESS=1, a stderr that is no terminal gets a few plain
+    lines.
 
     Args:
-        what: is done, such as `verifying`.
-        total: how much there is to do; None where nobody knows.
+        what: the work, such as `verifying`.
+        total: the amount of work; None if unknown.
         unit: what is counted; `B` for bytes.
     """
     bar = ProgressBar(what, total, unit)
@@ -113,7 +118,7 @@ def progress(what: str, total: float | None = None, unit: str = "") -> Iterator[
 
 
 def track(items: Iterable[T], what: str, total: float | None = None, unit: str = "") -> Iterator[T]:
-    """Give what is in `items`, and show how far that is; where they have a length it is the total."""
+    """Iterate over `items` and show the progress; if `items` has a length, the length is the total."""
     known = len(items) if total is None and isinstance(items, Sized) else total
     with progress(what, known, unit) as bar:
         for item in items:
@@ -122,7 +127,7 @@ def track(items: Iterable[T], what: str, total: float | None = None, unit: str =
 
 
 class SafeDrawing:
-    """Draws now and then, whoever tells; what goes wrong in it ends the drawing, and not the work."""
+    """Draws at intervals, from any thread; an error in a drawing ends the drawing, not the work."""
 
     def __init__(self, drawing: BarDrawing) -> None:
         self._drawing: BarDrawing | None = drawing
@@ -130,7 +135,7 @@ class SafeDrawing:
         self._lock = threading.Lock()
 
     def moved(self, bar: ProgressBar) -> None:
-        """The bar has come further."""
+        """Draw the bar if the last drawing is old enough."""
         now = time.monotonic()
         if now < self._next or not self._lock.acquire(blocking=False):
             return
@@ -141,7 +146,7 @@ class SafeDrawing:
             self._lock.release()
 
     def end(self, bar: ProgressBar) -> None:
-        """Nothing more comes."""
+        """End the drawing."""
         with self._lock:
             self._try(bar, lambda drawing: drawing.end(bar))
             self._drawing = None
@@ -152,23 +157,20 @@ class SafeDrawing:
             return
         try:
             do(drawing)
-        except Exception:  # a terminal that is gone: the work goes on
+        except Exception:  # a terminal that is gone must not stop the work
             self._drawing = None
-            with suppress(Exception):  # stderr as it was, if no more
+            with suppress(Exception):  # restores stderr at least
                 drawing.end(bar)
 
 
 def _choose_drawing() -> BarDrawing | None:
-    """How this process shows bars; None if it does not."""
+    """How this process draws bars; None if it draws none."""
     file: TextIO | None = sys.stderr  # None in a process without one
     if file is None or flex_config.progress == 0 or not _is_first():
         return None
     if not _is_terminal(file):
         return LogDrawing(file) if flex_config.progress > 0 else None
-    try:
-        return Rich(file)
-    except ImportError:
-        return Line(file)
+    return TqdmDrawing(file)
 
 
 def _is_terminal(file: TextIO) -> bool:
@@ -179,93 +181,123 @@ def _is_terminal(file: TextIO) -> bool:
 
 
 def _is_first() -> bool:
-    """Whether this is the first rank, as torch says, or who launched it."""
+    """Whether this is the first rank, according to torch or to the launcher's environment."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_rank()) == 0
     return os.environ.get("RANK", "") in ("", "0")
 
 
-class Rich:
-    """A bar by rich, below what is printed to stderr meanwhile.
+@cache
+def _make_bar_class() -> Any:
+    """Make a class of tqdm bars that starts no thread and makes no lock between processes."""
+    from tqdm import tqdm
 
-    Raises:
-        ImportError: rich is not installed.
-    """
-
-    def __init__(self, file: TextIO) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[told]}", markup=False),
-            TimeRemainingColumn(compact=True),
-        )
-        self._progress = Progress(
-            *columns,
-            console=Console(file=file),
-            transient=True,
-            auto_refresh=False,  # no thread: it is drawn by who tells
-            redirect_stdout=False,  # which may be a file or a pipe
-        )
-        self._task: Any = None
-
-    def draw(self, bar: ProgressBar) -> None:
-        """Show how far it is."""
-        if self._task is None:
-            self._task = self._progress.add_task(bar.what, total=bar.total, told="")
-            self._progress.start()
-        self._progress.update(
-            self._task, completed=bar.done, total=bar.total, told=bar.describe(), refresh=True
-        )
-
-    def end(self, bar: ProgressBar) -> None:
-        """Take it away."""
-        if self._task is not None:
-            self._progress.stop()
+    kind: Any = type("FlexBar", (tqdm,), {"monitor_interval": 0})
+    kind.set_lock(threading.RLock())
+    return kind
 
 
-class Line:
-    """A line of text that is written over and over."""
+class TqdmDrawing:
+    """A tqdm bar, below other output to stderr."""
 
     def __init__(self, file: TextIO) -> None:
-        self._file, self._wide = file, 0
+        self._file = file
+        self._bar: Any = None
+        self._stderr: LinesAboveBar | None = None
 
     def draw(self, bar: ProgressBar) -> None:
-        """Show how far it is."""
-        wide = max(20, _terminal_columns(self._file) - 1)
-        self._write(f"{bar.what}: {bar.describe()}"[:wide])
+        """Draw the progress."""
+        if self._bar is None:
+            self._stderr = LinesAboveBar(self._file)
+            sys.stderr = self._stderr
+            self._bar = _make_bar_class()(
+                desc=bar.what,
+                initial=bar.done,
+                total=bar.total,
+                postfix=bar.describe(),
+                file=self._file,
+                bar_format=BAR_FORMAT if bar.total else BAR_FORMAT_WITHOUT_TOTAL,
+                leave=False,
+                ncols=_terminal_columns(self._file) - 1,
+                nrows=ROWS,
+            )
+            return
+        self._bar.ncols = _terminal_columns(self._file) - 1
+        self._bar.n, self._bar.total = bar.done, bar.total
+        self._bar.bar_format = BAR_FORMAT if bar.total else BAR_FORMAT_WITHOUT_TOTAL
+        self._bar.set_postfix_str(bar.describe())
 
     def end(self, bar: ProgressBar) -> None:
-        """Take it away."""
-        if self._wide:
-            self._write("")
-            self._file.write("\r")
+        """Remove the bar."""
+        own, self._stderr = self._stderr, None
+        if own is not None and sys.stderr is own:
+            sys.stderr = self._file
+        try:
+            if self._bar is not None:
+                self._bar.close()
+        finally:
+            if own is not None:
+                own.write_rest()
+
+
+class LinesAboveBar(io.TextIOBase):
+    """Stderr while a bar is drawn on it: complete lines are written above the bar."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self._rest = file, ""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # nobody sets it, and C's attribute cannot be set
+        """The encoding of the file."""
+        return self._file.encoding
+
+    def isatty(self) -> bool:
+        """Always true, as bars are drawn on terminals only."""
+        return True
+
+    def fileno(self) -> int:
+        """The file descriptor of the file."""
+        return self._file.fileno()
+
+    def writable(self) -> bool:
+        """Always true."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Write the lines that are complete, and keep the rest."""
+        lines, newline, self._rest = (self._rest + text).rpartition("\n")
+        if newline:
+            with _make_bar_class().external_write_mode(self._file):
+                self._file.write(lines + newline)
+        return len(text)
+
+    def write_rest(self) -> None:
+        """Write the last line if no newline has ended it."""
+        rest, self._rest = self._rest, ""
+        if rest:
+            self._file.write(rest)
             self._file.flush()
 
-    def _write(self, text: str) -> None:
-        self._file.write("\r" + text.ljust(self._wide))
+    def flush(self) -> None:
+        """Flush the file."""
         self._file.flush()
-        self._wide = len(text)
 
 
 class LogDrawing:
-    """A line now and then, for a log."""
+    """Writes a line at intervals, for a log."""
 
     def __init__(self, file: TextIO) -> None:
         self._file, self._next, self._last = file, 0.0, ""
 
     def draw(self, bar: ProgressBar) -> None:
-        """Write a line if enough more is done."""
+        """Write a line if the progress since the last line is large enough."""
         if bar.done >= self._next:
             self._next = bar.done + bar.total / LOG_LINES if bar.total else max(1.0, 2 * bar.done)
             self._write(bar)
 
     def end(self, bar: ProgressBar) -> None:
-        """Write the last one, where there are others."""
+        """Write the last line, if others were written."""
         if self._last:
             self._write(bar)
 

@@ -1,6 +1,6 @@
-"""Sites: the named places where a tensor passes, and how names and patterns find them.
+"""Sites: the named hook points of a model, and how names and patterns find them.
 
-A name is `module.path:point`. It is global: layer 17 is layer 17 on whatever stage, chunk or wrapper.
+A name is `module.path:point`. It is global: layer 17 is layer 17 on every stage, chunk or wrapper.
 """
 
 from __future__ import annotations
@@ -17,60 +17,61 @@ from megatron_flex.errors import SiteError, suggest_nearest
 from megatron_flex.layout import Layout
 from megatron_flex.notebook_html import count_words, html_fragment, html_table
 
-GRADIENT_SUFFIX = ".grad"  # what a gradient's name has behind the name of its site
-EDITED_SUFFIX = ".edited"  # likewise what left the edits there
-HEAD_DIMS = ("n", "g", "heads")  # dims that count heads; `g` those of keys and values
-PACKED_HEAD_DIMS = ("nd", "n*d")  # dims in which heads lie one behind the other
+GRADIENT_SUFFIX = ".grad"  # suffix of a gradient's name, after the name of its site
+EDITED_SUFFIX = ".edited"  # suffix of the tensor after all edits at a site
+HEAD_DIMS = ("n", "g", "heads")  # dims that count heads; `g` counts heads of keys and values
+PACKED_HEAD_DIMS = ("nd", "n*d")  # dims in which the heads are concatenated
 
 
 class TapCallback(Protocol):
-    """What a tap calls with the local tensor; it returns the tensor that goes on, mostly the same."""
+    """What a tap calls with the local tensor; it returns the tensor to continue with, usually the same."""
 
     def __call__(self, local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
-        """Pass `local` through the hooks.
+        """Run the hooks of the site on `local`.
 
         Args:
-            local: the local tensor.
-            layout: where this call's differs from the site's.
-            route: of experts' rows, the `Route` to the tokens that the site's layout speaks of.
+            local: the local tensor of this call.
+            layout: the layout of this call, where it differs from the site's.
+            route: for rows of experts, the `Route` to the tokens of the site's layout.
         """
         ...
 
 
 class Tap(Protocol):
-    """How to get at a tensor in a framework's forward path."""
+    """Access to one tensor in a framework's forward path."""
 
     def install(self, fire: TapCallback) -> Callable[[], None]:
-        """Inject `fire`; the returned function takes it out again, leaving nothing behind."""
+        """Install `fire`; the returned function removes it and restores every attribute."""
         ...
 
 
 class LeafTap(Tap, Protocol):
-    """A tap that can stand at another tensor of the same call."""
+    """A tap that can be moved to another tensor of the same call."""
 
     def leaf(self, index: int) -> Tap:
-        """The tap at the tensor that is meant by `unpack_idx`."""
+        """The tap for the tensor that `unpack_idx` selects."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A place in the model.
+    """A hook point: a named tensor of the forward pass.
 
     Attributes:
         name: global name, `decoder.layers.17.mlp.linear_fc1:output`.
-        layout: how the local tensor there relates to the whole.
-        shape: the whole's shape; a name (`s`, `b`) where only the data tell.
-        stage: pipeline stage that owns it.
-        chunk: which of that stage's virtual chunks it is in.
-        hidden: why a hook cannot be put here and which switch would change that; empty if it can.
-        fixed: why a hook here can read and not edit, and where to edit instead; empty if it can.
-        tap: how to get at it; None on ranks that do not own it.
-        inferred: whether nothing tells the layout: every rank holds the whole, unless a hook's
-            `expected_shape` says what is cut. `layout` and `shape` are empty then.
-        followed: whether the layout is told of each tensor that passes, and may turn out not to be known.
-        beside: the layouts of the tensors that pass here behind the first one, as far as they are known.
-        index: which of the tensors that pass here is meant, counted depth first.
+        layout: the relation of the local tensor to the full tensor.
+        shape: the shape of the full tensor; a name (`s`, `b`) where it depends on the data.
+        stage: the pipeline stage that owns it.
+        chunk: the virtual chunk of that stage.
+        hidden: why no hook can be registered here, and which setting would change that; empty if one can.
+        fixed: why a hook here can only read, and where to edit instead; empty if it can edit.
+        tap: access to the tensor; None on ranks that do not own it.
+        inferred: whether the layout is not declared: the tensor is taken as replicated, unless a hook's
+            `expected_shape` says which dim is sharded. `layout` and `shape` are empty then.
+        followed: whether the layout is propagated to each tensor at run time, and may turn out unknown.
+        beside: the layouts of further tensors of the same output, as far as they are known.
+        index: which tensor of a nested output this is, counted depth first.
+        unbatched: whether the tensor has no batch dim `b` when sequences are packed.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Site:
     beside: tuple[Layout, ...] = ()
     index: int = 0
     chunk: int = 0
+    unbatched: bool = False
 
     @property
     def module(self) -> str:
@@ -98,17 +100,17 @@ class Site:
 
     @property
     def dims(self) -> tuple[str, ...]:
-        """The names of the whole's dims: `s`, `b`, `h`, ..."""
+        """The names of the full tensor's dims: `s`, `b`, `h`, ..."""
         names = [d.name for d in self.layout.dims]
         return tuple(names if self.layout.permute is None else (names[i] for i in self.layout.permute))
 
     @property
     def place(self) -> str:
-        """The name without the number of a tensor."""
+        """The name without the index of a tensor."""
         return self.name.removesuffix(f"[{self.index}]")
 
     def leaf(self, index: int) -> Site:
-        """Another of the tensors that pass here; its name ends in `[index]`.
+        """Another tensor of the same output; its name ends in `[index]`.
 
         Raises:
             SiteError: its layout is not known.
@@ -126,12 +128,12 @@ class Site:
         return replace(self, name=name, layout=layout, shape=(), tap=tap, index=index)
 
     def remote(self) -> Site:
-        """The site as ranks know it that do not own it."""
+        """The site as known on ranks that do not own it."""
         return replace(self, tap=None)
 
 
 class NamedSite(Protocol):
-    """A site, a parameter."""
+    """A site or a parameter."""
 
     @property
     def name(self) -> str:
@@ -140,23 +142,23 @@ class NamedSite(Protocol):
 
     @property
     def inferred(self) -> bool:
-        """Whether it is of a plain module."""
+        """Whether it belongs to a plain module."""
         ...
 
     @property
     def chunk(self) -> int:
-        """Which of its stage's virtual chunks it is in."""
+        """The virtual chunk of its stage."""
         ...
 
 
 def model_order(site: NamedSite) -> tuple[int, int]:
-    """A key to sort sites of all stages and chunks by: embeddings, layers by number, and what follows.
+    """A sort key for sites of all stages and chunks: embeddings, layers by number, then the rest.
 
-    What plain modules tell is in order already, but for chunks.
+    Sites of plain modules are already in order within a chunk.
     """
     if site.inferred:
         return 0, site.chunk
-    if site.name.startswith("mtp"):  # layers too, behind all of the decoder's
+    if site.name.startswith("mtp"):  # layers too, sorted after those of the decoder
         return 2, 0
     layer = re.search(r"\.layers\.(\d+)[.:]", site.name)
     if layer:
@@ -164,11 +166,11 @@ def model_order(site: NamedSite) -> tuple[int, int]:
     return (0, 0) if site.name.startswith("embedding") else (2, 0)
 
 
-Pattern = str | re.Pattern[str] | Callable[[Site], bool]  # what names places
+Pattern = str | re.Pattern[str] | Callable[[Site], bool]  # selects sites
 
 
 def describe_pattern(pattern: Pattern) -> str:
-    """A pattern as people write it."""
+    """A pattern as a user writes it."""
     if isinstance(pattern, str):
         return pattern
     return (
@@ -206,7 +208,7 @@ class SiteTable:
         self._sites: dict[str, Site] = {}
         for site in sites:
             if site.name in self._sites:
-                raise SiteError(f"site {site.name!r} was found twice; a name must stand for one place")
+                raise SiteError(f"site {site.name!r} was found twice; a name must identify one hook point")
             self._sites[site.name] = site
         self._of_module: dict[str, list[Site]] = {}
         for site in self:
@@ -233,18 +235,18 @@ class SiteTable:
         """Find sites.
 
         Args:
-            pattern: a site's name, a module's name, or a glob over either. `*` and `?` stay within one step
-                of the path (`decoder.layers.*` are the layers, `decoder.layers.*.mlp.*` what is in their
-                MLPs), `**` crosses steps, `[0-3]` is one of some characters. A compiled regular expression
-                must fit all of a module's name, or of a site's if it has a colon; a function is asked about
-                every site, `point` or not.
-            point: the point meant where the pattern names none; None for every point.
+            pattern: a site's name, a module's name, or a glob over either. `*` and `?` match within one
+                component of the path (`decoder.layers.*` are the layers, `decoder.layers.*.mlp.*` the modules
+                in their MLPs), `**` matches across components, `[0-3]` matches one character. A compiled
+                regular expression must match the full name of a module, or of a site if it has a colon; a
+                function is called with every site and returns whether it matches, whatever `point` is.
+            point: the point to use where the pattern names none; None for every point.
 
         Returns:
             The sites in model order.
 
         Raises:
-            SiteError: nothing matches; the message has the nearest names.
+            SiteError: nothing matches; the message lists the nearest names.
         """
         if not isinstance(pattern, str):
             return self._chosen(pattern, point)
@@ -294,6 +296,11 @@ def _sites_html(head: str, sites: Sequence[Site]) -> str:
         )
         for s in sites
     )
-    rest = "name fewer (flex.sites('decoder.layers.0.**')), or fold layers by flex.show()"
+    rest = "name fewer (flex.sites('decoder.layers.0.**')), or fold layers by flex.report.show()"
     content = html_table(("site", "layout", "whole", ">stage", ""), rows, len(sites), rest)
     return html_fragment(f"{head}, {hidden} of them hidden", content)
+
+
+def strip_numbers(name: str) -> str:
+    """A name without the numbers of layers and experts."""
+    return re.sub(r"\.\d+(?=[.:]|$)", ".*", name)

@@ -1,6 +1,6 @@
-"""Source codemods: hook points and flags in somebody's own Megatron or fairscale, and out again.
+"""Source codemods: add hook points and flags to a copy of Megatron or fairscale, and remove them.
 
 They need LibCST and neither torch nor what they patch. `scripts/patch_upstream` is the door.
 """
 
-VERSION = 1  # of what is written; a file with an older one gets this in its place
+VERSION = 1  # version of the patch; a file with an older one is updated

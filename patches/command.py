@@ -1,4 +1,4 @@
-"""`scripts/patch_upstream`: hook points and flags in somebody's own source, in and out."""
+"""`scripts/patch_upstream`: add hook points and flags to source, and remove them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _note(change: Change) -> str:
 
 
 def _diff(change: Change) -> str:
-    """As `diff -u` has it; nothing where nothing is to be done."""
+    """As in `diff -u`; empty if nothing changes."""
     now, then = (_text(content).splitlines(keepends=True) for content in (change.now, change.then))
     lines = difflib.unified_diff(now, then, f"a{change.path}", f"b{change.path}")
     return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)

@@ -1,5 +1,5 @@
-"""The one kind of error that a person sees, in one line."""
+"""The error of the patch command, in one line."""
 
 
 class PatchError(ValueError):
-    """A file that cannot be patched, or brought back: which, why, and what to do."""
+    """A file that cannot be patched or restored: which, why, and what to do."""

@@ -8,7 +8,7 @@ from patches.tree import Tree, calls
 
 GATHER, REDUCE = "gather_from_model_parallel_region", "reduce_from_model_parallel_region"
 LINEAR = "F.linear"
-# By class: its points, and what stands at the one before the multiplication and the one before a collective.
+# By class: its points, and the variables at the points before the multiplication and before a collective.
 CLASSES = {
     "ColumnParallelLinear": (LINEAR, "local", GATHER),
     "RowParallelLinear": (LINEAR, "partial", REDUCE),
@@ -18,7 +18,7 @@ CLASSES = {
 
 
 def insertions(tree: Tree) -> list[Insertion]:
-    """What goes into the file.
+    """The lines to insert.
 
     Raises:
         PatchError: an anchor is not there; the message names it.

@@ -18,13 +18,13 @@ from patches.lines import Taken, is_patched, put_in, same_patch, take_out
 
 @dataclass(frozen=True)
 class Change:
-    """A file and what is to become of it.
+    """A file and its planned change.
 
     Attributes:
         target: the file.
-        now: its content.
-        then: the content that is wanted; the same where nothing is to be done.
-        taken: what a patch was taken out of it; None if there was none.
+        now: its current content.
+        then: its new content; the same if nothing changes.
+        taken: the patch that was removed; None if there was none.
     """
 
     target: Target
@@ -39,13 +39,13 @@ class Change:
 
     @property
     def nothing(self) -> bool:
-        """Whether the file stays as it is."""
+        """Whether the file is unchanged."""
         return self.now == self.then
 
 
 @contextlib.contextmanager
 def told(path: Path) -> Iterator[None]:
-    """Put the file in front of an error."""
+    """Add the file to the start of an error."""
     try:
         yield
     except PatchError as error:
@@ -55,7 +55,7 @@ def told(path: Path) -> Iterator[None]:
 
 
 def applied(target: Target) -> Change:
-    """The file with the patch in it; an older patch is replaced, the same one stays.
+    """The file with the patch; an older patch is replaced, the same one kept.
 
     Raises:
         PatchError: an anchor is not there, or a patch in it is damaged or newer than this one.
@@ -92,7 +92,7 @@ def _taken(content: bytes) -> Taken | None:
 
 
 def write(changes: Iterable[Change]) -> None:
-    """Replace the files, each at once and with its mode kept; where one cannot be, none is.
+    """Replace the files, each atomically and with its mode; if one fails, none is replaced.
 
     Raises:
         PatchError: a file may not be written.

@@ -1,4 +1,4 @@
-"""Which files under a path can be patched, and with what."""
+"""The files under a path that can be patched, and how."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from patches.lines import Insertion, is_patched, take_out
 
 LAYERS = "tensor_parallel/layers.py"
 OF_FAIRSCALE = "model_parallel/layers.py"
-# Where they are below a checkout's root, site-packages, the package, or a folder in it.
+# Their location below a checkout's root, site-packages, the package, or a folder in it.
 BELOW = {
     "megatron": [f"{above}{LAYERS}" for above in ("megatron/core/", "core/", "")],
     "fairscale": [f"{above}{OF_FAIRSCALE}" for above in ("fairscale/nn/", "nn/", "")],
@@ -26,7 +26,7 @@ class Target:
     """A file to patch.
 
     Attributes:
-        path: it, links followed.
+        path: the file, with links resolved.
         kind: `megatron`, `fairscale` or `launcher`.
     """
 
@@ -34,7 +34,7 @@ class Target:
     kind: str
 
     def insertions(self, content: bytes) -> list[Insertion]:
-        """What goes into it.
+        """The lines to insert.
 
         Raises:
             PatchError: it is no Python, or an anchor is not there.
@@ -51,12 +51,12 @@ class Target:
 
     @property
     def installed(self) -> bool:
-        """Whether it belongs to an installed package, which the next installation writes anew."""
+        """Whether it belongs to an installed package, which the next installation overwrites."""
         return bool({"site-packages", "dist-packages"} & set(self.path.parts))
 
 
 def find(path: Path) -> list[Target]:
-    """The files under a path, layers first; a path to a file means that file.
+    """The files under a path, layers first; for the path of a file, that file.
 
     Raises:
         PatchError: there are none.
@@ -79,7 +79,7 @@ def find(path: Path) -> list[Target]:
 
 
 def _kind(path: Path) -> str:
-    """What a file given by itself is, by its place or what is in it."""
+    """The kind of a single file, from its location or content."""
     content = path.read_bytes()
     if is_patched(content):
         content = _unpatched(path, content)

@@ -1,4 +1,4 @@
-"""The flags of megatron_flex for scripts that call Megatron's `pretrain`: a line before it parses."""
+"""Flags of megatron_flex for scripts that call Megatron's `pretrain`: a line before they parse arguments."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ LINES = ("import megatron_flex.launch", "megatron_flex.launch.install()")
 
 
 def is_call(node: cst.Call, *names: str) -> bool:
-    """Whether a call is of one of some functions, by whatever path."""
+    """Whether a call is of one of some functions, by any path."""
     return code_of(node.func).rpartition(".")[2] in names
 
 
 def insertions(tree: Tree) -> list[Insertion]:
-    """What goes into the script: first of what it runs as a program, so that imports of it stay as they are.
+    """The lines to insert: at the start of the main program, so that importing the script is unchanged.
 
     Raises:
         PatchError: it does not call `pretrain`.
@@ -44,7 +44,7 @@ def insertions(tree: Tree) -> list[Insertion]:
 
 
 def _first_in(tree: Tree, body: cst.BaseSuite, what: str) -> Insertion:
-    """In front of a block's first statement, behind its docstring."""
+    """Before a block's first statement, after its docstring."""
     if not isinstance(body, cst.IndentedBlock):
         raise PatchError(f"has {what} on one line; give it lines of its own")
     first, *others = body.body
@@ -56,5 +56,5 @@ def _first_in(tree: Tree, body: cst.BaseSuite, what: str) -> Insertion:
 
 
 def _outermost(tree: Tree, node: cst.CSTNode) -> cst.CSTNode:
-    """The statement at the top of the file that a node is in."""
+    """The top-level statement that contains a node."""
     return [node, *tree.parents(node)][-2]

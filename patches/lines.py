@@ -1,4 +1,4 @@
-"""Whole lines put into a file and taken out again, byte for byte.
+"""Insertion of complete lines into a file, and their removal, byte for byte.
 
 Every line of ours ends in MARK. The first of them says which version of the patch it is, how many lines
 there are, and what the file was before. Nothing else in the file is touched, line ends and encoding included.
@@ -21,11 +21,11 @@ MARKED = re.compile(re.escape(MARK) + rb"[ \t]*(\r\n|\r|\n)?\Z")
 
 @dataclass(frozen=True)
 class Insertion:
-    """Lines that go into a file.
+    """Lines to insert into a file.
 
     Attributes:
-        before: the number of the line that they go in front of, from 1.
-        indent: what stands before each of them.
+        before: the number of the line before which they are inserted, from 1.
+        indent: the indentation of each line.
         text: the lines, without ends; deeper ones begin with further indentation.
     """
 
@@ -36,12 +36,12 @@ class Insertion:
 
 @dataclass(frozen=True)
 class Taken:
-    """A patched file, taken apart.
+    """A parsed patched file.
 
     Attributes:
-        before: the file without our lines.
-        version: of the patch that was in it.
-        untouched: whether it is byte for byte what it was before the patch.
+        before: the file without the inserted lines.
+        version: the version of the patch.
+        untouched: whether it is byte for byte the file before the patch.
     """
 
     before: bytes
@@ -55,7 +55,7 @@ def split(content: bytes) -> list[bytes]:
 
 
 def is_patched(content: bytes) -> bool:
-    """Whether there is a line of ours."""
+    """Whether there is an inserted line."""
     return any(MARKED.search(line) for line in split(content))
 
 
@@ -63,7 +63,7 @@ def put_in(content: bytes, insertions: list[Insertion]) -> bytes:
     """The file with the lines in it.
 
     Raises:
-        PatchError: there is no line behind one that they go behind.
+        PatchError: there is no line after the position of an insertion.
     """
     start = BOM if content.startswith(BOM) else b""
     lines = split(content.removeprefix(BOM))
@@ -83,7 +83,7 @@ def put_in(content: bytes, insertions: list[Insertion]) -> bytes:
 
 
 def _end(lines: list[bytes]) -> bytes:
-    """How the file ends its lines, for one that has no end itself."""
+    """The line ending of the file, for a line without one."""
     first = lines[0]
     return first[len(first.rstrip(b"\r\n")) :] or b"\n"
 
@@ -114,5 +114,5 @@ def take_out(content: bytes) -> Taken:
 
 
 def same_patch(left: bytes, right: bytes) -> bool:
-    """Whether two files differ at most in what the header says that they were before."""
+    """Whether two files differ at most in the header's hash of the original."""
     return HEADER.sub(b"", left) == HEADER.sub(b"", right)

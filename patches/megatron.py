@@ -17,7 +17,7 @@ OF_INFERENCE = "inference_reduce_scatter_to_sequence_parallel_region"
 
 
 def insertions(tree: Tree) -> list[Insertion]:
-    """What goes into the file.
+    """The lines to insert.
 
     Raises:
         PatchError: an anchor is not there; the message names it.
@@ -33,10 +33,10 @@ def _gemm(tree: Tree, forward: cst.FunctionDef, where: str) -> Call:
 
 
 def _column(tree: Tree) -> list[Insertion]:
-    """Before the GEMM the whole input, behind it the rank's part of the output, and what is returned.
+    """Before the GEMM the full input, after it the local shard of the output, and the return value.
 
-    The GEMM gathers its input over the sequence, or sums the gradient of it, by itself. Where a hook stands
-    the same is done outside, with the functions and groups that the file has for it, and the GEMM is told so.
+    The GEMM gathers its input over the sequence, or reduces its gradient, internally. With a hook
+    the same is done outside, with the functions and groups of the file, and the GEMM is told so.
     """
     where = f"{COLUMN}.forward"
     forward = tree.method(tree.class_of(COLUMN), "forward")
@@ -70,11 +70,11 @@ def _column(tree: Tree) -> list[Insertion]:
 
 
 def _row(tree: Tree) -> list[Insertion]:
-    """Before the GEMM the rank's part of the input, behind it a summand, and what is returned."""
+    """Before the GEMM the local shard of the input, after it a partial sum, and the return value."""
     where = f"{ROW}.forward"
     forward = tree.method(tree.class_of(ROW), "forward")
     gemm = _gemm(tree, forward, where)
-    calls(tree, forward, where, *REDUCTIONS)  # or what leaves the GEMM would be no summand
+    calls(tree, forward, where, *REDUCTIONS)  # otherwise the output of the GEMM would not be partial
     return [
         declare(tree, forward, "gemm_input", "partial", "output"),
         tree.before(gemm.statement, point("gemm_input", gemm.name("input"))),
@@ -84,7 +84,7 @@ def _row(tree: Tree) -> list[Insertion]:
 
 
 def _embedding(tree: Tree) -> list[Insertion]:
-    """Before whichever reduction runs, the rank's summand; and what is returned."""
+    """Before each reduction, the rank's partial sum; and the return value."""
     where = f"{EMBEDDING}.forward"
     forward = tree.method(tree.class_of(EMBEDDING), "forward")
     reductions = calls(tree, forward, where, *REDUCTIONS, OF_INFERENCE)

@@ -1,4 +1,4 @@
-"""What is written at a hook point, in whichever framework's layer."""
+"""The source code at a hook point, for every framework's layer."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ def importing(tree: Tree) -> Insertion:
 
 
 def declare(tree: Tree, forward: cst.FunctionDef, *names: str) -> Insertion:
-    """The mark that a patched class carries, in front of its forward."""
+    """The attribute of a patched class, before its forward."""
     told = ", ".join(f'"{n}"' for n in names)
     return tree.before(forward, f"flex_points = _flex.Points({told})")
 
 
 def point(name: str, variable: str, said: str = "") -> str:
-    """The line at a point: a variable of the forward passes it.
+    """The line at a point: passes a variable of the forward through it.
 
     Args:
         name: the point.
-        variable: the one that holds its tensor.
-        said: another variable, which decides about the layout.
+        variable: the variable with its tensor.
+        said: another variable, which determines the layout.
     """
     more = f", {said}={said}" if said else ""
     return f'{variable} = self.flex_points("{name}", {variable}{more})'
 
 
 def output(tree: Tree, forward: cst.FunctionDef, where: str, said: str = "") -> list[Insertion]:
-    """The point `output` before every return: what is returned, or the first of it.
+    """The point `output` before every return: for the return value, or its first element.
 
     Raises:
         PatchError: nothing is returned, or no plain name.

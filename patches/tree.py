@@ -37,31 +37,31 @@ class Tree:
         self._positions = wrapper.resolve(PositionProvider)
         self._parents = wrapper.resolve(ParentNodeProvider)
 
-    # -- where things are ------------------------------------------------------------------------------
+    # -- locations ------------------------------------------------------------------------------
 
     def first_line(self, node: cst.CSTNode) -> int:
-        """The number of the line where it begins, from 1; of a definition, with its decorators."""
+        """The number of the first line, from 1; for a definition, that of its decorators."""
         decorators = getattr(node, "decorators", ())
         return min(self._positions[n].start.line for n in (node, *decorators))
 
     def last_line(self, node: cst.CSTNode) -> int:
-        """The number of the line where it ends."""
+        """The number of the last line."""
         return int(self._positions[node].end.line)
 
     def before(self, node: cst.CSTNode, *text: str) -> Insertion:
-        """Lines in front of a statement."""
+        """Lines before a statement."""
         line = self.first_line(node)
         return Insertion(line, self._indent(line), text)
 
     def behind(self, node: cst.CSTNode, *text: str) -> Insertion:
-        """Lines behind a statement."""
+        """Lines after a statement."""
         return Insertion(self.last_line(node) + 1, self._indent(self.first_line(node)), text)
 
     def _indent(self, line: int) -> bytes:
         text = self.lines[line - 1]
         return text[: len(text) - len(text.lstrip(b" \t\f"))]
 
-    # -- what there is ---------------------------------------------------------------------------------
+    # -- nodes ---------------------------------------------------------------------------------
 
     def all(self, kind: type[Node], within: cst.CSTNode | None = None) -> Iterator[Node]:
         """All nodes of a kind, in the order of the file."""
@@ -90,11 +90,11 @@ class Tree:
         return found[0]
 
     def statement(self, node: cst.CSTNode, what: str) -> cst.SimpleStatementLine:
-        """The statement that a node is in, on lines of its own.
+        """The statement that contains a node, on lines of its own.
 
         Args:
             node: the node.
-            what: how the anchor is called in an error.
+            what: the name of the anchor in errors.
 
         Raises:
             PatchError: it shares its line with others.
@@ -109,13 +109,13 @@ class Tree:
         return at
 
     def parents(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """What a node is in, from the inside out."""
+        """The ancestors of a node, from the inside out."""
         while node is not self.module:
             node = self._parents[node]
             yield node
 
     def binds(self, name: str) -> bool:
-        """Whether the file imports a name at its top."""
+        """Whether the file imports a name at the top level."""
         return any(
             isinstance(alias, cst.ImportAlias) and (alias.evaluated_alias or alias.evaluated_name) == name
             for node in self.all(cst.ImportFrom)
@@ -124,7 +124,7 @@ class Tree:
         )
 
     def first_import(self) -> cst.BaseStatement | cst.SimpleStatementLine:
-        """The statement that new imports go in front of: the first that is neither text nor of the future.
+        """The statement before which new imports are inserted: the first after docstring and future imports.
 
         Raises:
             PatchError: there is none.
@@ -142,12 +142,12 @@ class Tree:
 
 @dataclass(frozen=True)
 class Call:
-    """A call in a method, and the statement around it.
+    """A call in a method, and its statement.
 
     Attributes:
         node: the call.
         statement: the statement.
-        what: how it is called in an error.
+        what: its name in errors.
     """
 
     node: cst.Call
@@ -169,7 +169,7 @@ class Call:
         raise PatchError(f"does not assign {self.what} to one name")
 
     def name(self, keyword: str) -> str:
-        """The name that is given for a keyword; for an empty one the first by position.
+        """The name that is passed for a keyword; for an empty one the first positional one.
 
         Raises:
             PatchError: it is something else.
@@ -180,7 +180,7 @@ class Call:
         return value.value
 
     def value(self, keyword: str) -> cst.BaseExpression:
-        """What is given for a keyword; for an empty one by position.
+        """The expression that is passed for a keyword; for an empty one the first positional one.
 
         Raises:
             PatchError: nothing is.
@@ -191,7 +191,7 @@ class Call:
         raise PatchError(f"gives {self.what} no {keyword or 'first argument'}")
 
     def rest(self) -> str:
-        """The further arguments, as they go on in a call: with a comma before each."""
+        """The further arguments as source: with a comma before each."""
         said = []
         for argument in self.node.args[1:]:
             keyword = f"{argument.keyword.value}=" if argument.keyword else argument.star
@@ -200,7 +200,7 @@ class Call:
 
 
 def calls(tree: Tree, method: cst.FunctionDef, where: str, *functions: str) -> list[Call]:
-    """The calls in a method of one of some functions, as `self.name` or `name`, in their order.
+    """The calls of some functions in a method, as `self.name` or `name`, in order.
 
     Raises:
         PatchError: there is none.
@@ -217,7 +217,7 @@ def calls(tree: Tree, method: cst.FunctionDef, where: str, *functions: str) -> l
 
 
 def code_of(node: cst.CSTNode | None) -> str:
-    """A node as it is written."""
+    """A node as source code."""
     return "" if node is None else cst.Module([]).code_for_node(node).strip()
 
 

@@ -72,7 +72,7 @@ def induction(flex: FlexModel) -> dict[str, Tensor]:
         gives either; `repeated`: the loss in the first and in the second half.
     """
     half, tokens = LENGTH // 2, repeated()
-    logits, cache = flex.run_with_cache(tokens, lambda name: name.endswith("hook_pattern"))
+    logits, cache = flex.interp.run_with_cache(tokens, lambda name: name.endswith("hook_pattern"))
     found = figures.induction(cache)
     next_ones = [losses(logits[:, a : b - 1], tokens[:, a + 1 : b]) for a, b in ((0, half), (half, LENGTH))]
     return {
@@ -94,8 +94,10 @@ def logit_lens(flex: FlexModel) -> dict[str, Tensor]:
         and position the likeliest next byte and its probability.
     """
     batch = held_out_batch(SEQUENCES, LENGTH)
-    wanted = [f"blocks.{n}.hook_resid_{at}" for n in range(flex.lens_names.layers) for at in ("pre", "post")]
-    _, cache = flex.run_with_cache(batch["tokens"], wanted)
+    wanted = [
+        f"blocks.{n}.hook_resid_{at}" for n in range(flex.interp.names.layers) for at in ("pre", "post")
+    ]
+    _, cache = flex.interp.run_with_cache(batch["tokens"], wanted)
     logits = cache.logit_lens(cache.accumulated_resid())  # [layer, batch, pos, v]
     certainty, guesses = logits[:, 0].softmax(-1).max(-1)
     return {
@@ -155,7 +157,7 @@ def tuned_lens(flex: FlexModel, steps: int) -> dict[str, Tensor]:
         flex.get_module_parameter(name, everywhere=True)
         for name in ("decoder.final_layernorm.weight", "output_layer.weight")
     )
-    layers = flex.lens_names.layers
+    layers = flex.interp.names.layers
     epsilon = flex.chunks[0].config.layernorm_epsilon
     flex.register_trainable_module("tuned", Translators(layers, words.shape[1], norm, words, epsilon))
     optimizer = torch.optim.Adam(flex.trainable_parameters(), lr=3e-3)
@@ -166,17 +168,17 @@ def tuned_lens(flex: FlexModel, steps: int) -> dict[str, Tensor]:
     ]
     for step in range(steps):
         tokens = torch.stack([source[step * SEQUENCES + n]["tokens"] for n in range(SEQUENCES)])
-        flex.save_ctx.final = flex.run_with_hooks(tokens).log_softmax(-1)
+        flex.save_ctx.final = flex.interp.run_with_hooks(tokens).log_softmax(-1)
         for hook in hooks:
             flex.register_forward_pre_hook(hook)
         optimizer.zero_grad()
-        flex.run_with_hooks(tokens)  # fills the gradients, the same on every rank
+        flex.interp.run_with_hooks(tokens)  # fills the gradients, the same on every rank
         optimizer.step()
         for hook in hooks:
             flex.remove_hook(hook)
     batch = held_out_batch(SEQUENCES, LENGTH)
     wanted = [f"blocks.{n}.hook_resid_pre" for n in range(layers)]
-    logits, cache = flex.run_with_cache(batch["tokens"], wanted)
+    logits, cache = flex.interp.run_with_cache(batch["tokens"], wanted)
     streams, tuned = cache.stack_activation("resid_pre"), flex.trainable_modules["tuned"]
     with torch.no_grad():
         seen = torch.stack([tuned.logits(n, streams[n]) for n in range(layers)])
@@ -196,13 +198,13 @@ def glyph(byte: int) -> str:
 
 def pictures(flex: FlexModel, folder: Path) -> None:
     """Draw what was found; every rank makes the figures, since weights come from all, and the first saves."""
-    _, cache = flex.run_with_cache(repeated(), lambda name: name.endswith("hook_pattern"))
+    _, cache = flex.interp.run_with_cache(repeated(), lambda name: name.endswith("hook_pattern"))
     scores = figures.induction(cache)
     drawn = {"induction": plot.induction(scores)}
     layer = scores.layers[int(scores.scores.max(1).argmax())]
     drawn["attention"] = plot.attention(cache, layer)
     tokens = held_out_batch(1, LENGTH)["tokens"]
-    _, cache = flex.run_with_cache(tokens, lambda name: name.endswith(("resid_pre", "resid_post")))
+    _, cache = flex.interp.run_with_cache(tokens, lambda name: name.endswith(("resid_pre", "resid_post")))
     drawn["logit-lens"] = plot.logit_lens(cache, tokens=tokens[0].tolist(), tokenizer=glyph)
     drawn["norms"] = plot.norms(cache)
     if torch.distributed.get_rank() == 0:

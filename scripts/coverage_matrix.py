@@ -1,4 +1,4 @@
-"""Write docs/coverage.md and the table in README.md from the cells that a run of the matrix left."""
+"""Write docs/coverage.md and the table in docs/frameworks.md from the cells that a run of the matrix left."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGE, README = ROOT / "docs" / "coverage.md", ROOT / "README.md"
+PAGE, SUMMARY = ROOT / "docs" / "coverage.md", ROOT / "docs" / "frameworks.md"
 BEGIN, END = "<!-- coverage -->\n", "<!-- /coverage -->"
 CHECKS = ("value", "gradient", "edited")  # an entry of the tables has these, in this order
-FIGURES = (*CHECKS, "dump")  # and a row of the README's table has these
+FIGURES = (*CHECKS, "dump")  # and a row of the summary has these
 BOUND = 1e-5  # of a table that says no other
 Cell = dict[str, Any]
 
@@ -28,7 +28,7 @@ relative to the greatest entry of the true tensor, over all layers and microbatc
 **gradient** / the effect of an **edit** there (on the loss and on every parameter's gradient, the greater; of
 runs over tokens, on the logits). `-`: not checked there (integers have no gradient; edits are checked in the
 last layers, and where one stage hands on to the next). What is read back from dumps is in the counts, and
-in the README's table. The bound is 1e-5 (fp32) where a table says no other;
+in the summary of frameworks.md. The bound is 1e-5 (fp32) where a table says no other;
 what is beyond it is bold. A framework that this machine has not is named with the reason.
 
 {counts}
@@ -39,7 +39,7 @@ FEATURES = {  # what stands behind the models, in this order: the rows of its ta
     "GPT, data parallel samples together": "",
     "GPT, ready-made edits": "Rows are presets, each against its formula on one process.",
     "GPT, values shared by edits": "Rows are sets of edits that hand values on from layer to layer; "
-    "`leader` and `replicated` say where they run, in turn.",
+    "`once` and `replicated` say where they run, in turn.",
     "GPT, modules trained in hooks": "Rows are the modules' parameters, in several steps.",
     "GPT, by TransformerLens' names": FORMULAS,
     "Other models, by TransformerLens' names": FORMULAS,
@@ -193,11 +193,11 @@ def reasons(cells: list[Cell]) -> Iterator[str]:
 
 
 def summary(cells: list[Cell], not_run: dict[str, str]) -> str:
-    """The README's table: one row for each model."""
+    """The summary in docs/frameworks.md: one row for each model."""
     compared = [c for c in cells if not c["hidden"]]
     good = sum(c["good"] for c in compared)
     lines = [
-        f"{len(compared)} cells, {good} in agreement. Site by site: [docs/coverage.md](docs/coverage.md).",
+        f"{len(compared)} cells, {good} in agreement. Site by site: [coverage](coverage.md).",
         "",
     ]
     lines += [
@@ -242,12 +242,12 @@ def main(path: str) -> None:
     for model in models(cells, not_run):
         parts += section(model, [c for c in cells if c["model"] == model], not_run.get(model, ""))
     PAGE.write_text("\n".join([*parts, "", *why]).rstrip() + "\n", encoding="utf-8")
-    head, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+    head, _, rest = SUMMARY.read_text(encoding="utf-8").partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not end:
-        sys.exit(f"error: {README.name} has no '{BEGIN.strip()}' ... '{END}' to write between; put them back")
-    README.write_text(head + BEGIN + summary(cells, not_run) + END + tail, encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)} and the table in {README.name}: {len(cells)} cells")
+        sys.exit(f"error: {SUMMARY.name} has no '{BEGIN.strip()}' ... '{END}': put them back")
+    SUMMARY.write_text(head + BEGIN + summary(cells, not_run) + END + tail, encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)} and the table in {SUMMARY.name}: {len(cells)} cells")
 
 
 if __name__ == "__main__":

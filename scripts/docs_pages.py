@@ -123,8 +123,8 @@ def helps(command: Any, name: str, parent: Any) -> Iterator[tuple[str, str]]:
 
 def flags() -> str:
     """The help of the launchers' flags; the keys of YAML, with what holds where they are not said."""
+    from megatron_flex.launch.flags import format_help
     from megatron_flex.launch.launch_settings import DumpSettings, EditSettings, Settings, StatisticsSettings
-    from megatron_flex.launch.table import format_help
 
     parts = ["# Flags and YAML", "", "What they do, with examples: [launchers](launch.md).", ""]
     parts += [

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from megatron_flex import Dump, FlexModel, HookFunction, Readings, attach, cpu, open_dump
+from megatron_flex import Dump, FlexModel, HookFunction, attach, cpu, open_dump
+from megatron_flex.runtime import Readings
 
 cpu.enable()  # before Megatron is imported; leave it out on a machine with GPUs
 
@@ -168,7 +169,7 @@ def main() -> None:
 
     results = experiment(watch)
     # One file to look at: the model, the ranks, and what the dump has. One rank writes it.
-    watch.flex.to_html(args.folder / "page.html", watch.dump.path, title="quick start")
+    watch.flex.report.to_html(args.folder / "page.html", watch.dump.path, title="quick start")
     weights = dict(watch.flex.named_full_parameters())
     if torch.distributed.get_rank() == 0:
         save(args.folder / "weights", weights)

@@ -1,6 +1,6 @@
-"""How each framework lays out tensors, where hooks can go, and how to follow its schedule.
+"""Framework adapters: layouts, hook points, parameters and schedules of each framework.
 
-What is here is what an adapter for another framework is made of: docs/adapters.md.
+The exported names are the building blocks of an adapter for another framework: docs/adapters.md.
 """
 
 from __future__ import annotations
@@ -10,63 +10,60 @@ from typing import Any
 
 from torch import nn
 
-from megatron_flex.adapters.base import (
+from megatron_flex.adapters.adapter_base import (
     Adapter,
     Architecture,
+    FrameworkMatch,
     Listener,
     LocalGradient,
     ParameterSite,
     Part,
     Undo,
-    replaying,
+    is_recomputing,
+    training_writers,
 )
-from megatron_flex.adapters.composing import compose
-from megatron_flex.adapters.detection import Detection
-from megatron_flex.adapters.driving import Driving
-from megatron_flex.adapters.parameter_storage import Keeping, Kept
-from megatron_flex.adapters.leaves import AnyInput, AnyOutput
-from megatron_flex.adapters.modules import Modules
-from megatron_flex.adapters.pipelining import opened
-from megatron_flex.adapters.plain import mesh_of
-from megatron_flex.adapters.ranks import axis_of
-from megatron_flex.adapters.adapter_registry import Finder, Found, register_adapter
-from megatron_flex.adapters.rules import Point, Rule, Rules
-from megatron_flex.adapters.searching import find_framework
-from megatron_flex.adapters.spread import WHOLE, Spread, Unknown
-from megatron_flex.adapters.taps import intercept
-from megatron_flex.adapters.writers import training_writers
+from megatron_flex.adapters.adapter_registry import Finder, register_adapter
+from megatron_flex.adapters.detection import Detection, find_framework
+from megatron_flex.adapters.layout_rules import FULL, Point, Rule, Rules, Spread, UnknownLayout
+from megatron_flex.adapters.mesh_axes import make_axis
+from megatron_flex.adapters.model_calls import ModelRunner
+from megatron_flex.adapters.module_adapter import ModuleAdapter, compose
+from megatron_flex.adapters.parameter_storage import ParameterStorage, StoredParameter
+from megatron_flex.adapters.pipelining import list_model_chunks
+from megatron_flex.adapters.pytorch import make_mesh
+from megatron_flex.adapters.taps import AnyInput, AnyOutput, intercept
 
 __all__ = [
-    "WHOLE",
+    "FULL",
     "Adapter",
     "AnyInput",
     "AnyOutput",
     "Architecture",
     "Detection",
-    "Driving",
     "Finder",
-    "Found",
-    "Keeping",
-    "Kept",
+    "FrameworkMatch",
     "Listener",
     "LocalGradient",
-    "Modules",
+    "ModelRunner",
+    "ModuleAdapter",
     "ParameterSite",
+    "ParameterStorage",
     "Part",
     "Point",
     "Rule",
     "Rules",
     "Spread",
+    "StoredParameter",
     "Undo",
-    "Unknown",
-    "axis_of",
+    "UnknownLayout",
     "compose",
     "detect",
     "intercept",
-    "mesh_of",
-    "opened",
+    "is_recomputing",
+    "list_model_chunks",
+    "make_axis",
+    "make_mesh",
     "register_adapter",
-    "replaying",
     "training_writers",
 ]
 
@@ -74,16 +71,16 @@ __all__ = [
 def detect(
     chunks: list[nn.Module], sizes: Mapping[str, int | None] | None = None, process_group: Any = None
 ) -> Adapter:
-    """Find the framework that a model was built with; a module of none is taken as a plain one.
+    """Detect the framework that a model was built with; a model of none is a plain module.
 
     Args:
         chunks: the model, or its virtual pipeline chunks; bare or wrapped.
-        sizes: what a person says of `tp`, `pp` and `dp`. A framework's must agree; of a plain module they
+        sizes: user-given sizes of `tp`, `pp` and `dp`. A framework's must agree; for a plain module they
             are the mesh.
         process_group: the ranks of a plain module; the default group if None.
 
     Raises:
-        FlexError: sizes contradict, the module can be hooked neither as a framework's nor as a plain one, two
-            frameworks claim it, or one is of a version that no test has run on.
+        FlexError: sizes contradict, the model cannot be hooked at all, two frameworks claim it, or one has a
+            version that is not tested.
     """
     return find_framework(chunks, sizes or {}, process_group).make()

@@ -1,59 +1,40 @@
-"""The finders of frameworks, in the order in which they are asked: this package's, registered, installed."""
+"""The finders of frameworks in the order of calls: this package's, registered ones, installed ones."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol
 
 from torch import nn
 
 from megatron_flex.adapters import pytorch
-from megatron_flex.adapters.base import Adapter, Undo
-from megatron_flex.errors import FlexError
+from megatron_flex.adapters.adapter_base import Adapter, AxisSizes, FrameworkMatch
 from megatron_flex.config import flex_config
+from megatron_flex.errors import FlexError
+from megatron_flex.handles import Handle
 
-ENTRY_POINT_GROUP = "megatron_flex.adapters"  # of the entry points by which others add finders
-
-AxisSizes = Mapping[str, int | None]  # axis name to the size that a person gave
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a finder says of a model that is its framework's.
-
-    Attributes:
-        name: the framework's.
-        why: what in the model shows it, in words.
-        make: makes the adapter; called on all ranks together.
-        alone: whether `make` communicates nothing, so that one rank may call it by itself.
-        around: whether it is only what is around a model, in which any framework's parallel modules may be:
-            a claim of theirs comes before this one.
-    """
-
-    name: str
-    why: str
-    make: Callable[[], Adapter]
-    alone: bool = False
-    around: bool = False
+ENTRY_POINT_GROUP = "megatron_flex.adapters"  # the entry point group for finders of other packages
 
 
 class Finder(Protocol):
-    """Knows one framework's models.
+    """Detects one framework's models.
 
-    It may have an attribute `before`: names of frameworks that do not get a model which it claims too.
+    It may have an attribute `before`: names of frameworks over which it has priority.
     """
 
-    def __call__(self, chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> Found | None:
-        """Look at a model; None if it is not the framework's. Nothing is communicated.
+    def __call__(
+        self, chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any
+    ) -> FrameworkMatch | None:
+        """Inspect a model; None if it is not the framework's. Nothing is communicated.
 
         Args:
             chunks: the model, or its virtual pipeline chunks; bare or wrapped.
-            said: the sizes that a person gave, by axis.
-            process_group: the ranks that a person gave; the default group if None.
+            said: the sizes given by the user, by axis.
+            process_group: the ranks given by the user; the default group if None.
         """
 
 
@@ -63,10 +44,10 @@ class FinderEntry:
 
     Attributes:
         name: the framework's, or the entry point's.
-        get: gives the finder; imports it, where it is an entry point's.
-        origin: who brought it; empty for those of this package.
-        package: what must be imported for the framework to be in use; empty if it is always asked.
-        before: names of frameworks that do not get a model which this one claims too.
+        get: returns the finder; imports it, if it is an entry point's.
+        origin: the source of the finder; empty for those of this package.
+        package: must be imported for the framework to be in use; empty if the finder always runs.
+        before: names of frameworks over which it has priority.
     """
 
     name: str
@@ -76,7 +57,9 @@ class FinderEntry:
     before: tuple[str, ...] = ()
 
 
-def _megatron_core(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> Found | None:
+def _megatron_core(
+    chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any
+) -> FrameworkMatch | None:
     from megatron_flex.adapters import megatron_core
 
     adapter = megatron_core.make_megatron_adapter(chunks)
@@ -87,43 +70,47 @@ def _megatron_core(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group
         adapter.mesh.check_sizes(axis_sizes)
         return adapter
 
-    return Found(
+    return FrameworkMatch(
         "megatron-core", f"it is a {type(adapter.roots[0]).__name__} of Megatron's", make, alone=True
     )
 
 
-def _dtensor(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> Found | None:
+def _dtensor(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> FrameworkMatch | None:
     from megatron_flex.adapters import dtensor
 
     return dtensor.find_dtensor(chunks, axis_sizes, process_group)
 
 
-def _fairscale(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> Found | None:
+def _fairscale(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> FrameworkMatch | None:
     from megatron_flex.adapters import fairscale
 
     return fairscale.find_fairscale(chunks, axis_sizes, process_group)
 
 
-def _apex(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> Found | None:
+def _apex(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> FrameworkMatch | None:
     from megatron_flex.adapters import apex
 
     return apex.find_apex(chunks, axis_sizes, process_group)
 
 
-def _deepspeed(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> Found | None:
-    from megatron_flex.adapters import deepspeed
+def _deepspeed(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> FrameworkMatch | None:
+    from megatron_flex.adapters.deepspeed_adapter import make_engine_adapter, why_deepspeed
 
-    why = deepspeed.why_deepspeed(chunks)
-    return Found("deepspeed", why, lambda: deepspeed.make_engine_adapter(chunks, axis_sizes), around=True) if why else None
+    why = why_deepspeed(chunks)
+    return (
+        FrameworkMatch("deepspeed", why, partial(make_engine_adapter, chunks, axis_sizes), around=True)
+        if why
+        else None
+    )
 
 
-def _pytorch(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> Found | None:
+def _pytorch(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> FrameworkMatch | None:
     found = pytorch.inspect_wrappers(chunks, axis_sizes, process_group)
-    return None if found is None else Found("pytorch", *found, around=True)
+    return None if found is None else FrameworkMatch("pytorch", *found, around=True)
 
 
-# By the package without which there is nothing to find, in the order in which they are asked.
-BUILT_IN: tuple[tuple[str, Callable[..., Found | None]], ...] = (
+# By the package that must be imported for the finder to run, in the order of calls.
+BUILT_IN: tuple[tuple[str, Callable[..., FrameworkMatch | None]], ...] = (
     ("megatron", _megatron_core),
     ("fairscale", _fairscale),
     ("apex", _apex),
@@ -135,18 +122,18 @@ BUILT_IN: tuple[tuple[str, Callable[..., Found | None]], ...] = (
 _registered: list[FinderEntry] = []
 
 
-def register_adapter(finder: Finder, name: str = "", before: tuple[str, ...] = ()) -> Undo:
-    """Ask one more finder about every model, in this process.
+def register_adapter(finder: Finder, name: str = "", before: tuple[str, ...] = ()) -> Handle:
+    """Register a finder, which then inspects every model in this process.
 
-    A package that is installed says the same by an entry point of the group `megatron_flex.adapters`.
+    An installed package registers one by an entry point of the group `megatron_flex.adapters`.
 
     Args:
-        finder: called with `(chunks, said, process_group)`; returns a `Found`, or None.
-        name: the framework's; the finder's own if it is not given.
-        before: names of frameworks that do not get a model which this one claims too.
+        finder: called with `(chunks, said, process_group)`; returns a `FrameworkMatch`, or None.
+        name: the framework's; the finder's own if None.
+        before: names of frameworks over which it has priority.
 
     Returns:
-        A function that takes it out again.
+        A handle whose `remove()` unregisters it.
 
     Raises:
         FlexError: the name is taken.
@@ -160,7 +147,7 @@ def register_adapter(finder: Finder, name: str = "", before: tuple[str, ...] = (
     module = getattr(finder, "__module__", type(finder).__module__)
     known = FinderEntry(name, lambda: finder, f"registered by {module}", before=before)
     _registered.append(known)
-    return lambda: _registered.remove(known) if known in _registered else None
+    return Handle(partial(_registered.remove, known), f"adapter {name!r}", lambda: known in _registered)
 
 
 def _framework_name(finder: Any) -> str:
@@ -170,12 +157,13 @@ def _framework_name(finder: Any) -> str:
 
 @cache
 def _installed_entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Entry points of what is installed on this `sys.path`."""
+    """Entry points of packages on this `sys.path`."""
     return tuple(entry_points(group=ENTRY_POINT_GROUP))
 
 
 def finder_entries() -> list[FinderEntry]:
-    """All finders in the order in which they are asked."""
+    """All finders in the order of calls."""
+    # mypy does not infer a lambda with a default
     built_in = [FinderEntry(_framework_name(f), lambda f=f: f, "", package) for package, f in BUILT_IN]  # type: ignore[misc]
     theirs = [*_registered]
     for entry in _installed_entry_points(tuple(sys.path)):

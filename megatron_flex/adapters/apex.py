@@ -1,7 +1,7 @@
-"""The layers of `apex.transformer`: how they cut tensors, the groups they work in, and what is inside them.
+"""The layers of `apex.transformer`: their layouts, process groups, and inner hook points.
 
-They are Megatron's of 2022: the sequence is cut along the first dim, and a bias may be returned beside the
-output. Each linear keeps the function that multiplies as an attribute of its own.
+They are Megatron's of 2022: the sequence is sharded over the first dim, and a bias may be returned beside the
+output. Each linear has its GEMM function as an attribute.
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_flex.adapters.base import LocalGradient, Undo
-from megatron_flex.adapters.composing import compose
-from megatron_flex.adapters.parameter_storage import Keeping, Kept
-from megatron_flex.adapters.modules import Modules
-from megatron_flex.adapters.ranks import axis_of
-from megatron_flex.adapters.adapter_registry import Found, AxisSizes
-from megatron_flex.adapters.rules import Point, Rule
-from megatron_flex.adapters.spread import WHOLE, Spread
+from megatron_flex.adapters.adapter_base import AxisSizes, FrameworkMatch, LocalGradient, Undo
+from megatron_flex.adapters.layout_rules import FULL, Point, Rule, Spread
+from megatron_flex.adapters.mesh_axes import make_axis
+from megatron_flex.adapters.module_adapter import ModuleAdapter, compose
+from megatron_flex.adapters.parameter_storage import ParameterStorage, StoredParameter
 from megatron_flex.adapters.taps import UpstreamFunction, intercept
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
@@ -35,28 +32,28 @@ PARALLEL = (COLUMN, ROW, VOCABULARY)
 NORMS = ("FusedLayerNorm", "FusedRMSNorm", "FastLayerNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm")
 LAYERS_MODULE = "apex.transformer.tensor_parallel.layers"
 SEQUENCE_PARALLEL = (
-    "sequence_parallel_enabled"  # an attribute of layers and of the parameters whose gradients are shares
+    "sequence_parallel_enabled"  # an attribute of layers and of the parameters with partial gradients
 )
 
-# From the outermost to the innermost: ranks are numbered so.
+# From the outermost to the innermost, in the order of rank numbers.
 GROUP_GETTERS = {
     "pp": "get_pipeline_model_parallel_group",
     "dp": "get_data_parallel_group",
     "tp": "get_tensor_model_parallel_group",
 }
 
-STRIDED = "stride={} gives each rank several pieces of its features; hook the modules before and behind it"
+STRIDED = "stride={} gives each rank several pieces of its features; hook the modules before and after it"
 LAST_DIM_CUT, FIRST_DIM_CUT = Spread(cuts=((-1, "tp"),)), Spread(cuts=((0, "tp"),))
 PARTIAL, SHARED = Spread(partial=("tp",)), Spread(shared=("tp",))
 
 
 def is_apex(module: Any, *names: str) -> bool:
-    """Whether a module's class, or one that it derives from, is apex's class of one of these names."""
+    """Whether a module's class, or one of its bases, is apex's class of one of these names."""
     return any(c.__name__ in names and c.__module__.startswith("apex.") for c in type(module).__mro__)
 
 
-def find_apex(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> Found | None:
-    """A model with apex's parallel layers in it, or a stage of a pipeline that apex made."""
+def find_apex(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> FrameworkMatch | None:
+    """A model with apex's parallel layers in it, or a stage of an apex pipeline."""
     modules = [m for chunk in chunks for m in chunk.modules()]
     layer = next((m for m in modules if is_apex(m, *PARALLEL)), None)
     if layer is not None:
@@ -65,7 +62,7 @@ def find_apex(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any
         why = f"apex was initialized with {_pipeline_size()} pipeline stages"
     else:
         return None
-    return Found("apex", why, partial(_make_adapter, chunks, modules, axis_sizes))
+    return FrameworkMatch("apex", why, partial(_make_adapter, chunks, modules, axis_sizes))
 
 
 def _pipeline_size() -> int:
@@ -75,7 +72,7 @@ def _pipeline_size() -> int:
     return int(dist.get_world_size(state.get_pipeline_model_parallel_group()))
 
 
-def _make_adapter(chunks: list[nn.Module], modules: list[nn.Module], axis_sizes: AxisSizes) -> Modules:
+def _make_adapter(chunks: list[nn.Module], modules: list[nn.Module], axis_sizes: AxisSizes) -> ModuleAdapter:
     if len(chunks) != 1:
         raise FlexError(
             f"{len(chunks)} virtual chunks of an apex model, whose interleaved schedule is not known; have "
@@ -89,10 +86,10 @@ def _make_adapter(chunks: list[nn.Module], modules: list[nn.Module], axis_sizes:
 
 
 def apex_mesh() -> Mesh:
-    """The axes of the run, of the groups that apex's layers use.
+    """The axes of the run, from the groups of apex's layers.
 
     Raises:
-        FlexError: there are none.
+        FlexError: the groups do not exist.
     """
     from apex.transformer import parallel_state
 
@@ -101,59 +98,81 @@ def apex_mesh() -> Mesh:
             "the model has apex's parallel layers, but apex's groups are not there; call "
             "apex.transformer.parallel_state.initialize_model_parallel before"
         )
-    return Mesh(tuple(axis_of(name, getattr(parallel_state, getter)()) for name, getter in GROUP_GETTERS.items()))
+    return Mesh(
+        tuple(make_axis(name, getattr(parallel_state, getter)()) for name, getter in GROUP_GETTERS.items())
+    )
 
 
 class ApexRules:
-    """The rules of apex's parallel layers, and of norms on a sequence that is cut."""
+    """The rules of apex's parallel layers, and of norms on a sharded sequence."""
 
     def of(self, path: str, module: nn.Module) -> Rule | None:
-        """What is known of one of them."""
+        """The rule of one module."""
         if is_apex(module, COLUMN, ROW):
             rule = _column_rule(module) if is_apex(module, COLUMN) else _row_rule(module)
             stride = getattr(module.weight, "partition_stride", 1)
             return rule if stride == 1 else replace(rule, points=(), hidden=STRIDED.format(stride))
         if is_apex(module, VOCABULARY):
-            tap = UpstreamFunction(module, LAYERS_MODULE, "reduce_from_tensor_model_parallel_region", before=True)
-            return Rule(WHOLE, WHOLE, {"weight": _parameter_layout(module, "weight", 0)}, (Point("partial", PARTIAL, tap),))
-        shares = {n: _parameter_layout(module, n, None) for n, p in module.named_parameters(recurse=False) if _has_shared_gradient(p)}
+            tap = UpstreamFunction(
+                module, LAYERS_MODULE, "reduce_from_tensor_model_parallel_region", before=True
+            )
+            return Rule(
+                FULL,
+                FULL,
+                {"weight": _parameter_layout(module, "weight", 0)},
+                (Point("partial", PARTIAL, tap),),
+            )
+        shares = {
+            n: _parameter_layout(module, n, None)
+            for n, p in module.named_parameters(recurse=False)
+            if _has_shared_gradient(p)
+        }
         if is_apex(module, *NORMS):
             return Rule(parameters=shares, follows=len(getattr(module, "normalized_shape", (0,))))
         return Rule(parameters=shares) if shares else None
 
 
 def _column_rule(module: Any) -> Rule:
-    inputs = FIRST_DIM_CUT if getattr(module, SEQUENCE_PARALLEL, False) else WHOLE
+    inputs = FIRST_DIM_CUT if getattr(module, SEQUENCE_PARALLEL, False) else FULL
     points = [Point("gemm_input", SHARED, ApexGemm(module, True))]
     if module.gather_output:
         points.append(Point("local", LAST_DIM_CUT, ApexGemm(module, False)))
     parameters = {name: _parameter_layout(module, name, 0) for name in ("weight", "bias")}
-    return Rule(inputs, WHOLE if module.gather_output else LAST_DIM_CUT, parameters, tuple(points), beside=(LAST_DIM_CUT,))
+    return Rule(
+        inputs,
+        FULL if module.gather_output else LAST_DIM_CUT,
+        parameters,
+        tuple(points),
+        beside=(LAST_DIM_CUT,),
+    )
 
 
 def _row_rule(module: Any) -> Rule:
     points = [Point("partial", PARTIAL, ApexGemm(module, False))]
     if not module.input_is_parallel:
         points.insert(0, Point("gemm_input", LAST_DIM_CUT, ApexGemm(module, True)))
-    parameters = {"weight": _parameter_layout(module, "weight", 1), "bias": _parameter_layout(module, "bias", None)}
+    parameters = {
+        "weight": _parameter_layout(module, "weight", 1),
+        "bias": _parameter_layout(module, "bias", None),
+    }
     return Rule(
-        LAST_DIM_CUT if module.input_is_parallel else WHOLE,
-        FIRST_DIM_CUT if getattr(module, SEQUENCE_PARALLEL, False) else WHOLE,
+        LAST_DIM_CUT if module.input_is_parallel else FULL,
+        FIRST_DIM_CUT if getattr(module, SEQUENCE_PARALLEL, False) else FULL,
         parameters,
         tuple(points),
-        beside=(SHARED if _has_shared_gradient(module.bias) else WHOLE,),
+        beside=(SHARED if _has_shared_gradient(module.bias) else FULL,),
     )
 
 
 def _has_shared_gradient(parameter: Any) -> bool:
-    """Whether each rank has only its part of the sequence's share of a parameter's gradient."""
+    """Whether each rank has only the part of a parameter's gradient from its own part of the sequence."""
     return bool(getattr(parameter, SEQUENCE_PARALLEL, False))
 
 
 def _parameter_layout(module: Any, name: str, cut: int | None) -> Layout:
-    """The layout of a parameter that is cut along a dim.
+    """The layout of a parameter that is sharded along a dim.
 
-    Where a linear is strided, `partition_stride` parts of it are cut each by itself.
+    Where a linear is strided, `partition_stride` parts of it are sharded separately.
     """
     parameter = getattr(module, name)
     dims = 0 if parameter is None else parameter.ndim
@@ -167,18 +186,18 @@ def _parameter_layout(module: Any, name: str, cut: int | None) -> Layout:
 
 @dataclass(frozen=True, eq=False)
 class ApexGemm:
-    """What enters a parallel linear's multiplication, or what leaves it before any collective.
+    """The input of a parallel linear's GEMM, or its output before any collective.
 
     Attributes:
         module: the linear.
-        before: the input, gathered over the sequence where it is cut; else the output.
+        before: the input, gathered over the sequence where it is sharded; else the output.
     """
 
     module: nn.Module
     before: bool
 
     def install(self, fire: TapCallback) -> Undo:
-        """Inject `fire` about the function that the linear calls with keywords."""
+        """Install `fire` around the function that the linear calls with keywords."""
 
         def around(gemm: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
             if not self.before:
@@ -191,9 +210,9 @@ class ApexGemm:
 
 
 def _with_gathered_input(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Do the collective on the input outside of the multiplication, by apex's own functions.
+    """Run the collective on the input outside of the GEMM, with apex's own functions.
 
-    Inside, it is done together with the multiplication, so that the tensor between the two never exists.
+    Inside, it is fused with the GEMM, so that the tensor between the two never exists.
     """
     from apex.transformer.tensor_parallel import mappings
 
@@ -208,28 +227,28 @@ def _with_gathered_input(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class MainGradParameters:
-    """Gradients where apex's fused kernel adds them up: in `main_grad`, for which autograd gives none.
+    """Gradients that apex's fused kernel accumulates in `main_grad`, for which autograd returns none.
 
     Args:
-        inner: who keeps everything else.
-        modules: the model's.
+        inner: the storage of everything else.
+        modules: the model's modules.
     """
 
     name = "gradient accumulation fusion"
     why = "linears of apex's add their gradients up in main_grad"
 
-    def __init__(self, inner: Keeping, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, inner: ParameterStorage, modules: Iterable[nn.Module]) -> None:
         self.inner = inner
         linears = [m for m in modules if is_apex(m, COLUMN, ROW)]
         self._fused = {m.weight for m in linears if getattr(m, "gradient_accumulation_fusion", False)}
 
     def _main(self, parameter: nn.Parameter) -> Tensor | None:
-        """The memory beside autograd's, if a gradient is in it."""
+        """The tensor beside autograd's, if it holds a gradient."""
         main: Tensor | None = getattr(parameter, "main_grad", None)
         return main if parameter in self._fused or parameter.grad is None else None
 
     def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
-        """What the kernel added up, or what the inner keeping tells."""
+        """The gradient that the kernel accumulated, or the inner storage's."""
         main = self._main(parameter)
         return self.inner.gradient(parameter, reduced) if main is None else LocalGradient(main)
 
@@ -242,13 +261,17 @@ class MainGradParameters:
         with torch.no_grad():
             main.copy_(value)
 
-    def parameters(self) -> list[Kept]:
-        """As the inner keeping."""
+    def parameters(self) -> list[StoredParameter]:
+        """As the inner storage."""
         return self.inner.parameters()
 
     def without_layout(self) -> dict[str, str]:
         """Likewise."""
         return self.inner.without_layout()
+
+    def shards(self) -> dict[str, tuple[tuple[int, ...], Tensor]]:
+        """Likewise."""
+        return self.inner.shards()
 
     def value(self, parameter: nn.Parameter) -> Tensor:
         """Likewise."""

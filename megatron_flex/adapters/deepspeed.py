@@ -1,6 +1,6 @@
-"""DeepSpeed's engines: ZeRO keeps parameters and gradients, and the pipeline engine runs a schedule.
+"""DeepSpeed's engines: ZeRO stores parameters and gradients, and the pipeline engine runs a schedule.
 
-What is relied on beside what DeepSpeed documents is listed in `tests/contract/test_deepspeed.py`.
+Undocumented properties of DeepSpeed that this relies on are listed in `tests/contract/test_deepspeed.py`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_flex.adapters.base import Listener, LocalGradient, Undo
-from megatron_flex.adapters.composing import compose
-from megatron_flex.adapters.driving import UserLoop, Driving
-from megatron_flex.adapters.parameter_storage import Keeping, Kept, ModuleParameters
-from megatron_flex.adapters.modules import Modules
-from megatron_flex.adapters.module_names import strip_wrapper_names, is_deepspeed
-from megatron_flex.adapters.ranks import axis_of
+from megatron_flex.adapters.adapter_base import Listener, LocalGradient, Undo
+from megatron_flex.adapters.mesh_axes import make_axis
+from megatron_flex.adapters.model_calls import ModelRunner, UserLoop
+from megatron_flex.adapters.module_names import is_deepspeed, strip_wrapper_names
+from megatron_flex.adapters.parameter_storage import ModuleParameters, ParameterStorage, StoredParameter
 from megatron_flex.adapters.taps import intercept
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Mesh
 
 DEEPSPEED_ENGINE, PIPELINE_ENGINE, INFERENCE_ENGINE = "DeepSpeedEngine", "PipelineEngine", "InferenceEngine"
 ZERO_12, ZERO_3 = "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
-FRAMEWORKS_WITH_RULES = ("megatron.", "fairscale.", "transformer_engine.", "apex.")  # whose modules have rules of their own
-
-# What an engine is asked, the greatest answer that is no yes, and what a yes is.
+# A method of the engine, the greatest value that means "off", and the feature it reports.
 WITHOUT_A_RULE = {
     "autotp_size": (1, "AutoTP (tensor_parallel.autotp_size)"),
     "mics_shard_size": (0, "MiCS (mics_shard_size)"),
@@ -65,33 +61,7 @@ NOT_FROZEN = (
 )
 
 
-# -- finding it ----------------------------------------------------------------------------------------
-
-
-def why_deepspeed(chunks: list[nn.Module]) -> str:
-    """Why a model is DeepSpeed's; empty if it is not, or another framework's rules say how it is cut."""
-    for chunk in chunks:
-        others = any(c.__module__.startswith(FRAMEWORKS_WITH_RULES) for m in chunk.modules() for c in type(m).__mro__)
-        if is_deepspeed(chunk, INFERENCE_ENGINE) or (is_deepspeed(chunk, DEEPSPEED_ENGINE) and not others):
-            return f"it is in DeepSpeed's {type(chunk).__name__}"
-    return ""
-
-
-def make_engine_adapter(chunks: list[nn.Module], axis_sizes: Any) -> Modules:
-    """The adapter of an engine.
-
-    Raises:
-        FlexError: there are several, or it does what no rule covers.
-    """
-    if len(chunks) != 1:
-        raise FlexError(f"{len(chunks)} models with a DeepSpeed engine among them; give one engine")
-    engine = chunks[0]
-    _check_supported(engine)
-    (mesh := deepspeed_mesh(engine)).check_sizes(axis_sizes)
-    if is_deepspeed(engine, PIPELINE_ENGINE):
-        keeping = keeping_of(engine, engine.get_submodule("module"), mesh)
-        return PipelineModules(engine, mesh, None, keeping, EngineSchedule(engine), "deepspeed")
-    return compose(engine, mesh, name="deepspeed")
+# -- detection ------------------------------------------------------------------------------------------
 
 
 def deepspeed_mesh(engine: Any) -> Mesh:
@@ -102,10 +72,10 @@ def deepspeed_mesh(engine: Any) -> Mesh:
         asks = ("get_tensor_model_parallel_group", "get_model_parallel_group")
         cut = next((getattr(engine.mpu, n) for n in asks if hasattr(engine.mpu, n)), None)
         groups = None, engine.seq_data_parallel_group, None if cut is None else cut()
-    return Mesh(tuple(map(axis_of, ("pp", "dp", "tp"), groups)))
+    return Mesh(tuple(map(make_axis, ("pp", "dp", "tp"), groups)))
 
 
-def _check_supported(engine: Any) -> None:
+def check_engine(engine: Any) -> None:
     """Refuse what no rule covers. The configuration is the same on all ranks, and so is the error."""
     if (kind := type(engine).__name__) in (INFERENCE_ENGINE, "DeepSpeedHybridEngine"):
         raise FlexError(
@@ -120,7 +90,7 @@ def _check_supported(engine: Any) -> None:
 
 
 def _check_tied_layers(model: Any) -> None:
-    """Refuse layers that are one module on several stages; told from what all ranks know."""
+    """Refuse layers that are one module on several stages; known on all ranks without communication."""
     stages: dict[str, set[int]] = {}
     for stage, (start, stop) in enumerate(pairwise(model.parts)):
         for spec in model._layer_specs[start:stop]:
@@ -133,22 +103,22 @@ def _check_tied_layers(model: Any) -> None:
         )
 
 
-# -- who keeps parameters and gradients ----------------------------------------------------------------
+# -- parameter storage ----------------------------------------------------------------------------------
 
 
-def keeping_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> Keeping | None:
+def keeping_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> ParameterStorage | None:
     """The engine's ZeRO, or its plain optimizer; None if there is no engine.
 
     Raises:
-        FlexError: parameters are spread by ZeRO, but the model was given without its engine; or the engine
-            does what no rule covers.
+        FlexError: ZeRO shards the parameters, but the model was given without its engine; or the engine
+            uses a feature without a rule.
     """
     if not is_deepspeed(chunk, DEEPSPEED_ENGINE):
         for name, parameter in root.named_parameters():
             if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
                 raise FlexError(f"ZeRO keeps {name}; give the engine that deepspeed.initialize() returned")
         return None
-    _check_supported(chunk)
+    check_engine(chunk)
     engine: Any = chunk
     ranks, dp = dist.get_process_group_ranks(engine.seq_data_parallel_group), mesh["dp"]
     if len(ranks) != dp.size or (dp.size > 1 and set(ranks) != set(dp.ranks)):
@@ -160,9 +130,9 @@ def keeping_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> Keeping | None:
 
 
 class ZeroParameters(ModuleParameters):
-    """ZeRO-1 and 2 leave parts of gradients on each rank, ZeRO-3 parts of parameters too; ZeRO-0 nothing.
+    """ZeRO-1 and 2 shard gradients, ZeRO-3 parameters too; ZeRO-0 nothing.
 
-    A ZeRO-3 parameter is counted flat and cut in equal parts, and is whole only while its module runs.
+    A ZeRO-3 parameter is flattened and sharded equally, and is gathered only while its module runs.
     """
 
     name = "DeepSpeed"
@@ -173,14 +143,17 @@ class ZeroParameters(ModuleParameters):
         self.root, self.engine, self.optimizer, self._lazy = root, engine, engine.optimizer, {}
         shapes = [tuple(getattr(p, "ds_shape", p.shape)) for _, p in named]
         parts = zip(named, shapes, strict=True)
-        self._kept = [Kept(strip_wrapper_names(n), p, shape, sharded=hasattr(p, "ds_id")) for (n, p), shape in parts]
+        self._kept = [
+            StoredParameter(strip_wrapper_names(n), p, shape, sharded=hasattr(p, "ds_id"))
+            for (n, p), shape in parts
+        ]
         self.kind = type(self.optimizer).__name__
         groups = getattr(self.optimizer, "bit16_groups", [])
         self._group = {id(p): number for number, group in enumerate(groups) for p in group}
         self.none = self.optimizer is None or isinstance(self.optimizer, torch.optim.Optimizer)
 
     def value(self, parameter: nn.Parameter) -> Tensor:
-        """It is whole, or is gathered in DeepSpeed's own context and copied there."""
+        """The full parameter, if necessary gathered in DeepSpeed's own context and copied there."""
         if not hasattr(parameter, "ds_id"):
             return parameter.detach()
         from deepspeed.runtime.zero import GatheredParameters
@@ -189,7 +162,7 @@ class ZeroParameters(ModuleParameters):
             return parameter.detach().clone()
 
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Write where it is whole, and into this rank's part of the copy that the optimizer steps."""
+        """Write to the full parameter where it exists, and to this rank's part of the optimizer's copy."""
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
@@ -205,16 +178,16 @@ class ZeroParameters(ModuleParameters):
         safe_set_full_fp32_param(parameter, value.detach().float())
 
     def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
-        """The mean over data parallel ranks, put together of the parts that they have."""
+        """The mean over data parallel ranks, gathered from their parts."""
         from deepspeed.utils import safe_get_full_grad
 
         return LocalGradient(safe_get_full_grad(parameter) if self._exists(parameter) else None)
 
     def reduced(self) -> bool:
-        return True  # what there is of a gradient is the mean over data parallel ranks
+        return True  # an available gradient is the mean over data parallel ranks
 
     def put_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Write into the part that this rank has."""
+        """Write to the part of this rank."""
         from deepspeed.utils import safe_set_full_grad, safe_set_local_grad
 
         if not self._exists(parameter):
@@ -227,12 +200,12 @@ class ZeroParameters(ModuleParameters):
             safe_set_full_grad(parameter, value)
 
     def _exists(self, parameter: nn.Parameter) -> bool:
-        """Whether it has a gradient now; known alike on all ranks, as asking for it is collective."""
+        """Whether it has a gradient now; the same on all ranks, because reading it is collective."""
         if not parameter.requires_grad:
             return False
         if any(getattr(self.optimizer, n, False) for n in ("cpu_offload", "offload_optimizer")):
             raise FlexError(OFFLOADED_OPTIMIZER)
-        if hasattr(parameter, "ds_id"):  # as far as it is accumulated; ZeRO-3 reduces it each time
+        if hasattr(parameter, "ds_id"):  # the accumulated gradient; ZeRO-3 reduces it each time
             here = getattr(self.optimizer, "averaged_gradients", {})
             return any(g is not None for g in here.values())
         if not self.none:
@@ -242,29 +215,31 @@ class ZeroParameters(ModuleParameters):
                 raise FlexError("the optimizer was not given it, so that nothing reduces its gradient")
             if self.optimizer.averaged_gradients.get(self._group[id(parameter)]) is not None:
                 return True
-        if not self.engine.is_gradient_accumulation_boundary() and not is_deepspeed(self.engine, PIPELINE_ENGINE):
+        if not self.engine.is_gradient_accumulation_boundary() and not is_deepspeed(
+            self.engine, PIPELINE_ENGINE
+        ):
             raise FlexError(NOT_ASSEMBLED.format(steps=self.engine.gradient_accumulation_steps()))
         return self.none
 
     def freeze(self) -> Undo:
-        """Turn `requires_grad` off, where nothing counts on gradients."""
+        """Turn `requires_grad` off, where nothing depends on gradients."""
         if is_deepspeed(self.engine, PIPELINE_ENGINE) or not (self.none or self.kind == ZERO_3):
             raise FlexError(NOT_FROZEN.format(kind=f"{type(self.engine).__name__} with a {self.kind}"))
         return super().freeze()
 
 
 def _flat_shard(parameter: Any, value: Tensor) -> Tensor:
-    """This rank's part of a whole, counted flat and filled up with zeros."""
+    """This rank's part of a full tensor, flattened and padded with zeros."""
     length, rank = parameter.ds_tensor.numel(), dist.get_rank(parameter.ds_process_group)
     mine = value.detach().reshape(-1).float()[rank * length : (rank + 1) * length]
     return nn.functional.pad(mine, (0, length - len(mine)))
 
 
-# -- who calls the model -------------------------------------------------------------------------------
+# -- callers of the model -------------------------------------------------------------------------------
 
 
-def driving_of(chunk: nn.Module, mesh: Mesh) -> Driving | None:
-    """How an engine is run; None if there is none."""
+def driving_of(chunk: nn.Module, mesh: Mesh) -> ModelRunner | None:
+    """The caller of an engine; None if there is none."""
     if is_deepspeed(chunk, PIPELINE_ENGINE):
         return EngineSchedule(chunk)
     if is_deepspeed(chunk, DEEPSPEED_ENGINE):
@@ -273,12 +248,12 @@ def driving_of(chunk: nn.Module, mesh: Mesh) -> Driving | None:
 
 
 def _gradient_factor(engine: Any) -> float:
-    """By how much gradients are greater than those of a microbatch's own loss."""
+    """The factor between the gradients and those of a microbatch's own loss."""
     return float(engine._get_optimizer_loss_scale() or 1.0) / float(engine.gradient_accumulation_steps())
 
 
 class EngineSchedule:
-    """A pipeline engine, by `train_batch` or `eval_batch`; the n-th pass on a stage is of microbatch n."""
+    """A pipeline engine, run by `train_batch` or `eval_batch`; pass n on a stage is of microbatch n."""
 
     name = "PipelineEngine"
     why = "its engine runs a schedule over the stages"
@@ -287,7 +262,7 @@ class EngineSchedule:
         self.engine = engine
 
     def watch(self, listener: Listener) -> Undo:
-        """Tell each schedule, and the passes in it."""
+        """Report each schedule, and the passes in it."""
 
         def around(execute: Callable[[Any], None], schedule: Any) -> None:
             factor = partial(_gradient_factor, self.engine)
@@ -302,11 +277,11 @@ class EngineSchedule:
         return intercept(self.engine, "_exec_schedule", around)
 
     def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
-        """Evaluate it on tokens, whatever they are to its first layer; microbatches along their first dim."""
+        """Evaluate it on tokens, in the form of its first layer's input; microbatches along the first dim."""
         engine, parts = self.engine, list(tokens.split(microbatch_size or max(len(tokens), 1)))
         training, total = engine.module.training, engine.total_loss
-        engine.total_loss = None  # which outputs are added to for want of a loss
-        engine.reset_activation_shape()  # stages have told each other that of other microbatches
+        engine.total_loss = None  # outputs are added to it if there is no loss
+        engine.reset_activation_shape()  # stages have exchanged the shape of other microbatches
         quiet: Any = {"compute_loss": False, "reduce_output": None, "bcast_loss": False}
         engine.eval_batch(iter([(part, part) for part in parts]), num_micro_batches=len(parts), **quiet)
         engine.reset_activation_shape()
@@ -316,7 +291,7 @@ class EngineSchedule:
 
 @dataclass
 class _InstructionStream:
-    """A schedule that hands out one instruction at a time, and tells of passes before and behind."""
+    """A schedule that yields one instruction at a time, and reports passes before and after."""
 
     schedule: Any
     engine: Any
@@ -334,17 +309,8 @@ class _InstructionStream:
                 self.listener.forward_begins(next(begun), 0)
             elif kind == "BackwardPass":
                 self.listener.backward_begins(outputs[one.buffer_id])
-            yield [one]  # the engine comes back when it has done that
+            yield [one]  # the engine resumes here when it has executed that
             if kind == "ForwardPass":
                 self.listener.forward_ends(outputs[one.buffer_id])
             elif kind == "BackwardPass":
                 self.listener.backward_ends()
-
-
-class PipelineModules(Modules):
-    """One stage of a PipelineModule, whose layers are named by their numbers in the whole model."""
-
-    def _callable(self) -> Iterator[tuple[str, nn.Module]]:
-        """Its modules, but for the loss function, which all stages have and the last one calls."""
-        last = self.mesh["pp"].coord == self.mesh["pp"].size - 1
-        return (n for n in super()._callable() if last or n[0].partition(".")[0] != "loss_fn")

@@ -1,98 +1,103 @@
-"""PyTorch's own tensor parallelism: layouts are what DTensors' placements and parallel styles say.
+"""PyTorch's own tensor parallelism: layouts follow from DTensors' placements and parallel styles.
 
-A DTensor that passes a hook tells its layout itself; hooks get its local part, and what they make of it goes
-on as a DTensor of the same placements. A local tensor that leaves a module with a parallel style lies as the
-style says. What lies between such modules is followed.
+A DTensor at a hook point has its own layout; hooks get its local tensor, and their result continues
+as a DTensor of the same placements. A local tensor that leaves a module with a parallel style of
+`parallelize_module` is sharded as the style's hooks declare. Between such modules, layouts are
+propagated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from megatron_flex.adapters import transformers_tp
-from megatron_flex.adapters.base import Adapter, Undo
-from megatron_flex.adapters.composing import compose
-from megatron_flex.adapters.device_mesh import AXIS_NAMES, axes_of_device_mesh, mesh_of_device_meshes, mesh_uses_in
-from megatron_flex.adapters.inert import behind
-from megatron_flex.adapters.leaves import AnyInput
+from megatron_flex.adapters import huggingface
+from megatron_flex.adapters.adapter_base import Adapter, FrameworkMatch, Undo
+from megatron_flex.adapters.dtensor_placements import spread_of_placements
+from megatron_flex.adapters.layout_rules import FULL, Point, Rule, Spread, UnknownLayout
+from megatron_flex.adapters.mesh_axes import (
+    AXIS_NAMES,
+    mesh_of_device_meshes,
+    mesh_uses_in,
+)
+from megatron_flex.adapters.module_adapter import compose
 from megatron_flex.adapters.module_names import named_modules, unwrap
-from megatron_flex.adapters.adapter_registry import Found
-from megatron_flex.adapters.rules import Point, Rule
-from megatron_flex.adapters.spread import WHOLE, Spread, SpreadOrUnknown, Unknown
-from megatron_flex.adapters.styles import ParallelStyle, parallel_styles_of
+from megatron_flex.adapters.taps import AnyInput, add_hook
 from megatron_flex.layout import Layout
+from megatron_flex.layout.gradient_layout import GradientUses
 from megatron_flex.mesh import Mesh
-from megatron_flex.sites import TapCallback, Tap
+from megatron_flex.sites import Tap, TapCallback
+
+
+@dataclass(frozen=True)
+class ParallelStyle:
+    """The arguments of a parallel style's hooks on a module.
+
+    Attributes:
+        name: the style's class.
+        device_mesh: the mesh of its tensors.
+        inputs: the placement of the module's first input as a local tensor; None if that is a DTensor, or
+            unchanged.
+        outputs: likewise of the output.
+        known: whether it is one of torch's own.
+        passes: whether it only prepares the input or the output.
+    """
+
+    name: str
+    device_mesh: Any
+    inputs: Any = None
+    outputs: Any = None
+    known: bool = True
+    passes: bool = False
+
+
+def parallel_styles_of(module: nn.Module) -> Iterator[ParallelStyle]:
+    """The arguments of the hooks of `parallelize_module`'s styles, or of `distribute_module`, on a module."""
+    sequence = None
+    for before, hook in _hooks_with_closures(module):
+        held = dict(zip(hook.__code__.co_freevars, (c.cell_contents for c in hook.__closure__), strict=True))
+        device_mesh = held.get("device_mesh")
+        if device_mesh is None:
+            continue
+        style, made = held.get("self"), held.get("input_fn" if before else "output_fn")
+        if style is not None:  # PrepareModuleInput and PrepareModuleOutput are stored as objects
+            name = type(style).__name__
+            theirs = type(style).__module__.startswith("torch.distributed.")
+            layouts: Any = getattr(
+                style, "desired_input_layouts" if before else "desired_output_layouts", None
+            )
+            local = bool(layouts) and bool(style.use_local_output)
+            placement = layouts[0] if local and theirs else None
+            yield ParallelStyle(
+                name, device_mesh, **{"inputs" if before else "outputs": placement}, known=theirs, passes=True
+            )
+        elif isinstance(made, partial) and made.func.__module__.startswith("torch.distributed."):
+            name = made.func.__qualname__.partition(".")[0]
+            args = made.args
+            if before:
+                sequence = args[0][0] if name == "SequenceParallel" else None
+                yield ParallelStyle(name, device_mesh)
+            elif args[-1]:  # the output is a local tensor
+                yield ParallelStyle(name, device_mesh, outputs=args[0][0] if len(args) > 1 else sequence)
+            else:
+                yield ParallelStyle(name, device_mesh)
+        elif made is not None:
+            name = getattr(made, "__qualname__", repr(made)).partition(".")[0]
+            yield ParallelStyle(name, device_mesh, known=False)
+
+
+def _hooks_with_closures(module: nn.Module) -> Iterator[tuple[bool, Any]]:
+    for before, hooks in ((True, module._forward_pre_hooks), (False, module._forward_hooks)):
+        for hook in hooks.values():
+            if getattr(hook, "__closure__", None) and hasattr(hook, "__code__"):
+                yield before, hook
+
 
 NAME = "PyTorch tensor parallel"
-
-
-# -- placements ----------------------------------------------------------------------------------------
-
-
-def spread_of_placements(
-    placements: Sequence[Any],
-    device_mesh: Any,
-    mesh: Mesh,
-    shape: Sequence[int] | None = None,
-    grad_placements: Sequence[Any] | None = None,
-) -> SpreadOrUnknown:
-    """How the local part of a DTensor lies on the ranks of one sample.
-
-    Args:
-        placements: the DTensor's.
-        device_mesh: likewise.
-        mesh: the axes of the run.
-        shape: the DTensor's, where it is known: parts of a dim that does not divide differ in length.
-        grad_placements: what `to_local` was told of the gradient.
-
-    Raises:
-        FlexError: the DeviceMesh has a dim that is no axis of the run.
-    """
-    cuts: list[tuple[int, str]] = []
-    partial_: list[str] = []
-    shared: list[str] = []
-    uneven = False
-    back = grad_placements or (None,) * len(placements)
-    for axis, placement, grad in zip(axes_of_device_mesh(device_mesh, mesh), placements, back, strict=True):
-        if not axis:
-            continue
-        why = _why_no_layout(axis, placement)
-        if why:
-            return Unknown(f"it is a DTensor with {placement!r} over {axis}, {why}")
-        if placement.is_partial():
-            partial_.append(axis)
-        elif placement.is_shard() and axis != "dp":
-            cuts.append((placement.dim, axis))
-            uneven = uneven or (shape is not None and shape[placement.dim] % mesh[axis].size != 0)
-        elif axis != "dp" and grad is not None and grad.is_partial():
-            shared.append(axis)
-    return Spread(tuple(cuts), tuple(partial_), tuple(shared), uneven)
-
-
-def _why_no_layout(axis: str, placement: Any) -> str:
-    """Why a placement over an axis has no layout, if so."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    if isinstance(placement, Replicate):
-        return ""
-    if isinstance(placement, _StridedShard):
-        return "whose parts are cut in several pieces each, which no rule tells; redistribute it to a Shard"
-    if isinstance(placement, Shard):
-        if axis == "pp" or (axis == "dp" and placement.dim != 0):
-            return "which is no way to lay the tensors of one sample"
-        return ""
-    if type(placement) is Partial and placement.reduce_op == "sum":
-        return "" if axis != "dp" else "a sum over replicas, not one replica's own tensor; redistribute it"
-    if isinstance(placement, Partial):
-        return "which becomes a tensor of its own only when it is reduced; redistribute it first"
-    return f"a {type(placement).__name__} without a rule"
 
 
 # -- taps ----------------------------------------------------------------------------------------------
@@ -100,12 +105,12 @@ def _why_no_layout(axis: str, placement: Any) -> str:
 
 @dataclass(eq=False)
 class DTensorTap:
-    """Another tap; of a DTensor that passes it hooks see the local part.
+    """Wraps a tap; for a DTensor, hooks get the local tensor.
 
     Attributes:
-        tap: the other tap.
+        tap: the wrapped tap.
         mesh: the axes of the run.
-        opened: whether what passes now is the local part of a DTensor.
+        opened: whether the current tensor is the local tensor of a DTensor.
     """
 
     tap: Any
@@ -114,25 +119,26 @@ class DTensorTap:
 
     @property
     def module(self) -> nn.Module | None:
-        """The module that the other tap stands at."""
+        """The module of the wrapped tap."""
         return getattr(self.tap, "module", None)
 
     def leaf(self, index: int) -> DTensorTap:
-        """The tap at another tensor of the same call."""
+        """The tap for another tensor of the same call."""
         return replace(self, tap=self.tap.leaf(index))
 
-    def gradient(self, layout: Layout) -> Callable[[], Layout | str]:
-        """What tells the gradient's layout: a DTensor's is placed like it, and whole where it is a sum."""
-        tell: Callable[[Layout], Callable[[], Layout | str]] | None = getattr(self.tap, "gradient", None)
-        return layout.gradient if tell is None or self.opened else tell(layout)
+    def gradient_source(self) -> Callable[[], GradientUses] | None:
+        """A function for the current tensor's uses; None for a DTensor, whose layout decides the gradient."""
+        observe: Callable[[], Callable[[], GradientUses] | None] | None
+        observe = getattr(self.tap, "gradient_source", None)
+        return None if observe is None or self.opened else observe()
 
     def install(self, fire: TapCallback) -> Undo:
-        """Inject `fire` by way of the other tap."""
+        """Install `fire` through the wrapped tap."""
         undo: Undo = self.tap.install(_DTensorFire(fire, self))
         return undo
 
     def open(self, tensor: Any, pass_on: Callable[[Tensor], Tensor]) -> Tensor:
-        """Pass on the local part of a DTensor; a DTensor of what comes of that."""
+        """Run the hooks on the local tensor of a DTensor; return a DTensor of their result."""
         local, before = _wait_for(tensor.to_local()), self.opened
         self.opened = True
         try:
@@ -142,14 +148,14 @@ class DTensorTap:
 
 
 class _DTensorFire:
-    """What the other tap calls."""
+    """The callback of the wrapped tap."""
 
     def __init__(self, fire: TapCallback, tap: DTensorTap) -> None:
         self.fire, self.tap = fire, tap
         self.absent = getattr(fire, "absent", None)
 
     def __call__(self, tensor: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
-        """Pass a tensor on, the local part of a DTensor."""
+        """Run the hooks on a tensor, or on the local tensor of a DTensor."""
         from torch.distributed.tensor import DTensor
 
         if not isinstance(tensor, DTensor):
@@ -157,19 +163,19 @@ class _DTensorFire:
             new = self.fire(here, layout, route)
             return tensor if new is here else new
         spread = spread_of_placements(tensor.placements, tensor.device_mesh, self.tap.mesh, tensor.shape)
-        if isinstance(spread, Unknown):
+        if isinstance(spread, UnknownLayout):
             return self._unknown(tensor, spread.why)
         layout = spread.layout(tensor.ndim)
         return self.tap.open(tensor, lambda local: self.fire(local, layout, route))
 
     def unknown(self, tensor: Tensor, why: str) -> Tensor:
-        """Pass a tensor on of which following does not tell how it lies on the ranks."""
+        """Run the hooks on a tensor whose layout propagation does not know."""
         from torch.distributed.tensor import DTensor
 
         return self(tensor) if isinstance(tensor, DTensor) else self._unknown(tensor, why)
 
     def _unknown(self, tensor: Any, why: str) -> Tensor:
-        """Pass on a local tensor, or a DTensor whose placements have no rule."""
+        """Run the hooks on a local tensor, or on a DTensor whose placements have no rule."""
         unknown: Callable[[Tensor, str], Tensor] | None = getattr(self.fire, "unknown", None)
         if unknown is None:
             return cast(Tensor, tensor)
@@ -183,14 +189,14 @@ class _DTensorFire:
 
 
 def _wait_for(local: Tensor) -> Tensor:
-    """A tensor itself, once the collective is over that makes it."""
+    """The plain tensor, once its asynchronous collective has finished."""
     wait = getattr(local, "trigger_wait", None)
-    # What is waited for has no part in the graph of gradients; there, the next function waits by itself.
+    # The wait is not part of the autograd graph; there, the next function waits by itself.
     return local if wait is None or local.requires_grad else cast(Tensor, wait())
 
 
 def _rebuild_dtensor(tensor: Any, local: Tensor, new: Tensor) -> Tensor:
-    """What hooks made of the local part of a DTensor, as a DTensor; itself if they left it as it is."""
+    """The hooks' result for the local tensor, as a DTensor; the original DTensor if it is unchanged."""
     from torch.distributed.tensor import DTensor
 
     if new is local:
@@ -209,7 +215,7 @@ def _rebuild_dtensor(tensor: Any, local: Tensor, new: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class ForwardOutput:
-    """What a module itself computes, before the hooks that already stand there turn it into its output.
+    """The result of a module's forward, before the hooks of its parallel style convert it.
 
     Attributes:
         module: the module.
@@ -218,33 +224,33 @@ class ForwardOutput:
     module: nn.Module
 
     def install(self, fire: TapCallback) -> Undo:
-        """Inject `fire` right behind the module's forward."""
+        """Install `fire` right after the module's forward."""
 
         def hook(_: nn.Module, __: Any, output: Any) -> Any:
             new = fire(output)
             return None if new is output else new
 
-        return behind(self.module, hook, prepend=True)
+        return add_hook(self.module, hook, prepend=True)
 
 
 # -- rules -------------------------------------------------------------------------------------------
 
 
 class StyleRules:
-    """The rules of one model's parallel styles. Its DTensor parameters tell their layouts themselves."""
+    """The rules of one model's parallel styles. DTensor parameters have their own layouts."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
 
     def of(self, path: str, module: nn.Module) -> Rule | None:
-        """What a module's styles tell."""
-        theirs = transformers_tp.transformers_style_of(module)
+        """The layouts that a module's styles declare."""
+        theirs = huggingface.transformers_style_of(module)
         if theirs is not None:
             tell = partial(self._local, theirs[1])
-            return transformers_tp.transformers_rule_of(module, tell)
+            return huggingface.transformers_rule_of(module, tell)
         styles = list(parallel_styles_of(module))
         if all(s.passes or not s.known for s in styles):
-            return None  # what it does inside is followed
+            return None  # layouts are propagated inside it
         inputs = next((s for s in styles if s.inputs is not None), None)
         outputs = [s for s in styles if s.outputs is not None]
         rule = Rule(points=tuple(self._points(module, styles)))
@@ -256,16 +262,16 @@ class StyleRules:
         return rule
 
     def sums_gradients(self, module: nn.Module) -> bool:
-        """Whether the gradients of its parameters are summed over the ranks behind the backward pass."""
-        return transformers_tp.sums_gradients(module)
+        """Whether the gradients of its parameters are summed over the ranks after the backward pass."""
+        return huggingface.sums_gradients(module)
 
     def opened(self, tap: Tap) -> Tap:
-        """A tap that opens DTensors."""
+        """A tap that unwraps DTensors."""
         return DTensorTap(tap, self.mesh)
 
     def _local(self, device_mesh: Any, placement: Any, width: int | None = None) -> Spread | None:
         spread = spread_of_placements([placement], device_mesh, self.mesh)
-        if isinstance(spread, Unknown):
+        if isinstance(spread, UnknownLayout):
             return None
         ends = width is not None and any(d == -1 and width % self.mesh[a].size for d, a in spread.cuts)
         return replace(spread, uneven=ends)
@@ -275,14 +281,14 @@ class StyleRules:
         if not isinstance(module, nn.Linear) or not names & {"ColwiseParallel", "RowwiseParallel"}:
             return
         rows = "RowwiseParallel" in names
-        gets = Spread(((-1, "tp"),)) if rows else WHOLE
+        gets = Spread(((-1, "tp"),)) if rows else FULL
         yield Point("gemm_input", gets, AnyInput(module))
         if rows:
             yield Point("partial", Spread(partial=("tp",)), ForwardOutput(module))
 
 
 def _feature_width(module: nn.Module) -> int | None:
-    """The number of features that a module returns, where it is a linear or an embedding."""
+    """The number of output features of a module, where it is a linear or an embedding."""
     width = getattr(module, "out_features", getattr(module, "embedding_dim", None))
     return width if isinstance(width, int) else None
 
@@ -294,10 +300,12 @@ def _dtensor_parameters(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, parameter
 
 
-# -- finding -------------------------------------------------------------------------------------------
+# -- detection -----------------------------------------------------------------------------------------
 
 
-def find_dtensor(chunks: list[nn.Module], axis_sizes: Mapping[str, int | None], process_group: Any) -> Found | None:
+def find_dtensor(
+    chunks: list[nn.Module], axis_sizes: Mapping[str, int | None], process_group: Any
+) -> FrameworkMatch | None:
     """Claim a module with parallel styles, or with DTensor parameters that are not only sharded by FSDP2."""
     if len(chunks) != 1:
         return None
@@ -310,13 +318,13 @@ def find_dtensor(chunks: list[nn.Module], axis_sizes: Mapping[str, int | None], 
         mesh = mesh_of_device_meshes(mesh_uses_in(root), axis_sizes, process_group)
         return compose(chunks[0], mesh, StyleRules(mesh), NAME)
 
-    return Found(NAME, why, make)
+    return FrameworkMatch(NAME, why, make)
 
 
 def _why_tensor_parallel(root: nn.Module) -> str:
-    """What shows that a model is tensor parallel; empty if nothing does."""
+    """The evidence that a model is tensor parallel; empty if there is none."""
     for path, module in named_modules(root):
-        theirs = transformers_tp.transformers_style_of(module)
+        theirs = huggingface.transformers_style_of(module)
         if theirs is not None:
             return f"{path or 'the module'} has the parallel style {type(theirs[0]).__name__} of transformers"
         style = next(parallel_styles_of(module), None)

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from megatron_flex.adapters import ddp
-from megatron_flex.adapters.base import LocalGradient, Undo
-from megatron_flex.adapters.device_mesh import axes_of_device_mesh
-from megatron_flex.adapters.parameter_storage import SAY_REDUCED, Kept
+from megatron_flex.adapters import data_parallel
+from megatron_flex.adapters.adapter_base import LocalGradient, Undo
+from megatron_flex.adapters.mesh_axes import axes_of_device_mesh
 from megatron_flex.adapters.module_names import named_modules
+from megatron_flex.adapters.parameter_storage import SAY_REDUCED, StoredParameter
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
@@ -25,13 +25,13 @@ REDUCED_BY_FULLY_SHARD = (
     "the step"
 )
 DTENSOR_GRADIENT = (
-    "its gradient comes as a DTensor, whose parts no hook is told; read get_module_parameter(name, "
+    "its gradient is a DTensor, whose shards no hook gets; read get_module_parameter(name, "
     "gradient=True) after the step"
 )
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether it is one; torch's module of them is not imported for this."""
+    """Whether it is a DTensor; torch's module for them is not imported for this."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -43,11 +43,13 @@ def fully_shard_modules(chunk: nn.Module) -> list[Any]:
 
 def has_dtensors(chunk: nn.Module) -> bool:
     """Whether parameters are DTensors, or are so while the model runs, or while it does not."""
-    return bool(fully_shard_modules(chunk)) or any(_placement_of(p) is not None for _, p in _named_parameters(chunk))
+    return bool(fully_shard_modules(chunk)) or any(
+        _placement_of(p) is not None for _, p in _named_parameters(chunk)
+    )
 
 
 class DTensorPlacement(NamedTuple):
-    """How a DTensor lies on the ranks: what it and its parts are told apart by."""
+    """The placement of a DTensor: identifies it and its shards."""
 
     device_mesh: Any
     placements: tuple[Any, ...]
@@ -56,12 +58,12 @@ class DTensorPlacement(NamedTuple):
 
 
 def _placement_of(parameter: Any) -> DTensorPlacement | None:
-    """How a parameter lies on the ranks; None if each rank has all of it."""
+    """The placement of a parameter; None if it is replicated."""
     if is_dtensor(parameter):
         return DTensorPlacement(
             parameter.device_mesh, parameter.placements, tuple(parameter.shape), parameter.stride()
         )
-    spec = getattr(parameter, "_st_info", None)  # of a DTensor that DistributedDataParallel took apart
+    spec = getattr(parameter, "_st_info", None)  # of a DTensor that DistributedDataParallel converted
     if spec is None:
         return None
     return DTensorPlacement(spec.mesh, tuple(spec.placements), tuple(spec.shape), tuple(spec.stride))
@@ -70,7 +72,7 @@ def _placement_of(parameter: Any) -> DTensorPlacement | None:
 def _named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """All parameters by name, each once.
 
-    Behind a forward pass in DistributedDataParallel modules have DTensors that are made of the parameters.
+    After a forward pass in DistributedDataParallel, modules have DTensors made from the parameters.
     """
     seen: set[nn.Parameter] = set()
     for path, module in named_modules(root):
@@ -87,12 +89,12 @@ def _named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 class DTensorParameters:
-    """DTensors over data or tensor parallel ranks or both, beside parameters that every rank has.
+    """DTensors over data or tensor parallel ranks or both, beside replicated parameters.
 
     Args:
-        root: the model without what is around all of it.
+        root: the model without its wrappers.
         mesh: the axes of the run.
-        wrappers: those of DistributedDataParallel around it.
+        wrappers: the DistributedDataParallel modules around it.
     """
 
     def __init__(self, root: nn.Module, mesh: Mesh, wrappers: Sequence[DistributedDataParallel] = ()) -> None:
@@ -101,17 +103,17 @@ class DTensorParameters:
         self.why = (
             "fully_shard was called on modules of it" if self.units else "parameters of it are DTensors"
         )
-        self._before: bool | str | None = None  # what was known of gradients when they were frozen
+        self._before: bool | str | None = None  # the answer about gradients when they were frozen
         self.settle()
         self._reshard()
         named = list(_named_parameters(root))
         self._lazy = {n: type(p).__name__ for n, p in named if is_lazy(p)}
         self._kept = [self._keep(n, p) for n, p in named if not is_lazy(p)]
 
-    def _keep(self, name: str, parameter: nn.Parameter) -> Kept:
+    def _keep(self, name: str, parameter: nn.Parameter) -> StoredParameter:
         placing = _placement_of(parameter)
         if placing is None:
-            return Kept(name, parameter, tuple(parameter.shape))
+            return StoredParameter(name, parameter, tuple(parameter.shape))
         dims = [Dim() for _ in placing.shape]
         shape = list(placing.shape)
         for dim, segment_count, axis in self._placed(name, placing):
@@ -120,15 +122,26 @@ class DTensorParameters:
             keep = None if shape[dim] % size == 0 else shape[dim]
             dims[dim], shape[dim] = Dim("", (Cut(axis),), segments=(1,) * segment_count, keep=keep), length
         hidden = REDUCED_BY_FULLY_SHARD if self.units else DTENSOR_GRADIENT
-        return Kept(name, parameter, tuple(shape), hidden, Layout(tuple(dims)), sharded=True)
+        return StoredParameter(name, parameter, tuple(shape), hidden, Layout(tuple(dims)), sharded=True)
+
+    def shards(self) -> dict[str, tuple[tuple[int, ...], Tensor]]:
+        """This rank's shard of each DTensor; ranks along a dim that replicates it have copies."""
+        found: dict[str, tuple[tuple[int, ...], Tensor]] = {}
+        for kept in self._kept:
+            held: Any = kept.parameter
+            if is_dtensor(held):
+                places = zip(held.device_mesh.get_coordinate(), held.placements, strict=True)
+                part = tuple(at for at, placement in places if not placement.is_replicate())
+                found[kept.name] = part, held.to_local().detach()
+        return found
 
     def _placed(self, name: str, placing: DTensorPlacement) -> Iterator[tuple[int, int, str]]:
-        """How a parameter is cut beside data parallel ranks: which dim, in how many pieces, over which axis.
+        """How a parameter is sharded besides data parallel ranks: dim, number of pieces, axis.
 
-        Several pieces are those of packed weights, `[gate | up]`, of which a rank has a part of each.
+        Several pieces are those of packed weights, `[gate | up]`, each sharded separately.
 
         Raises:
-            FlexError: it is cut in a way that no layout tells.
+            FlexError: no layout describes its sharding.
         """
         cut: set[int] = set()
         for placement, axis in zip(placing.placements, self._axes(placing), strict=True):
@@ -136,7 +149,9 @@ class DTensorParameters:
                 continue
             segment_count = _count_segments(placement)
             dim = placement.dim % len(placing.shape) if segment_count else -1
-            even = segment_count == 1 or (segment_count and placing.shape[dim] % (segment_count * self.mesh[axis].size) == 0)
+            even = segment_count == 1 or (
+                segment_count and placing.shape[dim] % (segment_count * self.mesh[axis].size) == 0
+            )
             if not even or dim in cut:
                 raise FlexError(
                     f"{name} is placed as {placing.placements} over {axis}, and how that cuts it is not "
@@ -149,7 +164,7 @@ class DTensorParameters:
         return axes_of_device_mesh(placing.device_mesh, self.mesh)
 
     def _whole(self, placing: DTensorPlacement) -> list[Any]:
-        """Its placements without what shards it over data parallel ranks."""
+        """Its placements without the sharding over data parallel ranks."""
         from torch.distributed.tensor import Replicate
 
         pairs = zip(placing.placements, self._axes(placing), strict=True)
@@ -157,7 +172,7 @@ class DTensorParameters:
 
     # -- reading and setting ---------------------------------------------------------------------------
 
-    def parameters(self) -> list[Kept]:
+    def parameters(self) -> list[StoredParameter]:
         """All but those of lazy modules that have not run."""
         return self._kept
 
@@ -166,16 +181,16 @@ class DTensorParameters:
         return self._lazy
 
     def value(self, parameter: nn.Parameter) -> Tensor:
-        """The local part of the DTensor that it is without data parallel sharding."""
+        """The local tensor of the DTensor without data parallel sharding."""
         return self._local(parameter.detach(), parameter)
 
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Write into the local shard, where optimizers know it."""
+        """Write to the local shard, which optimizers reference."""
         self._reshard()
         self._write(parameter.detach(), parameter, value)
 
     def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
-        """Likewise of the gradient, summed where it is still summands.
+        """The same for the gradient, summed where it is partial.
 
         Raises:
             FlexError: the wrappers have not reduced it yet.
@@ -183,7 +198,7 @@ class DTensorParameters:
         self.settle()
         if any(_has_unreduced_gradients(group) for group in self._groups()):
             raise FlexError(
-                "gradients are kept unreduced since a backward pass behind "
+                "gradients are kept unreduced since a backward pass after "
                 "set_requires_gradient_sync(False); run the last one with True first"
             )
         if parameter.grad is None:
@@ -191,13 +206,13 @@ class DTensorParameters:
         return LocalGradient(self._local(parameter.grad.detach(), parameter))
 
     def put_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Write where the optimizer reads."""
+        """Write to the tensor that the optimizer reads."""
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         self._write(parameter.grad.detach(), parameter, value)
 
     def _local(self, tensor: Any, parameter: Any) -> Tensor:
-        """This rank's part of a tensor that is placed like a parameter, or is summands of it."""
+        """This rank's shard of a tensor that is placed like a parameter, or is partial."""
         placing = _placement_of(parameter)
         if placing is None:
             whole: Tensor = tensor
@@ -208,7 +223,7 @@ class DTensorParameters:
             tensor = tensor.to(tensor.device_mesh.device_type)
         local: Tensor = tensor.redistribute(placements=self._whole(placing)).to_local()
         due = self._shape(parameter)
-        if tuple(local.shape) != due:  # the last parts of what does not divide
+        if tuple(local.shape) != due:  # the last shards of an uneven dim
             padded = local.new_zeros(due)
             padded[tuple(slice(n) for n in local.shape)] = local
             return padded
@@ -230,7 +245,7 @@ class DTensorParameters:
         return next(k.shape for k in self._kept if k.parameter is parameter)
 
     def _unpadded(self, parameter: Any, placing: DTensorPlacement) -> tuple[int, ...]:
-        """This rank's part of the shape that `value` gives, where that does not divide."""
+        """This rank's shard of the shape that `value` returns, for an uneven dim."""
         shape = list(self._shape(parameter))
         for dim, _, axis in self._placed("", placing):
             at = self.mesh[axis].coord
@@ -240,11 +255,11 @@ class DTensorParameters:
     # -- the wrappers ----------------------------------------------------------------------------------
 
     def reduced(self) -> bool | str | None:
-        """True where `fully_shard` or another wrapper averages them; each replica's own otherwise."""
+        """True where `fully_shard` or another wrapper averages them; else each replica has its own."""
         if self._before is not None:
             return self._before
         if not self.units:
-            return ddp.all_synchronized(self.wrappers) if self.wrappers else False
+            return data_parallel.all_synchronized(self.wrappers) if self.wrappers else False
         left = [k.name for k in self._kept if not k.sharded and k.parameter.requires_grad]
         if left and self.mesh["dp"].size > 1:
             return f"fully_shard leaves out {left[0]}; {SAY_REDUCED}"
@@ -253,7 +268,7 @@ class DTensorParameters:
         return True
 
     def settle(self) -> None:
-        """Refuse while the model runs."""
+        """Raise while the model runs."""
         for unit in self.units:
             states = [unit._get_fsdp_state(), *_parameter_groups(unit)]
             if any(s._training_state.name != "IDLE" for s in states):
@@ -263,9 +278,9 @@ class DTensorParameters:
                 )
 
     def freeze(self) -> Undo:
-        """Turn `requires_grad` off, and let wrappers wait for no gradient."""
+        """Turn `requires_grad` off, and make wrappers wait for no gradient."""
         known = self.reduced()
-        thaw = ddp.suspend_reduction(self.wrappers)
+        thaw = data_parallel.suspend_reduction(self.wrappers)
         self._before = known
         trained = [k.parameter for k in self._kept if k.parameter.requires_grad]
         for parameter in trained:
@@ -280,7 +295,7 @@ class DTensorParameters:
         return undo
 
     def _reshard(self) -> None:
-        """Drop what is gathered since a forward pass, which would not see what is set."""
+        """Drop gathered parameters of a forward pass, which would not see the new values."""
         for unit in self.units:
             unit.reshard()
 
@@ -290,7 +305,7 @@ class DTensorParameters:
 
 
 def _count_segments(placement: Any) -> int:
-    """How many pieces of a dim a placement cuts, each over all ranks of its axis; 0 if it cuts otherwise."""
+    """The number of pieces of a dim that a placement shards over its axis; 0 if unsupported."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -321,7 +336,7 @@ def _parameter_groups(unit: Any) -> list[Any]:
 
 
 def _has_unreduced_gradients(group: Any) -> bool:
-    """Whether gradients of one backward pass wait for a later one to be reduced."""
+    """Whether gradients of one backward pass are reduced in a later one."""
     for one in group.fsdp_params:
         waiting = getattr(getattr(one, "_unsharded_param", None), "grad", None)
         if waiting is not None or getattr(one, "unsharded_accumulated_grad", None) is not None:

@@ -1,7 +1,7 @@
-"""Fairscale's model parallel layers: how they cut tensors, the groups they work in, and what is inside them.
+"""Fairscale's model parallel layers: their layouts, process groups, and inner hook points.
 
-Their forwards are plain code that calls four functions by name: copy to, scatter to, reduce from and gather
-from the model parallel region. A tap inside stands about these names, while its own layer runs.
+Their forwards call four functions by name: copy to, scatter to, reduce from and gather from the
+model parallel region. A tap inside replaces these names while its own layer runs.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_flex import points
-from megatron_flex.adapters import plain
-from megatron_flex.adapters.base import Listener, Undo
-from megatron_flex.adapters.composing import compose
-from megatron_flex.adapters.driving import UserLoop
-from megatron_flex.adapters.modules import Modules
-from megatron_flex.adapters.module_names import unwrap
-from megatron_flex.adapters.ranks import axis_of
-from megatron_flex.adapters.adapter_registry import Found, AxisSizes
-from megatron_flex.adapters.rules import Point, Rule
-from megatron_flex.adapters.spread import WHOLE, Spread
-from megatron_flex.adapters.taps import UpstreamFunction, SourcePoint, intercept
+from megatron_flex.adapters import pytorch, sharded_ddp
+from megatron_flex.adapters.adapter_base import AxisSizes, FrameworkMatch, Listener, Undo
+from megatron_flex.adapters.layout_rules import FULL, Point, Rule, Spread
+from megatron_flex.adapters.mesh_axes import make_axis
+from megatron_flex.adapters.model_calls import UserLoop
+from megatron_flex.adapters.module_adapter import ModuleAdapter, compose
+from megatron_flex.adapters.module_names import SHARDED_DDP, is_fairscale, unwrap
+from megatron_flex.adapters.parameter_storage import ParameterStorage
+from megatron_flex.adapters.pytorch import mesh_around
+from megatron_flex.adapters.taps import SourcePoint, UpstreamFunction, intercept
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
@@ -35,26 +34,15 @@ from megatron_flex.sites import Tap
 COLUMN, ROW = "ColumnParallelLinear", "RowParallelLinear"
 EMBEDDING, VOCABULARY = "ParallelEmbedding", "VocabParallelEmbedding"
 PARALLEL = (COLUMN, ROW, EMBEDDING, VOCABULARY)
-NO_RULE = {  # what a model may not have in it, and why
-    "MOELayer": (
-        "whose experts are others on each rank, and no rule tells how they lie there; give the part of the "
-        "model without it"
-    ),
-    "FullyShardedDataParallel": (
-        "which does not run without a GPU (`KeyError: 'all_gather'` in its forward: it makes streams only "
-        "there), and whose parameters nothing here puts together; use torch's FullyShardedDataParallel or "
-        "fully_shard"
-    ),
-}
 
-# From the outermost to the innermost: ranks are numbered so.
+# From the outermost to the innermost, in the order of rank numbers.
 GROUP_GETTERS = {
     "dp": "get_data_parallel_group",
     "pp": "get_pipeline_parallel_group",
     "tp": "get_model_parallel_group",
 }
 
-# The points inside, by the functions that they are at.
+# The inner points, by the functions that they wrap.
 POINT_NAMES = {
     "copy_to": "gemm_input",
     "scatter_to": "gemm_input",
@@ -67,28 +55,43 @@ PARTIAL = Spread(partial=("tp",))
 SHARED = Spread(shared=("tp",))
 
 _CUT_DIM, _FULL_DIM = Dim("", (Cut("tp"),)), Dim()
-ROWS_CUT, COLUMNS_CUT, ENTRIES_CUT = Layout((_CUT_DIM, _FULL_DIM)), Layout((_FULL_DIM, _CUT_DIM)), Layout((_CUT_DIM,))
+ROWS_CUT, COLUMNS_CUT, ENTRIES_CUT = (
+    Layout((_CUT_DIM, _FULL_DIM)),
+    Layout((_FULL_DIM, _CUT_DIM)),
+    Layout((_CUT_DIM,)),
+)
 
 
-def is_a(module: Any, *names: str) -> bool:
-    """Whether a module's class, or one that it derives from, is fairscale's class of one of these names."""
-    return any(c.__name__ in names and c.__module__.startswith("fairscale.") for c in type(module).__mro__)
-
-
-def find_fairscale(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> Found | None:
-    """A model with fairscale's parallel layers in it, or a stage of a pipeline that fairscale made."""
+def find_fairscale(
+    chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any
+) -> FrameworkMatch | None:
+    """A model with fairscale's parallel layers in it, or a stage of a fairscale pipeline."""
     modules = [m for chunk in chunks for m in chunk.modules()]
-    layer = next((m for m in modules if is_a(m, *PARALLEL, *NO_RULE)), None)
-    if len(chunks) == 1 and is_a(unwrap(chunks[0]), "Pipe"):
+    layer = next((m for m in modules if is_fairscale(m, *PARALLEL)), None)
+    if len(chunks) == 1 and is_fairscale(unwrap(chunks[0]), "Pipe"):
         why = "it is a Pipe of fairscale's"
     elif layer is not None:
         why = f"it holds a {type(layer).__name__} of fairscale's"
     elif _pipeline_size() > 1:
         why = f"fairscale was initialized with {_pipeline_size()} pipeline stages"
+    elif len(chunks) == 1 and (wrappers := sharded_ddp.sharded_ddp_wrappers_of(chunks[0])):
+        return _find_sharded_ddp(wrappers, chunks[0], axis_sizes, process_group)
     else:
         return None
     make = partial(_make_adapter, chunks, modules, axis_sizes, process_group)
-    return Found("fairscale", why, make, alone=layer is not None)
+    return FrameworkMatch("fairscale", why, make, alone=layer is not None)
+
+
+def _find_sharded_ddp(
+    wrappers: list[Any], chunk: nn.Module, axis_sizes: AxisSizes, process_group: Any
+) -> FrameworkMatch:
+    """A model without fairscale's layers, or of another framework, in its ShardedDataParallel."""
+    why = f"{'it is' if wrappers[0] is chunk else 'parts of it are'} in fairscale's {SHARDED_DDP}"
+
+    def make() -> ModuleAdapter:
+        return compose(chunk, mesh_around(chunk, wrappers, axis_sizes, process_group), name="fairscale")
+
+    return FrameworkMatch("fairscale", why, make, around=True)
 
 
 def _pipeline_size() -> int:
@@ -98,31 +101,30 @@ def _pipeline_size() -> int:
     return int(dist.get_world_size(initialize.get_pipeline_parallel_group()))
 
 
-def _make_adapter(chunks: list[nn.Module], modules: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> Modules:
+def _make_adapter(
+    chunks: list[nn.Module], modules: list[nn.Module], axis_sizes: AxisSizes, process_group: Any
+) -> ModuleAdapter:
     if len(chunks) != 1:
         raise FlexError(
             f"{len(chunks)} chunks of a fairscale model; fairscale has one on each rank: give that"
         )
-    for module in modules:
-        for name, why in NO_RULE.items():
-            if is_a(module, name):
-                raise FlexError(f"the model holds a {name} of fairscale's, {why}")
-    parallel = any(is_a(m, *PARALLEL) for m in modules) or _pipeline_size() > 1
-    mesh = fairscale_mesh() if parallel else plain.mesh_of(axis_sizes, process_group)
+    parallel = any(is_fairscale(m, *PARALLEL) for m in modules) or _pipeline_size() > 1
+    mesh = fairscale_mesh() if parallel else pytorch.make_mesh(axis_sizes, process_group)
     mesh.check_sizes(axis_sizes)
     for module in modules:
         _check_layer_size(module, mesh["tp"].size)
     adapter = compose(chunks[0], mesh, FairscaleRules() if parallel else None, "fairscale")
-    if is_a(adapter.root, "Pipe"):
+    if is_fairscale(adapter.root, "Pipe"):
+        _check_pipe(adapter.root, adapter.keeping)
         adapter.driving = PipeCalls(adapter.root, mesh)
     return adapter
 
 
 def fairscale_mesh() -> Mesh:
-    """The axes of the run, of the groups that fairscale's layers use.
+    """The axes of the run, from the groups of fairscale's layers.
 
     Raises:
-        FlexError: there are none.
+        FlexError: the groups do not exist.
     """
     from fairscale.nn.model_parallel import initialize
 
@@ -131,18 +133,20 @@ def fairscale_mesh() -> Mesh:
             "the model has fairscale's parallel layers, but fairscale's groups are not there; call "
             "fairscale.nn.model_parallel.initialize_model_parallel before"
         )
-    return Mesh(tuple(axis_of(name, getattr(initialize, getter)()) for name, getter in GROUP_GETTERS.items()))
+    return Mesh(
+        tuple(make_axis(name, getattr(initialize, getter)()) for name, getter in GROUP_GETTERS.items())
+    )
 
 
 def _check_layer_size(module: Any, size: int) -> None:
     """Refuse a layer that was built for another number of ranks than there are now."""
-    if is_a(module, COLUMN):
+    if is_fairscale(module, COLUMN):
         full, part = module.out_features, module.output_size_per_partition
-    elif is_a(module, ROW):
+    elif is_fairscale(module, ROW):
         full, part = module.in_features, module.input_size_per_partition
-    elif is_a(module, EMBEDDING):
+    elif is_fairscale(module, EMBEDDING):
         full, part = module.embedding_dim, module.embedding_dim_per_partition
-    elif is_a(module, VOCABULARY):
+    elif is_fairscale(module, VOCABULARY):
         full, part = module.num_embeddings, module.num_embeddings_per_partition
     else:
         return
@@ -153,43 +157,56 @@ def _check_layer_size(module: Any, size: int) -> None:
         )
 
 
+def _check_pipe(pipe: Any, keeping: ParameterStorage) -> None:
+    """Refuse a wrapper that reduces after the first of several backward passes of recomputed chunks."""
+    if (
+        isinstance(keeping, sharded_ddp.ShardedDDPParameters)
+        and pipe.chunks > 1
+        and pipe.checkpoint != "never"
+    ):
+        raise FlexError(
+            f"a Pipe(checkpoint={pipe.checkpoint!r}) of {pipe.chunks} chunks differentiates each microbatch "
+            f"by itself, and {SHARDED_DDP} reduces the gradients of the first alone; say checkpoint='never'"
+        )
+
+
 class FairscaleRules:
     """The rules of fairscale's parallel layers.
 
-    A strided layer's weight is told in the order of the ranks, as its own `get_master_weight` does: fairscale
-    keeps a layer's stride nowhere, and uses it only to initialize.
+    A strided layer's weight is in the order of the ranks, as its own `get_master_weight` has it: fairscale
+    does not store a layer's stride, and uses it only to initialize.
     """
 
     def of(self, path: str, module: nn.Module) -> Rule | None:
-        """What is known of one of them."""
+        """The rule of one module."""
         layer: Any = module
-        if is_a(module, COLUMN):
+        if is_fairscale(module, COLUMN):
             gathered = layer.gather_output
             points = [Point("gemm_input", SHARED, _inner_tap(module, "copy_to"))]
             if gathered:
                 points.append(Point("local", LAST_DIM_CUT, _inner_tap(module, "gather_from")))
-            outputs = WHOLE if gathered else LAST_DIM_CUT
-            return Rule(WHOLE, outputs, {"weight": ROWS_CUT, "bias": ENTRIES_CUT}, tuple(points))
-        if is_a(module, ROW):
+            outputs = FULL if gathered else LAST_DIM_CUT
+            return Rule(FULL, outputs, {"weight": ROWS_CUT, "bias": ENTRIES_CUT}, tuple(points))
+        if is_fairscale(module, ROW):
             points = [Point("partial", PARTIAL, _inner_tap(module, "reduce_from"))]
             if not layer.input_is_parallel:
                 points.insert(0, Point("gemm_input", LAST_DIM_CUT, _inner_tap(module, "scatter_to")))
-            inputs = LAST_DIM_CUT if layer.input_is_parallel else WHOLE
-            return Rule(inputs, WHOLE, {"weight": COLUMNS_CUT}, tuple(points))
-        if is_a(module, VOCABULARY):
+            inputs = LAST_DIM_CUT if layer.input_is_parallel else FULL
+            return Rule(inputs, FULL, {"weight": COLUMNS_CUT}, tuple(points))
+        if is_fairscale(module, VOCABULARY):
             point = Point("partial", PARTIAL, _inner_tap(module, "reduce_from"))
-            return Rule(WHOLE, WHOLE, {"weight": ROWS_CUT}, (point,))
-        if is_a(module, EMBEDDING):
+            return Rule(FULL, FULL, {"weight": ROWS_CUT}, (point,))
+        if is_fairscale(module, EMBEDDING):
             point = Point("local", LAST_DIM_CUT, _inner_tap(module, "gather_from"))
-            return Rule(WHOLE, WHOLE, {"weight": COLUMNS_CUT}, (point,))
+            return Rule(FULL, FULL, {"weight": COLUMNS_CUT}, (point,))
         return None
 
 
 def _inner_tap(module: nn.Module, function: str) -> Tap:
-    """The tap at one of the four functions, or at the point that patched source has there.
+    """The tap at one of the four functions, or at the point in patched source.
 
-    What enters the region is taken behind the function, as the rank computes with it; what leaves it, before.
-    The reduction writes its sum into the tensor that it gets.
+    A tensor that enters the region is taken after the function; one that leaves it, before.
+    The reduction is in place.
     """
     if points.has(module, POINT_NAMES[function]):
         return SourcePoint(module, POINT_NAMES[function])
@@ -198,18 +215,18 @@ def _inner_tap(module: nn.Module, function: str) -> Tap:
 
 
 class PipeCalls(UserLoop):
-    """A Pipe: each call of it is cut into microbatches, which worker threads pass through its partitions."""
+    """A Pipe: each call is split into microbatches, which worker threads run through its partitions."""
 
     name = "Pipe"
     why = "it is in a Pipe of fairscale's, which splits a call into microbatches"
 
     def watch(self, listener: Listener) -> Undo:
-        """Tell each call, and in it the microbatch of each run of a partition, recomputed or not."""
+        """Report each call, and in it the microbatch of each run of a partition, recomputed or not."""
         from fairscale.nn.pipe import pipeline
 
         pipe: Any = self.root
         at = threading.local()
-        alone = threading.Lock()  # the clock knows one microbatch at a time
+        alone = threading.Lock()  # the clock handles one microbatch at a time
 
         def named(original: Callable[..., Any], name: str, *args: Any) -> Any:
             at.microbatch = int(name.removeprefix("chunk").partition("-")[0])
@@ -222,7 +239,7 @@ class PipeCalls(UserLoop):
 
         def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             original(*args, **kwargs)
-            listener.forward_begins(0, 0)  # what the Pipe itself returns is of the whole call
+            listener.forward_begins(0, 0)  # the Pipe's own output belongs to the full call
 
         undos = [super().watch(listener), intercept(pipeline, "record_function", named)]
         undos += [intercept(one, "_call_impl", part) for one in pipe.partitions]

@@ -1,4 +1,4 @@
-"""Modules by the names that they would have without wrappers."""
+"""Names of modules and parameters as in the model without wrappers."""
 
 from __future__ import annotations
 
@@ -9,26 +9,35 @@ from torch.fx import Graph
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 DEEPSPEED_ENGINE = "DeepSpeedEngine"  # DeepSpeed's wrapper
-ROOT = "root"  # what the outermost module is called, which torch gives an empty name
-# What wrappers call the module inside them, which stands in its place in the model's tree.
+SHARDED_DDP = "ShardedDataParallel"  # fairscale's
+ROOT = "root"  # the name of the outermost module, whose name is empty in torch
+# The attributes under which wrappers hold the wrapped module.
 WRAPPED_ATTRIBUTES = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
+def is_fairscale(module: object, *kinds: str) -> bool:
+    """Whether an object is an instance of one of these fairscale classes; does not import fairscale."""
+    return any(c.__name__ in kinds and c.__module__.startswith("fairscale.") for c in type(module).__mro__)
+
+
 def is_deepspeed(module: nn.Module, kind: str) -> bool:
-    """Whether it is of a class of DeepSpeed's, which is not imported for that."""
+    """Whether a module is an instance of this DeepSpeed class; does not import DeepSpeed."""
     return any(c.__name__ == kind and c.__module__.startswith("deepspeed.") for c in type(module).__mro__)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The model inside the wrappers that stand about all of it."""
+    """The model inside the wrappers around all of it."""
     while True:
         if isinstance(module, (DistributedDataParallel, DataParallel)):
             module = module.module
             continue
+        if is_fairscale(module, SHARDED_DDP):
+            module = module.get_submodule("module")
+            continue
         if is_deepspeed(module, DEEPSPEED_ENGINE):
             module = module.get_submodule("module")
             continue
-        held = module._modules  # a scripted module's has no get()
+        held = module._modules  # in a scripted module, an object without get()
         inner = next((m for n in WRAPPED_ATTRIBUTES if n in held and (m := held[n]) is not None), None)
         if inner is None:
             return module
@@ -36,7 +45,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules below wrappers, parents first, each once; the outermost has an empty name."""
+    """All modules except wrappers, parents first, each once; the outermost has an empty name."""
     yield from _walk_modules(unwrap(root), "", set())
 
 
@@ -50,8 +59,8 @@ def _walk_modules(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterato
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Direct children; a Pipe of fairscale's keeps those of the module that it was given in partitions."""
-    pipe = any(c.__name__ == "Pipe" and c.__module__.startswith("fairscale.") for c in type(module).__mro__)
+    """Direct children; fairscale's Pipe holds the children of its module in partitions."""
+    pipe = is_fairscale(module, "Pipe")
     for name, child in module.named_children():
         if pipe and name == "partitions":
             for part in child.children():
@@ -71,12 +80,12 @@ def named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def strip_wrapper_names(name: str) -> str:
-    """A parameter's name without what wrappers put into it."""
+    """A parameter's name without the components that wrappers add."""
     return ".".join(step for step in name.split(".") if step not in WRAPPED_ATTRIBUTES)
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether it has a `forward`; a ModuleList has none, and what torch.export makes of it an empty one."""
+    """Whether a module has a `forward`. A ModuleList has none; torch.export replaces it by an empty one."""
     if isinstance(graph := vars(module).get("graph"), Graph) and not graph.nodes:
         return False
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward

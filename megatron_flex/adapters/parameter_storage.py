@@ -1,4 +1,4 @@
-"""Who keeps a model's parameters and gradients, and how they come to be whole over data parallel ranks."""
+"""The storage of a model's parameters and gradients, and how they are gathered over data parallel ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from megatron_flex.adapters.base import LocalGradient, Undo
+from megatron_flex.adapters.adapter_base import LocalGradient, Undo
 from megatron_flex.adapters.module_names import named_parameters
 from megatron_flex.layout import Layout
 
@@ -17,16 +17,16 @@ SAY_REDUCED = (
 )
 
 
-class Kept(NamedTuple):
-    """A parameter as it would be without data parallel sharding.
+class StoredParameter(NamedTuple):
+    """A parameter without its data parallel sharding.
 
     Attributes:
-        name: global name, without what wrappers put into it.
-        parameter: what stands for it on this rank.
-        shape: its local shape, cut over tensor parallel ranks only.
-        hidden: why its gradient cannot be hooked while it comes; empty if it can.
-        layout: how tensor parallel ranks cut it, if who keeps it knows; None if rules do.
-        sharded: whether `parameter` is only a part of what `value` gives, or is kept in a form of its own.
+        name: global name, without the components that wrappers add.
+        parameter: the tensor that represents it on this rank.
+        shape: its local shape, sharded over tensor parallel ranks only.
+        hidden: why its gradient cannot be hooked during the backward pass; empty if it can.
+        layout: its tensor parallel layout, if the storage knows it; None if rules do.
+        sharded: whether `parameter` is only a part of the result of `value`, or has a different form.
     """
 
     name: str
@@ -37,46 +37,49 @@ class Kept(NamedTuple):
     sharded: bool = False
 
 
-class Keeping(Protocol):
-    """Where parameters and gradients are. Whatever takes a parameter is called alike on all `dp` ranks.
+class ParameterStorage(Protocol):
+    """The storage of parameters and gradients. All `dp` ranks call its methods alike.
 
     Attributes:
-        name: whose way of keeping it is, `FSDP2`.
-        why: what in the model shows it, in words.
+        name: the name of the storage, such as `FSDP2`.
+        why: the evidence in the model, as text.
     """
 
     name: str
     why: str
 
-    def parameters(self) -> list[Kept]:
-        """All that have a shape."""
+    def parameters(self) -> list[StoredParameter]:
+        """All parameters that have a shape."""
 
     def without_layout(self) -> dict[str, str]:
-        """Names of the others, and what they are."""
+        """Names of the others, and their kinds."""
+
+    def shards(self) -> dict[str, tuple[tuple[int, ...], Tensor]]:
+        """For each parameter sharded over data parallel ranks: this rank's shard, with its index first."""
 
     def value(self, parameter: nn.Parameter) -> Tensor:
-        """The parameter whole over data parallel ranks, not to be written to."""
+        """The parameter gathered over data parallel ranks. Read only."""
 
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Set it, to what `value` would return then."""
+        """Set it to a tensor as `value` returns it."""
 
     def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
         """Its gradient, of the same shape."""
 
     def put_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Set that."""
+        """Set its gradient."""
 
     def reduced(self) -> bool | str | None:
         """Whether gradients are reduced over data parallel ranks now.
 
-        If only a person knows, why, and when to say what; or None.
+        If only the user knows: why, as text; or None.
         """
 
     def settle(self) -> None:
-        """Wait for whatever is still done to parameters."""
+        """Wait for pending changes of parameters."""
 
     def freeze(self) -> Undo:
-        """Let no parameter get a gradient until the returned function is called."""
+        """Freeze all parameters until the returned function is called."""
 
 
 class ModuleParameters:
@@ -89,9 +92,9 @@ class ModuleParameters:
         self.root = root
         named = list(named_parameters(root))
         self._lazy = {n: type(p).__name__ for n, p in named if is_lazy(p)}
-        self._kept = [Kept(n, p, tuple(p.shape)) for n, p in named if not is_lazy(p)]
+        self._kept = [StoredParameter(n, p, tuple(p.shape)) for n, p in named if not is_lazy(p)]
 
-    def parameters(self) -> list[Kept]:
+    def parameters(self) -> list[StoredParameter]:
         """All but those of lazy modules that have not run."""
         return self._kept
 
@@ -99,32 +102,36 @@ class ModuleParameters:
         """Those of lazy modules."""
         return self._lazy
 
+    def shards(self) -> dict[str, tuple[tuple[int, ...], Tensor]]:
+        """None: no parameter is sharded."""
+        return {}
+
     def value(self, parameter: nn.Parameter) -> Tensor:
-        """It is whole."""
+        """The parameter itself."""
         return parameter.detach()
 
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Write into it."""
+        """Write to it."""
         with torch.no_grad():
             parameter.copy_(value)
 
     def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
-        """What autograd left."""
+        """Autograd's gradient."""
         return LocalGradient(parameter.grad)
 
     def put_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Write where autograd does."""
+        """Write to autograd's gradient."""
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         with torch.no_grad():
             parameter.grad.copy_(value)
 
     def reduced(self) -> bool | str | None:
-        """Never known to be without a wrapper: each replica is asked for its own, which may be reduced."""
+        """Unknown without a wrapper: each replica has its own gradient, which may be reduced."""
         return False
 
     def settle(self) -> None:
-        """Nothing is on its way."""
+        """Nothing is pending."""
 
     def freeze(self) -> Undo:
         """Turn `requires_grad` off."""

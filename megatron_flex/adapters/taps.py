@@ -1,27 +1,217 @@
-"""Taps that fit any framework: a module's input or output, or what a method returns.
+"""Taps for any framework: the tensors in the inputs and outputs of a module, a method or a function.
 
-Each is a few words of data; `install` injects it and returns the function that takes it out again.
+A tap is a small immutable description of a hook point. `install` registers a callback at the hook point and
+returns the function that removes the callback. Copying or pickling a module copies its hooks too, but the
+hooks of a session belong to the original module only: in a copy or an unpickled module they do nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, update_wrapper
 from importlib import import_module
-from typing import Any
+from types import MethodType
+from typing import Any, Protocol, Self, cast
 
 from torch import Tensor, nn
 
 from megatron_flex import points
-from megatron_flex.adapters.base import Undo, leaf, with_leaf
-from megatron_flex.adapters.inert import before, behind
-from megatron_flex.adapters.leaves import AnyOutput
+from megatron_flex.adapters.adapter_base import Undo, leaf, with_leaf
+from megatron_flex.adapters.layout_rules import SpreadFunction, SpreadOrUnknown, UnknownLayout
+from megatron_flex.adapters.tensor_trees import resolve_index, tensors, with_tensor
 from megatron_flex.layout import Layout
 from megatron_flex.sites import TapCallback
 
-Around = Callable[..., Any]  # called with the original callable and then its arguments
-Resolve = Callable[[dict[str, Any]], Layout | None]  # a call's keywords to its layout, where it varies
+
+def do_nothing(*_: Any, **__: Any) -> None:
+    """The replacement of a session's hook in a copied or unpickled module."""
+
+
+class _SessionHook:
+    """A hook of a session; a copy or pickle of the hook is `do_nothing`."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _load_hook, ()
+
+
+def _load_hook() -> Callable[..., None]:
+    return do_nothing
+
+
+def add_hook(module: nn.Module, hook: Callable[..., Any], *, pre: bool = False, **options: Any) -> Undo:
+    """Register a forward hook.
+
+    Args:
+        module: the module.
+        hook: a hook for `register_forward_hook`, or for `register_forward_pre_hook` if `pre` is true.
+        pre: call the hook before the module's forward instead of after it.
+        options: further keyword arguments of that method, such as `with_kwargs`.
+
+    Returns:
+        A function that removes the hook.
+    """
+    add = module.register_forward_pre_hook if pre else module.register_forward_hook
+    return add(_SessionHook(hook), **options).remove
+
+
+@dataclass(frozen=True, eq=False)
+class AnyOutput:
+    """A tensor in the output of a module.
+
+    Attributes:
+        module: the module.
+        index: the index of the tensor, counted depth first; a negative index counts from the end.
+    """
+
+    module: nn.Module
+    index: int = 0
+
+    def leaf(self, index: int) -> AnyOutput:
+        """The tap for another tensor of the same call."""
+        return replace(self, index=index)
+
+    def install(self, fire: TapCallback) -> Undo:
+        """Call `fire` after the module's forward, or, in a patched class, before its forward returns."""
+        if self.index == 0 and points.has(self.module, "output"):
+            return points.place(self.module, "output", lambda local, **_: fire(local))
+
+        def hook(_: nn.Module, __: Any, output: Any) -> Any:
+            return _fire_at(output, self.index, fire)
+
+        return add_hook(self.module, hook)
+
+
+@dataclass(frozen=True, eq=False)
+class AnyInput:
+    """A tensor in the input of a module: positional arguments first, then keyword arguments in call order.
+
+    Attributes:
+        module: the module.
+        index: the index of the tensor, counted depth first; a negative index counts from the end.
+    """
+
+    module: nn.Module
+    index: int = 0
+
+    def leaf(self, index: int) -> AnyInput:
+        """The tap for another tensor of the same call."""
+        return replace(self, index=index)
+
+    def install(self, fire: TapCallback) -> Undo:
+        """Call `fire` before the module's forward."""
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return _fire_at((args, kwargs), self.index, fire)
+
+        return add_hook(self.module, hook, pre=True, with_kwargs=True)
+
+
+class WrappingTap:
+    """Common members of taps that wrap another tap, `tap`."""
+
+    tap: Any
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module of the wrapped tap."""
+        return getattr(self.tap, "module", None)
+
+    @property
+    def gradient_source(self) -> Any:
+        """The wrapped tap's `gradient_source`, which returns the uses of the current tensor; or None."""
+        return getattr(self.tap, "gradient_source", None)
+
+    def leaf(self, index: int) -> Self:
+        """The tap for another tensor of the same call."""
+        return cast(Self, replace(cast(Any, self), tap=self.tap.leaf(index)))
+
+
+@dataclass(frozen=True, eq=False)
+class RuleTap:
+    """Wraps a tap; a rule infers the sharding of each of its tensors.
+
+    Attributes:
+        tap: the wrapped tap.
+        tell: returns the sharding of a local tensor.
+    """
+
+    tap: Any
+    tell: SpreadFunction
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module of the wrapped tap."""
+        return getattr(self.tap, "module", None)
+
+    def leaf(self, index: int) -> RuleTap:
+        """The tap for another tensor of the same call."""
+        return replace(self, tap=self.tap.leaf(index))
+
+    def passed(self, local: Tensor, new: Tensor, spread: SpreadOrUnknown) -> None:
+        """Hooks have replaced a tensor. The rule does not depend on that."""
+
+    def install(self, fire: TapCallback) -> Undo:
+        """Install `fire` through the wrapped tap."""
+        return cast(Undo, self.tap.install(LayoutFire(fire, self)))
+
+
+class SpreadSource(Protocol):
+    """Knows the sharding of the tensors at a tap."""
+
+    @property
+    def tell(self) -> SpreadFunction:
+        """Returns the sharding of a local tensor."""
+
+    def passed(self, local: Tensor, new: Tensor, spread: SpreadOrUnknown) -> None:
+        """Hooks have replaced the tensor `local` by `new`."""
+
+
+class LayoutFire:
+    """The callback of a tap without layouts: looks up the tensor's layout and calls the hooks with it."""
+
+    def __init__(self, fire: TapCallback, teller: SpreadSource) -> None:
+        self.fire, self.teller = fire, teller
+        self.absent = getattr(fire, "absent", None)
+
+    def __call__(self, local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
+        """Call the hooks with `layout`, or, if that is None, with the layout from the spread source."""
+        spread = self.teller.tell(local)
+        unknown = cast(Callable[[Tensor, str], Tensor] | None, getattr(self.fire, "unknown", None))
+        new = local
+        try:
+            if layout is not None:  # the tap knows the layout
+                new = self.fire(local, layout, route)
+            elif not isinstance(spread, UnknownLayout):
+                new = self.fire(local, spread.layout(local.ndim), route)
+            elif unknown is not None:
+                new = unknown(local, spread.why)
+        finally:
+            self.teller.passed(local, new, spread)
+        return new
+
+
+def _fire_at(tree: Any, index: int, fire: TapCallback) -> Any:
+    """Call `fire` on one tensor of a tree and return the changed tree; None if the tensor is unchanged."""
+    found: list[Tensor] = tensors(tree)
+    at = resolve_index(index, len(found))
+    if at is None:
+        absent = cast(Callable[[int], None] | None, getattr(fire, "absent", None))
+        if absent is not None:
+            absent(len(found))
+        return None
+    new = fire(found[at])
+    return None if new is found[at] else with_tensor(tree, at, new)
+
+
+Around = Callable[..., Any]  # called with the original callable, followed by the call's arguments
+Resolve = Callable[[dict[str, Any]], Layout | None]  # from a call's keywords to its layout, where that varies
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +220,8 @@ class ModuleInput:
 
     Attributes:
         module: the module.
-        index: the argument's place, if it is given by position.
-        keyword: its name, if it is given by keyword.
+        index: the position of the argument, if the caller passes it by position.
+        keyword: its name, if the caller passes it by keyword.
     """
 
     module: nn.Module
@@ -39,7 +229,7 @@ class ModuleInput:
     keyword: str = "hidden_states"
 
     def install(self, fire: TapCallback) -> Undo:
-        """Inject `fire` before the module runs."""
+        """Call `fire` before the module's forward."""
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if len(args) > self.index:
@@ -48,17 +238,17 @@ class ModuleInput:
             found = leaf(kwargs.get(self.keyword), None)
             return None if found is None else (args, {**kwargs, self.keyword: fire(found)})
 
-        return before(self.module, hook, with_kwargs=True)
+        return add_hook(self.module, hook, pre=True, with_kwargs=True)
 
 
 @dataclass(frozen=True, eq=False)
 class ModuleOutput:
-    """A module's output, or the first tensor of the tuple that it returns.
+    """A module's output, or one element of a tuple output.
 
     Attributes:
         module: the module.
-        index: the place in a tuple output.
-        resolve: where the layout depends on the call's keywords.
+        index: the position in a tuple output.
+        resolve: returns the layout from the call's keywords, where the layout depends on them.
     """
 
     module: nn.Module
@@ -66,15 +256,17 @@ class ModuleOutput:
     resolve: Resolve | None = None
 
     def leaf(self, index: int) -> AnyOutput:
-        """The tap at another tensor of what it returns."""
+        """The tap for another tensor of the output."""
         return AnyOutput(self.module, index)
 
     def install(self, fire: TapCallback) -> Undo:
-        """Inject `fire` after the module ran, or before it returns where its source was patched."""
+        """Call `fire` after the module's forward, or, in a patched class, before its forward returns."""
         if self.index == 0 and points.has(self.module, "output"):
             resolve = self.resolve
             return points.place(
-                self.module, "output", lambda local, **call_kwargs: fire(local, resolve(call_kwargs) if resolve else None)
+                self.module,
+                "output",
+                lambda local, **call_kwargs: fire(local, resolve(call_kwargs) if resolve else None),
             )
 
         def hook(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -84,23 +276,23 @@ class ModuleOutput:
             new = fire(found, self.resolve(kwargs) if self.resolve else None)
             return None if new is found else with_leaf(output, self.index, new)
 
-        return behind(self.module, hook, with_kwargs=True)
+        return add_hook(self.module, hook, with_kwargs=True)
 
 
 @dataclass(frozen=True, eq=False)
 class SourcePoint:
-    """A point that a module's patched source calls by name (see `megatron_flex.points`).
+    """A named point that the patched source of a module calls (see `megatron_flex.points`).
 
     Attributes:
         module: the module.
-        name: the point.
+        name: the name of the point.
     """
 
     module: nn.Module
     name: str
 
     def install(self, fire: TapCallback) -> Undo:
-        """Let the point call `fire`."""
+        """Call `fire` at the point."""
 
         def at(local: Tensor, **_: Any) -> Tensor:
             return fire(local)
@@ -110,12 +302,12 @@ class SourcePoint:
 
 @dataclass(frozen=True, eq=False)
 class MethodOutput:
-    """What a method of an object returns.
+    """The return value of a method of a module.
 
     Attributes:
-        module: the object, a module.
+        module: the module.
         method: the method's name.
-        index: the place in a tuple output.
+        index: the position in a tuple output.
     """
 
     module: nn.Module
@@ -123,7 +315,7 @@ class MethodOutput:
     index: int = 0
 
     def install(self, fire: TapCallback) -> Undo:
-        """Inject `fire` behind the method, on this one object."""
+        """Call `fire` after the method, on this module only."""
 
         def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
@@ -135,12 +327,12 @@ class MethodOutput:
 
 @dataclass(frozen=True, eq=False)
 class MethodInput:
-    """What a method of an object is given by position.
+    """A positional argument of a method of a module.
 
     Attributes:
-        module: the object, a module.
+        module: the module.
         method: the method's name.
-        index: the argument's place, `self` not counted.
+        index: the position of the argument, without `self`.
     """
 
     module: nn.Module
@@ -148,7 +340,7 @@ class MethodInput:
     index: int = 0
 
     def install(self, fire: TapCallback) -> Undo:
-        """Inject `fire` before the method, on this one object."""
+        """Call `fire` before the method, on this module only."""
 
         def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             found = leaf(args, self.index)
@@ -159,13 +351,13 @@ class MethodInput:
 
 @dataclass(frozen=True, eq=False)
 class UpstreamFunction:
-    """What a function is given, or returns, that a module's forward calls by a name of its upstream file.
+    """The argument or the result of a function that a module's forward calls by a global name.
 
     Attributes:
-        module: the module; other modules' calls of the same name are left alone.
-        file: the Python module in which the name is looked up.
-        name: the function's, whose first argument and whose result are tensors.
-        before: whether its argument is meant; else its result.
+        module: the module; calls of the function from other modules are unaffected.
+        file: the Python module in which the forward looks the name up.
+        name: the name of the function, whose first argument and whose result are tensors.
+        before: tap the argument; otherwise the result.
     """
 
     module: nn.Module
@@ -174,7 +366,7 @@ class UpstreamFunction:
     before: bool
 
     def install(self, fire: TapCallback) -> Undo:
-        """Inject `fire` about the function, while the module's forward runs."""
+        """Call `fire` before or after the function, while the module's forward runs."""
         running: list[bool] = []
 
         def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -208,16 +400,21 @@ def _same(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _InterceptChain:
-    """Stands in an object's place for one of its callables and runs arounds about the original."""
+    """Replaces a callable attribute of an object and calls the wrappers around the original."""
 
     def __init__(self, original: Callable[..., Any], owner: Any, name: str, had: bool) -> None:
-        update_wrapper(self, original, updated=())  # signatures are looked at: datasets drop columns by them
+        # Keeps the signature, which other code inspects: `datasets` drops columns by it.
+        update_wrapper(self, original, updated=())
         self.original, self.owner, self.name, self.had = original, owner, name, had
         self.arounds: list[Around] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In a copy of the owner, or one from a pickle: what its class has, or what it had itself."""
+        """A copied or unpickled owner gets its class's attribute, or the owner's original attribute."""
         return (_same, (self.original,)) if self.had else (getattr, (self.owner, self.name))
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Bind to the instance, as a function in a class does."""
+        return self if instance is None else MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self.original
@@ -229,13 +426,16 @@ class _InterceptChain:
 def intercept(owner: Any, name: str, around: Around) -> Undo:
     """Run `around(original, *args, **kwargs)` wherever `owner.name(*args, **kwargs)` is called.
 
-    Several may stand about one callable and be taken out in any order; with the last one `owner` has its own
-    attribute again (or none of its own, if it had none).
+    A callable may have several wrappers, which can be removed in any order. Removing the last one restores
+    the attribute of `owner`, or deletes the attribute if `owner` had none of its own.
 
     Args:
         owner: an object or a module.
         name: the attribute that holds the callable.
-        around: what runs instead.
+        around: the wrapper; it receives the original callable first.
+
+    Returns:
+        A function that removes this wrapper.
     """
     own = vars(owner)
     chain = own.get(name)

@@ -1,7 +1,7 @@
-"""Tensors in what modules get and return: tuples, lists, mappings, dataclasses, within each other.
+"""Tensors in the inputs and outputs of modules: nested tuples, lists, mappings and dataclasses.
 
-Tensors are counted depth first, mappings and dataclasses in their own order. Whatever else there is (None,
-numbers, other objects) does not count and stays as it is.
+Tensors are counted depth first, in the order of the mapping's keys and the dataclass's fields. Other values
+(None, numbers, other objects) are not counted and remain unchanged.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ _registered_types: dict[type, Callable[[Any], TreeContents]] = {}
 
 
 def register_type(kind: type, opened: Callable[[Any], TreeContents]) -> None:
-    """Find tensors in objects of exactly that type too.
+    """Also find tensors in objects of exactly this type (subclasses excluded).
 
     Args:
         kind: the type.
-        opened: for an object what it holds, and what makes another that holds something else instead.
+        opened: from an object to its contents, and a function that builds an object with other contents.
     """
     _registered_types[kind] = opened
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """All tensors of a tree in the order in which they are counted."""
+    """All tensors of a tree, depth first."""
     if isinstance(tree, Tensor):
         return [tree]
     return [t for _, child in _children(tree) for t in tensors(child)]
 
 
 def resolve_index(index: int, count: int) -> int | None:
-    """Which of `count` tensors an index means, a negative one from the end; None if there is none."""
+    """A non-negative index among `count` tensors; None if the index is out of range."""
     return index % count if -count <= index < count else None
 
 
 def with_tensor(tree: Any, position: int, new: Tensor) -> Any:
-    """A tree of the same types with one tensor replaced; the given one stays as it is.
+    """A tree of the same types with one tensor replaced; the given tree is not modified.
 
     Args:
-        tree: holds the tensor.
-        position: its place in `tensors(tree)`.
-        new: what stands there instead.
+        tree: the tree that contains the tensor.
+        position: its index in `tensors(tree)`.
+        new: the replacement.
     """
     if isinstance(tree, Tensor):
         return new
@@ -84,7 +84,7 @@ def _with_child(tree: Any, key: Any, child: Any) -> Any:
         items = [child if i == key else item for i, item in enumerate(tree)]
         return type(tree)(items)
     out = copy.copy(tree)
-    object.__setattr__(out, key, child)  # as frozen ones cannot be set otherwise
+    object.__setattr__(out, key, child)  # the only way to set a field of a frozen dataclass
     return out
 
 

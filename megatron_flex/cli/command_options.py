@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from megatron_flex.dump.said import parse_number_ranges
-from megatron_flex.dump.selection import is_selected
+from megatron_flex.dump.dump_settings import parse_number_ranges
+from megatron_flex.dump.token_selection import is_selected
 from megatron_flex.errors import FlexError, suggest_nearest
 
 DumpArgument = Annotated[

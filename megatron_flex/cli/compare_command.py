@@ -9,13 +9,15 @@ import typer
 from rich.console import Console
 
 from megatron_flex.cli.command_options import JsonOption
-from megatron_flex.cli.console_output import make_console, print_json, make_table
+from megatron_flex.cli.console_output import make_console, make_table, print_json
 from megatron_flex.compare import Comparison
 from megatron_flex.compare import compare as run
 from megatron_flex.errors import FlexError
 
-MIN_WIDTH_FOR_WORST = 120  # columns; where there are fewer, the worst elements are told of the first divergence only
-VERDICT_STYLES = {"diverges": "bold red", "round-off": "green", "equal": "green"}
+MIN_WIDTH_FOR_WORST = (
+    120  # columns; where there are fewer, the worst elements are told of the first divergence only
+)
+VERDICT_STYLES = {"diverges": "bold red", "incomplete": "bold red", "round-off": "green", "equal": "green"}
 
 
 def compare(
@@ -40,6 +42,12 @@ def compare(
             show_default=False,
         ),
     ] = None,
+    allow_missing: Annotated[
+        bool,
+        typer.Option(
+            "--allow-missing", help="Sites and iterations that only one of them has are as they should be."
+        ),
+    ] = False,
     most: Annotated[int, typer.Option("--rows", metavar="N", help="Rows of the table.")] = 20,
     as_json: JsonOption = False,
 ) -> None:
@@ -48,9 +56,10 @@ def compare(
     They are aligned by site, iteration, sample and token, and walked in the order of execution, gradients
     after values. What is round-off follows from dtype and depth, unless it is said or measured.
 
-    Exit status 1 if they diverge; 0 if they are equal, or differ by round-off.
+    Exit status 1 if they diverge, or if only one of them has a site or an iteration and --allow-missing does
+    not say so; 0 if they are equal, or differ by round-off.
     """
-    found = run(a, b, _parse_tolerance(tolerance), tolerance_from)
+    found = run(a, b, _parse_tolerance(tolerance), tolerance_from, allow_missing=allow_missing)
     if as_json:
         print_json(found.to_json())
     else:

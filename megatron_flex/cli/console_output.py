@@ -110,12 +110,12 @@ def supports_unicode() -> bool:
 
 
 __all__ = [
-    "make_console",
     "count_words",
     "format_bytes",
     "format_number",
-    "print_json",
     "format_series",
+    "make_console",
     "make_table",
+    "print_json",
     "supports_unicode",
 ]

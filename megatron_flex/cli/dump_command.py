@@ -10,12 +10,6 @@ from typing import Annotated, cast
 import typer
 from torch import Tensor
 
-from megatron_flex.cli.dump_tables import (
-    print_contents,
-    print_pruned,
-    print_statistics,
-    print_verification,
-)
 from megatron_flex.cli.command_options import (
     DumpArgument,
     ForceOption,
@@ -24,18 +18,41 @@ from megatron_flex.cli.command_options import (
     select_iterations,
     select_names,
 )
-from megatron_flex.cli.console_output import make_console, count_words, format_bytes, print_json, format_series
-from megatron_flex.dump.tools.dump_contents import get_named_array, list_dump_contents, list_parameter_names, list_site_names
-from megatron_flex.dump.exporting import EXPORT_FORMATS, ExportFormat, ExportRows, check_export_target
-from megatron_flex.dump.exporting import export_arrays as write
-from megatron_flex.dump.exporting.blocks import ExportColumn, read_blocks
+from megatron_flex.cli.console_output import (
+    count_words,
+    format_bytes,
+    format_series,
+    make_console,
+    print_json,
+)
+from megatron_flex.cli.dump_tables import (
+    print_contents,
+    print_pruned,
+    print_statistics,
+    print_verification,
+)
+from megatron_flex.dump.export import (
+    EXPORT_FORMATS,
+    ExportColumn,
+    ExportFormat,
+    ExportRows,
+    check_export_target,
+    read_blocks,
+)
+from megatron_flex.dump.export import export_arrays as write
 from megatron_flex.dump.reader import DumpArray, open_dump
-from megatron_flex.dump.tools.value_summary import ValueSummary, summarize_values
-from megatron_flex.dump.tools.dump_cleanup import prune_dump as remove
 from megatron_flex.dump.tools.dump_cleanup import list_removals
-from megatron_flex.dump.verifying import verify_dump as check
-from megatron_flex.dump.words import format_shape
+from megatron_flex.dump.tools.dump_cleanup import prune_dump as remove
+from megatron_flex.dump.tools.dump_contents import (
+    get_named_array,
+    list_dump_contents,
+    list_parameter_names,
+    list_site_names,
+)
+from megatron_flex.dump.tools.dump_verification import verify_dump as check
+from megatron_flex.dump.tools.value_summary import ValueSummary, summarize_values
 from megatron_flex.errors import DumpError, suggest_nearest
+from megatron_flex.layout.layout_drawing import format_shape
 from megatron_flex.progress import BYTES, ProgressBar, progress
 from megatron_flex.sites import GRADIENT_SUFFIX
 
@@ -85,7 +102,9 @@ def show(
         wanted = [site, *([site + GRADIENT_SUFFIX] if gradients else [])]
         for name in wanted:
             if name not in names:
-                raise DumpError(f"{path} has no {name!r}{suggest_nearest(name, names)}; `dump ls` lists what it has")
+                raise DumpError(
+                    f"{path} has no {name!r}{suggest_nearest(name, names)}; `dump ls` lists what it has"
+                )
         arrays = {name: _select_array_iterations(get_named_array(dump, name), iterations) for name in wanted}
         found = _compute_statistics(arrays)
         described = {name: _describe_array(array) for name, array in arrays.items()}
@@ -162,7 +181,10 @@ def export(
     with open_dump(path) as dump:
         names = list_site_names(dump) + ([] if to == "datasets" and not sites else list_parameter_names(dump))
         chosen = select_names(sites, names)
-        columns = [ExportColumn(name, _select_array_iterations(get_named_array(dump, name), iterations)) for name in chosen]
+        columns = [
+            ExportColumn(name, _select_array_iterations(get_named_array(dump, name), iterations))
+            for name in chosen
+        ]
         done = write(
             [c for c in columns if c.array.passes],
             out,
@@ -177,7 +199,9 @@ def export(
     screen = make_console()
     for note in done.notes:
         screen.print(f"note: {note}", style="yellow", soft_wrap=True)
-    screen.print(f"{done.path}: {count_words(len(done.names), 'array')}, {format_bytes(done.nbytes)}", soft_wrap=True)
+    screen.print(
+        f"{done.path}: {count_words(len(done.names), 'array')}, {format_bytes(done.nbytes)}", soft_wrap=True
+    )
 
 
 @dump_app.command()

@@ -10,12 +10,19 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from megatron_flex.cli.console_output import count_words, format_bytes, format_number, format_series, make_table, supports_unicode
-from megatron_flex.dump.tools.dump_contents import DumpContents, RunRow, TensorRow
-from megatron_flex.dump.tools.value_summary import ValueSummary
+from megatron_flex.cli.console_output import (
+    count_words,
+    format_bytes,
+    format_number,
+    format_series,
+    make_table,
+    supports_unicode,
+)
 from megatron_flex.dump.tools.dump_cleanup import Removal
-from megatron_flex.dump.verifying import Verification
-from megatron_flex.dump.words import format_shape
+from megatron_flex.dump.tools.dump_contents import DumpContents, RunRow, TensorRow
+from megatron_flex.dump.tools.dump_verification import Verification
+from megatron_flex.dump.tools.value_summary import ValueSummary
+from megatron_flex.layout.layout_drawing import format_shape
 from megatron_flex.sites import GRADIENT_SUFFIX
 
 NAME_NUMBER = re.compile(r"\.\d+(?=\.|:|#|$)")
@@ -26,7 +33,8 @@ def print_contents(out: Console, path: Path, found: DumpContents, every: bool = 
     """Runs, then sites and parameters; layers that are alike in one row, unless `every`."""
     runs = count_words(len(found.runs), "run")
     out.print(
-        f"{path}: {runs}, {count_words(len(found.iterations), 'whole iteration')}, {format_bytes(found.nbytes)}"
+        f"{path}: {runs}, {count_words(len(found.iterations), 'complete iteration')}, "
+        f"{format_bytes(found.nbytes)}"
     )
     out.print()
     rows = make_table(">run", "framework", "mesh", ">ranks", "whole", "torn", ">size")
@@ -36,6 +44,8 @@ def print_contents(out: Console, path: Path, found: DumpContents, every: bool = 
     for run in found.runs:
         if run.damage:
             out.print(f"run {run.number}: {run.damage}", style="bold red", soft_wrap=True)
+    for note in found.notes:
+        out.print(f"note: {note}", style="yellow", soft_wrap=True)
     for kind in ("site", "parameter"):
         mine = [t for t in found.tensors if t.kind == kind]
         if mine:
@@ -89,12 +99,16 @@ def _pair_gradients(tensors: Sequence[TensorRow]) -> list[_TensorGroup]:
     by_name = {t.name: t for t in tensors}
     out = []
     for t in tensors:
-        values = by_name.get(t.name.removesuffix(GRADIENT_SUFFIX)) if t.name.endswith(GRADIENT_SUFFIX) else None
+        values = (
+            by_name.get(t.name.removesuffix(GRADIENT_SUFFIX)) if t.name.endswith(GRADIENT_SUFFIX) else None
+        )
         if values is not None and _tensor_form(values) == _tensor_form(t):
             continue
         gradient = by_name.get(t.name + GRADIENT_SUFFIX)
         same = gradient is not None and _tensor_form(gradient) == _tensor_form(t)
-        out.append(_TensorGroup((t.name,), t, t.nbytes, gradient.nbytes if same and gradient is not None else None))
+        out.append(
+            _TensorGroup((t.name,), t, t.nbytes, gradient.nbytes if same and gradient is not None else None)
+        )
     return out
 
 
@@ -138,12 +152,19 @@ def _tensor_table(found: Sequence[_TensorGroup], title: str, whole: Sequence[int
         times = [format_series(t.iterations)] if differ else []
         own = ["–" if row.gradients is None else format_bytes(row.gradients)] if gradients else []
         rows.add_row(
-            _range_title(row.names), format_shape(t.dims, t.shape), t.dtype, *times, format_bytes(row.nbytes), *own
+            _range_title(row.names),
+            format_shape(t.dims, t.shape),
+            t.dtype,
+            *times,
+            format_bytes(row.nbytes),
+            *own,
         )
     return rows
 
 
-def print_statistics(out: Console, name: str, what: Sequence[str], columns: Mapping[str, ValueSummary]) -> None:
+def print_statistics(
+    out: Console, name: str, what: Sequence[str], columns: Mapping[str, ValueSummary]
+) -> None:
     """A table with a column for each, and a histogram of each."""
     out.print(name, style="bold", soft_wrap=True)
     for line in what:
@@ -207,15 +228,16 @@ def print_verification(out: Console, found: Verification) -> None:
     errors = sum(f.error for f in found.findings)
     notes = len(found.findings) - errors
     read = (
-        f"{count_words(found.files, 'file')}, {count_words(found.tensors, 'tensor')}, {format_bytes(found.nbytes)} read"
+        f"{count_words(found.files, 'file')}, {count_words(found.tensors, 'tensor')}, "
+        f"{format_bytes(found.nbytes)} read"
     )
     read += f", {count_words(found.replicas, 'replica')} compared" if found.replicas else ""
-    out.print(f"{read}; whole iterations: {format_series(found.whole)}", soft_wrap=True)
+    out.print(f"{read}; complete iterations: {format_series(found.whole)}", soft_wrap=True)
     noted = f"; {count_words(notes, 'note')}" if notes else ""
     if errors:
         out.print(f"{count_words(errors, 'error')}{noted}", style="bold red")
     elif not found.whole:
-        out.print(f"no iteration is whole: there is nothing to read{noted}", style="yellow")
+        out.print(f"no iteration is complete: there is nothing to read{noted}", style="yellow")
     else:
         out.print(f"all is as it was written{noted}", style="green")
 

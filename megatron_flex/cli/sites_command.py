@@ -10,15 +10,21 @@ import typer
 
 from megatron_flex import cpu
 from megatron_flex.cli.command_options import JsonOption
-from megatron_flex.cli.plan_command import ConfigOption, FlagsArgument, MeshOption, WorldSizeOption, parse_mesh_sizes
 from megatron_flex.cli.console_output import print_json
-from megatron_flex.dump.layouts import layout_from_json
+from megatron_flex.cli.estimate_command import (
+    ConfigOption,
+    FlagsArgument,
+    MeshOption,
+    WorldSizeOption,
+    parse_mesh_sizes,
+)
 from megatron_flex.dump.reader import open_dump
+from megatron_flex.dump.schema import layout_from_json
 from megatron_flex.errors import FlexError
-from megatron_flex.launch.planning.megatron_arguments import parse_arguments
-from megatron_flex.launch.planning.meta_model import describe_model, silence_megatron
+from megatron_flex.launch.estimate.megatron_arguments import parse_arguments
+from megatron_flex.launch.estimate.meta_model import describe_model, silence_megatron
 from megatron_flex.sites import Site, SiteTable
-from megatron_flex.view import sites_of_stage, fold_layers, describe_layout, build_tree
+from megatron_flex.view import build_tree, describe_layout, fold_layers, sites_of_stage
 from megatron_flex.view.tree_terminal import print_tree
 
 MatchOption = Annotated[
@@ -31,7 +37,9 @@ DumpOption = Annotated[
 StageOption = Annotated[
     int | None, typer.Option(metavar="N", help="Only what this pipeline stage owns.", show_default=False)
 ]
-AllLayersOption = Annotated[bool, typer.Option("--all", "-a", help="Each layer by itself, also where they are alike.")]
+AllLayersOption = Annotated[
+    bool, typer.Option("--all", "-a", help="Each layer by itself, also where they are alike.")
+]
 
 
 def sites(
@@ -60,7 +68,9 @@ def sites(
     else:
         changes = {**(parse_mesh_sizes(mesh) or {}), "world_size": world_size}
         with cpu.runtime(force=True), silence_megatron():
-            described = describe_model(parse_arguments(str(config) if config is not None else cast(list[str], flags), changes))
+            described = describe_model(
+                parse_arguments(str(config) if config is not None else cast(list[str], flags), changes)
+            )
         found, sizes = described.sites, dict(described.mesh.sizes)
     shown = sites_of_stage(SiteTable(found).match(match), stage)
     if as_json:
@@ -80,7 +90,12 @@ def _read_dump_sites(path: Path) -> tuple[list[Site], dict[str, int]]:
             raise FlexError(f"{path}: no run of it can be read; `megatron-flex dump verify` says why")
         found = {
             p.name: Site(
-                p.name, layout_from_json(p.layout), tuple(p.shape), p.stage, chunk=p.chunk, inferred=p.inferred
+                p.name,
+                layout_from_json(p.layout),
+                tuple(p.shape),
+                p.stage,
+                chunk=p.chunk,
+                inferred=p.inferred,
             )
             for manifest in opened.manifests
             for p in manifest.sites

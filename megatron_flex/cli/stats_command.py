@@ -11,11 +11,25 @@ import typer
 from rich.text import Text
 
 from megatron_flex.cli.command_options import IterationsOption, JsonOption, select_iterations, select_names
-from megatron_flex.cli.console_output import make_console, count_words, format_number, print_json, format_series, make_table, supports_unicode
-from megatron_flex.dump.words import format_shape
+from megatron_flex.cli.console_output import (
+    count_words,
+    format_number,
+    format_series,
+    make_console,
+    make_table,
+    print_json,
+    supports_unicode,
+)
+from megatron_flex.dump.schema import list_dim_names
 from megatron_flex.errors import FlexError, suggest_nearest
+from megatron_flex.layout.layout_drawing import format_shape
 from megatron_flex.sites import GRADIENT_SUFFIX
-from megatron_flex.statistics.reading import FLOAT_COLUMNS, OpenStatistics, StatisticsSeries, open_statistics
+from megatron_flex.statistics.statistics_reader import (
+    FLOAT_COLUMNS,
+    OpenStatistics,
+    StatisticsSeries,
+    open_statistics,
+)
 
 stats_app = typer.Typer(
     help="List and show statistics that a run wrote.", no_args_is_help=True, rich_markup_mode=None
@@ -35,7 +49,7 @@ def ls(path: StatisticsArgument, as_json: JsonOption = False) -> None:
     found = open_statistics(path)
     if as_json:
         told = {"starts": [h.to_json() for h in found.headers], "tensors": found.sites}
-        print_json({**told, "iterations": found.iterations, "torn": found.torn})
+        print_json({**told, "iterations": found.iterations, "torn": found.torn, "damaged": found.damaged})
         return
     out = make_console()
     _print_incomplete_lines(found)
@@ -56,7 +70,7 @@ def ls(path: StatisticsArgument, as_json: JsonOption = False) -> None:
     rows = make_table("tensor", "shape", "iterations")
     for name in found.sites:
         place = places.get(name.removesuffix(GRADIENT_SUFFIX))
-        dims = [str(d["name"]) for d in place.layout["dims"]] if place is not None else []
+        dims = list_dim_names(place.layout) if place is not None else []
         shape = format_shape(dims, place.shape) if place is not None else "–"
         rows.add_row(name, shape, format_series(found[name].iterations))
     out.print(rows)
@@ -71,7 +85,9 @@ def show(
             "--site", "-s", metavar="PATTERN", help="Names or patterns; may be repeated.", show_default=False
         ),
     ] = None,
-    of: Annotated[str, typer.Option("--of", metavar="STATISTIC", help=f"{', '.join(FLOAT_COLUMNS)}.")] = "rms",
+    of: Annotated[
+        str, typer.Option("--of", metavar="STATISTIC", help=f"{', '.join(FLOAT_COLUMNS)}.")
+    ] = "rms",
     iterations: IterationsOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -80,7 +96,10 @@ def show(
     Its first and last value, the least and the greatest, and its curve; `!` is where NaNs or infinities were.
     """
     if of not in FLOAT_COLUMNS:
-        raise FlexError(f"--of {of}: no statistic{suggest_nearest(of, FLOAT_COLUMNS)}; they are {', '.join(FLOAT_COLUMNS)}")
+        raise FlexError(
+            f"--of {of}: no statistic{suggest_nearest(of, FLOAT_COLUMNS)}; they are "
+            f"{', '.join(FLOAT_COLUMNS)}"
+        )
     found = open_statistics(path)
     numbers = set(select_iterations(iterations, found.iterations, str(path)))
     names = select_names(sites, found.sites, str(path))
@@ -97,7 +116,12 @@ def show(
     rows.columns[5].no_wrap = True
     for name, one in told.items():
         more = [f"{one.nans:,}, {one.infinities:,}" if one.odd else ""] if odd else []
-        rows.add_row(name, *map(format_number, (one.first, one.last, one.least, one.most)), one.curve(CURVE_LENGTH), *more)
+        rows.add_row(
+            name,
+            *map(format_number, (one.first, one.last, one.least, one.most)),
+            one.curve(CURVE_LENGTH),
+            *more,
+        )
     out = make_console()
     out.print(rows)
     out.print(f"\niterations {format_series(sorted(numbers))}", soft_wrap=True)
@@ -156,5 +180,7 @@ def _split_range(count: int, most: int) -> Sequence[slice]:
 
 def _print_incomplete_lines(found: OpenStatistics) -> None:
     if found.torn:
-        told = f"note: {count_words(found.torn, 'torn line')} left out, of a run that was killed or a full disk"
+        told = (
+            f"note: {count_words(found.torn, 'torn line')} left out, of a run that was killed or a full disk"
+        )
         make_console().print(told, style="yellow", soft_wrap=True)

@@ -7,16 +7,16 @@ from typing import Annotated
 
 import typer
 
-from megatron_flex.cli.plan_command import MeshOption, WorldSizeOption, parse_mesh_sizes
 from megatron_flex.cli.console_output import make_console
+from megatron_flex.cli.estimate_command import MeshOption, WorldSizeOption, parse_mesh_sizes
 from megatron_flex.compare import compare
-from megatron_flex.dump.inventory import list_run_folders
+from megatron_flex.dump.run_folders import list_run_folders
 from megatron_flex.errors import FlexError
-from megatron_flex.launch.planning.viewed import make_configuration_page
+from megatron_flex.launch.estimate.estimates import make_configuration_page
 from megatron_flex.page import Page, write
 from megatron_flex.page.page_builder import fill_page
-from megatron_flex.statistics.files import list_files
-from megatron_flex.statistics.reading import OpenStatistics, open_statistics
+from megatron_flex.statistics.statistics_files import list_files
+from megatron_flex.statistics.statistics_reader import OpenStatistics, open_statistics
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 SourcesArgument = Annotated[
@@ -101,6 +101,7 @@ def _sort_by_kind(paths: list[Path]) -> tuple[list[Path], list[Path], list[Path]
             measured.append(path)
         else:
             raise FlexError(
-                f"{path}: no configuration ({', '.join(CONFIG_SUFFIXES)}), dump or folder of statistics is there"
+                f"{path}: no configuration ({', '.join(CONFIG_SUFFIXES)}), dump or folder of statistics "
+                "is there"
             )
     return configs, dumps, measured

@@ -1,7 +1,7 @@
-"""Bring the rows of experts' tensors home to the tokens that they are made of, and away again.
+"""Routes the rows of experts' tensors to the ranks of their tokens ("home"), and back to the experts.
 
 A router decides at each call which rank holds which row. At home every rank has the rows of its own tokens,
-cut like the residual stream, so that from there on an ordinary Layout says the rest.
+sharded like the residual stream, so that an ordinary Layout describes the rest of the way.
 """
 
 from __future__ import annotations
@@ -15,39 +15,58 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives.edit import assemble_on_all_ranks, gather_full, scatter_full, stack_along
+from megatron_flex.collectives.gather_scatter import (
+    assemble_on_all_ranks,
+    gather_full,
+    scatter_full,
+    stack_along,
+)
 from megatron_flex.collectives.meter import call_metered
-from megatron_flex.layout import ExpertChoice, Dim, Layout, extract, select_experts, padded_shape, rows_by_source
+from megatron_flex.layout import (
+    Dim,
+    ExpertChoice,
+    Layout,
+    extract,
+    padded_shape,
+    rows_by_source,
+    select_experts,
+)
+from megatron_flex.layout.gradient_layout import find_route_gradient
 from megatron_flex.mesh import Mesh
 
 
 def gather_rows(local: Tensor, route: Route) -> Tensor:
-    """Give every rank the whole of a tensor of experts, of its own replica's tokens.
+    """Gather the full tensor of experts on every rank, for the tokens of the rank's own replica.
 
-    Collective over `ep` and `etp`, then over the axes that cut the tokens. Differentiable.
+    Collective over `ep` and `etp`, then over the axes that shard the tokens. Differentiable.
 
     Args:
         local: the rows of this rank's experts.
-        route: their way.
+        route: the route of the rows.
 
     Returns:
         `[s, b, slots, ...]`, or `[rows, ...]` of one expert by token.
     """
+    # torch does not type `apply`
     home = cast(Tensor, _ToTokens.apply(local, route))  # type: ignore[no-untyped-call]
     whole = gather_full(home, route.token_layout, route.mesh)
     return whole if route.order is None else whole[route.order]
 
 
 def scatter_rows(whole: Tensor, local: Tensor, route: Route) -> Tensor:
-    """Give every rank the rows of its experts out of wholes, the inverse of `gather_rows`.
+    """Scatter full tensors to the ranks of the experts, the inverse of `gather_rows`. Same collectives.
 
     Args:
-        whole: of this rank's replica; another replica has another.
-        local: the rows as they were.
-        route: their way.
+        whole: the full tensor of this rank's replica; replicas have different ones.
+        local: the rows before the edit.
+        route: the route of the rows.
+
+    Returns:
+        The rows of this rank's experts.
     """
     unsorted = whole if route.order is None else whole[route.order.argsort()]
     home = scatter_full(unsorted, route.token_order_like(local), route.token_layout, route.mesh)
+    # torch does not type `apply`
     return cast(Tensor, _ToExperts.apply(home, route))  # type: ignore[no-untyped-call]
 
 
@@ -59,7 +78,7 @@ class _ToTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.route.gradient().away(grad), None
+        return ctx.route.for_gradient().away(grad), None
 
 
 class _ToExperts(torch.autograd.Function):
@@ -70,22 +89,22 @@ class _ToExperts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.route.gradient().home(grad), None
+        return ctx.route.for_gradient().home(grad), None
 
 
 @dataclass(eq=False)
 class Dispatch(ExpertChoice):
-    """What a router chose on this rank, and the ranks that its tokens go to.
+    """The router's choice on this rank, and the ranks to which the tokens are dispatched.
 
     Attributes:
-        mesh: the run's axes; the experts are cut over `ep`, each one's rows come from all of `ep` and `etp`.
+        mesh: the run's axes; experts are sharded over `ep`, and rows come from all ranks of `ep` and `etp`.
     """
 
     mesh: Mesh
 
     @cached_property
     def counts(self) -> Tensor:
-        """`[ep, etp, experts]`: how many rows come from each rank. Collective over `ep` and `etp`, once."""
+        """`[ep, etp, experts]`: the number of rows from each rank. Collective over `ep` and `etp`, once."""
         own = self.chosen.sum(0)
         for axis in (self.mesh["etp"], self.mesh["ep"]):
             own = stack_along(own, axis) if axis.size > 1 else own[None]
@@ -94,14 +113,14 @@ class Dispatch(ExpertChoice):
 
 @dataclass(eq=False)
 class Route:
-    """The way of one tensor whose dim 0 has the rows of this rank's experts.
+    """The route of one tensor whose dim 0 has the rows of this rank's experts.
 
     Attributes:
-        dispatch: where the rows come from.
-        layout: of the tensor over `etp`; its rows, dim 0, are the same on all of `etp`.
-        home_layout: how the tensors at home make the whole: `[s, b, slots, ...]`, or `[rows, ...]` of one
-            expert, uneven where the tokens are cut.
-        expert: if given, the rows are those of this expert alone; ranks that do not have it hold none.
+        dispatch: the source ranks of the rows.
+        layout: the layout of the tensor over `etp`; its rows, dim 0, are the same on all of `etp`.
+        home_layout: the layout of the tensors at home: `[s, b, slots, ...]`, or `[rows, ...]` of one expert,
+            uneven where the tokens are sharded.
+        expert: if given, the rows are those of this expert alone; ranks without it hold no rows.
     """
 
     dispatch: Dispatch
@@ -116,19 +135,19 @@ class Route:
 
     @property
     def here(self) -> bool:
-        """Whether this rank's experts are those, or among those, whose rows the tensor has."""
+        """Whether the tensor has rows of an expert on this rank."""
         mine = self._mine
         return int(mine.stop) > int(mine.start)
 
-    def gradient(self) -> Route:
-        """The way of the tensor's gradient."""
-        return Route(self.dispatch, self.layout.gradient(), self.token_layout, self.expert)
+    def for_gradient(self) -> Route:
+        """The route of the tensor's gradient."""
+        return Route(self.dispatch, *find_route_gradient(self.layout, self.token_layout), self.expert)
 
     @cached_property
     def order(self) -> Tensor | None:
-        """For one expert, how to sort the assembled rows by token; None where they need no sorting.
+        """For one expert, the permutation that sorts the assembled rows by token; None if none is needed.
 
-        Collective over the axes that cut the tokens, once.
+        Collective over the axes that shard the tokens, once.
         """
         if self.expert is None:
             return None
@@ -153,7 +172,7 @@ class Route:
             local: the rows of this rank's experts, in `layout`.
 
         Returns:
-            The tensor that `home_layout` is the layout of; zeros in slots that no expert has.
+            The local tensor in `home_layout`; zeros in slots without an expert.
         """
         rows, _ = assemble_on_all_ranks(local, self.layout, self.mesh)
         mine = self._where[self.mesh["etp"].coord]
@@ -177,7 +196,7 @@ class Route:
             full[w.to(full.device)] = piece[: len(w)]
         return extract(self.layout, full, self.mesh.coords, self.mesh.sizes)
 
-    # -- where rows lie --------------------------------------------------------------------------------
+    # -- positions of rows -----------------------------------------------------------------------------
 
     @property
     def _mine(self) -> slice:
@@ -187,17 +206,17 @@ class Route:
 
     @cached_property
     def _where(self) -> list[Tensor]:
-        """For each coordinate of `etp`, the rows here that come from its ranks: by source, then by expert."""
+        """For each coordinate of `etp`, the local rows from its ranks: by source rank, then by expert."""
         sources = rows_by_source(self.dispatch.counts[:, :, self._mine], self.dispatch.etp_outer)
         return [torch.cat(ranks) for ranks in sources]
 
     def _from_ranks(self) -> list[int]:
-        """How many of the rows here come from each rank of this rank's `ep` group."""
+        """The number of local rows from each rank of this rank's `ep` group."""
         counts = self.dispatch.counts[:, self.mesh["etp"].coord, self._mine]
         return [int(n) for n in counts.sum(1)]
 
     def _to_ranks(self) -> list[int]:
-        """How many of this rank's own rows are with each rank of its `ep` group."""
+        """The number of this rank's own rows on each rank of its `ep` group."""
         ep = self.mesh["ep"]
         own = self.dispatch.counts[ep.coord, self.mesh["etp"].coord].clone()
         if self.expert is not None:
@@ -206,7 +225,7 @@ class Route:
         return [int(n) for n in own.view(ep.size, -1).sum(1)]
 
     def _exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """All-to-all over `ep`: `send[r]` rows go to its rank r, `receive[r]` come from there."""
+        """All-to-all over `ep`: send `send[r]` rows to rank r and receive `receive[r]` rows from it."""
         axis = self.mesh["ep"]
         if axis.size == 1:
             return rows

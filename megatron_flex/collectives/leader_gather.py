@@ -1,8 +1,8 @@
-"""Bring what was read to the leader: one coalesced gather for all shards, then one hop up the pipeline.
+"""Gathers captures on the leader: one coalesced gather of all shards, then one transfer up the pipeline.
 
-Only ranks that hold something the leader lacks take part, and none but the leader receives. Sums
-come before gathers, and inner axes before outer ones, so that everything that goes along one axis, of
-whatever site and dtype, goes together.
+Only ranks that hold a shard that the leader needs take part, and only the leader receives. Sums precede
+gathers, and inner axes precede outer ones, so that all shards along one axis, of any site and dtype, go into
+the same collectives.
 """
 
 from __future__ import annotations
@@ -17,23 +17,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives.edit import stack_along
-from megatron_flex.collectives.messages import as_bytes, group_by_size, pack, begin_collective, message_offsets, align_size, begin_gather_to_first
-from megatron_flex.collectives.staging import buffer_pool
+from megatron_flex.collectives.gather_scatter import stack_along
+from megatron_flex.collectives.messages import (
+    align_size,
+    as_bytes,
+    begin_collective,
+    begin_gather_to_first,
+    buffer_pool,
+    group_by_size,
+    message_offsets,
+    pack,
+)
 from megatron_flex.layout import Layout, assemble, coordinates
 from megatron_flex.mesh import Axis, Mesh
 
-REPLICA_AXES = ("dp", "pp")  # axes along which ranks hold other data or other sites, each with its own leader
+REPLICA_AXES = ("dp", "pp")  # axes along which ranks have different data or sites, each with its own leader
 
 
 @dataclass(slots=True)
 class PendingShard:
-    """One shard on its way; `shards` grows on the ranks that collect.
+    """One shard to be gathered; on the ranks that collect, `shards` grows.
 
     Attributes:
-        layout: how the shards relate.
-        shards: this rank's, if it takes part.
-        owned: whether the memory of `shards` may be overwritten, and will be used for something else.
+        layout: the layout of the shards.
+        shards: this rank's shard, if the rank takes part.
+        owned: whether the memory of `shards` may be overwritten and reused.
     """
 
     layout: Layout
@@ -43,16 +51,16 @@ class PendingShard:
 
 @dataclass(frozen=True, slots=True)
 class GatherStep:
-    """One collective of a read: `sum` or `gather` along one axis, towards coordinate 0."""
+    """One collective of a gather to the leader: `sum` or `gather` along one axis, to coordinate 0."""
 
     op: str
     axis: str
 
 
 def plan_read(layout: Layout, mesh: Mesh) -> list[GatherStep]:
-    """What a read to the leader communicates; known without communicating.
+    """The collectives of a gather to the leader. No communication.
 
-    Every plan is a part of one order for all: sums, then gathers, inner axes first.
+    Every plan is a subsequence of one global order: sums, then gathers, inner axes first.
     """
     inner = {a.name: n for n, a in enumerate(reversed((*mesh.experts, *mesh.axes)))}
     live = sorted((a for a in layout.axes if mesh[a].size > 1), key=lambda a: inner[a])
@@ -61,38 +69,38 @@ def plan_read(layout: Layout, mesh: Mesh) -> list[GatherStep]:
 
 
 def takes_part(layout: Layout, mesh: Mesh) -> bool:
-    """Whether this rank's shard is needed by its leader; if not, it need not even be kept."""
+    """Whether the leader needs the local shard; otherwise the shard need not be stored."""
     split = {s.axis for s in plan_read(layout, mesh)}
     return mesh.is_first(a.name for a in mesh if a.name not in split and a.name not in REPLICA_AXES)
 
 
 def is_leader(mesh: Mesh) -> bool:
-    """Whether this rank receives what its pipeline stage reads."""
+    """Whether this rank receives the captures of its pipeline stage."""
     return mesh.is_first(a.name for a in mesh if a.name not in REPLICA_AXES)
 
 
 def is_leader_for(layout: Layout, mesh: Mesh) -> bool:
-    """Whether this rank receives what is read in `layout`, which may go over data parallel ranks too."""
+    """Whether this rank receives captures in `layout`, which may be sharded over data parallel ranks too."""
     return is_leader(mesh) and ("dp" not in layout.axes or mesh["dp"].coord == 0)
 
 
 def gather_to_leader(parcels: Sequence[PendingShard], mesh: Mesh, most: int) -> list[Tensor | None]:
-    """Assemble parcels on the leader of each stage: `LeaderGather`, waited for at once."""
+    """Assemble parcels on the leader of each stage: a `LeaderGather` with an immediate wait."""
     return LeaderGather(parcels, mesh, most).wait()
 
 
 class LeaderGather:
-    """Parcels on their way to the leader of each stage. Making one begins it.
+    """An asynchronous gather of parcels to the leader of each stage, which the constructor starts.
 
-    Collective over the axes in the parcels' plans, when it is made and again when it is waited for: every
-    rank of a group does both with the same parcels in the same order. One message of each rank along each
-    axis, one reduction for each axis and dtype summed over it, and one small all-gather for each axis that
-    uneven parts are cut over.
+    The constructor and `wait` are collective over the axes in the parcels' plans: every rank of a group calls
+    both with the same parcels in the same order. The gather sends one message of each rank along each axis,
+    one reduction for each axis and dtype summed over it, and one small all-gather for each axis of uneven
+    sharding.
 
     Args:
-        parcels: one for each read, with the local shard; on ranks that take no part their shards are unused.
+        parcels: one for each capture, with the local shard; ranks that take no part pass unused shards.
         mesh: the run's axes.
-        most: bytes of one message of a rank; what is more goes in further ones.
+        most: maximum bytes of one message of a rank; larger data are split into several messages.
     """
 
     def __init__(self, parcels: Sequence[PendingShard], mesh: Mesh, most: int) -> None:
@@ -104,8 +112,9 @@ class LeaderGather:
         next(self._way, None)
 
     def wait(self) -> list[Tensor | None]:
-        """What is done once: for each parcel the whole on the leader, in memory of its own (or, where no
-        collective was needed, its shard's), None elsewhere.
+        """Wait, and return for each parcel the full tensor on the leader, None elsewhere. Call it once.
+
+        The full tensor has separate memory, or that of its shard where no collective was needed.
         """
         for _ in self._way:
             pass
@@ -117,7 +126,7 @@ class LeaderGather:
         return wholes
 
     def _go(self) -> Iterator[None]:
-        """Post what goes along one axis, and go on once that is waited for."""
+        """Start the collectives along one axis; resume after the wait for them."""
         self._measure()
         for step, indices in order_steps([i.steps for i in self._items]):
             axis, now = self._mesh[step.axis], [self._items[n] for n in indices if n in self._mine]
@@ -132,7 +141,7 @@ class LeaderGather:
                 self._mine.difference_update(indices)
 
     def _measure(self) -> None:
-        """Let all ranks know the shapes of uneven parts, of all parcels at once."""
+        """Exchange the shapes of uneven shards, of all parcels at once."""
         for n in self._mine:
             self._items[n].measure()
         asked = [n for n, i in enumerate(self._items) if i.uneven(self._mesh) and n in self._mine]
@@ -177,25 +186,25 @@ class LeaderGather:
                 buffer_rows = buffer_pool.take(step * (axis.size - 1), mine.device)
                 self._taken.append(buffer_rows)
                 rows = buffer_rows.view(axis.size - 1, step)[:, : mine.nbytes]
-                slots = [mine, *rows]  # nothing of its own to copy
+                slots = [mine, *rows]  # the rank's own message needs no copy
             work = begin_gather_to_first(mine, list(rows), axis) if mine.nbytes else None
             out.append((work, partial(_store_gathered, now, widths, slots)))
         return out
 
 
-PendingWork = list[tuple[Any, Callable[[], None]]]  # what to wait for, and what to do then
+PendingWork = list[tuple[Any, Callable[[], None]]]  # work to wait for, and a function to call after it
 
 
 class ShardInTransit:
-    """A parcel, as it is sent.
+    """The state of a parcel during its gather.
 
     Attributes:
-        parcel: itself; once gathered along some axis its shards are slots of `width` bytes.
-        steps: what is left of its way.
-        shapes: of this rank's shard, and in the end of all that make the whole, the axis that is gathered
-            last counting slowest; of one if all are equal.
-        device: where it is.
-        dtype: of its entries.
+        parcel: the parcel; after a gather along an axis its shards are slots of `width` bytes.
+        steps: the remaining steps.
+        shapes: the shape of the local shard, and at the end the shapes of all shards, the last gathered axis
+            counting slowest; a single shape if all are equal.
+        device: the device of the shard.
+        dtype: the dtype of the shard.
     """
 
     def __init__(self, parcel: PendingShard, steps: list[GatherStep]) -> None:
@@ -204,22 +213,22 @@ class ShardInTransit:
         self.device, self.dtype = torch.device("cpu"), torch.uint8
 
     def measure(self) -> None:
-        """Look at the local shard."""
+        """Record the shape, device and dtype of the local shard."""
         shard = self.parcel.shards[0]
         self.shapes, self.device, self.dtype = [tuple(shard.shape)], shard.device, shard.dtype
 
     def uneven(self, mesh: Mesh) -> bool:
-        """Whether its parts may differ in length."""
+        """Whether the shards may differ in length."""
         cut = [d for d in self.parcel.layout.dims if any(mesh[c.axis].size > 1 for c in d.cuts)]
         return any(d.uneven for d in cut)
 
     @property
     def width(self) -> int:
-        """How many bytes the largest of its shards has."""
+        """The size of the largest shard in bytes."""
         return max(prod(s) for s in self.shapes) * self.dtype.itemsize
 
     def whole(self, mesh: Mesh) -> Tensor:
-        """Put it together from what has come."""
+        """Assemble the full tensor from the received shards."""
         old = self.parcel.layout
         layout = Layout(old.dims, (), old.shared, old.permute)
         shards = self.parcel.shards
@@ -243,11 +252,11 @@ class ShardInTransit:
 
 
 def order_steps(plans: Sequence[Sequence[GatherStep]]) -> list[tuple[GatherStep, list[int]]]:
-    """Which parcels go together in which collectives, in order.
+    """The steps in order, each with the indices of its parcels.
 
-    It follows from all plans, also of parcels that this rank takes no part in: ranks that take part in
-    different ones must still agree on what travels together. Each step comes once, since all plans are parts
-    of one order.
+    The result depends on all plans, also of parcels in which this rank takes no part: ranks that take part in
+    different parcels must agree on the parcels of each collective. Each step occurs once, since all plans are
+    subsequences of one order.
     """
     left = {i: list(steps) for i, steps in enumerate(plans) if steps}
     out: list[tuple[GatherStep, list[int]]] = []
@@ -272,8 +281,10 @@ def _store_sums(items: list[ShardInTransit], flat: Tensor) -> None:
         item.parcel.shards, item.parcel.owned = [total], True
 
 
-def _store_gathered(items: list[ShardInTransit], widths: Sequence[int], slots: Sequence[Tensor] | None) -> None:
-    """Give each parcel its shards from all ranks; the axis gathered last counts slowest."""
+def _store_gathered(
+    items: list[ShardInTransit], widths: Sequence[int], slots: Sequence[Tensor] | None
+) -> None:
+    """Store the gathered shards of each parcel; the last gathered axis counts slowest."""
     if slots is None:
         return
     at, first = message_offsets(widths)[0], 0
@@ -285,16 +296,17 @@ def _store_gathered(items: list[ShardInTransit], widths: Sequence[int], slots: S
 
 
 def gather_up_pipeline(items: Sequence[tuple[Any, Tensor]], mesh: Mesh) -> list[tuple[Any, Tensor]]:
-    """Bring what each stage's leader holds to the leader of the first stage.
+    """Send the items of each stage's leader to the leader of the first stage.
 
-    Collective over `pp` among the stages' leaders; the tensors themselves go point to point.
+    Collective over `pp` among the stages' leaders; the tensors are sent point to point.
 
     Args:
         items: picklable tags with their tensors, in any number, on the CPU.
         mesh: the run's axes.
 
     Returns:
-        On the first stage its own items and then those of the other stages in order; elsewhere nothing.
+        On the first stage its own items, followed by those of the other stages in order; elsewhere an empty
+        list.
     """
     axis = mesh["pp"]
     if axis.size == 1:

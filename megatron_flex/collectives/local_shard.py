@@ -1,4 +1,4 @@
-"""A rank's part of a tensor, for edits that run on it: constants cut alike, sums over what is cut."""
+"""A local shard of a tensor, for local edits: constants sharded alike, and sums over sharded dims."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron_flex.mesh import Axis, Mesh
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Where a rank's part lies in the whole; dims in the whole's order, as an edit is given them.
+    """The position of a local shard in the full tensor; dims in the full tensor's order, as edits see them.
 
     Attributes:
-        layout: of the part, without a change of order.
+        layout: the layout of the shard, without a permutation of dims.
         mesh: the run's axes.
-        shape: of the part, padding included.
-        whole: of the whole, padding stripped.
+        shape: the shape of the shard, padding included.
+        whole: the shape of the full tensor, padding stripped.
     """
 
     layout: Layout
@@ -33,37 +33,37 @@ class Shard:
 
     @classmethod
     def of(cls, local: Tensor, layout: Layout, mesh: Mesh) -> Shard:
-        """The part that a local tensor is; no dim that is cut on this mesh may be uneven."""
+        """The shard of a local tensor; no dim that is sharded on this mesh may be uneven."""
         order = layout.permute or tuple(range(len(layout.dims)))
         inner = replace(layout, dims=tuple(layout.dims[i] for i in order), permute=None)
         whole = tuple(full_shape(layout, local.shape, mesh.sizes))
         return cls(inner, mesh, tuple(local.shape[i] for i in order), whole)
 
     def axes(self, dims: Iterable[int]) -> list[Axis]:
-        """The axes that cut any of these dims into more than one part; negative dims count from the end."""
+        """The axes of size above one that shard any of these dims; negative dims count from the end."""
         return [self.mesh[c.axis] for c in self._cuts(dims)]
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """The dims that are cut on this mesh."""
+        """The dims that are sharded on this mesh."""
         return tuple(i for i in range(len(self.whole)) if self.axes([i]))
 
     @property
     def summed(self) -> bool:
-        """Whether the whole is a sum over ranks."""
+        """Whether the local tensor is partial: the full tensor is a sum over ranks."""
         copies = any(c.partial for d in self.layout.dims for c in d.cuts if self.mesh[c.axis].size > 1)
         return copies or any(self.mesh[a].size > 1 for a in self.layout.partial)
 
     def part(self, constant: Tensor) -> Tensor:
-        """This rank's part of a constant that stands for a whole by broadcasting, to stand for the part.
+        """The shard of a constant that broadcasts to the full tensor; it broadcasts to the local shard.
 
         Args:
-            constant: of the whole's shape or of its last dims; dims of length one stay, unless the whole's
-                are that long too and are cut.
+            constant: of the full tensor's shape or of its last dims. A dim of length one is not sharded,
+                unless the full tensor's dim also has length one and is sharded.
 
         Returns:
-            Its entries that belong to this rank's; zeros beside padding. The constant itself if no dim of it
-            is cut.
+            The entries at this rank's positions; zeros at padding. The constant itself if none of its dims is
+            sharded.
         """
         first = len(self.whole) - constant.ndim
         along = {
@@ -74,28 +74,29 @@ class Shard:
         return self._part(constant, along)
 
     def rows(self, constant: Tensor, dim: int = -1) -> Tensor:
-        """This rank's rows of a constant matrix whose rows are the whole's entries along a dim.
+        """This rank's rows of a constant matrix whose rows are the full tensor's entries along a dim.
 
         Args:
             constant: `[n, ...]`, such as `[h, k]` for the last dim.
-            dim: of the tensor; negative ones count from the end.
+            dim: the dim of the tensor; a negative dim counts from the end.
 
         Returns:
-            `[n here, ...]`, zeros beside padding; the constant itself if the dim is not cut.
+            `[local n, ...]`, zeros at padding; the constant itself if the dim is not sharded.
         """
         return self._part(constant, {0: dim % len(self.whole)})
 
     def sum(self, tensor: Tensor, dims: Iterable[int]) -> Tensor:
-        """The sum over the parts into which these dims are cut, each of them once. Differentiable.
+        """The sum over the shards of these dims, each shard counted once. Differentiable.
 
-        Collective over the axes that cut them, forward and backward: one all-reduce of `tensor` for each.
-        Nothing is sent where none does. Of equal copies of a part the first counts. Each rank goes on with
-        the sum for its own part, so that the sum's gradient is the sum of the ranks'; where ranks hold
-        summands of a part, the first alone goes on with it, and the others with zeros.
+        Collective over the axes that shard the dims, forward and backward: one all-reduce of `tensor` for
+        each axis; without such axes nothing is sent. Of replicated shards the first is counted. Each rank
+        continues with the sum for its own shard, so that the sum's gradient is the sum of the ranks'
+        gradients. Where ranks hold partial sums of a shard, only the first continues with the sum, and the
+        others with zeros.
 
         Args:
-            tensor: what comes of this rank's part, of the same shape on all ranks; of a linear function.
-            dims: of the part; negative ones count from the end.
+            tensor: a linear function of the local shard, of the same shape on all ranks.
+            dims: dims of the shard; negative dims count from the end.
         """
         cuts = self._cuts(dims)
         if not cuts:
@@ -105,16 +106,16 @@ class Shard:
         return cast(Tensor, _PartialSum.apply(tensor, axes, *self._first(cuts)))  # type: ignore[no-untyped-call]
 
     def onto(self, tensor: Tensor, down: Tensor, up: Tensor, factor: float) -> Tensor:
-        """`tensor + factor * (tensor @ down @ up)`, of the whole's last dim. Differentiable in `tensor`.
+        """`tensor + factor * (tensor @ down @ up)`, along the last dim. Differentiable in `tensor`.
 
-        Collective over the axes that cut that dim, forward and backward, as `sum` of `[..., k]` is. Forward
-        and backward each make one tensor of the part's size and none beside it.
+        Collective over the axes that shard that dim, forward and backward, like `sum` of `[..., k]`. The
+        forward and the backward pass each allocate one tensor of the shard's size and no other.
 
         Args:
-            tensor: the part, of fp32 or fp64.
+            tensor: the local shard, of fp32 or fp64.
             down: this rank's rows, `[h here, k]`.
             up: this rank's columns, `[k, h here]`.
-            factor: a number.
+            factor: the scale of the update.
         """
         cuts = self._cuts([-1])
         counts, keeps = self._first(cuts)
@@ -123,20 +124,20 @@ class Shard:
         return cast(Tensor, _LowRankUpdate.apply(tensor, down, up, factor, axes, counts, keeps))  # type: ignore[no-untyped-call]
 
     def _first(self, cuts: Iterable[Cut]) -> tuple[bool, bool]:
-        """Whether this rank's summand is in a sum over these cuts, and whether it goes on with it."""
+        """Whether a sum over these cuts includes this rank's partial sum, and whether this rank keeps it."""
         first = dict.fromkeys((False, True), True)
         for c in cuts:
             first[c.partial] &= self.mesh[c.axis].coord % c.copies == 0
         return first[False], first[True]
 
     def _cuts(self, dims: Iterable[int]) -> list[Cut]:
-        """What cuts these dims into more than one part on this mesh."""
+        """The cuts of these dims over axes of size above one."""
         wanted = sorted({d % len(self.whole) for d in dims})
         found = [c for d in wanted for c in self.layout.dims[d].cuts]
         return [c for c in found if self.mesh[c.axis].size > c.copies]
 
     def _part(self, constant: Tensor, along: dict[int, int]) -> Tensor:
-        """This rank's entries of a constant, some of whose dims are the tensor's."""
+        """This rank's entries of a constant, some of whose dims are dims of the tensor."""
         if all(not self.axes([i]) and constant.shape[at] == self.shape[i] for at, i in along.items()):
             return constant
         dims, shape = [], list(constant.shape)
@@ -148,7 +149,7 @@ class Shard:
 
 
 class _PartialSum(torch.autograd.Function):
-    """Sums over ranks; `counts` are those whose summand is in the sum, `keeps` those who go on with it."""
+    """Sums over ranks. `counts`: this rank's partial sum is included; `keeps`: this rank keeps the sum."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axes: list[Axis], counts: bool, keeps: bool) -> Tensor:
@@ -161,7 +162,7 @@ class _PartialSum(torch.autograd.Function):
 
 
 class _LowRankUpdate(torch.autograd.Function):
-    """What is linear of low rank, on top of what there is; backward is the same with its matrices turned."""
+    """A low-rank linear update; the backward pass is the same update with transposed matrices."""
 
     @staticmethod
     def forward(
@@ -190,14 +191,14 @@ def _add_low_rank(
 ) -> Tensor:
     flat = tensor.detach().reshape(-1, tensor.shape[-1])
     inside = _reduce_summands(flat @ down, axes, counts, keeps)
-    out = flat.new_empty(tensor.shape)  # and not a view of what `addmm` would make, which had to be copied
+    out = flat.new_empty(tensor.shape)  # not a view of `addmm`'s result, which would have to be copied
     torch.addmm(flat, inside, up, alpha=factor, out=out.view(flat.shape))
     return out
 
 
 def _reduce_summands(tensor: Tensor, axes: list[Axis], counts: bool, keeps: bool) -> Tensor:
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
-    if not counts:  # zeros, and not times zero: there may be no number in it
+    if not counts:  # zeros instead of a product with zero: entries may be NaN
         total.zero_()
     for axis in axes:
         call_metered("all_reduce", axis, total, dist.all_reduce, total)

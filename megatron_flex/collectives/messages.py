@@ -1,4 +1,8 @@
-"""Many tensors in one message: one after the other, each at a place that every dtype may start at."""
+"""Many tensors concatenated in one message, and a pool of buffers for such messages.
+
+Each tensor is aligned for every dtype. Buffers are reused: on a host, allocating fresh pages costs more than
+the copy into them.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,56 @@ from torch import Tensor
 from megatron_flex.collectives.meter import call_metered
 from megatron_flex.mesh import Axis
 
+MAX_POOL_BYTES = 256 << 20  # maximum bytes of all pooled buffers together
+MAX_POOL_BUFFERS = 4
+
+
+class BufferPool:
+    """Reusable byte buffers on the host. (On a GPU the caching allocator has this function.)"""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, nbytes: int, device: torch.device) -> Tensor:
+        """A flat, uninitialized tensor of bytes."""
+        fitting = [n for n, t in enumerate(self._free) if t.nbytes >= nbytes] if device.type == "cpu" else []
+        if fitting:
+            return self._free.pop(min(fitting, key=lambda n: self._free[n].nbytes))[:nbytes]
+        return allocate_bytes(nbytes, device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Return a buffer, which a later `take` may overwrite. The caller must not read it afterwards."""
+        base = buffer if buffer._base is None else buffer._base
+        if base.device.type != "cpu" or base.nbytes > MAX_POOL_BYTES:
+            return
+        self._free.append(base)
+        while len(self._free) > MAX_POOL_BUFFERS or sum(t.nbytes for t in self._free) > MAX_POOL_BYTES:
+            del self._free[0]
+
+    def clear(self) -> None:
+        """Release all memory."""
+        self._free.clear()
+
+
+def allocate_bytes(nbytes: int, device: torch.device) -> Tensor:
+    """New uninitialized bytes, writable inside and outside inference mode."""
+    with torch.inference_mode(False):
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+buffer_pool = BufferPool()
+
+
 ALIGN = 16  # bytes; every dtype may start at a multiple of it
 
 
 def align_size(width: int) -> int:
-    """How many bytes after a tensor of `width` bytes the next one starts."""
+    """The bytes that a tensor of `width` bytes occupies in a message, including alignment."""
     return -(-width // ALIGN) * ALIGN
 
 
 def message_offsets(widths: Sequence[int]) -> tuple[list[int], int]:
-    """Where each tensor starts, and how long the message is; nothing follows on the last one."""
+    """The offset of each tensor, and the length of the message, without padding at its end."""
     out, offset, end = [], 0, 0
     for width in widths:
         out.append(offset)
@@ -31,7 +75,7 @@ def message_offsets(widths: Sequence[int]) -> tuple[list[int], int]:
 
 
 def group_by_size(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Which tensors go in which message, in order: at most so many bytes, or one alone with more."""
+    """The indices of the tensors of each message, in order: at most `most` bytes, or one larger tensor."""
     group: list[int] = []
     filled = 0
     for index, size in enumerate(sizes):
@@ -45,11 +89,11 @@ def group_by_size(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
 
 
 def pack(tensors: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
-    """The bytes of tensors as one message, a view if they lie that way in memory already.
+    """The bytes of tensors as one message; a view if the tensors already have this arrangement in memory.
 
     Args:
-        tensors: on one device.
-        widths: how many bytes each takes, its own or more.
+        tensors: the tensors, on one device.
+        widths: the bytes reserved for each tensor, at least its size.
     """
     at, length = message_offsets(widths)
     found = _view_as_message(tensors, at, length)
@@ -62,12 +106,14 @@ def pack(tensors: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A flat view, or copy, of bytes, since not every backend moves every dtype."""
+    """A flat view, or copy, of bytes, since not every backend supports every dtype."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def begin_collective(op: str, axis: Axis, result: Tensor, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Begin a collective over an axis's group; what it gives can be waited for."""
+def begin_collective(
+    op: str, axis: Axis, result: Tensor, call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Start a collective over an axis's group; the result has a `wait` method."""
     found: list[Any] = []
 
     def begin(*args: Any, **kwargs: Any) -> None:
@@ -78,28 +124,28 @@ def begin_collective(op: str, axis: Axis, result: Tensor, call: Callable[..., An
 
 
 class PendingMessages:
-    """Messages on their way, all of which are waited for."""
+    """Messages in transit, with a common `wait`."""
 
     def __init__(self) -> None:
         self.works: list[Any] = []
 
     def wait(self) -> None:
-        """Until they are through."""
+        """Wait until all messages are complete."""
         for work in self.works:
             if work is not None:
                 work.wait()
 
 
 def begin_gather_to_first(mine: Tensor, rows: Sequence[Tensor], axis: Axis) -> PendingMessages:
-    """Begin to bring everyone's message to the first rank of an axis; what it gives can be waited for.
+    """Start a gather of all messages to the first rank of an axis; the result has a `wait` method.
 
-    On the host by messages from rank to rank, which gloo writes straight to `rows`: a gather of its own goes
-    by way of fresh memory. On a GPU by a gather: NCCL's is made of such messages anyhow, and gloo would take
-    the address of a message there for one of the host.
+    On the host the messages are sent point to point, and gloo writes them directly to `rows`, whereas gloo's
+    gather uses fresh memory. On a GPU a gather is used: NCCL's consists of such messages anyway, and gloo
+    would take the address of a message on the GPU for a host address.
 
     Args:
-        mine: this rank's, flat.
-        rows: on the first rank, where to put those of the others.
+        mine: this rank's message, flat.
+        rows: on the first rank, the buffers of the other ranks' messages.
         axis: the ranks.
     """
     out = PendingMessages()

@@ -1,4 +1,4 @@
-"""Counting collectives where they are called: which, along which axis, how many bytes, how long."""
+"""Measurement of collectives at their call: operation, axis, bytes and duration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_flex.mesh import Axis
 
 
 class Timestamp:
-    """A moment, on the device that a tensor is on."""
+    """A point in time on the device of a tensor."""
 
     def __init__(self, like: Tensor) -> None:
         self._event: Any = None
@@ -25,7 +25,7 @@ class Timestamp:
             self._at = time.perf_counter()
 
     def since(self, earlier: Timestamp) -> float:
-        """Seconds between the two moments; on a GPU the host waits for the later one."""
+        """Seconds between two timestamps; on a GPU the host waits for the later one."""
         if self._event is None:
             return self._at - earlier._at
         self._event.synchronize()
@@ -34,14 +34,14 @@ class Timestamp:
 
 @dataclass(slots=True)
 class CollectiveCall:
-    """One collective that was called.
+    """One call of a collective.
 
     Attributes:
         op: its name.
-        axis: along which axis of the mesh.
-        nbytes: how large its result is on this rank.
-        start: when it was called.
-        end: when it was through.
+        axis: the axis of the mesh.
+        nbytes: the bytes of its result on this rank.
+        start: the time of the call.
+        end: the time of its completion.
     """
 
     op: str
@@ -52,15 +52,15 @@ class CollectiveCall:
 
     @property
     def seconds(self) -> float:
-        """How long it took, waiting for the others included."""
+        """The duration, including the wait for other ranks."""
         return self.end.since(self.start)
 
 
 class CollectiveMeter:
-    """Where collectives are told to while someone counts.
+    """Calls a function with every collective, while a function is set.
 
     Attributes:
-        sink: called with each; None while no one counts.
+        sink: the function; None while nothing is measured.
     """
 
     sink: Callable[[CollectiveCall], None] | None = None
@@ -69,16 +69,18 @@ class CollectiveMeter:
 meter = CollectiveMeter()
 
 
-def call_metered(op: str, axis: Axis, result: Tensor, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call a collective over an axis's group, and tell of it if someone counts.
+def call_metered(
+    op: str, axis: Axis, result: Tensor, call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> None:
+    """Call a collective over an axis's group, and report the call to the meter's sink, if one is set.
 
     Args:
-        op: its name.
+        op: the name of the collective.
         axis: the axis.
-        result: the tensor that it fills.
+        result: the tensor that the collective fills.
         call: the function of torch.distributed.
-        args: its arguments.
-        kwargs: likewise, `group` apart.
+        args: its positional arguments.
+        kwargs: its keyword arguments, without `group`.
     """
     if meter.sink is None:
         call(*args, group=axis.group, **kwargs)

@@ -1,8 +1,8 @@
-"""Values that travel between pipeline stages: packed once, from leader to leader, and shared in the stage.
+"""Values sent between pipeline stages: packed once, from leader to leader, and broadcast in the stage.
 
-A message is bytes on the CPU and goes over a gloo group of its own, so that it meets none of the
-framework's. Sending never waits for the receiver; each message has a tag of its own, and says in itself
-which it is, so that one that a failed step has left behind is never taken for another.
+A message is bytes on the CPU, sent over a separate gloo group, not the framework's. Sending does not wait for
+the receiver. Each message has its own tag and contains its number, so that a message left over from a failed
+step is never mistaken for another.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
-from megatron_flex.collectives.edit import broadcast_from_first
+from megatron_flex.collectives.gather_scatter import broadcast_from_first
 from megatron_flex.mesh import Mesh
 
 PACKAGE_ALIGN = 16  # bytes; every dtype may start at a multiple of it
 
 
 class StageMessage(NamedTuple):
-    """Which message is meant.
+    """The identity of a message.
 
     Attributes:
         step: the step.
         microbatch: the microbatch.
         place: the virtual stage that receives it.
-        backward: whether it goes with the backward pass.
+        backward: whether the message belongs to the backward pass.
     """
 
     step: int
@@ -40,13 +40,13 @@ class StageMessage(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """A tag of 30 bits, which no message that may be under way at the same time shares."""
+        """A tag of 30 bits, unique among the messages that may be in transit at the same time."""
         steps, microbatches, places = self.step % 2**10, self.microbatch % 2**12, self.place % 2**7
         return (((steps << 12 | microbatches) << 7 | places) << 1) | self.backward
 
     @property
     def number(self) -> int:
-        """The message in one number, not shortened as the tag is."""
+        """The identity as one number, not truncated like the tag."""
         return (self.step << 31 | self.microbatch << 11 | self.place << 1) | self.backward
 
 
@@ -55,7 +55,7 @@ class PipelineRelay:
 
     Args:
         mesh: the run's axes.
-        name: the same on all ranks, and another than that of any relay before.
+        name: the same on all ranks, and different from the name of every earlier relay.
     """
 
     def __init__(self, mesh: Mesh, name: str) -> None:
@@ -65,11 +65,11 @@ class PipelineRelay:
         self._abandoned: list[tuple[dist.Work, Tensor]] = []
 
     def open(self) -> None:
-        """Make the group, if there is none yet. Collective over the leaders of a replica's stages."""
+        """Create the group, if it does not exist. Collective over the leaders of a replica's stages."""
         if self._group is None:
             axis = self._axis
-            # Not dist.new_group: all of the job would have to make it, or its name would come again, and
-            # with it what the group before has left in the store.
+            # Not dist.new_group: all ranks of the job would have to call it, or a later group would reuse
+            # the name, and with the name the old group's entries in the store.
             prefix = f"megatron_flex/{self._name}/{'-'.join(map(str, axis.ranks))}"
             store = dist.distributed_c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
             self._group = dist.ProcessGroupGloo(store, axis.coord, axis.size, timeout=default_pg_timeout)
@@ -78,9 +78,9 @@ class PipelineRelay:
         """Send a package to a stage's leader, without waiting for it.
 
         Args:
-            package: as `pack_values` made it.
-            stage: the stage.
-            message: which one it is.
+            package: the result of `pack_values`.
+            stage: the receiving stage.
+            message: the identity of the message.
         """
         body = package.cpu()
         lengths = torch.tensor([message.number, body.numel()], dtype=torch.int64)
@@ -89,7 +89,7 @@ class PipelineRelay:
         ]
 
     def receive(self, stage: int, message: StageMessage) -> Tensor:
-        """Wait for a package from a stage's leader; others that bear its tag are dropped."""
+        """Wait for a package from a stage's leader; other packages with the same tag are dropped."""
         lengths = torch.zeros(2, dtype=torch.int64)
         while True:
             self._group.recv([lengths], stage, message.tag << 1).wait()
@@ -99,32 +99,32 @@ class PipelineRelay:
                 return body
 
     def settle(self, message: StageMessage | None = None) -> None:
-        """Release what was sent and is known to have been received: one message, or all of them."""
+        """Release sent packages that are known to have been received: one message, or all of them."""
         for known in [message] if message else list(self._posted):
             for work, _ in self._posted.pop(known, []):
                 work.wait()
 
     def abandon(self) -> None:
-        """Wait no more for what was sent: it may never be received, or by whom its tag comes to again."""
+        """Stop waiting for sent packages: the receivers may never read them, or drop them by their number."""
         for sent in self._posted.values():
             self._abandoned += sent
         self._posted.clear()
 
     def close(self) -> None:
-        """Take the group down again. Waits for nobody."""
+        """Release the group, without waiting for other ranks."""
         self._posted.clear()
         self._abandoned.clear()
         self._group = None
 
 
 def broadcast_package(package: Tensor | None, holders: Mesh) -> Tensor:
-    """Give a package that the leader has to all ranks of the stage.
+    """Broadcast a package from the leader to all ranks of the stage.
 
-    Collective over `holders`: its length, and then itself.
+    Collective over `holders`: one broadcast of the length and one of the package.
 
     Args:
-        package: on the leader, as `pack_values` made it; not looked at elsewhere.
-        holders: what `replicas` gives.
+        package: on the leader, the result of `pack_values`; unused elsewhere.
+        holders: the mesh of the axes along which ranks hold the same values.
     """
     axis = next((a for a in holders if a.size > 1), None)
     if axis is None:
@@ -138,13 +138,14 @@ def broadcast_package(package: Tensor | None, holders: Mesh) -> Tensor:
 
 
 def pack_values(items: dict[Any, Any], refused: Callable[[Any, Exception], None]) -> Tensor:
-    """Put items into bytes, each tensor's data behind those of all others.
+    """Serialize items to bytes, with the data of the tensors at the end.
 
-    Tensors may be anywhere in what can be pickled; they are sent as they are now, without a graph.
+    Items may contain tensors anywhere in a picklable structure; tensors are sent with their current values,
+    without an autograd graph.
 
     Args:
-        items: by a key that can be pickled.
-        refused: called with an item's key, and the error, if it cannot be pickled; it is left out.
+        items: the items, by a picklable key.
+        refused: called with the key and the error of an item that cannot be pickled; the item is left out.
     """
     tensors: list[Tensor] = []
     parts: dict[Any, bytes] = {}
@@ -152,7 +153,7 @@ def pack_values(items: dict[Any, Any], refused: Callable[[Any, Exception], None]
         before = len(tensors)
         try:
             parts[key] = _pickle_item(item, tensors)
-        except Exception as error:
+        except Exception as error:  # pickling a user's object may raise anything; reported with its name
             del tensors[before:]
             refused(key, error)
     data = [_package_bytes(t.detach().resolve_conj().resolve_neg()) for t in tensors]
@@ -171,7 +172,7 @@ def pack_values(items: dict[Any, Any], refused: Callable[[Any, Exception], None]
 
 
 def unpack_values(package: Tensor) -> dict[Any, Any]:
-    """The items of a package; tensors lie on the kind of device that they were on."""
+    """The items of a package; tensors are on the same type of device as before."""
     length = int(package[:8].cpu().view(torch.int64))
     parts, about = pickle.loads(package[8 : 8 + length].cpu().numpy().tobytes())
     tensors, start = [], _align_offset(8 + length)
@@ -184,7 +185,7 @@ def unpack_values(package: Tensor) -> dict[Any, Any]:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves dense tensors out, wherever they are, and collects them."""
+    """A pickler that replaces dense tensors by indices and collects the tensors."""
 
     def __init__(self, file: Any, tensors: list[Tensor]) -> None:
         super().__init__(file)

@@ -1,10 +1,12 @@
-"""Small talk between ranks: flags, findings, and whether all of them hold the same hooks."""
+"""Short messages between ranks: flags, small objects, and the comparison of hooks."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import time
+import zlib
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,37 +14,105 @@ import torch
 import torch.distributed as dist
 
 from megatron_flex.errors import HookError
-from megatron_flex.mesh import Mesh
+from megatron_flex.mesh import Axis, Mesh
 
 ABSENT_RANKS = (
     "rank(s) {ranks} did not compare hooks within {seconds:g} s: hooks are registered on some ranks only, or "
-    "those ranks died; register the same hooks on every rank"
+    "those ranks died, or wait for a tensor of this one; register the same hooks on every rank, and run "
+    "what stages send each other within their steps (`with flex.step():`)"
 )
-MAX_NAMED_RANKS = 8  # ranks that an error names before it says how many more there are
+DIFFERENT_PLACES = (
+    "ranks are at different places ({places}): run as many steps on every rank, and call on all of them what "
+    "every rank has to call"
+)
+PLACE_SEPARATOR = "\n"  # in a place: the text after it is compared too, but not shown
+PLACE_MARK = "@"  # prefix of the places at which ranks compare hooks
+MEETING = 1800.0  # seconds, as for torch's collectives: a rank may still have steps to run
+WATCH_SECONDS = 1.0  # seconds that a rank waits for others before it calls its watcher
+FIRST_FLAGS = 28  # flags in the first message of an exchange
+EXCHANGE_BYTES = 8 * (4 + FIRST_FLAGS)  # bytes of that message
+Watcher = Callable[[], None]
+MAX_NAMED_RANKS = 8  # ranks that an error names; others are only counted
 
 
-def max_over_ranks(flags: Sequence[int], mesh: Mesh) -> list[int]:
+def max_over_ranks(flags: Sequence[int], mesh: Mesh, at: str = "", watch: Watcher | None = None) -> list[int]:
     """The greatest value of each flag over all ranks of the mesh.
 
-    Collective over every axis with more than one rank; all ranks pass equally many flags.
+    Collective over every axis with more than one rank. The first message always has the same size and
+    identifies the exchange, so that ranks at different exchanges detect it.
+
+    Args:
+        flags: the flags, the same number on all ranks.
+        mesh: the axes.
+        at: a description of the exchange, the same on all ranks.
+        watch: called repeatedly while this rank waits for others; it may raise.
+
+    Raises:
+        HookError: on all ranks, if they are at different exchanges.
     """
     axes = [a for a in mesh if a.size > 1]
     if not axes:
         return list(flags)
     device = "cuda" if dist.get_backend(axes[0].group) == "nccl" else "cpu"
-    tensor = torch.tensor(flags, dtype=torch.int32, device=device)
+    code, count = zlib.crc32(at.encode()), len(flags)
+    first = [code, -code, count, -count, *flags[:FIRST_FLAGS]]
+    found = _all_reduce_max(first + [0] * (FIRST_FLAGS - len(flags)), axes, device, watch)
+    if found[0] != -found[1] or found[2] != -found[3]:
+        raise HookError(
+            _describe_difference(_all_gather_items((dist.get_rank(), at or "another exchange"), axes))
+        )
+    rest = _all_reduce_max(flags[FIRST_FLAGS:], axes, device, watch) if count > FIRST_FLAGS else []
+    return [*found[4 : 4 + min(count, FIRST_FLAGS)], *rest]
+
+
+def _all_reduce_max(
+    numbers: Sequence[int], axes: Sequence[Axis], device: str, watch: Watcher | None
+) -> list[int]:
+    tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
     for axis in axes:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=axis.group)
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=axis.group, async_op=watch is not None)
+        if watch is not None and work is not None:
+            _wait_and_watch(work, watch, blocking=device == "cpu")  # NCCL's aborts the collective
     return [int(n) for n in tensor.tolist()]
+
+
+def _wait_and_watch(work: Any, watch: Watcher, blocking: bool) -> None:
+    """Wait for other ranks and call the watcher meanwhile; `blocking`: a timeout of a wait aborts nothing."""
+    if blocking:
+        while True:
+            try:
+                work.wait(timedelta(seconds=WATCH_SECONDS))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                watch()
+    patience, pause = time.monotonic() + WATCH_SECONDS, 1e-5
+    while not work.is_completed():
+        if time.monotonic() > patience:
+            watch()
+            patience = time.monotonic() + WATCH_SECONDS
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+    work.wait()
 
 
 def gather_objects(item: Any, mesh: Mesh, axes: Sequence[str]) -> list[Any]:
     """The items of all ranks along `axes`, the last of them counting fastest.
 
-    Collective over those axes. For setting up and for telling errors, never on the way of a tensor.
+    Collective over those axes. For setup and errors, never for tensors.
+
+    Raises:
+        HookError: on all ranks, if some ranks are at another exchange.
     """
+    chosen = [mesh[name] for name in axes]
+    max_over_ranks([], Mesh(tuple(chosen)))
+    return _all_gather_items(item, chosen)
+
+
+def _all_gather_items(item: Any, axes: Sequence[Axis]) -> list[Any]:
     items = [item]
-    for axis in (mesh[n] for n in reversed(axes)):
+    for axis in reversed(axes):
         if axis.size > 1:
             slots: list[Any] = [None] * axis.size
             dist.all_gather_object(slots, items, group=axis.group)
@@ -51,14 +121,17 @@ def gather_objects(item: Any, mesh: Mesh, axes: Sequence[str]) -> list[Any]:
 
 
 class Agreement:
-    """All ranks hold the same thing, or all of them raise.
+    """Compares values on all ranks; all ranks raise if the values differ.
 
-    The ranks meet in the rendezvous store and not in a collective: a rank that never comes (because a hook
-    was registered on some ranks only) makes the others raise after a while, where a collective would hang.
+    The ranks compare through the rendezvous store instead of a collective: if a rank never takes part
+    (because a hook was registered on some ranks only), the others raise after a timeout, where a collective
+    would hang.
     """
 
-    def __init__(self, name: str, seconds: float, ranks: Sequence[int] = (), absent: str = ABSENT_RANKS) -> None:
-        """Let `ranks` compare, all of the job if empty; `absent` is what is said where some never come."""
+    def __init__(
+        self, name: str, seconds: float, ranks: Sequence[int] = (), absent: str = ABSENT_RANKS
+    ) -> None:
+        """For `ranks`, or all ranks of the job if empty; `absent` is the error message for missing ranks."""
         joined = dist.is_available() and dist.is_initialized()
         self._ranks = tuple(ranks) or tuple(range(dist.get_world_size() if joined else 1))
         few = f"ranks{'-'.join(map(str, self._ranks))}/" if joined and ranks else ""
@@ -66,73 +139,221 @@ class Agreement:
         joined = joined and len(self._ranks) > 1
         self._store: Any = dist.distributed_c10d._get_default_store() if joined else None
 
-    def wanted(self) -> bool:
-        """Whether another rank waits for this one to compare; one look into the store."""
-        return self._store is not None and bool(self._store.check([self._key("arrived")]))
+    @property
+    def meets(self) -> bool:
+        """Whether there are other ranks to compare with."""
+        return self._store is not None
 
-    def compare(self, what: str) -> None:
-        """Compare `what` on all ranks.
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks that take part."""
+        return self._ranks
+
+    def wanted(self, step: int, replica: int | None = None) -> bool:
+        """Whether another rank waits for this one, for example to compare hooks. Reads the store once if not.
+
+        A rank that waits at a later place, such as `restore()` after a step that this rank has not run yet,
+        is not counted: without communication, ranks may be several steps apart.
+
+        Args:
+            step: the step that this rank begins, or is in.
+            replica: its data parallel replica, if replicas may run different numbers of steps.
+        """
+        if self._store is None or not self._store.check([self._key("arrived")]):
+            return False
+        if self._store.check([self._key("hooks")]):
+            return True
+        place = self._key(_place_key(replica))
+        return bool(self._store.check([place])) and int(self._store.get(place)) < step
+
+    def meet(self, place: str, where: str, after: tuple[int, int] | None = None, alike: bool = False) -> None:
+        """Wait at a place, such as `restore()`, that all ranks must reach.
+
+        Args:
+            place: a description of the place.
+            where: a description of the preceding action, shown if some ranks do not arrive.
+            after: the last step that this rank ran, and its data parallel replica: a rank in a later step
+                detects that this one waits in vain; None where this rank detected another one.
+            alike: whether `where` must be the same on all ranks, too.
 
         Raises:
-            HookError: on every rank, if any two differ or some rank did not come in time.
+            HookError: on every rank, if some ranks are at another place, or did not arrive in time.
+        """
+        if self._store is not None and after is not None:
+            step, replica = after
+            for key in (self._key(_place_key(None)), self._key(_place_key(replica))):
+                if not self._store.check([key]) or int(self._store.get(key)) > step:
+                    self._store.set(key, str(step))
+        what = f"{PLACE_MARK}{place}{PLACE_SEPARATOR}{where}" if alike else PLACE_MARK + place
+        self.compare_details(what, where=where, seconds=MEETING)
+
+    def note(self, where: str) -> None:
+        """Publish the step of this rank, for ranks that may wait for it."""
+        if self._store is not None:
+            self._store.set(f"megatron_flex/{self.name}/at{dist.get_rank()}", where)
+
+    def compare(self, what: str, where: str = "") -> None:
+        """Compare `what` on all ranks; `where` is shown with it if they differ.
+
+        Raises:
+            HookError: on every rank, if any two values differ or some rank did not arrive in time.
+        """
+        self.compare_details(what, where=where)
+
+    def compare_details(
+        self,
+        what: str,
+        code: str = "",
+        values: str = "",
+        differ: Callable[[dict[int, str]], str] | None = None,
+        where: str = "",
+        seconds: float | None = None,
+    ) -> dict[int, str]:
+        """Compare a text and its details on all ranks, in one exchange.
+
+        Args:
+            what: a text that must be the same; shown if it differs.
+            code: a text that must be the same; `differ` describes the difference.
+            values: a text that may differ; each rank reads at most a few of the others'.
+            differ: describes the `code` of each rank.
+            where: a text that is shown if ranks are at different places.
+            seconds: the time to wait for other ranks; by default the Agreement's.
+
+        Returns:
+            If `values` differ, those of the rank that arrived first and of some ranks that differ from it, by
+            rank; the same on every rank. Otherwise an empty dict.
+
+        Raises:
+            HookError: on every rank, if `what` or `code` of any two differ, or a rank did not arrive in time.
         """
         if self._store is None:
-            return
+            return {}
+        seconds = self.seconds if seconds is None else seconds
+        if not what.startswith(PLACE_MARK):
+            self._store.set(self._key("hooks"), "1")
         world, rank = len(self._ranks), dist.get_rank()
-        digest = hashlib.sha256(what.encode()).hexdigest()[:16]
-        self._store.set(self._key(f"rank{rank}"), f"{digest} {what}")
+        digest = _digest(json.dumps([what, code]))
+        self._store.set(self._key(f"rank{rank}"), json.dumps([what, code, where]))
         self._store.add(self._key(f"equal{digest}"), 1)
+        if values:
+            self._publish_values(rank, values)
         if self._store.add(self._key("arrived"), 1) == world:
             self._store.set(self._key("complete"), "1")
         try:
-            self._store.wait([self._key("complete")], timedelta(seconds=self.seconds))
-        except Exception as error:
-            raise HookError(self._absent()) from error
+            self._store.wait([self._key("complete")], timedelta(seconds=seconds))
+        except Exception as error:  # stores raise various errors for a timeout
+            raise HookError(self._absent(what, where, seconds)) from error
         equal = int(self._store.add(self._key(f"equal{digest}"), 0))
-        wrong = self._differing() if equal != world else ""
+        wrong = self._differing(differ) if equal != world else ""
+        other = self._differing_values() if values and not wrong else {}
         self.round += 1
         if wrong:
             raise HookError(wrong)
+        return other
+
+    def _publish_values(self, rank: int, values: str) -> None:
+        """Publish the values of the rank that arrives first, and of some ranks with different values."""
+        mine = f"{rank} {_digest(values)}"
+        first = self._store.compare_set(self._key("first"), "", mine).decode()
+        if first.partition(" ")[2] == mine.partition(" ")[2]:
+            if first == mine:
+                self._store.set(self._key(f"values{rank}"), values)
+            return
+        number = self._store.add(self._key("others"), 1)
+        if number <= MAX_NAMED_RANKS:
+            self._store.set(self._key(f"values{rank}"), values)
+            self._store.set(self._key(f"other{number}"), str(rank))
+
+    def _differing_values(self) -> dict[int, str]:
+        ranks = [int(self._store.get(self._key("first")).decode().partition(" ")[0])]
+        number = 1
+        while number <= MAX_NAMED_RANKS and self._store.check([self._key(f"other{number}")]):
+            ranks.append(int(self._store.get(self._key(f"other{number}"))))
+            number += 1
+        if len(ranks) == 1:
+            return {}
+        return {r: self._store.get(self._key(f"values{r}")).decode() for r in sorted(ranks)}
 
     def _key(self, what: str) -> str:
         return f"megatron_flex/{self.name}/{self.round}/{what}"
 
-    def _said(self, rank: int) -> str | None:
+    def _said(self, rank: int) -> tuple[str, str, str] | None:
         key = self._key(f"rank{rank}")
-        return self._store.get(key).decode().partition(" ")[2] if self._store.check([key]) else None
+        if not self._store.check([key]):
+            return None
+        what, code, where = json.loads(self._store.get(key))
+        return what, code, where
 
-    def _absent(self) -> str:
+    def _absent(self, what: str, where: str, seconds: float) -> str:
         missing = [r for r in self._ranks if self._said(r) is None]
-        return self.absent.format(ranks=_name_ranks(missing), seconds=self.seconds)
+        if not what.startswith(PLACE_MARK):
+            return self.absent.format(ranks=_name_ranks(missing), seconds=seconds)
+        keys = {r: f"megatron_flex/{self.name}/at{r}" for r in missing[:MAX_NAMED_RANKS]}
+        last = {r: self._store.get(k).decode() if self._store.check([k]) else "" for r, k in keys.items()}
+        seen = "".join(f"; rank {r} was last in {at}" for r, at in last.items() if at)
+        return (
+            f"rank(s) {_name_ranks(missing)} did not come within {seconds:g} s to "
+            f"{_describe_place(what)}, where rank "
+            f"{dist.get_rank()} is ({where}){seen}: run as many steps on every rank, and call it on all"
+        )
 
-    def _differing(self) -> str:
+    def _differing(self, differ: Callable[[dict[int, str]], str] | None) -> str:
+        statements = {r: self._said(r) or ("", "", "") for r in self._ranks}
+        if any(what.startswith(PLACE_MARK) for what, _, _ in statements.values()):
+            return _describe_difference(
+                [(rank, f"{_describe_place(what)}, {where}") for rank, (what, _, where) in statements.items()]
+            )
         groups: dict[str, list[int]] = {}
-        for rank in self._ranks:
-            groups.setdefault(self._said(rank) or "no hook", []).append(rank)
+        for rank, (what, _, _) in statements.items():
+            groups.setdefault(what or "no hook", []).append(rank)
+        if len(groups) == 1 and differ is not None:
+            return differ({r: code for r, (_, code, _) in statements.items()})
         differences = "; ".join(f"rank(s) {_name_ranks(ranks)}: {what}" for what, ranks in groups.items())
         return (
-            f"hooks differ between ranks ({differences}); register the same hooks, in the same order, on every rank"
+            f"hooks differ between ranks ({differences}); register the same hooks, in the same order, on "
+            "every rank"
         )
 
 
+def _place_key(replica: int | None) -> str:
+    return "place" if replica is None else f"place{replica}"
+
+
+def _describe_place(what: str) -> str:
+    return (
+        what[1:].partition(PLACE_SEPARATOR)[0]
+        if what.startswith(PLACE_MARK)
+        else f"the beginning of a step ({what or 'no hook'})"
+    )
+
+
+def _describe_difference(found: Sequence[tuple[int, str]]) -> str:
+    places: dict[str, list[int]] = {}
+    for rank, at in found:
+        places.setdefault(at, []).append(rank)
+    return DIFFERENT_PLACES.format(
+        places="; ".join(f"rank(s) {_name_ranks(r)}: {at}" for at, r in places.items())
+    )
+
+
 def store_value(key: str, value: Any) -> None:
-    """Let other ranks find a small value in the rendezvous store, as JSON: whoever reads it runs no code."""
+    """Publish a small value in the rendezvous store, as JSON, because reading JSON executes no code."""
     store: Any = dist.distributed_c10d._get_default_store()
     store.set(f"megatron_flex/{key}", json.dumps(value))
 
 
 def await_value(key: str, seconds: float) -> Any:
-    """What another rank has left, once it has.
+    """Wait for the value that another rank stores under a key.
 
     Raises:
-        HookError: it does not.
+        HookError: no rank stored a value within `seconds`.
     """
     store = dist.distributed_c10d._get_default_store()
     try:
         store.wait([f"megatron_flex/{key}"], timedelta(seconds=seconds))
-    except Exception as error:
+    except Exception as error:  # stores raise various errors for a timeout
         raise HookError(
-            f"another rank did not tell {key} within {seconds:g} s; run all ranks alike"
+            f"another rank did not publish {key} within {seconds:g} s; run the same calls on all ranks"
         ) from error
     return json.loads(store.get(f"megatron_flex/{key}"))
 
@@ -140,3 +361,7 @@ def await_value(key: str, seconds: float) -> Any:
 def _name_ranks(ranks: Sequence[int]) -> str:
     more = f" and {len(ranks) - MAX_NAMED_RANKS} more" if len(ranks) > MAX_NAMED_RANKS else ""
     return ", ".join(str(r) for r in ranks[:MAX_NAMED_RANKS]) + more
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,6 +1,6 @@
-"""Two dumps compared: where they first differ by more than round-off, and what the error looks like."""
+"""Comparison of two dumps: the first difference above round-off, and the pattern of the error."""
 
+from megatron_flex.compare.comparer import compare
 from megatron_flex.compare.comparison import Comparison, ReplicaMismatch, Row, Worst
-from megatron_flex.compare.running import compare
 
 __all__ = ["Comparison", "ReplicaMismatch", "Row", "Worst", "compare"]

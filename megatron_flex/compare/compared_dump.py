@@ -1,4 +1,4 @@
-"""A dump as comparing sees it: what it has, in the order in which it came to be, and who held what."""
+"""A dump as the comparison reads it: its tensors in execution order, and which rank held what."""
 
 from __future__ import annotations
 
@@ -9,24 +9,32 @@ from os import PathLike
 from typing import Any
 
 from megatron_flex.dump import GRADIENT, PARAMETER, PARAMETER_GRADIENT, VALUE
-from megatron_flex.dump.layouts import layout_from_json
 from megatron_flex.dump.reader import DumpArray, OpenDump, open_dump
+from megatron_flex.dump.schema import layout_from_json
 from megatron_flex.errors import DumpError, LayoutError
 from megatron_flex.layout import Layout
 from megatron_flex.sites import GRADIENT_SUFFIX
 
 SAMPLE_AXIS, TOKEN_AXIS, MICROBATCH_AXIS = "sample", "token", "microbatch"
-__all__ = ["GRADIENT", "PARAMETER", "PARAMETER_GRADIENT", "VALUE", "ComparedTensor", "ComparedDump", "open_compared_dump"]
+__all__ = [
+    "GRADIENT",
+    "PARAMETER",
+    "PARAMETER_GRADIENT",
+    "VALUE",
+    "ComparedDump",
+    "ComparedTensor",
+    "open_compared_dump",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedTensor:
-    """What is compared: a site's values or gradients in one of its calls, a parameter, its gradient.
+    """A compared tensor: a site's values or gradients in one of its calls, a parameter, or its gradient.
 
     Attributes:
-        site: of the site or parameter.
+        site: the name of the site or parameter.
         kind: `value`, `gradient`, `parameter_gradient`, `parameter`.
-        call: the pass through the site within a microbatch.
+        call: the call of the site within a microbatch.
     """
 
     site: str
@@ -35,22 +43,22 @@ class ComparedTensor:
 
     @property
     def name(self) -> str:
-        """The name, with `.grad` of a gradient, and `#1` of a second call."""
+        """The name, with `.grad` for a gradient, and `#1` for a second call."""
         grad = GRADIENT_SUFFIX if self.kind in (GRADIENT, PARAMETER_GRADIENT) else ""
         return self.site + grad + (f"#{self.call}" if self.call else "")
 
 
 class ComparedDump:
-    """One of the dumps.
+    """One of the two dumps.
 
     Attributes:
-        dump: as `open_dump` gives it.
+        dump: the result of `open_dump`.
         label: `A`, `B` or `C`.
-        path: of it.
-        sizes: the mesh.
+        path: its path.
+        sizes: the mesh sizes.
         ranks: their numbers and coordinates.
-        order: names of sites, in the order of execution.
-        iterations: the numbers of those that are whole.
+        order: names of sites, in execution order.
+        iterations: the numbers of the complete iterations.
     """
 
     def __init__(self, dump: OpenDump, label: str) -> None:
@@ -67,17 +75,17 @@ class ComparedDump:
 
     @property
     def told(self) -> Mapping[str, int]:
-        """The axes that people speak of, as far as they are longer than 1."""
+        """The axes to show: those longer than 1."""
         return {a: n for a, n in self.sizes.items() if n > 1 and a != "edp"}
 
     def describe(self) -> str:
-        """The dump in words."""
+        """The dump as text."""
         mesh = " x ".join(f"{a}={n}" for a, n in self.told.items()) or "one rank"
         return f"{self.path} ({mesh}, {len(self.iterations)} iterations)"
 
     def items(self) -> list[ComparedTensor]:
-        """All that the dump has, in order: parameters, which are dumped as a step finds them; values as they
-        passed, gradients as they came back, gradients of parameters.
+        """All tensors of the dump, in order: parameters, which are dumped at the start of a step; values in
+        forward order, gradients in backward order, gradients of parameters.
         """
         if self._items is None:
             grads = [n.removesuffix(GRADIENT_SUFFIX) for n in self.dump.order if n.endswith(GRADIENT_SUFFIX)]
@@ -92,7 +100,7 @@ class ComparedDump:
         return self._items
 
     def _calls(self, name: str, kind: str) -> list[int]:
-        """The passes through a site within a microbatch, in the first iteration that has some."""
+        """The calls of a site within a microbatch, in the first iteration that has some."""
         for iteration in self.iterations:
             written = self.dump.written((iteration, 0))
             for replica in written.run.replicas:
@@ -120,7 +128,7 @@ class ComparedDump:
         return self._arrays[item]
 
     def layout(self, item: ComparedTensor) -> Layout | None:
-        """How ranks held it; None if the manifest does not tell."""
+        """Its layout; None if the manifest has none."""
         place = self._places.get(item.site)
         if place is None or place.inferred:
             return None
@@ -135,7 +143,7 @@ class ComparedDump:
         return None if place is None else place.stage
 
     def map_samples_to_replicas(self, item: ComparedTensor, iteration: int) -> dict[int, int]:
-        """Which data parallel rank had which sample."""
+        """For each sample the data parallel rank that had it."""
         out: dict[int, int] = {}
         if self.sizes.get("dp", 1) > 1 and item.kind in (VALUE, GRADIENT):
             for piece in self.array(item).at(iteration).pieces():
@@ -146,7 +154,7 @@ class ComparedDump:
 
 @contextmanager
 def open_compared_dump(dump: Any, label: str) -> Iterator[Any]:
-    """A dump, opened here if it is a path, which is then closed again; None for None."""
+    """A dump; a path is opened here and closed again; None for None."""
     if dump is None:
         yield None
     elif isinstance(dump, (str, PathLike)):

@@ -1,4 +1,4 @@
-"""What comparing two dumps has found, for people, scripts and terminals."""
+"""The result of comparing two dumps, for people, scripts, terminals and notebooks."""
 
 from __future__ import annotations
 
@@ -7,26 +7,50 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron_flex.notebook_html import (
+    BAD_COLOUR,
+    MAX_TABLE_ROWS,
+    WARN_COLOUR,
+    Markup,
+    count_words,
+    html_details,
+    html_fragment,
+    html_line,
+    html_lines,
+    html_table,
+)
+
 if TYPE_CHECKING:
     from rich.table import Table
 
+
 Verdict = Literal["equal", "round-off", "diverges"]
-MOST_SHOWN = 20  # rows of a table that say what happened, where there are more
-COMPARISON_HEADS = ("site", "iteration", "relative", "tolerance", "cosine", "max abs", "worst element", "A", "B")
+MOST_SHOWN = 20  # rows of a shortened table
+COMPARISON_HEADS = (
+    "site",
+    "iteration",
+    "relative",
+    "tolerance",
+    "cosine",
+    "max abs",
+    "worst element",
+    "A",
+    "B",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Worst:
-    """The element that differs most.
+    """The element with the greatest difference.
 
     Attributes:
-        iteration: the framework's number.
+        iteration: the framework's iteration number.
         sample: its number in the global batch; None where a tensor has no samples.
         token: its position in the sequence; None where it has no tokens.
-        index: along the other dims.
+        index: the index along the other dims.
         a: the value in A.
         b: the value in B.
-        ranks_a: the ranks of A that held it, with their coordinates in words.
+        ranks_a: the ranks of A that held it, with their coordinates as text.
         ranks_b: likewise.
     """
 
@@ -40,7 +64,7 @@ class Worst:
     ranks_b: tuple[str, ...] = ()
 
     def place(self) -> str:
-        """In words."""
+        """As text."""
         texts = [f"{n} {v}" for n, v in (("sample", self.sample), ("token", self.token)) if v is not None]
         return ", ".join([*texts, *([str(list(self.index))] if self.index else [])])
 
@@ -50,18 +74,18 @@ class Row:
     """One site in one iteration.
 
     Attributes:
-        name: of the site or parameter, with `.grad` for a gradient and `#1` for a second call.
+        name: the name of the site or parameter, with `.grad` for a gradient and `#1` for a second call.
         kind: `value`, `gradient`, `parameter_gradient`, `parameter`.
-        iteration: the framework's number.
-        count: entries compared.
+        iteration: the framework's iteration number.
+        count: number of compared entries.
         relative: norm of the difference over the greater of the two norms.
         cosine: of the angle between the two.
         max_abs: the greatest difference.
-        error: what the tolerance bounds: the greater of `relative` and `max_abs` over the greatest entry; of
-            whole numbers the part that differs.
-        tolerance: as said, derived or measured.
+        error: the quantity that the tolerance bounds: the greater of `relative` and `max_abs` over the peak
+            entry; for integers the fraction that differs.
+        tolerance: given, derived or measured.
         equal: whether every entry is the same.
-        worst: the element that differs most; None where all are equal.
+        worst: the element with the greatest difference; None where all are equal.
     """
 
     name: str
@@ -84,13 +108,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMismatch:
-    """A replicated tensor that is not the same on all ranks of one run.
+    """A replicated tensor that differs between ranks of one run.
 
     Attributes:
         dump: `A` or `B`.
-        name: of the site or parameter.
-        iteration: the framework's number.
-        microbatch: of the ranks.
+        name: the name of the site or parameter.
+        iteration: the framework's iteration number.
+        microbatch: the ranks' microbatch.
         ranks: those whose copies differ from the one that was written.
     """
 
@@ -110,16 +134,19 @@ class ReplicaMismatch:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two dumps compared.
+    """The result of comparing two dumps.
 
     Attributes:
-        a: the one, in words.
-        b: the other.
-        rows: every site in every iteration that both have, in the order of execution: iteration by iteration
-            parameters as the step finds them, values, gradients from the loss backwards, those of parameters.
-        replicas: what is out of step within one of the runs, in the same order.
-        hints: what the first divergence looks like.
-        notes: what could not be compared, and other things to know.
+        a: the first dump, as text.
+        b: the second dump.
+        rows: every site in every common iteration, in execution order: iteration by iteration
+            parameters at the start of the step, values, gradients backwards, gradients of parameters.
+        replicas: replicas that differ within one of the runs, in the same order.
+        hints: the pattern of the first divergence.
+        notes: tensors that could not be compared, and other information.
+        missing: what was left out: sites and iterations of only one of the dumps, and tensors
+            that could not be aligned.
+        allow_missing: whether that is allowed.
     """
 
     a: str
@@ -128,23 +155,33 @@ class Comparison:
     replicas: Sequence[ReplicaMismatch] = ()
     hints: Sequence[str] = ()
     notes: Sequence[str] = ()
+    missing: Sequence[str] = ()
+    allow_missing: bool = False
 
     @property
     def first(self) -> Row | None:
-        """The first site, in the order of execution, that differs by more than its tolerance."""
+        """The first site, in execution order, that differs by more than its tolerance."""
         return next((r for r in self.rows if r.diverges), None)
 
     @property
     def verdict(self) -> Verdict:
-        """`equal` if every entry is; `diverges` if a site is above its tolerance, or replicas differ."""
+        """`equal` if every entry is; `diverges` if a site is above its tolerance, or replicas differ.
+
+        Only about the common tensors: see `missing`.
+        """
         if self.first is not None or self.replicas:
             return "diverges"
         return "equal" if all(r.equal for r in self.rows) else "round-off"
 
     @property
     def exit_status(self) -> int:
-        """1 if they diverge, else 0."""
-        return int(self.verdict == "diverges")
+        """1 if they diverge, or something is missing without permission; else 0."""
+        return int(self.verdict == "diverges" or self.incomplete)
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether something is missing without permission."""
+        return bool(self.missing) and not self.allow_missing
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `json.dump`; infinite and undefined numbers as text."""
@@ -157,13 +194,15 @@ class Comparison:
             "hints": list(self.hints),
             "replicas": [asdict(r) for r in self.replicas],
             "notes": list(self.notes),
+            "missing": list(self.missing),
+            "incomplete": self.incomplete,
             "rows": [{**asdict(r), "diverges": r.diverges} for r in self.rows],
         }
         plain: dict[str, Any] = _to_plain(content)
         return plain
 
     def shown(self, most: int = MOST_SHOWN) -> list[Row]:
-        """The rows that tell most: around the first divergence, or those nearest to their tolerance."""
+        """The most informative rows: around the first divergence, or those nearest to their tolerance."""
         if len(self.rows) <= most:
             return list(self.rows)
         first = self.first
@@ -175,7 +214,7 @@ class Comparison:
         return [r for r in self.rows if r in worst]
 
     def summary(self) -> list[str]:
-        """What happened, line by line."""
+        """The result as lines of text."""
         first, lines = self.first, [f"A: {self.a}", f"B: {self.b}", *map(str, self.replicas[:3])]
         if len(self.replicas) > 3:
             lines.append(f"and {len(self.replicas) - 3} more replicas")
@@ -188,8 +227,10 @@ class Comparison:
                 "diverges": f"diverges: replicas are out of step, while what was written of {len(self.rows)} "
                 "tensors is within its tolerances",
             }
-            return [*lines, within[self.verdict], *self.notes]
-        lines.append(f"diverges: first at {first.name} ({_describe_kind(first.kind)}), iteration {first.iteration}")
+            return [*lines, within[self.verdict], *self._left_out(), *self.notes]
+        lines.append(
+            f"diverges: first at {first.name} ({_describe_kind(first.kind)}), iteration {first.iteration}"
+        )
         lines.append(
             f"  relative error {first.relative:.3g}, cosine {first.cosine:.4g}, greatest difference "
             f"{first.max_abs:.3g}; error {first.error:.3g}, tolerance {first.tolerance:.2g}"
@@ -201,7 +242,14 @@ class Comparison:
                 if ranks:
                     lines.append(f"  held in {name} by {'; '.join(ranks[:4])}{' ...' if ranks[4:] else ''}")
         lines += [f"  {h}" for h in self.hints]
-        return [*lines, *self.notes]
+        return [*lines, *self._left_out(), *self.notes]
+
+    def _left_out(self) -> list[str]:
+        """A line about missing tensors, if they are not allowed."""
+        fix = "--allow-missing (allow_missing=True) says that this is as it should be"
+        return [f"incomplete: only one of the dumps has some of what was written, see below; {fix}"] * (
+            self.incomplete
+        )
 
     def table(self, most: int = MOST_SHOWN) -> Table:
         """A table for `rich.print`.
@@ -217,8 +265,7 @@ class Comparison:
             table.add_row(*format_row_cells(row), style=style)
         return table
 
-    def _repr_html_(self) -> str:
-        from megatron_flex.compare.notebook import render_comparison  # which needs this file
+    def _repr_html_(self) -> str:  # imports this file
 
         return render_comparison(self)
 
@@ -230,7 +277,7 @@ class Comparison:
 
 
 def format_row_cells(row: Row) -> tuple[str, ...]:
-    """What a table says of a row, below HEADS."""
+    """The cells of a table row, below HEADS."""
     worst = row.worst
     return (
         row.name,
@@ -257,3 +304,33 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+GOOD = "rgba(42,157,74,.25)"
+VERDICT_COLOURS = {"equal": GOOD, "round-off": GOOD, "diverges": BAD_COLOUR}
+ROWS_HINT = "found.rows has all of them, found.table(N) and `megatron-flex compare --rows N` show N"
+
+
+def render_comparison(found: Comparison) -> Markup:
+    """The verdict, its basis, and a table with the first divergence marked."""
+
+    first, rows = found.first, found.shown(MAX_TABLE_ROWS)
+    heads = ("", *(h if h in ("site", "worst element") else f">{h}" for h in COMPARISON_HEADS))
+    body = (("→ first" if row is first else "", *format_row_cells(row)) for row in rows)
+    marked = {n: BAD_COLOUR if row is first else WARN_COLOUR for n, row in enumerate(rows) if row.diverges}
+    left_out = len(found.rows) - len(rows)
+    where = "around the first divergence" if first is not None else "nearest to their tolerance"
+    notes = [f"{count_words(len(rows), 'row')} {where}, of {len(found.rows):,}"] if left_out else []
+    replicas = [str(r) for r in found.replicas]
+    return html_fragment(
+        f"Comparison · {found.verdict}",
+        *(html_line(text, VERDICT_COLOURS.get(text.partition(":")[0], "")) for text in found.summary()),
+        html_details(
+            count_words(len(replicas), "replica") + " out of step",
+            html_lines(replicas, "found.replicas has all"),
+        )
+        if len(replicas) > 3
+        else Markup(""),
+        *(html_line(text) for text in notes),
+        html_table(heads, body, len(found.rows), ROWS_HINT, marked),
+    )

@@ -1,9 +1,9 @@
-"""How far two right runs may differ at a site: said, derived from dtype and depth, or measured.
+"""How far two correct runs may differ at a site: given, derived from dtype and depth, or measured.
 
-A reduction whose terms are added in another order, or rounded apart, errs by the unit roundoff of what it
-writes, and by that of fp32 for each of its terms that it adds. Such errors are independent, so that they grow
-as the square root of how many reductions lie behind a place; its gradient has those of the whole forward pass
-and of the way back.
+A reduction with another order of summation or other roundings has an error of the unit roundoff of its
+result, and of the fp32 roundoff for each term. Such errors are independent, so that they grow
+as the square root of the number of reductions before a site; its gradient has those of the full forward pass
+and of the backward pass so far.
 """
 
 from __future__ import annotations
@@ -16,28 +16,35 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from megatron_flex.compare.compared_dump import GRADIENT, PARAMETER, PARAMETER_GRADIENT, ComparedTensor, ComparedDump
-
-REDUCTIONS_PER_LAYER = 8  # norm, qkv, scores, softmax, their product with values, proj, norm, fc1, fc2: in a row
-DERIVED_MARGIN = 6.0  # of derived tolerances, over what independent errors come to
-MEASURED_MARGIN = 5.0  # of measured ones, over the noise
-DEFAULT_REDUCTION_WIDTH = 4096  # terms of a sum, where the model does not say
-MOST_TOLERANCE = (
-    0.5  # no tolerance is greater: tensors that have nothing to do with each other differ by 1 or more
+from megatron_flex.compare.compared_dump import (
+    GRADIENT,
+    PARAMETER,
+    PARAMETER_GRADIENT,
+    ComparedDump,
+    ComparedTensor,
 )
+from megatron_flex.dump.schema import read_settings
+
+REDUCTIONS_PER_LAYER = (
+    8  # norm, qkv, scores, softmax, their product with values, proj, norm, fc1, fc2: in sequence
+)
+DERIVED_MARGIN = 6.0  # factor of derived tolerances over the expected independent errors
+MEASURED_MARGIN = 5.0  # factor of measured tolerances over the noise
+DEFAULT_REDUCTION_WIDTH = 4096  # terms of a sum, where the model's width is unknown
+MOST_TOLERANCE = 0.5  # upper bound of tolerances: unrelated tensors differ by 1 or more
 FP32_ROUNDOFF = 2.0**-24  # unit roundoff of the sums inside a kernel
 LAYER_PATTERN = re.compile(r"\.(\d+)(?=[.:]|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How a dump's numbers came to be.
+    """The precision of a dump's numbers.
 
     Attributes:
-        computed: the dtype in which the run computed.
+        computed: the compute dtype of the run.
         stored: the dtype that the dump was cast to; None if it was not.
-        width: of the hidden stream.
-        layers: of the model; 0 if it does not say.
+        width: the hidden size.
+        layers: the number of layers; 0 if unknown.
     """
 
     computed: torch.dtype | None = None
@@ -48,19 +55,19 @@ class Precision:
 
 def read_precision(source: ComparedDump) -> Precision:
     """From the model's config and the dump's settings, as its manifest has them."""
-    model, settings = source.manifest.model, source.manifest.settings
+    model, settings = source.manifest.model, read_settings(source.manifest.settings)
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}
     computed = next((dtype for name, dtype in half.items() if model.get(name)), None)
-    cast = getattr(torch, str(settings.get("dtype") or ""), None)
+    cast = getattr(torch, str(settings.dtype or ""), None)
     stored = cast if isinstance(cast, torch.dtype) else None
     if computed is None and stored is not None:
-        computed = torch.float32  # or the cast would not have been asked for
+        computed = torch.float32  # otherwise the cast would not have been requested
     width, layers = model.get("hidden_size"), model.get("num_layers")
     return Precision(computed, stored, int(width or DEFAULT_REDUCTION_WIDTH), int(layers or 0))
 
 
 def get_unit_roundoff(dtype: torch.dtype | None) -> float:
-    """The unit roundoff of a dtype; that of fp32 for what is no float."""
+    """The unit roundoff of a dtype; that of fp32 for non-floats."""
     if dtype is None or not dtype.is_floating_point:
         return FP32_ROUNDOFF
     return float(torch.finfo(dtype).eps) / 2
@@ -68,11 +75,11 @@ def get_unit_roundoff(dtype: torch.dtype | None) -> float:
 
 @dataclass
 class ReductionDepths:
-    """How many reductions lie behind each place, by its name and its place in the order.
+    """The number of reductions before each site, from its name and its position in the order.
 
     Args:
         order: names of sites in execution order, values only.
-        layers: how many the model has; as many as the names show, if they show more.
+        layers: the model's number of layers, at least the highest layer in the names.
     """
 
     order: Sequence[str]
@@ -91,18 +98,20 @@ class ReductionDepths:
 
     @property
     def whole(self) -> int:
-        """Of the forward pass."""
+        """The depth of the full forward pass."""
         return REDUCTIONS_PER_LAYER * max(self.layers, 1) + REDUCTIONS_PER_LAYER // 2
 
     def forward(self, name: str) -> int:
-        """Of a site's value."""
+        """The depth of a site's value."""
         layer = parse_layer_number(name)
         if layer is not None:
-            return REDUCTIONS_PER_LAYER * ((self.layers + layer if name.startswith("mtp.") else layer) + 1) + 1
+            return (
+                REDUCTIONS_PER_LAYER * ((self.layers + layer if name.startswith("mtp.") else layer) + 1) + 1
+            )
         return self.whole if name in self._behind else 1
 
     def of(self, item: ComparedTensor) -> int:
-        """Of a site's value or gradient, a parameter's gradient, or a parameter."""
+        """The depth of a site's value or gradient, a parameter's gradient, or a parameter."""
         if item.kind == GRADIENT:
             return 2 * self.whole - self.forward(item.site) + 1
         if item.kind in (PARAMETER, PARAMETER_GRADIENT):
@@ -111,7 +120,7 @@ class ReductionDepths:
 
 
 def parse_layer_number(name: str) -> int | None:
-    """The number of the layer that a place is in; None outside of layers."""
+    """The layer number of a site; None outside of layers."""
     found = LAYER_PATTERN.search(name)
     return None if found is None else int(found[1])
 
@@ -126,11 +135,11 @@ def derive_tolerance(
     """The tolerance from dtype and depth.
 
     Args:
-        item: what is compared.
-        depth: reductions behind it.
+        item: the compared tensor.
+        depth: reductions before it.
         precisions: of both dumps.
-        dtypes: of both tensors, as they are in the dumps.
-        steps: how many training steps the errors of which went into the parameters came before.
+        dtypes: of both tensors, as dumped.
+        steps: the number of earlier training steps, whose errors are in the parameters.
     """
     unit, cast = 0.0, 0.0
     for precision, dtype in zip(precisions, dtypes, strict=True):
@@ -149,30 +158,36 @@ def derive_tolerance(
 
 
 class Tolerances:
-    """What may be, place by place.
+    """The tolerances, by site.
 
     Args:
-        said: a bound for all, or patterns (globs over names; the first that fits counts) with one each, the
+        said: a bound for all, or patterns (globs over names; the first match counts) with one each, the
             others derived; None: all derived.
-        a: the one dump.
-        b: the other.
-        depths: of places.
+        a: the first dump.
+        b: the second dump.
+        depths: of the sites.
     """
 
     def __init__(
-        self, said: float | Mapping[str, float] | None, a: ComparedDump, b: ComparedDump, depths: ReductionDepths
+        self,
+        said: float | Mapping[str, float] | None,
+        a: ComparedDump,
+        b: ComparedDump,
+        depths: ReductionDepths,
     ) -> None:
         self.said, self.depths = said, depths
         self.precisions = read_precision(a), read_precision(b)
 
-    def of(self, item: ComparedTensor, dtypes: Sequence[torch.dtype], steps: int, noise: float | None = None) -> float:
-        """The tolerance of one place.
+    def of(
+        self, item: ComparedTensor, dtypes: Sequence[torch.dtype], steps: int, noise: float | None = None
+    ) -> float:
+        """The tolerance of one site.
 
         Args:
-            item: what is compared.
+            item: the compared tensor.
             dtypes: of both tensors.
-            steps: how many training steps came before that may have moved the parameters apart.
-            noise: as it was measured there; None where it was not.
+            steps: the number of earlier training steps that may have moved the parameters apart.
+            noise: the measured noise there; None where it was not measured.
         """
         if isinstance(self.said, Mapping):
             found = next((t for p, t in self.said.items() if fnmatchcase(item.name, p)), None)

@@ -1,7 +1,7 @@
 """The interface of FlexModel (2023): code written for it runs after changing the import.
 
-`core`, `distributed`, `traverse` and `utils` have what the modules of these names had. Everything goes
-through the native `megatron_flex.FlexModel`.
+`core`, `distributed`, `traverse` and `utils` have the public names of the original modules. The
+implementation uses the native `megatron_flex.FlexModel`.
 """
 
 from megatron_flex.compat import core, distributed, traverse, utils

@@ -18,7 +18,7 @@ def setup_logger(level: str) -> None:
         level: `debug`, `info`, `warning`, `error` or `critical`, in any case.
 
     Raises:
-        FlexError: it is none of them.
+        FlexError: `level` is not one of these names.
     """
     if level.lower() not in LOG_LEVELS:
         raise FlexError(f"log level {level!r} ({LOG_LEVEL_VARIABLE}) is none of {', '.join(LOG_LEVELS)}")
@@ -27,6 +27,6 @@ def setup_logger(level: str) -> None:
 
 
 def setup_from_environment() -> None:
-    """Do so if FLEXMODEL_DEBUG names a level."""
+    """Call `setup_logger` with the level in FLEXMODEL_DEBUG, if that is set."""
     if level := os.environ.get(LOG_LEVEL_VARIABLE):
         setup_logger(level)

@@ -1,7 +1,7 @@
-"""Where gloo is not NCCL: a sent tensor is read late, and the pieces of a gather have to be equal.
+"""Differences of gloo from NCCL: it reads a sent tensor late, and gathers only shards of equal size.
 
 Megatron swaps the storage of a tensor right after it started to send it; gloo reads the tensor until the
-work is done. Expert parallel with tensor parallel experts gathers and scatters pieces of unequal size.
+work is done. Expert parallel with tensor parallel experts gathers and scatters shards of unequal size.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flex.cpu.patching import Patches
+from megatron_flex.cpu.patches import Patches
 
 
 class FinishedWork:
@@ -47,7 +47,7 @@ def _gather_unequal(all_gather: Callable[..., Any]) -> Callable[..., Any]:
     def gather(
         tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
-        """`all_gather`; pieces of unequal size are broadcast, each by its owner."""
+        """`all_gather`; shards of unequal size are broadcast, each by its owner."""
         if not _differ_in_shape(tensor_list) or not _is_gloo(group):
             return all_gather(tensor_list, tensor, group=group, async_op=async_op)
         tensor_list[dist.get_rank(group)].copy_(tensor)
@@ -66,11 +66,11 @@ def _scatter_unequal(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """`reduce_scatter`; pieces of unequal size are reduced, each to its owner."""
+        """`reduce_scatter`; shards of unequal size are reduced, each to its owner."""
         if not _differ_in_shape(input_list) or not _is_gloo(group):
             return reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
         for owner, shard in enumerate(input_list):
-            # gloo sums in place on every rank, and the caller keeps its pieces.
+            # gloo sums in place on every rank, and the caller keeps its shards.
             total = shard.clone()
             dist.reduce(total, op=op, group=group, group_dst=owner)
             if owner == dist.get_rank(group):

@@ -1,4 +1,4 @@
-"""One random generator for both: what is asked of the CUDA generator happens to the CPU's.
+"""One random generator: calls for the CUDA generator use that of the CPU.
 
 Megatron's tracker saves, seeds and restores the CUDA generator around the regions that must draw alike
 (or unlike) over tensor parallel ranks, and replays it in recomputation. On a CPU the draws come from the
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch.utils.data import dataloader
 
-from megatron_flex.cpu.patching import Patches
+from megatron_flex.cpu.patches import Patches
 
 _TRACKER_LOGGER = "megatron.core.tensor_parallel.random"
 _TRACKER_WARNING = "CPU RNG state changed"
 
 
 class DefaultGenerators:
-    """`torch.cuda.default_generators`: under every index lies the CPU generator."""
+    """`torch.cuda.default_generators`: every index gives the CPU generator."""
 
     def __getitem__(self, index: Any) -> Any:
         return torch.default_generator
@@ -32,7 +32,7 @@ class DefaultGenerators:
 
 
 class HostGenerator:
-    """The second generator, which data loaders keep to themselves.
+    """The second generator, which only data loaders use.
 
     On a GPU a data loader draws from the host's generator, and only the first tensor parallel rank has a
     loader. With one generator for both, that rank alone would move on, and dropout of a replicated
@@ -48,7 +48,7 @@ class HostGenerator:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Draw from the host's state inside, and leave the device's as it was."""
+        """Draw from the host's state inside, and keep the device's unchanged."""
         device_state = torch.default_generator.get_state()
         if self._state is not None:
             torch.default_generator.set_state(self._state)

@@ -1,18 +1,53 @@
-"""Turns the CPU runtime on and off, counted, so that nested users do not switch it off for each other."""
+"""Turns the CPU runtime on and off, counted, so that nested users do not switch it off for each other.
+
+While it is on, torch compiles nothing: Megatron's fused functions are `torch.compile` and gain nothing here.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from threading import get_ident
 
 import torch
 
-from megatron_flex.cpu import compiling, cuda, devices, gloo, megatron, rng
-from megatron_flex.cpu.patching import Patches
+from megatron_flex.cpu import cuda, gloo, megatron, rng
+from megatron_flex.cpu.patches import Patches
 from megatron_flex.errors import FlexError
 
+_DYNAMO_CONFIG = "torch._dynamo.config"
+_COMPILE_VARIABLE = "TORCH_COMPILE_DISABLE"
+
+
+def disable_compilation(patches: Patches) -> None:
+    """Switch dynamo off, for functions that are decorated already and for those to come.
+
+    What dynamo read from the environment when it was imported is set in its configuration; if it is
+    imported later, it reads the environment, and the configuration is set right on the way out.
+    """
+    config = sys.modules.get(_DYNAMO_CONFIG)
+    before = os.environ.get(_COMPILE_VARIABLE, "0") == "1" if config is None else bool(config.disable)
+    patches.set_item(os.environ, _COMPILE_VARIABLE, "1")
+    _set_dynamo_disabled(True)
+    patches.on_restore(lambda: _set_dynamo_disabled(before))
+
+
+def _set_dynamo_disabled(value: bool) -> None:
+    config = sys.modules.get(_DYNAMO_CONFIG)
+    if config is not None:
+        # `sys.modules` gives a module of unknown attributes
+        config.disable = value  # type: ignore[attr-defined]
+
+
 # In this order; the last sees what the others replaced, and undoing goes backwards.
-_PARTS = (compiling, cuda, rng, devices, gloo, megatron)
+_INSTALLERS = (
+    disable_compilation,
+    cuda.install_cuda_stand_ins,
+    rng.install_random_generator,
+    cuda.install_cpu_devices,
+    gloo.install_gloo_wrappers,
+    megatron.install_megatron_patches,
+)
 
 
 class _Runtime:
@@ -28,7 +63,7 @@ _RUNTIME = _Runtime()
 
 
 def enable(force: bool = False) -> None:
-    """Make torch and Megatron believe that the CPU is their GPU. Local: no rank has to wait for another.
+    """Let torch and Megatron use the CPU as their GPU. Local: no rank waits for another.
 
     Calls are counted: as many `disable()` undo it.
 
@@ -72,8 +107,8 @@ def _install(patches: Patches) -> None:
         # Megatron warns, or refuses, where this is not set; on a CPU it means nothing.
         if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
             patches.set_item(os.environ, "CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        for part in _PARTS:
-            part.install(patches)
+        for install in _INSTALLERS:
+            install(patches)
     except BaseException:
         patches.restore((megatron.MEGATRON_PACKAGE,))
         raise

@@ -1,22 +1,30 @@
-"""Dumps: the tensors of a run on disk, each rank's shards as they are, read back as one device had them."""
+"""Dumps: each rank writes its shards of a run's tensors to disk; readers assemble full tensors from them."""
 
-from megatron_flex.dump.part_format import (
+from megatron_flex.dump.dump_settings import Dump
+from megatron_flex.dump.part_format import format_run_folder
+from megatron_flex.dump.schema import (
     GRADIENT,
     PARAMETER,
     PARAMETER_GRADIENT,
     REPLICA,
     ROUTING,
     VALUE,
+    Manifest,
     ShardEntry,
-    format_run_folder,
+    SiteRecord,
+    describe_dims,
+    layout_to_json,
 )
-from megatron_flex.dump.layouts import layout_to_json
-from megatron_flex.dump.manifest import Manifest, SiteRecord
-from megatron_flex.dump.opening import create_run, find_access_problem
-from megatron_flex.dump.writer.ownership import Ownership, list_replica_axes
-from megatron_flex.dump.selection import EntrySelection, RandomTokens, compute_partial_mean, make_mean_layout, select_entries
-from megatron_flex.dump.settings import Dump
+from megatron_flex.dump.token_selection import (
+    EntrySelection,
+    RandomTokens,
+    compute_partial_mean,
+    make_mean_layout,
+    select_entries,
+)
 from megatron_flex.dump.writer.dump_writer import DumpWriter
+from megatron_flex.dump.writer.ownership import Ownership, list_replica_axes
+from megatron_flex.dump.writer.run_creation import create_run, find_access_problem
 
 sampled = RandomTokens
 
@@ -28,20 +36,21 @@ __all__ = [
     "ROUTING",
     "VALUE",
     "Dump",
-    "ShardEntry",
+    "DumpWriter",
+    "EntrySelection",
     "Manifest",
     "Ownership",
-    "EntrySelection",
-    "SiteRecord",
     "RandomTokens",
-    "DumpWriter",
-    "list_replica_axes",
+    "ShardEntry",
+    "SiteRecord",
     "compute_partial_mean",
-    "make_mean_layout",
     "create_run",
-    "select_entries",
-    "format_run_folder",
-    "sampled",
+    "describe_dims",
     "find_access_problem",
+    "format_run_folder",
     "layout_to_json",
+    "list_replica_axes",
+    "make_mean_layout",
+    "sampled",
+    "select_entries",
 ]

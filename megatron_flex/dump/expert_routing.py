@@ -1,4 +1,4 @@
-"""Experts' tensors of a dump, whose rows lie where routers sent them: led home to their tokens when read.
+"""Experts' tensors of a dump: their rows lie where routers sent them, and are sorted by token when read.
 
 A rank writes its rows as they are, and which experts its own tokens go to. From all ranks' decisions follows
 whose each row is, by the rules that a live read goes by.
@@ -12,18 +12,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.layouts import layout_from_json, layout_to_json
+from megatron_flex.dump.json_form import to_json
+from megatron_flex.dump.schema import RouterRecord, layout_from_json, layout_to_json
 from megatron_flex.errors import DumpError, LayoutError
 from megatron_flex.layout import (
-    ExpertChoice,
     Coords,
+    ExpertChoice,
     Layout,
     Sizes,
     assemble,
     coordinates,
-    select_experts,
     padded_shape,
     rows_by_source,
+    select_experts,
 )
 
 BIT_VALUES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -47,31 +48,28 @@ def unpack_choice(packed: Tensor, experts: int) -> Tensor:
 
 
 def choice_to_json(choice: ExpertChoice) -> dict[str, Any]:
-    """What an entry of a decision says beside its bits."""
-    return {
-        "experts": choice.chosen.shape[1],
-        "shape": list(choice.shape),
-        "slots": choice.slots,
-        "stream": layout_to_json(Layout(choice.stream.dims[:2])),
-        "etp_outer": choice.etp_outer,
-    }
+    """The route of an entry that has a decision: all of it but the bits."""
+    stream = layout_to_json(Layout(choice.stream.dims[:2]))
+    record = RouterRecord(choice.chosen.shape[1], choice.shape, choice.slots, stream, choice.etp_outer)
+    return to_json(record)
 
 
 def choice_from_json(record: Any, packed: Tensor) -> ExpertChoice:
-    """The decision that `choice_to_json` and `pack_choice` told.
+    """The decision that `choice_to_json` and `pack_choice` wrote.
 
     Raises:
-        DumpError: it is none.
+        DumpError: the record is no decision.
     """
     try:
-        experts, (sequence, batch) = int(record["experts"]), (int(n) for n in record["shape"])
-        stream, slots = layout_from_json(record["stream"]), int(record["slots"])
+        found = RouterRecord(**record)
+        experts, (sequence, batch) = int(found.experts), (int(n) for n in found.shape)
+        stream, slots = layout_from_json(found.stream), int(found.slots)
         if packed.shape != (sequence * batch, -(-experts // len(BIT_VALUES))) or len(stream.dims) != 2:
             raise DumpError(f"bits of shape {tuple(packed.shape)} for {sequence * batch} tokens: damaged")
         chosen = unpack_choice(packed, experts)
         if not 0 < slots <= experts or (sequence * batch and int(chosen.sum(1).max()) > slots):
             raise DumpError(f"tokens that go to more than {slots} of {experts} experts: damaged")
-        return ExpertChoice(chosen, (sequence, batch), slots, stream, bool(record["etp_outer"]))
+        return ExpertChoice(chosen, (sequence, batch), slots, stream, bool(found.etp_outer))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, LayoutError) as error:
         raise DumpError(f"no decision of a router: {error!r}; the dump is damaged") from error
 
@@ -83,7 +81,7 @@ class RowLocations(NamedTuple):
         edp: the coordinate of the ranks that have it,
         ep: likewise,
         row: and its number there.
-        token: that it belongs to, counted in the whole by sequence and then by batch.
+        token: that it belongs to, counted in the full tensor by sequence and then by batch.
         slot: its place among the rows of its token; 0 if they are those of one expert.
     """
 
@@ -123,7 +121,9 @@ class ExpertRouting:
             raise DumpError("no router's decision is there; parts of the dump are missing")
         some = every[0]
         self.experts = some.chosen.shape[1]
-        if self.experts % sizes.get("ep", 1) or any(_get_choice_kind(c) != _get_choice_kind(some) for c in every):
+        if self.experts % sizes.get("ep", 1) or any(
+            _get_choice_kind(c) != _get_choice_kind(some) for c in every
+        ):
             found = sorted({c.chosen.shape[1] for c in every})
             raise DumpError(
                 f"routers choose among {found} experts on {sizes.get('ep', 1)} ranks, and not all alike: "
@@ -193,7 +193,9 @@ class ExpertRouting:
 
         some = next(iter(rows))
         found = self.rows(replica, expert)
-        dense = scatter_rows_to_tokens(found, fetch, self.shape, 1 if expert is not None else self.slots, some[:2])
+        dense = scatter_rows_to_tokens(
+            found, fetch, self.shape, 1 if expert is not None else self.slots, some[:2]
+        )
         if expert is None:
             return dense
         return dense[:, :, 0].flatten(0, 1)[found.token.sort().values]

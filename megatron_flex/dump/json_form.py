@@ -1,75 +1,22 @@
-"""The form of a dump's JSON, in plain data: what is read is held against it, and a test freezes it.
+"""Forms of JSON, derived from dataclasses: what a document must hold, and how it is written and read.
 
-Whoever changes it gives `VERSION` in files.py another number. A form is a type's name (`any` is any plain
-value; `int|str` is either), a list of one form, `{"*": form}` for any keys, or an object's keys, of which
-those that end in `?` may be missing.
+A form is a type's name (`any` is any plain value; `int|str` is either), a list of one form, `{"*": form}` for
+any keys, or an object's keys, of which those that end in `?` may be missing.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from functools import lru_cache
-from typing import Any
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cache, lru_cache, partial
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Form = Any  # str | list[Form] | dict[str, Form]
+DocumentT = TypeVar("DocumentT")
 
-CUT_FORM = {"axis": "str", "order?": "str", "copies?": "int", "partial?": "bool"}
-DIM_FORM = {"name": "str", "cuts?": [CUT_FORM], "segments?": ["int"], "keep?": "int", "uneven?": "bool"}
-LAYOUT_FORM = {"dims": [DIM_FORM], "partial?": ["str"], "shared?": ["str"], "permute?": ["int"]}
-SITE_FORM = {
-    "name": "str",
-    "layout": LAYOUT_FORM,
-    "shape": ["int|str"],
-    "stage": "int",
-    "chunk": "int",
-    "inferred": "bool",
-}
-MANIFEST_FORM = {
-    "format": "str",
-    "version": "int",
-    "run": "int",
-    "created": "str",
-    "versions": {"*": "str"},
-    "framework": "str",
-    "axes": {"*": "int"},
-    "experts": {"*": "int"},
-    "ranks": ["list"],
-    "model": {"*": "any"},
-    "identity": "str",
-    "sites": [SITE_FORM],
-    "parameters": [SITE_FORM],
-    "settings": {"*": "any"},
-    "skipped": ["str"],
-}
-ENTRY_FORM = {
-    "site": "str",
-    "kind": "str",
-    "microbatch": "int",
-    "call": "int",
-    "layout": "int",
-    "shape": ["int"],
-    "dtype": "str",
-    "picked": "bool",
-    "span": "list|null",
-    "crc": "int",
-    "route?": "object|null",
-    "turn": "int",
-}
-INDEX_FORM = {
-    "rank": "int",
-    "coords": {"*": "int"},
-    "iteration": "int",
-    "run_of": "int",
-    "training": "bool",
-    "microbatches": "int",
-    "part": "int",
-    "parts": "int",
-    "layouts": [LAYOUT_FORM],
-    "entries": [ENTRY_FORM],
-}
-TENSOR_FORM = {"dtype": "str", "shape": ["int"], "data_offsets": ["int"]}
-META_FORM = {"format": "str", "index": "str", "crc": "str"}
 FORM_TYPES: dict[str, type] = {
     "str": str,
     "int": int,
@@ -80,7 +27,189 @@ FORM_TYPES: dict[str, type] = {
     "any": object,
 }
 MOST_INTEGER = 1 << 62  # of an integer
+MOST_DIMS = 64  # of a tensor, as torch has it
 CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # which would break a line of a message
+
+
+@dataclass(frozen=True, slots=True)
+class FirstVersion:
+    """How version 1 of the format has a field, where it is not as now.
+
+    Attributes:
+        key: its name there, with `?` if it may be missing.
+        form: its form.
+        read: what makes the value of now.
+    """
+
+    key: str
+    form: Form
+    read: Callable[[Any], Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How a field of a document is stored.
+
+    Attributes:
+        form: its form; None for the one of its annotation.
+        optional: whether it may be missing.
+        omitted: whether it is left out where it has its default.
+        since: the first version that has it.
+        first: how version 1 has it, where it is not as now.
+    """
+
+    form: Form = None
+    optional: bool = False
+    omitted: bool = False
+    since: int = 1
+    first: FirstVersion | None = None
+
+
+def stored(
+    *,
+    form: Form = None,
+    optional: bool = False,
+    omitted: bool = False,
+    since: int = 1,
+    first: FirstVersion | None = None,
+) -> dict[Any, Storage]:
+    """The metadata of a field of a document; arguments as the attributes of `Storage`."""
+    return {Storage: Storage(form, optional or omitted, omitted, since, first)}
+
+
+@cache
+def list_storage(kind: Any, brief: bool = False) -> list[tuple[Field[Any], Storage]]:
+    """The fields of a document, and how each is stored.
+
+    Args:
+        kind: the dataclass.
+        brief: fields that do not say how they are stored are left out where they have their default, but for
+            the first one.
+    """
+    out = []
+    for number, one in enumerate(fields(kind)):
+        left_out = brief and number > 0 and one.default is not MISSING
+        usual = Storage(optional=left_out, omitted=left_out)
+        out.append((one, one.metadata.get(Storage, usual)))
+    return out
+
+
+def derive_form(kind: Any, version: int, brief: bool = False) -> dict[str, Form]:
+    """The form of a dataclass in a version of the format; `brief` as for `list_storage`."""
+    hints, out = get_type_hints(kind), {}
+    for one, storage in list_storage(kind, brief):
+        if version < storage.since:
+            continue
+        if version == 1 and storage.first is not None:
+            out[storage.first.key] = storage.first.form
+            continue
+        form = storage.form
+        if form is None:
+            form = _derive_value_form(hints[one.name], version, brief)
+        out[one.name + "?" * storage.optional] = form
+    return out
+
+
+def _derive_value_form(hint: Any, version: int, brief: bool) -> Form:
+    origin, inner = get_origin(hint), [a for a in get_args(hint) if a is not type(None)]
+    if origin in (Union, types.UnionType):
+        forms = [_derive_value_form(a, version, brief) for a in inner]
+        return forms[0] if len(forms) == 1 else "|".join(forms)
+    if origin is Literal:
+        return type(inner[0]).__name__
+    if is_dataclass(hint):
+        return derive_form(hint, version, brief)
+    if origin is Mapping:
+        return {"*": _derive_value_form(inner[1], version, brief)}
+    if origin in (tuple, Sequence):
+        return [_derive_value_form(inner[0], version, brief)]
+    return "any" if hint is Any else hint.__name__
+
+
+def to_json(document: Any, brief: bool = False) -> dict[str, Any]:
+    """A document in plain values, by the names of its fields; `brief` as for `list_storage`."""
+    out: dict[str, Any] = {}
+    kind: Any = type(document)
+    for one, storage in list_storage(kind, brief):
+        value = getattr(document, one.name)
+        if not storage.omitted or value != one.default:
+            out[one.name] = _to_plain(value, brief)
+    return out
+
+
+def _to_plain(value: Any, brief: bool) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_to_plain(one, brief) for one in value]
+    return to_json(value, brief) if is_dataclass(value) else value
+
+
+def from_json(kind: type[DocumentT], record: Mapping[str, Any], version: int) -> DocumentT:
+    """A document from plain values, which have its form.
+
+    Raises:
+        KeyError, TypeError, ValueError: they do not.
+    """
+    any_kind: Any = kind
+    readers = _list_readers(any_kind, version)
+    values = {}
+    for key, value in record.items():
+        name, read = readers[key]
+        values[name] = value if read is None else read(value)
+    return kind(**values)
+
+
+def pick_known(kind: type[DocumentT], record: Mapping[str, Any]) -> DocumentT:
+    """A document from an object of no fixed form: other keys are left out, and missing ones have defaults."""
+    return kind(**{f.name: record[f.name] for f in fields(kind) if f.name in record})  # type: ignore[arg-type]
+
+
+def has_fields(kind: Any, record: Mapping[str, Any]) -> bool:
+    """Whether an object has all keys of a document."""
+    return {f.name for f in fields(kind)} <= record.keys()
+
+
+def remove_fields(record: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    """An object without the keys of a document that is in it."""
+    names = {f.name for f in fields(kind)}
+    return {key: value for key, value in record.items() if key not in names}
+
+
+@cache
+def _list_readers(kind: Any, version: int) -> dict[str, tuple[str, Callable[[Any], Any] | None]]:
+    """Key to the name of a field, and what makes its value."""
+    hints, out = get_type_hints(kind), {}
+    for one, storage in list_storage(kind):
+        first = storage.first if version == 1 else None
+        key = one.name if first is None else first.key.removesuffix("?")
+        read = None if first is None else first.read
+        out[key] = one.name, read or _make_reader(hints[one.name], version)
+    return out
+
+
+def _make_reader(hint: Any, version: int) -> Callable[[Any], Any] | None:
+    """What makes a tuple or a document of plain values; None where they stay as they are."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        read = _make_reader(inner[0], version)
+        return None if read is None else lambda value: None if value is None else read(value)
+    if is_dataclass(hint):
+        any_kind: Any = hint
+        return partial(from_json, any_kind, version=version)
+    if origin is tuple and inner[-1] is not ...:
+        return partial(_read_integers, len(inner))
+    if origin in (tuple, Sequence):
+        one = _make_reader(inner[0], version) if is_dataclass(inner[0]) else None
+        if one is not None:
+            return lambda value: tuple(map(one, value))
+        return tuple if origin is tuple else None
+    return None
+
+
+def _read_integers(count: int, value: Any) -> tuple[int, ...]:
+    check_form(value, ["int"])
+    if len(value) != count:
+        raise ValueError(f"{len(value)} integers in place of {count}")
+    return tuple(value)
 
 
 def load_json(text: str | bytes) -> Any:
@@ -101,11 +230,11 @@ def check_form(value: Any, form: Form, at: str = "") -> None:
     if isinstance(form, str):
         types = _split_types(form)
         if type(value) not in types and object not in types:
-            raise ValueError(f"{at or 'it'} is {str(value)[:40]!r}, and not {form}")
+            raise ValueError(f"{_name_place(at)} is {str(value)[:40]!r}, and not {form}")
         if type(value) is str and CONTROL_CHARACTER.search(value):
-            raise ValueError(f"{at or 'it'} is {value[:40]!r}, and has a control character")
+            raise ValueError(f"{_name_place(at)} is {value[:40]!r}, and has a control character")
         if type(value) is int and not -MOST_INTEGER <= value <= MOST_INTEGER:
-            raise ValueError(f"{at} is out of range")
+            raise ValueError(f"{_name_place(at)} is out of range")
     elif isinstance(form, list):
         check_form(value, "list", at)
         for one in value:
@@ -119,9 +248,14 @@ def check_form(value: Any, form: Form, at: str = "") -> None:
         wanted, needed = _split_keys(form)
         if not needed <= value.keys() <= wanted.keys():
             missing, unknown = sorted(needed - value.keys()), sorted(value.keys() - wanted.keys())
-            raise ValueError(f"{at or 'it'} lacks {missing} or has too much: {str(unknown)[:80]}")
+            raise ValueError(f"{_name_place(at)} lacks {missing} or has too much: {str(unknown)[:80]}")
         for key, one in value.items():
             check_form(one, wanted[key], key)
+
+
+def _name_place(at: str) -> str:
+    """Where an error is; keys of a file may hold anything."""
+    return (at if at.isprintable() else ascii(at)) or "it"
 
 
 @lru_cache

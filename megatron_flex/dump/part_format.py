@@ -1,5 +1,7 @@
 """One file of a dump: safetensors, with an index of what its tensors are and checksums in the metadata.
 
+docs/dump-format.md says what is in it, byte by byte.
+
 Where files lie:
 
     PATH/run-0000/manifest.json                            what all ranks have in common, once for each run
@@ -18,21 +20,44 @@ import re
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_flex.dump.json_form import INDEX_FORM, META_FORM, TENSOR_FORM, check_form, load_json
+from megatron_flex.dump.checksums import (
+    CHECKSUM_BLOCK,
+    CHECKSUM_DIGITS,
+    ZERO_CHECKSUM,
+    count_checksum_blocks,
+    is_sealed,
+    seal_json,
+)
+from megatron_flex.dump.json_form import MOST_DIMS, check_form, from_json, load_json, pick_known, to_json
+from megatron_flex.dump.schema import (
+    DUMP_FORMAT,
+    DUMP_VERSION,
+    FORMS,
+    READABLE_VERSIONS,
+    REPLICA,
+    ROUTING,
+    TENSOR_FORM,
+    PartIndex,
+    PartMetadata,
+    ShardEntry,
+    StoredTensorSpan,
+)
 from megatron_flex.errors import DumpError
 
-DUMP_FORMAT, DUMP_VERSION = "megatron_flex.dump", 1
-MANIFEST_NAME = "manifest.json"
+METADATA_KEY = "__metadata__"  # of a header, as safetensors has it
 TENSOR_ALIGNMENT = 64  # bytes; each tensor begins at a multiple of it, counted from the first
 MOST_HEADER_BYTES = 100 << 20  # bytes, as safetensors has it
-MOST_TOKENS = 1 << 26  # of a tensor of which only some are written; nobody has more in a microbatch
+MOST_TOKENS = 1 << 23  # of a tensor of which only some are written; nobody has more in a microbatch
+MOST_CLAIMED = 1 << 24  # rows of all such tensors of a part, of each shape once; and CLAIMED for each byte
+CLAIMED_PER_BYTE = 64
+MOST_EMPTY_ROWS = 1 << 20  # rows of tensors without a value
 DTYPE_NAMES = {  # safetensors' names of dtypes
     torch.float64: "F64",
     torch.float32: "F32",
@@ -40,9 +65,16 @@ DTYPE_NAMES = {  # safetensors' names of dtypes
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.complex64: "C64",
     torch.int64: "I64",
+    torch.uint64: "U64",
     torch.int32: "I32",
+    torch.uint32: "U32",
     torch.int16: "I16",
+    torch.uint16: "U16",
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
@@ -50,85 +82,6 @@ DTYPE_NAMES = {  # safetensors' names of dtypes
 NAMED_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _ITERATION_FOLDER = re.compile(r"([0-9]{10,18})(?:\.([0-9]{1,9}))?")
 PART_NAME = re.compile(r"([0-9]{5,12})-([0-9]{3,9})(?:-of-([0-9]{3,9}))?\.safetensors")
-
-VALUE, GRADIENT, PARAMETER, PARAMETER_GRADIENT, ROUTING, REPLICA = (
-    "value",
-    "gradient",
-    "parameter",
-    "parameter_gradient",
-    "routing",
-    "replica",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ShardEntry:
-    """One shard in a part: of which tensor, and how it lies in the whole.
-
-    Attributes:
-        site: the name of the site or parameter.
-        kind: `value`, `gradient`, `parameter`, `parameter_gradient`; `routing`, where experts' rows go;
-            `replica`, of which only the checksum is there.
-        microbatch: of this data parallel rank; 0 for parameters.
-        call: the pass through the site within the microbatch.
-        layout: index into the part's layouts: of the shard as it was before tokens and samples were picked.
-        shape: of that shard.
-        dtype: as safetensors names it; of what is written.
-        picked: whether its tokens and samples were picked: `[kept, ...]` is written then.
-        span: the entries, counted flat, that are written; None for all.
-        crc: CRC-32 of its bytes.
-        route: of experts' rows `{"of": the layer, "expert": its number or None}`; of a decision what beside
-            its bits tells where rows go (dump/routing.py); None of every other tensor.
-        turn: how many tensors passed on the rank before it in the iteration, also those that others write.
-    """
-
-    site: str
-    kind: str
-    microbatch: int
-    call: int
-    layout: int
-    shape: tuple[int, ...]
-    dtype: str
-    picked: bool = False
-    span: tuple[int, int] | None = None
-    crc: int = 0
-    route: dict[str, Any] | None = None
-    turn: int = 0
-
-    @property
-    def tensor(self) -> str:
-        """The tensor's name in the file."""
-        end = "" if self.span is None else f"|{self.span[0]}"
-        return f"{self.site}|{self.kind}|{self.microbatch}|{self.call}{end}"
-
-
-@dataclass(frozen=True, slots=True)
-class PartIndex:
-    """What a part says of itself.
-
-    Attributes:
-        rank: who wrote it.
-        coords: the rank's coordinates.
-        iteration: the framework's number.
-        run_of: which run of the schedule in that iteration, from 0.
-        training: whether gradients were made.
-        microbatches: how many the data parallel rank had; 0 if that is not known.
-        part: its number.
-        parts: how many there are, in the last of them; 0 in the others.
-        layouts: in JSON's values.
-        entries: the shards, in the order in which they passed.
-    """
-
-    rank: int
-    coords: Mapping[str, int]
-    iteration: int
-    run_of: int
-    training: bool
-    microbatches: int
-    part: int
-    parts: int
-    layouts: Sequence[dict[str, Any]] = ()
-    entries: Sequence[ShardEntry] = field(default=())
 
 
 def format_run_folder(number: int) -> str:
@@ -189,27 +142,28 @@ def list_complete_parts(folder: Path, ranks: Sequence[int]) -> dict[int, list[Pa
     }
 
 
-def build_header(index: PartIndex, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> tuple[bytes, list[int]]:
-    """The bytes in front of a part's tensors, and the offset of each behind them.
+def build_header(
+    index: PartIndex, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]
+) -> tuple[bytes, list[int]]:
+    """The bytes before a part's tensors, and the offset of each tensor after them.
 
     Args:
         index: of the part.
         shapes: of the tensors of the entries that have one, in order.
         sizes: their bytes.
     """
-    told: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     at, offsets = 0, []
     written = [e for e in index.entries if e.kind != REPLICA]
     for entry, shape, size in zip(written, shapes, sizes, strict=True):
-        told[entry.tensor] = {"dtype": entry.dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        tensors[entry.tensor] = to_json(StoredTensorSpan(entry.dtype, shape, (at, at + size)))
         offsets.append(at)
         at += size
-    text = json.dumps(asdict(index), separators=(",", ":"))
-    crc = zlib.crc32(json.dumps(told, separators=(",", ":")).encode() + text.encode())
-    meta = {"format": f"{DUMP_FORMAT}/{DUMP_VERSION}", "index": text, "crc": str(crc)}
-    body = json.dumps({"__metadata__": meta, **told}, separators=(",", ":")).encode()
+    text = json.dumps(to_json(index), separators=(",", ":"))
+    meta = PartMetadata(f"{DUMP_FORMAT}/{DUMP_VERSION}", ZERO_CHECKSUM.decode(), text)
+    body = json.dumps({METADATA_KEY: to_json(meta), **tensors}, separators=(",", ":")).encode()
     body += b" " * (-(len(body) + 8) % TENSOR_ALIGNMENT)
-    return struct.pack("<Q", len(body)) + body, offsets
+    return struct.pack("<Q", len(body)) + seal_json(body), offsets
 
 
 TensorSpans = Mapping[str, tuple[torch.dtype, tuple[int, ...], int, int]]
@@ -223,11 +177,13 @@ class StoredPart:
         path: the file.
         index: what it says of itself.
         where: for each tensor dtype, shape, first byte in the file, bytes.
+        version: of the format.
     """
 
     path: Path
     index: PartIndex
     where: TensorSpans
+    version: int = DUMP_VERSION
 
 
 def read_part(path: Path) -> StoredPart:
@@ -255,36 +211,61 @@ def read_part(path: Path) -> StoredPart:
 
 
 def _parse_header(path: Path, body: bytes, room: int, start: int) -> StoredPart:
-    told = load_json(body)
-    check_form(told, "object")
-    meta = told.pop("__metadata__")
-    check_form(meta, META_FORM)
-    if meta["format"] != f"{DUMP_FORMAT}/{DUMP_VERSION}":
-        raise DumpError(
-            f"{path}: format {meta['format'][:60]!r}; this version reads {DUMP_FORMAT}/{DUMP_VERSION}: "
-            "read it with the megatron_flex that wrote it, or a newer one"
-        )
-    text = meta["index"]
-    if f"{zlib.crc32(json.dumps(told, separators=(',', ':')).encode() + text.encode())}" != meta["crc"]:
+    content = load_json(body)
+    check_form(content, "object")
+    found = content.pop(METADATA_KEY)
+    check_form(found, "object")
+    version = _parse_version(path, pick_known(PartMetadata, found).format)
+    forms = FORMS[version]
+    check_form(found, forms["META"])
+    meta = from_json(PartMetadata, found, version)
+    if not _has_right_checksum(version, body, content, meta):
         raise DumpError(f"{path}: the checksum of its header is wrong: it is damaged")
-    where = _parse_spans(told, room, start)
-    found = load_json(text)
-    check_form(found, INDEX_FORM)
-    entries = tuple(_parse_entry(e) for e in found.pop("entries"))
-    index = PartIndex(**{**found, "entries": entries})
+    where = _parse_spans(content, room, start)
+    record = load_json(meta.index)
+    check_form(record, forms["INDEX"])
+    index = from_json(PartIndex, record, version)
+    entries = index.entries
     for entry in entries:
         if entry.kind != REPLICA:
-            _check_stored(entry, where)
-    return StoredPart(path, index, where)
+            _check_stored(entry, where, version)
+    _check_claims(entries, where, room + start)
+    return StoredPart(path, index, where, version)
 
 
-def _parse_spans(told: dict[str, Any], room: int, start: int) -> TensorSpans:
-    """Where the tensors lie: one behind the other, and nothing else."""
+def _parse_version(path: Path, stated: Any) -> int:
+    """The version that a header says.
+
+    Raises:
+        DumpError: it is none that is read.
+    """
+    for version in READABLE_VERSIONS:
+        if stated == f"{DUMP_FORMAT}/{version}":
+            return version
+    raise DumpError(
+        f"{path}: format {str(stated)[:60]!r}; this version reads {DUMP_FORMAT}/{READABLE_VERSIONS[0]} to "
+        f"{READABLE_VERSIONS[-1]}: "
+        "read it with the megatron_flex that wrote it, or a newer one"
+    )
+
+
+def _has_right_checksum(version: int, body: bytes, content: dict[str, Any], meta: PartMetadata) -> bool:
+    """Whether a header has the checksum that it says; that of version 1 leaves out spaces and escapes."""
+    if version > 1:
+        return is_sealed(body)
+    text = json.dumps(content, separators=(",", ":")) + meta.index
+    return str(zlib.crc32(text.encode())) == meta.checksum
+
+
+def _parse_spans(tensors: dict[str, Any], room: int, start: int) -> TensorSpans:
+    """Where the tensors are: contiguous, and nothing else in the file."""
     where, end = {}, 0
-    for name, one in told.items():
+    for name, one in tensors.items():
         check_form(one, TENSOR_FORM, name[:80])
-        dtype, shape = NAMED_DTYPES[one["dtype"]], tuple(one["shape"])
-        first, last = one["data_offsets"]
+        span = from_json(StoredTensorSpan, one, DUMP_VERSION)
+        dtype, shape = NAMED_DTYPES[span.dtype], span.shape
+        first, last = span.data_offsets
+        check_dims(shape)
         count = dtype.itemsize
         for n in shape:
             count *= n
@@ -297,23 +278,46 @@ def _parse_spans(told: dict[str, Any], room: int, start: int) -> TensorSpans:
     return where
 
 
-def _parse_entry(told: dict[str, Any]) -> ShardEntry:
-    span = told["span"]
-    if span is not None:
-        check_form(span, ["int"])
-        first, last = span
-        span = first, last
-    return ShardEntry(**{**told, "shape": tuple(told["shape"]), "span": span})
+def check_dims(shape: Sequence[int]) -> None:
+    """Refuse what torch has no tensor of, before its dims cost anything.
+
+    Raises:
+        ValueError: more dims than there can be, or a negative one.
+    """
+    if len(shape) > MOST_DIMS or min(shape, default=0) < 0:
+        raise ValueError(f"a shape of {len(shape)} dims, {str(shape)[:60]}")
 
 
-def _check_stored(entry: ShardEntry, where: TensorSpans) -> None:
+def _check_claims(entries: Sequence[ShardEntry], where: TensorSpans, size: int) -> None:
+    """Bound what takes no room in the file: rows that were not picked, and tensors without a value."""
+    rows: dict[tuple[int, ...], int] = {}
+    empty = 0
+    for entry in entries:
+        if entry.kind != REPLICA and entry.picked:
+            width = max(prod(where[entry.tensor][1][1:]), 1)
+            rows[entry.shape] = prod(max(n, 1) for n in entry.shape) // width
+        elif entry.kind != REPLICA and 0 in entry.shape:
+            empty += prod(max(n, 1) for n in entry.shape)
+    if (
+        sum(rows.values()) > MOST_CLAIMED + CLAIMED_PER_BYTE * size
+        or empty > MOST_EMPTY_ROWS + CLAIMED_PER_BYTE * size
+    ):
+        raise ValueError(f"its tensors claim {sum(rows.values())} tokens, and {empty} rows of nothing")
+
+
+def _check_stored(entry: ShardEntry, where: TensorSpans, version: int) -> None:
     """An entry's shape is as large as its tensor, or as what was picked or cut out of it can be."""
     name, shape = entry.tensor, entry.shape
     if name not in where:
         raise ValueError(f"no tensor {name[:80]!r}, which its index has")
-    _, stored, _, _ = where[name]
-    if NAMED_DTYPES.get(entry.dtype) != where[name][0] or min((*shape, entry.microbatch, entry.call)) < 0:
+    check_dims(shape)
+    _, stored, _, nbytes = where[name]
+    if NAMED_DTYPES.get(entry.dtype) != where[name][0] or min(entry.microbatch, entry.call) < 0:
         raise ValueError(f"{name[:80]!r} is not what its index says")
+    if version > 1 and len(entry.blocks) != count_checksum_blocks(nbytes) * CHECKSUM_DIGITS:
+        raise ValueError(
+            f"{name[:80]!r} of {nbytes} bytes has no checksum for each block of {CHECKSUM_BLOCK}"
+        )
     fits = True
     if entry.span is not None:
         first, last = entry.span

@@ -1,42 +1,34 @@
-"""Ready-made editing functions, each one line: `HookFunction(place, editing_function=edits.scale(2.0))`.
+"""Preset editing functions, each one line: `HookFunction(site, editing_function=edits.scale(2.0))`.
 
-They are written for the whole tensor, and so know nothing of ranks; many run on each rank's part. `a | b`
-runs one after the other, `parse` makes them from words. Each can be restricted to `positions`, `samples`,
-`heads` and `features`.
+They are written for the full tensor and have no rank logic; many run on local shards. `a | b` runs one after
+the other, `parse` builds them from text. Each can be restricted to `positions`, `samples`, `ablate_heads` and
+`features`.
 """
 
 from megatron_flex.edits.edit_base import Edit
-from megatron_flex.edits.files import write
-from megatron_flex.edits.marking import OnParts, local
+from megatron_flex.edits.preset import Local, LocalEdit, Preset, chain, local
 from megatron_flex.edits.preset_parser import PRESETS, parse
-from megatron_flex.edits.preset import Local, Preset, chain
-from megatron_flex.edits.sources import patch, resample, swap
-from megatron_flex.edits.tensors import Indices
-from megatron_flex.edits.trained import LowRank, low_rank, splice
-from megatron_flex.edits.value_edits import clamp, heads, mean, neurons, noise, scale, zero
+from megatron_flex.edits.replacement_edits import LowRank, low_rank, patch, resample, splice, swap
+from megatron_flex.edits.tensors import Indices, write
+from megatron_flex.edits.value_edits import ablate_heads, ablate_neurons, clamp, mean, noise, scale, zero
 from megatron_flex.edits.vector_edits import linear_map, project, project_out, steer
-
-add = steer
-ablate = zero
 
 __all__ = [
     "PRESETS",
     "Edit",
     "Indices",
     "Local",
+    "LocalEdit",
     "LowRank",
-    "OnParts",
     "Preset",
-    "ablate",
-    "add",
+    "ablate_heads",
+    "ablate_neurons",
     "chain",
     "clamp",
-    "heads",
     "linear_map",
     "local",
     "low_rank",
     "mean",
-    "neurons",
     "noise",
     "parse",
     "patch",

@@ -1,4 +1,4 @@
-"""What all presets share: a readable name, `|`, and the part of the tensor that they are meant for."""
+"""The base of all presets: a readable name, `|`, and the restriction to a part of the tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron_flex.collectives import Shard, checksum
 from megatron_flex.edits.preset import Local, Preset, split_dims
-from megatron_flex.edits.tensors import DeviceConstant, Indices, mask_along, check_broadcast, inside
+from megatron_flex.edits.tensors import DeviceConstant, Indices, check_broadcast, mask_along
 from megatron_flex.errors import HookError
 from megatron_flex.sites import HEAD_DIMS as HEAD_DIMS
 from megatron_flex.sites import PACKED_HEAD_DIMS as PACKED_HEAD_DIMS
@@ -23,37 +23,38 @@ from megatron_flex.sites import Site
 
 @dataclass(frozen=True, repr=False, eq=False, kw_only=True)
 class Edit(Preset):
-    """A preset for all of a tensor, or for a part of it; the rest stays as it is.
+    """A preset for a full tensor, or for a selected part of it; the rest is unchanged.
 
-    It is written for the whole tensor. What depends on where an entry lies it makes by `mask_along` and
-    `constant`, and sums over dims by `total`: these know whether it has been given a rank's part.
+    It is written for the full tensor. It gets values that depend on an entry's position from `mask_along` and
+    `constant`, and sums over dims from `total`: these take into account that the input may be a local shard.
     Indices may be negative, lists, and slices.
 
     Attributes:
         positions: tokens, along the dim `s` (of attention scores: the queries).
         samples: samples of the microbatch, along `b`.
-        heads: attention heads, wherever there is a dim of them, or where they lie side by side (`nd`).
+        heads: attention heads, on a dim of heads or on a dim that concatenates them (`nd`).
         features: entries of the last dim.
-        dims: the names of the dims, `"s b n d"`; where a hook stands its site tells them.
+        dims: the names of the dims, `"s b n d"`; at a hook point they come from the site.
     """
 
-    asks_modules = False
+    uses_modules = False
 
     positions: Indices | None = None
     samples: Indices | None = None
     heads: Indices | None = None
     features: Indices | None = None
     dims: str | tuple[str, ...] = ()
-    _shard: Shard | None = field(default=None, init=False)  # if it is for a rank's part
-    _cut: dict[Any, Tensor] = field(default_factory=dict, init=False)  # its constants, cut for that
+    _unbatched: bool = field(default=False, init=False)  # the site's tensors may lack the batch dim
+    _shard: Shard | None = field(default=None, init=False)  # set if it is for a local shard
+    _cut: dict[Any, Tensor] = field(default_factory=dict, init=False)  # its constants, sliced for that shard
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         ours = cls.__module__.startswith("megatron_flex.edits.")
         cls.fresh = vars(cls).get("fresh", ours)
-        cls.asks_context = cls.__call__ is not Edit.__call__
-        if not ours and "edit" in vars(cls):  # what it is derived from says nothing of it
-            for name in {"needs", "cannot_fail"} - vars(cls).keys():
+        cls.uses_context = cls.__call__ is not Edit.__call__
+        if not ours and "edit" in vars(cls):  # the base class declares nothing about a new `edit`
+            for name in {"needs"} - vars(cls).keys():
                 setattr(cls, name, vars(Edit)[name])
 
     def __post_init__(self) -> None:
@@ -70,47 +71,38 @@ class Edit(Preset):
                     )
                 object.__setattr__(self, name, many)
 
-    # -- what a preset says -----------------------------------------------------------------------------
+    # -- what a preset declares ------------------------------------------------------------------------------
 
     @abstractmethod
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: Any) -> Tensor:
-        """The edited tensor, as if it were meant for all of it."""
+        """The edited tensor, ignoring any restriction to a part."""
 
     def mixes(self) -> set[str]:
-        """The dims along which entries, or slices, are not treated alike and apart; `*` for all."""
+        """The dims along which entries, or slices, are not treated independently and alike; `*` for all."""
         return set()
 
     def needs(self) -> set[str]:
-        """The dims that it must have whole, though they be cut; `*`, unless it says otherwise, for all.
+        """The dims that must not be sharded; by default `*`, all.
 
-        Along the others it does right by a rank's part, with the helpers below.
+        Along the other dims it is correct on a local shard, with the helpers below.
         """
         return {"*"}
 
-    def cannot_fail(self, site: Site) -> bool:
-        """Whether no tensor could make it fail at this site; `dims` are the site's."""
-        return False
-
-    # -- helpers of what presets say, for a whole and for a rank's part of it alike ------------------------
+    # -- helpers for presets, for a full tensor and for a local shard alike ---------------------------------
 
     def shape(self, inputs: Tensor) -> tuple[int, ...]:
-        """The whole's shape."""
+        """The full tensor's shape."""
         return tuple(inputs.shape) if self._shard is None else self._shard.whole
 
     def length(self, inputs: Tensor, dim: int) -> int:
-        """The length of a dim of the whole."""
+        """The length of a dim of the full tensor."""
         return self.shape(inputs)[dim]
 
-    def within(self, site: Site) -> bool:
-        """Whether the part that it is meant for is there in whatever tensor passes at the site."""
-        free = self.positions is None and self.samples is None and self.heads is None
-        return free and (self.features is None or inside(self.features, site.shape[-1]))
-
     def along(self, inputs: Tensor, dim: int, indices: Indices, what: str, width: int = 1) -> Tensor:
-        """Which entries of a dim are chosen, counted in the whole, as booleans that broadcast to `inputs`.
+        """The chosen entries of a dim, counted in the full tensor, as booleans that broadcast to `inputs`.
 
         Raises:
-            HookError: one is beyond the dim.
+            HookError: an index is out of range.
         """
         shard = self._shard
         if shard is None:
@@ -123,10 +115,10 @@ class Edit(Preset):
         return self._cut[known]
 
     def constant(self, held: DeviceConstant, inputs: Tensor, what: str) -> Tensor:
-        """A constant on the device and in the dtype of `inputs`, to stand for these by broadcasting.
+        """A constant on the device and in the dtype of `inputs`, which broadcasts to their shape.
 
         Raises:
-            HookError: it does not fit the whole.
+            HookError: it does not fit the full tensor.
         """
         shard = self._shard
         if shard is None:
@@ -141,58 +133,64 @@ class Edit(Preset):
         return self._cut[known]
 
     def total(self, tensor: Tensor, dims: Iterable[int]) -> Tensor:
-        """A sum over dims, of which `tensor` is what `inputs` contribute; of a cut one over ranks.
+        """The sum over dims; `tensor` is the contribution of `inputs`. Over a sharded dim it sums over ranks.
 
-        Collective over the axes that cut them, forward and backward; `tensor` has length one there, or not
+        Collective over the axes that shard them, forward and backward; `tensor` has length one there, or not
         these dims at all.
         """
         return tensor if self._shard is None else self._shard.sum(tensor, dims)
 
     def on_shard(self, shard: Shard) -> Self | None:
-        """The same for a rank's part of the whole; None if it must have the whole."""
+        """The same edit for a local shard; None if it needs the full tensor."""
         needs = self.needs()
         if "*" in needs or (shard.summed and not self.linear):
             return None
-        cut = split_dims(shard) if needs else set()
-        if cut and (len(self.dims) != len(shard.whole) or any(self.dims[i] in needs for i in cut)):
+        cut, bound = split_dims(shard) if needs else set(), self._in_dims(len(shard.whole))
+        if cut and (len(bound.dims) != len(shard.whole) or any(bound.dims[i] in needs for i in cut)):
             return None
-        return self._with(_shard=shard, _cut={})
+        return bound._with(_shard=shard, _cut={})
 
-    # -- what follows -----------------------------------------------------------------------------------
+    # -- derived ------------------------------------------------------------------------------------
 
     def __call__(
         self, current_module: nn.Module | None, inputs: Tensor, save_ctx: Namespace, modules: Any
     ) -> Tensor:
-        if self.dims and len(self.dims) != inputs.ndim:
+        bound = self._in_dims(inputs.ndim)
+        if bound.dims and len(bound.dims) != inputs.ndim:
             raise HookError(f"{self!r}: a tensor of {inputs.ndim} dims is not [{', '.join(self.dims)}]")
-        mask = self._mask(inputs, current_module)
-        edited = self.edit(inputs, current_module, modules)
+        mask = bound._mask(inputs, current_module)
+        edited = bound.edit(inputs, current_module, modules)
         return edited if mask is None else torch.where(mask, edited, inputs)
 
+    def _in_dims(self, count: int) -> Self:
+        """The same for a tensor of `count` dims: where sequences are packed it may lack the batch dim."""
+        dims = tuple(d for d in self.dims if d != "b")
+        fits = self._unbatched and count == len(dims) == len(self.dims) - 1
+        return self._with(dims=dims) if fits else self
+
     def for_site(self, site: Site) -> Self:
-        """The same at a site, whose dims have names.
+        """The edit bound to a site, whose dims have names.
 
         Raises:
-            HookError: the site has no such dim as the preset wants.
+            HookError: the site lacks a dim that the preset needs.
         """
         if self.dims:
             return self
-        bound = self._with(dims=site.dims)
+        bound = self._with(dims=site.dims, _unbatched=site.unbatched)
         for name, dim in (("positions", "s"), ("samples", "b")):
             if getattr(self, name) is not None:
                 bound.place(dim, name, site.name)
         if self.heads is not None:
             bound.head_dim(len(site.dims), site.name)
         bound.check(site)
-        bound = bound._with(sure=bool(site.shape) and bound.cannot_fail(site))
-        return bound._with(pure=False) if bound.asks_module(site) else bound
+        return bound._with(pure=False) if bound.uses_module(site) else bound
 
-    def asks_module(self, site: Site) -> bool:
-        """Whether it has to ask the module how many heads lie side by side."""
+    def uses_module(self, site: Site) -> bool:
+        """Whether it needs the module's number of heads, because a dim concatenates them."""
         return self.heads is not None and site.dims[self.head_dim(len(site.dims))] in PACKED_HEAD_DIMS
 
     def check(self, site: Site) -> None:
-        """Raise a HookError if the preset cannot stand at this site; `dims` are the site's."""
+        """Raise a HookError if the preset cannot be used at this site; `dims` are the site's."""
 
     @property
     def local(self) -> Local:
@@ -210,7 +208,7 @@ class Edit(Preset):
         return self.dims[-1] if self.dims else "*"
 
     def place(self, dim: str, what: str, site: str = "the tensor") -> int:
-        """Where the dim of that name is; of two, the first.
+        """The index of the dim of that name; the first if there are two.
 
         Raises:
             HookError: there is none.
@@ -223,7 +221,7 @@ class Edit(Preset):
         return dims.index(dim)
 
     def head_dim(self, count: int, site: str = "the tensor") -> int:
-        """Where the dim of heads is, or in which they lie side by side.
+        """The index of the dim of heads, or of the dim that concatenates them.
 
         Raises:
             HookError: there is none.
@@ -255,10 +253,10 @@ class Edit(Preset):
     def head_mask(
         self, inputs: Tensor, which: Indices, module: nn.Module | None, of: int | None = None
     ) -> Tensor:
-        """Where in `inputs` these heads are, as booleans that broadcast.
+        """The entries of `inputs` that belong to these heads, as booleans that broadcast.
 
         Raises:
-            HookError: heads lie side by side and nothing says how many there are.
+            HookError: a dim concatenates the heads, and their number is not known.
         """
         at = self.head_dim(inputs.ndim)
         if self.dims[at] not in PACKED_HEAD_DIMS if self.dims else inputs.ndim == 4:
@@ -272,7 +270,7 @@ class Edit(Preset):
         return self.along(inputs, at, which, "heads", size // count)
 
     def _with(self, **changed: Any) -> Self:
-        """A copy with other attributes; what was prepared is prepared still."""
+        """A copy with other attributes, which keeps prepared state."""
         new = copy.copy(self)
         for name, value in changed.items():
             object.__setattr__(new, name, value)
@@ -285,7 +283,7 @@ class Edit(Preset):
                 continue
             value = getattr(self, f.name)
             if f.default is not MISSING and value is f.default:
-                named = True  # what follows has lost its place
+                named = True  # later arguments are no longer positional
             else:
                 arguments.append((f"{f.name}=" if named or f.kw_only else "") + _format_argument(value))
         return f"{type(self).__name__}({', '.join(arguments)})"

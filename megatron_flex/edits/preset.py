@@ -1,9 +1,15 @@
-"""What a ready-made editing function says of itself, and one after the other."""
+"""The properties that a preset declares; chains of edits; functions marked as local.
+
+`@mf.local` declares that a function gives the same result on each rank's shard as on the full tensor.
+"""
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from argparse import Namespace
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -11,41 +17,39 @@ from torch import Tensor, nn
 from megatron_flex.collectives import Shard
 from megatron_flex.errors import HookError
 from megatron_flex.runtime.captures import Key
-from megatron_flex.runtime.hooks import EditingFunction, for_pass, for_site, describe_edit
-from megatron_flex.runtime.local_edits import asks_modules, on_shard
-from megatron_flex.runtime.sharing.functions import uses_context
+from megatron_flex.runtime.function_analysis import uses_context
+from megatron_flex.runtime.hooks import EditingFunction, describe_edit, for_pass, for_site
+from megatron_flex.runtime.local_edits import on_shard, uses_modules
 from megatron_flex.sites import Site
 
 Local = Literal["all"] | tuple[str, ...]
 
 
 def split_dims(shard: Shard) -> set[int]:
-    """The dims of which a rank has not just what the whole has: they are cut, or padded."""
+    """The dims in which a shard differs from the full tensor: they are sharded, or padded."""
     padded = {i for i, (n, w) in enumerate(zip(shard.shape, shard.whole, strict=True)) if n != w}
     return padded | set(shard.cut)
 
 
 class Preset(ABC):
-    """An editing function that says what it is.
+    """An editing function that declares its properties.
 
     Attributes:
-        pure: whether it depends on nothing but the tensor, and changes nothing; None if its source tells.
+        pure: whether it depends on nothing but the tensor, and changes nothing; None: infer it.
         local: the dims along which it may be applied slice by slice with the same result; `all`, or names,
-            which are known once the site is.
+            which are checked once the site is known.
         linear: whether it is a linear function of the tensor.
         draws: whether it draws random numbers.
-        fresh: whether it leaves what it gets as it is, and returns a tensor that nobody else keeps.
-        asks_context: whether it uses `save_ctx`.
-        asks_modules: whether it uses trainable modules.
-        sure: whether no tensor can make it fail, so that ranks need not ask; known once the site is.
+        fresh: whether it leaves its input unchanged, and returns a tensor that nothing else references.
+        uses_context: whether it uses `save_ctx`.
+        uses_modules: whether it uses trainable modules.
     """
 
     pure: bool | None = True
     draws = True
     fresh = False
-    asks_context = True
-    asks_modules = True
-    sure = False
+    uses_context = True
+    uses_modules = True
 
     @property
     def local(self) -> Local:
@@ -55,6 +59,11 @@ class Preset(ABC):
     def linear(self) -> bool:
         return False
 
+    @property
+    def user_functions(self) -> tuple[EditingFunction, ...] | None:
+        """The user's code in it, for ranks to compare besides its text; None: its class itself."""
+        return () if type(self).__module__.startswith("megatron_flex.") else None
+
     @abstractmethod
     def __call__(
         self, current_module: nn.Module | None, inputs: Tensor, save_ctx: Namespace, modules: Any
@@ -62,12 +71,12 @@ class Preset(ABC):
         """Edit a tensor."""
 
     def on_shard(self, shard: Shard) -> EditingFunction | None:
-        """What to run on a rank's part, its dims in the whole's order, so that the parts make the same.
+        """The callable to run on a local shard, dims in the full tensor's order, for the same result.
 
-        Asked once for each layout and shape, and answered alike on all ranks.
+        Called once for each layout and shape, with the same answer on all ranks.
 
         Returns:
-            None if it must have the whole.
+            None if it needs the full tensor.
         """
         return None
 
@@ -78,12 +87,12 @@ class Preset(ABC):
         return chain(other, self)
 
     def in_words(self) -> str:
-        """What ranks compare to see that they hold the same edit."""
+        """The text that ranks compare to check that they hold the same edit."""
         return repr(self)
 
 
 class chain(Preset):
-    """One edit after the other: `chain(a, b)`, or `a | b` where one of them is a preset."""
+    """One edit after the other: `chain(a, b)`, or `a | b` if one of them is a preset."""
 
     def __init__(self, *edits: EditingFunction) -> None:
         if not edits:
@@ -94,9 +103,8 @@ class chain(Preset):
         self.pure = all(getattr(e, "pure", False) for e in self.edits)
         self.draws = any(getattr(e, "draws", True) for e in self.edits)
         self.fresh = all(getattr(e, "fresh", False) for e in self.edits)
-        self.asks_context = any(uses_context(e) for e in self.edits)
-        self.asks_modules = any(asks_modules(e) for e in self.edits)
-        self.sure = all(getattr(e, "sure", False) for e in self.edits)
+        self.uses_context = any(uses_context(e) for e in self.edits)
+        self.uses_modules = any(uses_modules(e) for e in self.edits)
 
     @property
     def local(self) -> Local:
@@ -108,18 +116,22 @@ class chain(Preset):
     def linear(self) -> bool:
         return all(getattr(e, "linear", False) for e in self.edits)
 
+    @property
+    def user_functions(self) -> tuple[EditingFunction, ...]:
+        return self.edits
+
     def for_site(self, site: Site) -> chain:
-        """The chain at a site."""
+        """The chain bound to a site."""
         return chain(*(for_site(e, site) for e in self.edits))
 
     def for_pass(self, key: Key) -> chain:
-        """The chain in one pass."""
+        """The chain bound to one call."""
         found = [for_pass(e, key) for e in self.edits]
         same = all(new is old for new, old in zip(found, self.edits, strict=True))
         return self if same else chain(*found)
 
     def on_shard(self, shard: Shard) -> chain | None:
-        """The chain on a rank's part, if all of it can run there."""
+        """The chain on a local shard, if all of it can run there."""
         found: list[EditingFunction] = []
         for edit in self.edits:
             bound = on_shard(edit, shard)
@@ -141,3 +153,114 @@ class chain(Preset):
 
     def __repr__(self) -> str:
         return " | ".join(describe_edit(e) for e in self.edits)
+
+
+MAX_GRAPH_NODES = 10_000  # maximum number of autograd nodes to visit
+
+
+def local(dims: str | Sequence[str] = "all") -> Callable[[EditingFunction], LocalEdit]:
+    """Let an editing function run on each rank's local shard, without communication.
+
+    The function must give the same result slice by slice as on the full tensor: no sums, sorting or counts of
+    entries along these dims, and no random numbers. `flex.verify()` detects a violation. Where another dim is
+    sharded, it gets the full tensor; also if it uses `save_ctx`, or trainable modules are registered.
+
+    Args:
+        dims: names of the dims along which this holds, as the site names them (`"s b"`), or `all`.
+
+    Raises:
+        HookError: there are no such names. At registration: the site has no such dim.
+    """
+    if not isinstance(dims, str) and (callable(dims) or not all(isinstance(d, str) for d in dims)):
+        raise HookError(f"mf.local(dims={dims!r}): give names of dims; all of them are @mf.local()")
+    names = dims.split() if isinstance(dims, str) else dims
+    if not names:
+        raise HookError("mf.local() of no dims has no effect; name some, or leave the function as it is")
+    return functools.partial(LocalEdit, "all" if dims == "all" else tuple(names))
+
+
+class LocalEdit(Preset):
+    """An editing function that was marked by `local`; otherwise it behaves as that function."""
+
+    pure = None  # inferred from its source
+
+    def __init__(
+        self,
+        dims: Local,
+        function: EditingFunction,
+        names: tuple[str, ...] = (),
+        on_part: bool = False,
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self.dims, self.function, self.names, self.on_part = dims, function, names, on_part
+        self.uses_context = uses_context(function)
+        self.uses_modules = uses_modules(function)
+
+    @property
+    def local(self) -> Local:
+        return self.dims
+
+    @property
+    def user_functions(self) -> tuple[EditingFunction, ...]:
+        return (self.function,)
+
+    def __get__(self, owner: Any, kind: type | None = None) -> LocalEdit:
+        """The method of an object, where a class has it."""
+        bind = getattr(self.function, "__get__", None)
+        return self if owner is None or bind is None else LocalEdit(self.dims, bind(owner, kind))
+
+    def __call__(
+        self, current_module: nn.Module | None, inputs: Tensor, save_ctx: Namespace, modules: Any
+    ) -> Tensor:
+        made = self.function(current_module, inputs, save_ctx, modules)
+        if self.on_part and isinstance(made, Tensor) and _depends_on_parameter(made, inputs):
+            raise HookError(
+                f"{describe_edit(self.function)} runs on each rank's local shard, and depends on a parameter "
+                "that requires "
+                "a gradient, of which each rank would have a partial sum; remove @mf.local"
+            )
+        return made
+
+    def for_site(self, site: Site) -> LocalEdit:
+        """The edit bound to a site.
+
+        Raises:
+            HookError: the site has no such dim.
+        """
+        missing = [] if self.dims == "all" else [d for d in self.dims if d not in site.dims]
+        if missing:
+            raise HookError(
+                f"mf.local(dims={self.dims}) of {describe_edit(self.function)}: {site.name} has dims "
+                f"[{', '.join(site.dims)}], no {missing[0]!r}"
+            )
+        return LocalEdit(self.dims, for_site(self.function, site), site.dims)
+
+    def for_pass(self, key: Key) -> LocalEdit:
+        """The edit bound to one call."""
+        found = for_pass(self.function, key)
+        return self if found is self.function else LocalEdit(self.dims, found, self.names)
+
+    def on_shard(self, shard: Shard) -> LocalEdit | None:
+        """The edit for a local shard, if that is sharded along these dims alone."""
+        names = self.names or tuple(d.name for d in shard.layout.dims)
+        if shard.summed or (self.dims != "all" and any(names[i] not in self.dims for i in split_dims(shard))):
+            return None
+        return LocalEdit(self.dims, self.function, self.names, on_part=True)
+
+    def __repr__(self) -> str:
+        along = "all dims" if self.dims == "all" else ", ".join(self.dims)
+        return f"{describe_edit(self.function)}, local along {along}"
+
+
+def _depends_on_parameter(made: Tensor, inputs: Tensor) -> bool:
+    """Whether a result depends on a parameter besides the tensor."""
+    todo, seen = deque([made.grad_fn]), {inputs.grad_fn, None}
+    while todo and len(seen) < MAX_GRAPH_NODES:
+        node: Any = todo.popleft()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and node.variable is not inputs:
+            return True
+        todo.extend(n for n, _ in node.next_functions)
+    return False

@@ -1,4 +1,4 @@
-"""Presets from words, for command lines: `scale=2`, `steer=vector.safetensors@4.0@positions=-1`, `a | b`."""
+"""Presets from text, for command lines: `scale=2`, `steer=vector.safetensors@4.0@positions=-1`, `a | b`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import Field, fields
 from typing import Any
 
-from megatron_flex.edits import sources, trained, value_edits, vector_edits
+from megatron_flex.edits import replacement_edits, value_edits, vector_edits
 from megatron_flex.edits.edit_base import Edit
 from megatron_flex.edits.preset import Preset, chain
 from megatron_flex.errors import HookError, suggest_nearest
@@ -15,33 +15,31 @@ from megatron_flex.errors import HookError, suggest_nearest
 PRESETS: dict[str, type[Edit]] = {
     "scale": value_edits.scale,
     "steer": vector_edits.steer,
-    "add": vector_edits.steer,
     "zero": value_edits.zero,
-    "ablate": value_edits.zero,
     "mean": value_edits.mean,
-    "resample": sources.resample,
-    "heads": value_edits.heads,
-    "neurons": value_edits.neurons,
+    "resample": replacement_edits.resample,
+    "ablate_heads": value_edits.ablate_heads,
+    "ablate_neurons": value_edits.ablate_neurons,
     "project_out": vector_edits.project_out,
     "project": vector_edits.project,
     "linear_map": vector_edits.linear_map,
     "clamp": value_edits.clamp,
     "noise": value_edits.noise,
-    "patch": sources.patch,
-    "swap": sources.swap,
-    "low_rank": trained.low_rank,
-    "splice": trained.splice,
+    "patch": replacement_edits.patch,
+    "swap": replacement_edits.swap,
+    "low_rank": replacement_edits.low_rank,
+    "splice": replacement_edits.splice,
 }
 
 
 def parse(text: str) -> Preset:
-    """The preset that a text names.
+    """Parse a preset.
 
-    `name`, or `name=value`, and behind it `@value` for each further argument or `@argument=value`; `|`
-    between presets that follow one another. Indices are `3`, `0,3`, `-2` or `0:4`; tensors are files.
+    `name`, or `name=value`, followed by `@value` for each further argument or `@argument=value`; `|`
+    between presets that run one after the other. Indices are `3`, `0,3`, `-2` or `0:4`; tensors are files.
 
     Raises:
-        HookError: no such preset, no such argument, or a value that it cannot take.
+        HookError: there is no such preset or argument, or the value is not valid.
     """
     found = [_parse_preset(part.strip()) for part in text.split("|")]
     return found[0] if len(found) == 1 else chain(*found)
@@ -94,7 +92,12 @@ def _parse_bool(text: str) -> bool:
     return text.lower() in ("true", "yes", "1")
 
 
-ARGUMENT_CONVERTERS: dict[str, Callable[[str], Any]] = {"float": float, "int": int, "bool": _parse_bool, "Indices": _parse_indices}
+ARGUMENT_CONVERTERS: dict[str, Callable[[str], Any]] = {
+    "float": float,
+    "int": int,
+    "bool": _parse_bool,
+    "Indices": _parse_indices,
+}
 ARGUMENT_DESCRIPTIONS = {
     "float": "a number",
     "int": "a whole number",

@@ -1,14 +1,21 @@
-"""What presets need of tensors: chosen entries as masks, constants at hand on a device, shapes that fit."""
+"""Tensors for presets: masks of chosen entries, constants on a device, shape checks, files.
+
+Files are `.safetensors`, and `.pt` loaded without running code.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_flex.errors import HookError
+from megatron_flex.errors import HookError, suggest_nearest
+from megatron_flex.runtime import Captures
 
 Indices = int | slice | Sequence[int]
 
@@ -16,18 +23,18 @@ Indices = int | slice | Sequence[int]
 def mask_along(
     inputs: Tensor, dim: int, indices: Indices, what: str, width: int = 1, length: int | None = None
 ) -> Tensor:
-    """Which entries of a dim are chosen, as booleans that broadcast to the tensor.
+    """The chosen entries of a dim, as booleans that broadcast to the tensor.
 
     Args:
         inputs: the tensor.
-        dim: its dim.
+        dim: the index of the dim.
         indices: the entries; negative ones count from the end.
-        what: what they are called.
-        width: how many entries make one that is counted.
-        length: of the dim, where `inputs` has only a part of it.
+        what: their name in messages.
+        width: the number of entries for each index.
+        length: the dim's full length, where `inputs` is a shard.
 
     Raises:
-        HookError: one is beyond the dim.
+        HookError: an index is out of range.
     """
     size = (inputs.shape[dim] if length is None else length) // width
     if isinstance(indices, slice):
@@ -52,16 +59,8 @@ def _make_mask(size: int, chosen: tuple[int, ...], width: int, device: torch.dev
         return mask.repeat_interleave(width).to(device)
 
 
-def inside(indices: Indices, size: int | str) -> bool:
-    """Whether indices are surely within a dim, whose length may be known by its name only."""
-    if isinstance(indices, slice):
-        return True
-    many = (indices,) if isinstance(indices, int) else indices
-    return isinstance(size, int) and all(-size <= i < size for i in many)
-
-
 class DeviceConstant:
-    """A constant tensor that is wanted on the device and in the dtype of another; moved there once."""
+    """A constant tensor on the device and in the dtype of another; copied there once."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -69,7 +68,7 @@ class DeviceConstant:
 
     def like(self, inputs: Tensor) -> Tensor:
         """The tensor on the device and in the dtype of `inputs`."""
-        if self.tensor.requires_grad:  # then it is no constant, and what it becomes has a graph
+        if self.tensor.requires_grad:  # not constant then: the converted tensor has a graph
             return self.tensor.to(inputs.device, inputs.dtype)
         at = inputs.device, inputs.dtype
         if at not in self._moved:
@@ -79,7 +78,7 @@ class DeviceConstant:
 
 
 def check_broadcast(tensor: Tensor, full: Tensor | Sequence[int], what: str) -> Tensor:
-    """The tensor, which must have the shape of a whole, or stand for one of that shape by broadcasting.
+    """The tensor, which must have the given full shape, or broadcast to it.
 
     Raises:
         HookError: it does not.
@@ -95,3 +94,83 @@ def check_broadcast(tensor: Tensor, full: Tensor | Sequence[int], what: str) -> 
             "give one of that shape, or of its last dims"
         )
     return tensor
+
+
+SAFETENSORS_MISSING = "{path} needs the package safetensors: pip install safetensors, or give a .pt file"
+
+
+def read_tensor_file(path: str | Path) -> Any:
+    """The content of a file: tensors by name, or for a `.pt` file whatever was saved.
+
+    Raises:
+        HookError: there is no such file, its type is unknown, or safetensors is not installed.
+    """
+    path = Path(path)
+    if path.suffix not in (".safetensors", ".pt"):
+        raise HookError(f"{path}: a file of tensors is a .safetensors or a .pt file")
+    if not path.is_file():
+        raise HookError(f"no file {path} on this rank; every rank that runs the edit reads it")
+    if path.suffix == ".pt":
+        return torch.load(path, map_location="cpu", weights_only=True)
+    return _import_safetensors(path).load_file(path)
+
+
+def read_tensor(path: str | Path) -> Tensor:
+    """The only tensor of a file, or with `file#name` the one of that name.
+
+    Raises:
+        HookError: there are several and none is named, or the name does not exist.
+    """
+    file, _, name = str(path).partition("#")
+    found = read_tensor_file(file)
+    if isinstance(found, Tensor):
+        return found
+    tensors = {n: t for n, t in found.items() if isinstance(t, Tensor)} if isinstance(found, Mapping) else {}
+    if name and name not in tensors:
+        raise HookError(f"{file} has no tensor {name!r}{suggest_nearest(name, tensors)}")
+    if not name and len(tensors) != 1:
+        raise HookError(f"{file} holds {len(tensors)} tensors; name one of them after a #: {file}#name")
+    return tensors[name or next(iter(tensors))]
+
+
+def write(captures: Captures, path: str | Path) -> None:
+    """Write captures to a file for `patch`, on the rank that has them; other ranks do nothing.
+
+    Of several steps the last one is written.
+
+    Args:
+        captures: `flex.output_dict`.
+        path: a `.safetensors` or `.pt` file.
+    """
+    out = {}
+    for site, readings in captures.items():
+        last = max(k.step for k in readings.keys)
+        for key, tensor in zip(readings.keys, readings, strict=True):
+            if key.step == last:
+                out[f"{site}#{key.microbatch}" + (f".{key.call}" if key.call else "")] = tensor.contiguous()
+    if not out:
+        return
+    if Path(path).suffix == ".pt":
+        torch.save(out, path)
+    else:
+        _import_safetensors(path).save_file(out, path)
+
+
+def group_by_pass(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Names such as `site#2` or `site#2.1`, parsed: site to (microbatch, call) to tensor."""
+    out: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        site, mark, number = name.rpartition("#")
+        if not mark:
+            out[name] = tensor
+            continue
+        microbatch, _, call = number.partition(".")
+        out.setdefault(site, {})[int(microbatch), int(call or 0)] = tensor
+    return out
+
+
+def _import_safetensors(path: str | Path) -> Any:
+    try:
+        return import_module("safetensors.torch")
+    except ImportError:
+        raise HookError(SAFETENSORS_MISSING.format(path=path)) from None

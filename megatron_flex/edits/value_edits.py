@@ -1,4 +1,4 @@
-"""Presets that change values where they are: scale, zero, clamp, noise, heads, neurons, mean."""
+"""Presets that change values in place: scale, zero, clamp, noise, heads, neurons, mean."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.edits.edit_base import HEAD_DIMS, PACKED_HEAD_DIMS, Edit
-from megatron_flex.edits.files import read_tensor
 from megatron_flex.edits.preset import split_dims
-from megatron_flex.edits.tensors import DeviceConstant, Indices, inside
+from megatron_flex.edits.tensors import DeviceConstant, Indices, read_tensor
 from megatron_flex.errors import HookError
 from megatron_flex.sites import Site
 
@@ -33,9 +32,6 @@ class scale(Edit):
     def needs(self) -> set[str]:
         return set()
 
-    def cannot_fail(self, site: Site) -> bool:
-        return self.within(site)
-
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         return inputs * self.factor
 
@@ -53,16 +49,13 @@ class zero(Edit):
     def needs(self) -> set[str]:
         return set()
 
-    def cannot_fail(self, site: Site) -> bool:
-        return self.within(site)
-
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         return torch.zeros_like(inputs)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class clamp(Edit):
-    """Keep values between two bounds, of which one may be left out."""
+    """Limit values to two bounds, of which one may be omitted."""
 
     draws = False
 
@@ -76,9 +69,6 @@ class clamp(Edit):
 
     def needs(self) -> set[str]:
         return set()
-
-    def cannot_fail(self, site: Site) -> bool:
-        return self.within(site)
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         return inputs.clamp(self.low, self.high)
@@ -97,23 +87,23 @@ class noise(Edit):
         return set()
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
-        # Drawn for the whole also on a rank's part, which so gets the numbers that it would have of it.
+        # Drawn for the full tensor also on a local shard, so that each entry gets the same number.
         shape, shard = self.shape(inputs), self._shard
         drawn = torch.randn(shape, dtype=inputs.dtype, device=inputs.device)
         return inputs + self.std * (drawn if shard is None else shard.part(drawn))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class heads(Edit):
-    """Silence attention heads; with `keep`, all others.
+class ablate_heads(Edit):
+    """Zero attention heads; with `keep`, all others.
 
     At q, k, v, scores, probs and at the packed heads of `core_attention:output` and `linear_proj:input`. At
     keys and values heads are those of keys and values.
 
     Attributes:
         which: the heads.
-        keep: silence the others instead.
-        of: how many heads a packed dim has, where the module's configuration does not tell.
+        keep: zero the others instead.
+        of: the number of heads that a dim concatenates, where the module's configuration does not say.
     """
 
     draws = False
@@ -132,15 +122,11 @@ class heads(Edit):
     def check(self, site: Site) -> None:
         self.head_dim(len(site.dims), site.name)
 
-    def asks_module(self, site: Site) -> bool:
+    def uses_module(self, site: Site) -> bool:
         return self.of is None and site.dims[self.head_dim(len(site.dims))] in PACKED_HEAD_DIMS
 
     def needs(self) -> set[str]:
         return set()
-
-    def cannot_fail(self, site: Site) -> bool:
-        at = self.head_dim(len(site.dims))
-        return self.within(site) and site.dims[at] in HEAD_DIMS and inside(self.which, site.shape[at])
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         chosen = self.head_mask(inputs, self.which, module, self.of)
@@ -148,8 +134,8 @@ class heads(Edit):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class neurons(Edit):
-    """Silence entries of the last dim; with `keep`, all others."""
+class ablate_neurons(Edit):
+    """Zero entries of the last dim; with `keep`, all others."""
 
     draws = False
 
@@ -166,9 +152,6 @@ class neurons(Edit):
     def needs(self) -> set[str]:
         return set()
 
-    def cannot_fail(self, site: Site) -> bool:
-        return self.within(site) and inside(self.which, site.shape[-1])
-
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         chosen = self.along(inputs, inputs.ndim - 1, self.which, "neurons")
         return torch.where(~chosen if self.keep else chosen, torch.zeros_like(inputs), inputs)
@@ -176,11 +159,11 @@ class neurons(Edit):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class mean(Edit):
-    """Replace by the mean over dims, or by a mean that is given.
+    """Replace by the mean over dims, or by a given mean.
 
     Attributes:
-        over: names of dims; of `s b` the mean is one vector for the whole microbatch.
-        value: a tensor, or a file of one; of the whole's shape or of its last dims.
+        over: names of dims; with `s b` the mean is one vector for the entire microbatch.
+        value: a tensor, or a file of one; of the full tensor's shape or of its last dims.
     """
 
     draws = False

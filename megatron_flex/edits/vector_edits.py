@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.edits.edit_base import Edit
-from megatron_flex.edits.files import read_tensor
-from megatron_flex.edits.tensors import DeviceConstant
+from megatron_flex.edits.tensors import DeviceConstant, read_tensor
 from megatron_flex.errors import HookError
 from megatron_flex.sites import Site
 
@@ -18,7 +17,7 @@ VectorSource = Tensor | str | Path
 
 
 def load_constant(vector: VectorSource) -> DeviceConstant:
-    """A tensor, or the one of a file."""
+    """A tensor, or the one in a file."""
     return DeviceConstant(vector if isinstance(vector, Tensor) else read_tensor(vector))
 
 
@@ -27,8 +26,8 @@ class steer(Edit):
     """Add a vector times a coefficient. `add` is another name of it.
 
     Attributes:
-        vector: of the tensor's last dims, mostly `[h]`; or a file of one. A parameter is trained.
-        coefficient: what it is multiplied by.
+        vector: of the tensor's last dims, usually `[h]`; or a file of one. A parameter is trained.
+        coefficient: the factor of the vector.
     """
 
     vector: VectorSource
@@ -51,11 +50,8 @@ class steer(Edit):
             raise HookError(f"{self!r}: {site.name} has {wanted} features; give a vector of as many")
 
     def needs(self) -> set[str]:
-        # Of a vector that is trained a rank would have a share of the gradient.
+        # Of a trained vector, a rank would have a partial gradient.
         return {"*"} if self._held.tensor.requires_grad else set()
-
-    def cannot_fail(self, site: Site) -> bool:
-        return self.within(site) and self._held.tensor.ndim == 1 and isinstance(site.shape[-1], int)
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         return inputs + self.coefficient * self.constant(self._held, inputs, "a vector")
@@ -75,10 +71,10 @@ class LinearEdit(Edit):
         return {self._last}
 
     def through(self, inputs: Tensor, down: Tensor, up: Tensor | None, onto: float | None = None) -> Tensor:
-        """`inputs @ down @ up`, matrices of the whole's last dim; with `onto` so many times it on top.
+        """`inputs @ down @ up`, matrices of the full last dim; with `onto`, `inputs + onto * (...)`.
 
-        Where that is cut, each rank multiplies what it has, and `[..., k]` are summed over ranks: collective
-        over the axes that cut it, forward and backward. In fp32 of halves, so that they are rounded once.
+        Where that dim is sharded, each rank multiplies its shard, and the `[..., k]` are summed over ranks:
+        collective over the axes that shard it, forward and backward. Half precision is summed in fp32.
         """
         shard = self._shard
         if shard is None or up is None:
@@ -101,10 +97,10 @@ class LinearEdit(Edit):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class project_out(LinearEdit):
-    """Take a direction out of the last dim, or the space of several.
+    """Remove a direction from the last dim, or a subspace.
 
     Attributes:
-        direction: `[h]`, or `[k, h]` of k directions; or a file of one tensor. Of any length but zero.
+        direction: `[h]`, or `[k, h]` for k directions; or a file of one tensor. Any length except zero.
     """
 
     direction: VectorSource
@@ -119,7 +115,9 @@ class project_out(LinearEdit):
         basis, _ = torch.linalg.qr(columns)
         if columns.shape[1] > min(columns.shape[0], int(torch.linalg.matrix_rank(columns))):
             raise HookError(f"{self!r}: the directions depend on each other; give independent ones")
-        object.__setattr__(self, "_basis", DeviceConstant(basis.to(given.dtype if given.is_floating_point() else None)))
+        object.__setattr__(
+            self, "_basis", DeviceConstant(basis.to(given.dtype if given.is_floating_point() else None))
+        )
 
     def check(self, site: Site) -> None:
         width, wanted = self._basis.tensor.shape[0], site.shape[-1] if site.shape else None
@@ -141,7 +139,7 @@ class project_out(LinearEdit):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class project(project_out):
-    """Keep of the last dim only a direction, or the space of several."""
+    """Project the last dim onto a direction, or a subspace."""
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         return self._component(inputs)
@@ -154,7 +152,7 @@ class linear_map(LinearEdit):
     Attributes:
         down: `[h, k]`, or a file of it. A parameter is trained.
         up: `[k, h]` likewise; None where `down` is `[h, h]`.
-        add: add it to what there is.
+        add: whether to add the product to the input.
     """
 
     down: VectorSource
@@ -176,7 +174,7 @@ class linear_map(LinearEdit):
     def needs(self) -> set[str]:
         if any(h.tensor.requires_grad for h in (self._down, self._up) if h is not None):
             return {"*"}
-        # Of a matrix [h, h] the sums over ranks would be as large as what is gathered.
+        # For a matrix [h, h] the sums over ranks would be as large as the gathered tensor.
         return {self._last} if self._up is None else set()
 
     def check(self, site: Site) -> None:

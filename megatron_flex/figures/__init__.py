@@ -1,10 +1,5 @@
-"""Figures: the numbers behind pictures, from dumps, statistics, caches and comparisons; drawn elsewhere."""
+"""Figures: the numbers of pictures, from dumps, statistics, caches and comparisons; drawing is elsewhere."""
 
-from megatron_flex.figures.attention import attention, induction
-from megatron_flex.figures.divergence import ComparisonLike, divergence
-from megatron_flex.figures.lens_figure import logit_lens
-from megatron_flex.figures.sources import Source
-from megatron_flex.figures.streams import heat, histograms, norms
 from megatron_flex.figures.figure_data import (
     Attention,
     Divergence,
@@ -14,6 +9,17 @@ from megatron_flex.figures.figure_data import (
     Induction,
     LogitLens,
     Norms,
+)
+from megatron_flex.figures.figure_sources import Source
+from megatron_flex.figures.lens_figure import logit_lens
+from megatron_flex.figures.tensor_figures import (
+    ComparisonLike,
+    attention,
+    divergence,
+    heat,
+    histograms,
+    induction,
+    norms,
 )
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What figures are: arrays of numbers with a caption, ready to be drawn; and the error of what is lacking."""
+"""Data of figures: arrays of numbers with a caption, ready for drawing; and the error for missing data."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 class FigureError(FlexError):
-    """The source lacks what a figure is made of; the message says what to dump or record."""
+    """The source lacks the data of a figure; the message says what to dump or record."""
 
 
 def as_array(values: Tensor) -> Array:
-    """The same numbers for numpy.
+    """The same numbers as a numpy array.
 
     Raises:
         FigureError: numpy is not installed.
     """
     try:
         return values.detach().cpu().numpy()
-    except RuntimeError as error:  # torch's, where it finds no numpy
+    except RuntimeError as error:  # torch's error without numpy
         raise FigureError(
             f"figures are arrays of numpy, which is not there: pip install numpy ({error})"
         ) from error
@@ -39,10 +39,10 @@ class Norms:
 
     Attributes:
         sites: in model order.
-        iterations: as the framework counts; `(0,)` of a cache.
+        iterations: the framework's iteration numbers; `(0,)` for a cache.
         values: `[iteration, site]`, fp64, of the finite values; NaN where an iteration lacks a site.
-        counts: `[iteration, site]`, how many finite values there are: `values / sqrt(counts)` is their RMS.
-        broken: `[iteration, site]`, how many NaNs and infinities there are besides.
+        counts: `[iteration, site]`, the number of finite values: `values / sqrt(counts)` is their RMS.
+        broken: `[iteration, site]`, the number of NaNs and infinities.
         caption: site, iterations, layout.
     """
 
@@ -56,14 +56,14 @@ class Norms:
 
 @dataclass(frozen=True)
 class Histograms:
-    """How many values of one tensor lie in each bin, over iterations.
+    """The number of values of one tensor in each bin, over iterations.
 
     Attributes:
         site: its name.
-        iterations: as the framework counts.
-        edges: `[bins + 1]`: powers of two, as `statistics.measured.edges` has them; the outermost are
-            infinite, and zero stands twice, around the bin of exact zeros.
-        counts: `[iteration, bin]`, whole numbers.
+        iterations: the framework's iteration numbers.
+        edges: `[bins + 1]`: powers of two, as `statistics_records.compute_bin_edges`; the outermost are
+            infinite, and zero occurs twice, around the bin of exact zeros.
+        counts: `[iteration, bin]`, integers.
         caption: site, iterations, layout.
     """
 
@@ -80,12 +80,12 @@ class Heat:
 
     Attributes:
         site: its name.
-        iteration: as the framework counts.
-        values: `[token, feature]`, fp32: the values, or where there are too many the means of |x| of blocks.
-        rows: the position of each row's (first) token.
-        columns: the number of each column's (first) feature, counted flat.
-        block: tokens and features of a block; `(1, 1)` where the values are themselves.
-        caption: site, iteration, sample, layout, and blocks where they are means.
+        iteration: the framework's iteration number.
+        values: `[token, feature]`, fp32: the values, or for large tensors means of |x| over blocks.
+        rows: the position of each row's first token.
+        columns: the index of each column's first feature, flattened.
+        block: tokens and features of a block; `(1, 1)` for single values.
+        caption: site, iteration, sample, layout, and the block size of means.
     """
 
     site: str
@@ -103,9 +103,9 @@ class Attention:
 
     Attributes:
         layer: its number.
-        iteration: as the framework counts.
+        iteration: the framework's iteration number.
         values: `[head, query, key]`, fp32; each query's sum to 1.
-        queries: their positions; not all, where the dump took some tokens only.
+        queries: their positions; a subset, if the dump selected tokens.
         keys: their positions.
         caption: site, iteration, sample, layout.
     """
@@ -120,14 +120,14 @@ class Attention:
 
 @dataclass(frozen=True)
 class LogitLens:
-    """What the residual stream would say if it were the last: normed, times the unembedding.
+    """The prediction of the residual stream after each layer: normed, times the unembedding.
 
     Attributes:
-        layers: behind how many layers the stream is; 0 is in front of the first one.
+        layers: the number of layers before the stream; 0 is the input of the first layer.
         tokens: positions.
-        ids: `[layer, token, k]`: of the vocabulary the likeliest, the likeliest first.
-        probabilities: `[layer, token, k]`, fp32: theirs, over the whole vocabulary without its padding.
-        iteration: as the framework counts.
+        ids: `[layer, token, k]`: the most likely tokens of the vocabulary, in descending order.
+        probabilities: `[layer, token, k]`, fp32: their probabilities, over the vocabulary without padding.
+        iteration: the framework's iteration number.
         caption: sites, iteration, sample, layout.
     """
 
@@ -141,14 +141,14 @@ class LogitLens:
 
 @dataclass(frozen=True)
 class Induction:
-    """How strongly each head looks from a repeated token to what followed it the first time.
+    """The attention of each head from a repeated token to the token after its first occurrence.
 
     Attributes:
         layers: their numbers.
-        scores: `[layer, head]`, fp32: attention from the second half to the token behind the earlier copy.
-        previous: `[layer, head]`: to the token before.
-        uniform: what a head without any preference gives either.
-        iteration: as the framework counts.
+        scores: `[layer, head]`, fp32: attention from the second half to the token after the earlier copy.
+        previous: `[layer, head]`: to the previous token.
+        uniform: the value of both for uniform attention.
+        iteration: the framework's iteration number.
         caption: sites, iteration, samples, layout.
     """
 
@@ -162,15 +162,15 @@ class Induction:
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far two dumps are apart, site by site in the order of execution.
+    """The distance of two dumps, site by site in execution order.
 
     Attributes:
-        sites: names of sites and parameters, `.grad` behind those of gradients.
-        iterations: as the framework counts.
-        errors: `[iteration, site]`, fp64: what the tolerance bounds; NaN where an iteration lacks a site,
-            infinite where one run has NaNs that the other has not.
+        sites: names of sites and parameters, gradients with the suffix `.grad`.
+        iterations: the framework's iteration numbers.
+        errors: `[iteration, site]`, fp64: the quantity that the tolerance bounds; NaN for a missing site,
+            infinite where only one run has NaNs.
         tolerances: `[iteration, site]`.
-        first: site and iteration of the first that is above its tolerance; None if none is.
+        first: site and iteration of the first error above its tolerance; None if there is none.
         caption: the two dumps, iterations, the first divergence.
     """
 

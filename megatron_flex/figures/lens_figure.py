@@ -1,4 +1,4 @@
-"""The logit lens: what the residual stream behind each layer would say if it were the last."""
+"""The logit lens: the prediction of the residual stream after each layer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,21 @@ import torch
 from torch import Tensor
 
 from megatron_flex.dump.reader import OpenDump
+from megatron_flex.dump.schema import read_settings
 from megatron_flex.errors import SiteError
-from megatron_flex.figures.sources import Source, make_caption, describe_layouts, open_tensor_source, caption_iterations
 from megatron_flex.figures.figure_data import FigureError, LogitLens, as_array
-from megatron_flex.figures.values import CacheSource, DumpSource, TensorSource, as_fp32, last_iteration
+from megatron_flex.figures.figure_sources import (
+    CacheSource,
+    DumpSource,
+    Source,
+    TensorSource,
+    as_fp32,
+    caption_iterations,
+    describe_layouts,
+    last_iteration,
+    make_caption,
+    open_tensor_source,
+)
 from megatron_flex.layout import Layout
 from megatron_flex.lens.lens_names import FINAL_NORMS
 from megatron_flex.lens.tensor_views import normalize_stream
@@ -20,8 +31,8 @@ from megatron_flex.sites import Site, SiteTable
 
 OUTPUT_WEIGHT, EMBEDDING_WEIGHT = "output_layer.weight", "embedding.word_embeddings.weight"
 STREAM_SITES = "decoder.layers.*"
-WHOLE = 1 << 24  # logits that are in memory at a time
-PIECE = 1 << 25  # weights that are in fp32 at a time
+WHOLE = 1 << 24  # maximum number of logits in memory
+PIECE = 1 << 25  # maximum number of weights in fp32
 
 Logits = Callable[[Tensor], Tensor]  # of streams [token, h]: [token, vocabulary], fp32
 
@@ -35,18 +46,18 @@ def logit_lens(
     positions: slice | Sequence[int] = slice(None),
     tied: bool | None = None,
 ) -> LogitLens:
-    """What the residual stream in front of the first layer and behind each one says of the next token.
+    """The prediction of the next token from the residual stream before the first layer and after each one.
 
-    Each stream is normed by itself as the final norm does it, and multiplied with the unembedding. Of a dump
-    those weights must be among its parameters. Of a cache they are fetched: every rank calls it alike.
+    Each stream is normed separately with the final norm, and multiplied by the unembedding. A dump
+    must include those weights among its parameters. For a cache they are fetched: every rank calls it alike.
 
     Args:
         source: a dump, a cache, or a dump's path.
-        iteration: the last one if none is said.
-        sample: which of those that the source has, counted from 0.
-        top: how many of the likeliest tokens are kept.
-        positions: which of the tokens, counted among those that the source has.
-        tied: whether the word embeddings make the logits, where a dump does not tell.
+        iteration: by default the last one.
+        sample: the index among the source's samples, from 0.
+        top: the number of most likely tokens to keep.
+        positions: the indices of tokens among the source's tokens.
+        tied: whether the output layer shares the word embeddings, where a dump does not say.
 
     Raises:
         FigureError: there are no streams, or the dump lacks the weights.
@@ -57,7 +68,11 @@ def logit_lens(
         names = _find_streams(found)
         first = next(iter(names.values()))
         number = last_iteration(found, first, iteration)
-        logits = found.cache.logit_lens if isinstance(found, CacheSource) else _read_unembedding(found, number, tied)
+        logits = (
+            found.cache.logit_lens
+            if isinstance(found, CacheSource)
+            else _read_unembedding(found, number, tied)
+        )
         kept: list[int] | None = None
         places: tuple[int, ...] = ()
         ids, chances = [], []
@@ -81,7 +96,7 @@ def logit_lens(
 
 
 def _find_streams(found: TensorSource) -> dict[int, str]:
-    """The streams by how many layers they are behind."""
+    """The streams by the number of layers before them."""
     there = set(found.names)
     inside = [n for n in there if n.startswith("decoder.layers.") and n.count(".") == 2]
     numbers = sorted({int(n.removeprefix("decoder.layers.").partition(":")[0]) for n in inside})
@@ -94,7 +109,8 @@ def _find_streams(found: TensorSource) -> dict[int, str]:
             out[behind] = name
     if not out:
         raise FigureError(
-            f"{found.where} has no residual stream: {found.record.format(repr(STREAM_SITES))}, outputs of layers"
+            f"{found.where} has no residual stream: {found.record.format(repr(STREAM_SITES))}, outputs of "
+            "layers"
         )
     return out
 
@@ -111,7 +127,7 @@ def _chosen_positions(positions: slice | Sequence[int], there: int) -> list[int]
 
 
 def _likeliest_tokens(streams: Tensor, logits: Logits, top: int) -> tuple[Tensor, Tensor]:
-    """`[token, k]` each: the likeliest of the vocabulary, and their probabilities, few tokens at a time."""
+    """`[token, k]` each: the most likely tokens, and their probabilities, few positions at a time."""
     ids, chances = [], []
     step = 1
     at = 0
@@ -121,7 +137,7 @@ def _likeliest_tokens(streams: Tensor, logits: Logits, top: int) -> tuple[Tensor
         chances.append((best - found.logsumexp(-1, keepdim=True)).exp())
         ids.append(which)
         at += step
-        step = max(1, WHOLE // found.shape[-1])  # the first token tells how many there may be
+        step = max(1, WHOLE // found.shape[-1])  # the first token gives the vocabulary size
     return torch.cat(ids), torch.cat(chances)
 
 
@@ -130,14 +146,14 @@ def _likeliest_tokens(streams: Tensor, logits: Logits, top: int) -> tuple[Tensor
 
 @dataclass(frozen=True)
 class Unembedding:
-    """The end of a model, out of a dump.
+    """The final norm and unembedding from a dump.
 
     Attributes:
-        weight: of the final norm, `[h]`, as it multiplies.
-        bias: likewise, if it has one.
-        words: `[vocabulary, h]`, as they are stored.
+        weight: the weight of the final norm, `[h]`, with any unit offset applied.
+        bias: its bias, if it has one.
+        words: `[vocabulary, h]`, as stored.
         rms: whether it is an RMSNorm.
-        epsilon: of the norm.
+        epsilon: the norm's epsilon.
     """
 
     weight: Tensor
@@ -162,7 +178,7 @@ def _read_unembedding(found: TensorSource, iteration: int, tied: bool | None) ->
     if kind not in ("RMSNorm", "LayerNorm") or not isinstance(epsilon, (int, float)):
         raise FigureError(
             f"{found.where} does not tell the final norm of its model (of {dump.manifest.framework}): logit "
-            "lenses are made of Megatron's dumps, or of a cache (flex.run_with_cache(tokens))"
+            "lenses are made of Megatron's dumps, or of a cache (flex.interp.run_with_cache(tokens))"
         )
     norm = next((n for n in FINAL_NORMS if f"{n}.weight" in dump.parameters), None)
     words = _unembedding_name(dump, tied)
@@ -170,7 +186,8 @@ def _read_unembedding(found: TensorSource, iteration: int, tied: bool | None) ->
         lacking = [n for n, there in (("decoder.final_*", norm), (OUTPUT_WEIGHT, words)) if there is None]
         raise FigureError(
             f"{found.where} lacks {' and '.join(lacking)} among its parameters, which a logit lens needs: "
-            f"dump parameters=['decoder.final_*.*', {OUTPUT_WEIGHT!r}]; of tied embeddings {EMBEDDING_WEIGHT!r}, and say "
+            f"dump parameters=['decoder.final_*.*', {OUTPUT_WEIGHT!r}]; of tied embeddings "
+            f"{EMBEDDING_WEIGHT!r}, and say "
             "tied=True here"
         )
 
@@ -189,15 +206,16 @@ def _read_unembedding(found: TensorSource, iteration: int, tied: bool | None) ->
 
 
 def _unembedding_name(dump: OpenDump, tied: bool | None) -> str | None:
-    """The parameter that makes the logits; None if the dump lacks it or does not tell.
+    """The unembedding parameter; None if the dump lacks it or does not say.
 
-    Where the output layer's weight was asked for and the model has none of its own, the embeddings are tied.
+    If the output layer's weight was requested and the model has none of its own, the embeddings are tied.
     """
     if OUTPUT_WEIGHT in dump.parameters:
         return OUTPUT_WEIGHT
     if EMBEDDING_WEIGHT not in dump.parameters or tied is False:
         return None
-    return EMBEDDING_WEIGHT if tied or any(_matches_name(p, OUTPUT_WEIGHT) for p in dump.manifest.settings["parameters"]) else None
+    patterns = read_settings(dump.manifest.settings).parameters
+    return EMBEDDING_WEIGHT if tied or any(_matches_name(p, OUTPUT_WEIGHT) for p in patterns) else None
 
 
 def _matches_name(pattern: str, name: str) -> bool:

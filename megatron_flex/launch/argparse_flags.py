@@ -1,30 +1,31 @@
-"""The flags in a parser of argparse, for scripts that hand theirs to Megatron."""
+"""The `--flex-` flags in an argparse parser, for scripts that pass a parser to Megatron."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
-from megatron_flex.errors import FlexError
-from megatron_flex.launch.flags import ParsedFlags, settings_from_values, collect_flag_values
-from megatron_flex.launch.table import FLAGS, FLAG_PREFIX, FLAGS_VARIABLE, Flag, format_help
-
-if TYPE_CHECKING:
-    from megatron_flex.launch.launch_settings import Settings
+from megatron_flex.launch.flags import (
+    FLAG_PREFIX,
+    FLAGS,
+    FLAGS_VARIABLE,
+    Flag,
+    format_help,
+)
 
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 
 
 def add_flex_args(parser: Parser) -> Parser:
-    """Add our flags, by groups, to a parser, such as an `extra_args_provider` of Megatron is given.
+    """Add the `--flex-` flags, by groups, to a parser, for example in Megatron's `extra_args_provider`.
 
-    Where some are on the command line, or in MEGATRON_FLEX_FLAGS, Megatron's training does what they say once
-    it has parsed them; nothing else is to be called.
+    If flags are on the command line or in MEGATRON_FLEX_FLAGS, Megatron's training applies them after
+    parsing; no other call is necessary.
 
-    What a namespace has of them are plain values: words, lists of words, True. `launch.settings_of` reads it.
+    The parsed namespace holds plain values: strings, lists of strings, True. `launch.settings_of` reads them.
 
     Returns:
         The parser.
@@ -41,35 +42,8 @@ def add_flex_args(parser: Parser) -> Parser:
     return parser
 
 
-def settings_of(namespace: argparse.Namespace, environment: Mapping[str, str] | None = None) -> Settings:
-    """The settings that a namespace holds, on top of files and the environment, as for `flags.settings`.
-
-    Raises:
-        FlexError: its parser did not have our flags, or as for `flags.settings`.
-    """
-    if not has_flags(namespace):
-        raise FlexError("the namespace has no flags of megatron_flex; call mf.add_flex_args(parser) first")
-    parsed: ParsedFlags = []
-    for flag in FLAGS:
-        value = getattr(namespace, flag.dest, None)
-        if value is None or value is False:
-            continue
-        if flag.takes in ("edit", "once"):
-            parsed += [(flag, [v] if isinstance(v, str) else list(v)) for v in value]
-        elif flag.takes == "none":
-            parsed.append((flag, []))
-        else:
-            parsed.append((flag, [value] if isinstance(value, str) else list(value)))
-    return settings_from_values(collect_flag_values(parsed), environment)
-
-
-def has_flags(namespace: argparse.Namespace) -> bool:
-    """Whether the parser that made the namespace has our flags."""
-    return hasattr(namespace, FLAGS[0].dest)
-
-
 def _argparse_arguments(flag: Flag) -> dict[str, Any]:
-    """What argparse is told of a flag."""
+    """The arguments of `add_argument` for a flag."""
     out: dict[str, Any] = {"dest": flag.dest, "help": flag.words.replace("%", "%%")}
     if flag.name == "help":
         return {**out, "action": _HelpAction}
@@ -86,7 +60,7 @@ def _argparse_arguments(flag: Flag) -> dict[str, Any]:
 
 
 class _HelpAction(argparse.Action):
-    """Prints the help of our flags alone, and ends."""
+    """Prints the help of the `--flex-` flags only, and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(

@@ -1,20 +1,161 @@
-"""The flags of launchers: what takes them out of a command line, and makes settings of them."""
+"""The flags of launchers: made of the settings' fields, parsed from a command line, and put into settings."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from textwrap import wrap
+from types import UnionType
+from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from megatron_flex.errors import FlexError, suggest_nearest
-from megatron_flex.launch.table import FLAGS_BY_OPTION, FLAGS, FLAG_PREFIX, FLAGS_VARIABLE, Flag, format_help
 
-if TYPE_CHECKING:
-    from megatron_flex.launch.launch_settings import Settings
+try:
+    from pydantic.fields import FieldInfo
 
-__all__ = ["FLAGS", "FLAGS_VARIABLE", "format_help", "settings_from_argv", "settings_from_values", "split_argv", "collect_flag_values"]
+    from megatron_flex.launch.launch_settings import (
+        FLAG_KEY,
+        RUN_GROUP,
+        SITES_GROUP,
+        DumpSettings,
+        Settings,
+        SettingsPart,
+        StatisticsSettings,
+        merge_values,
+    )
+    from megatron_flex.launch.settings_file import read_settings_file, validate_settings
+except ModuleNotFoundError as error:
+    raise FlexError(
+        f"flags need pydantic and pyyaml ({error}): pip install 'megatron-flex[launch]'"
+    ) from error
+
+
+FLAGS_VARIABLE = "MEGATRON_FLEX_FLAGS"  # flags in the environment, as they would be typed
+FLAG_PREFIX = "--flex-"
+HELP_WIDTH = 98
+
+FlagArity = Literal["none", "one", "once", "optional", "many", "edit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag.
+
+    Attributes:
+        name: without `--flex-`.
+        field: where its value goes among the settings; `dump` is the one dump that flags can say.
+        group: of the help.
+        words: the help.
+        metavar: what its values are called.
+        takes: `none`; `one`, of which the last counts, or `once`; `optional`; `many`; an `edit`, which is
+            one word or two, and may be repeated.
+        value: what is meant where no value is given.
+    """
+
+    name: str
+    field: tuple[str, ...]
+    group: str
+    words: str
+    metavar: str = ""
+    takes: FlagArity = "one"
+    value: Any = True
+
+    @property
+    def option(self) -> str:
+        """As it is typed."""
+        return FLAG_PREFIX + self.name
+
+    @property
+    def dest(self) -> str:
+        """Its name in a namespace of argparse."""
+        return "flex_" + self.name.replace("-", "_")
+
+    @property
+    def usage(self) -> str:
+        """With what it takes."""
+        shown = {"none": "", "optional": f"[{self.metavar}]", "many": f"{self.metavar} ..."}
+        return f"{self.option} {shown.get(self.takes, self.metavar)}".strip()
+
+
+def _flag_of_field(path: tuple[str, ...], field: FieldInfo) -> Flag | None:
+    """The flag of a field; None if it has none."""
+    extra = field.json_schema_extra
+    if not isinstance(extra, dict) or FLAG_KEY not in extra:
+        return None
+    flag = cast(dict[str, Any], extra[FLAG_KEY])
+    kind = _without_none(field.annotation)
+    words = get_args(kind) if get_origin(kind) is Literal else ()
+    takes, value = flag["takes"], True if flag["value"] is None else flag["value"]
+    if not takes:
+        takes = "none" if kind is bool or len(words) == 1 else "many" if get_origin(kind) is tuple else "one"
+    if len(words) == 1:
+        value, words = words[0], ()
+    name, group, metavar = flag["name"], flag["group"], flag["metavar"] or "|".join(words)
+    return Flag(name, path, group, field.description or "", metavar, takes, value)
+
+
+def _without_none(kind: Any) -> Any:
+    """The type of an optional field, without what only validates it."""
+    if get_origin(kind) in (Union, UnionType):
+        (kind,) = (k for k in get_args(kind) if k is not type(None))
+    return kind.__origin__ if hasattr(kind, "__metadata__") else kind
+
+
+PARTS_WITH_FLAGS: dict[str, tuple[str, type[SettingsPart]]] = {
+    "dumps": ("dump", DumpSettings),
+    "statistics": ("statistics", StatisticsSettings),
+}
+
+
+def _flags_of_settings() -> Iterator[Flag]:
+    """The flags of all fields, in the order of the fields."""
+    for name, field in Settings.model_fields.items():
+        part, kind = PARTS_WITH_FLAGS.get(name, (name, None))
+        fields = {(part,): field} if kind is None else {(part, n): f for n, f in kind.model_fields.items()}
+        for path, one in fields.items():
+            flag = _flag_of_field(path, one)
+            if flag is not None:
+                yield flag
+
+
+FLAGS = (
+    Flag(
+        "config",
+        (),
+        SITES_GROUP,
+        "YAML with any of the settings; flags add to it and override it.",
+        "FILE",
+        takes="many",
+    ),
+    *_flags_of_settings(),
+    Flag("help", (), RUN_GROUP, "Print this, and exit.", takes="none"),
+)
+FLAGS_BY_OPTION = {f.option: f for f in FLAGS}
+
+
+def format_help() -> str:
+    """All flags by group, in lines of at most 100 columns."""
+    out = [
+        "usage: python -m megatron_flex.launch SCRIPT [flags of the script] [flags of megatron_flex]",
+        "",
+        *wrap(
+            "Hooks for a training script as it is. These flags are taken out of the command line; the script "
+            f"gets the others as they are. {FLAGS_VARIABLE} may hold flags, too.",
+            HELP_WIDTH,
+        ),
+    ]
+    for group in dict.fromkeys(f.group for f in FLAGS):
+        out += ["", f"{group}:"]
+        for flag in (f for f in FLAGS if f.group == group):
+            lines = wrap(flag.words, HELP_WIDTH - 38)
+            out.append(f"  {flag.usage:35} {lines[0]}")
+            out += [" " * 38 + line for line in lines[1:]]
+    return "\n".join(out) + "\n"
+
 
 ParsedFlags = list[tuple[Flag, list[str]]]  # flags as they were given, each with its words
 
@@ -118,7 +259,9 @@ def _parse_edit_words(words: list[str]) -> dict[str, str]:
     return {"site": words[0], "edit": words[1]} if len(words) == 2 else {"edit": words[0]}
 
 
-def settings_from_argv(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[Settings, list[str]]:
+def settings_from_argv(
+    argv: Sequence[str], environment: Mapping[str, str] | None = None
+) -> tuple[Settings, list[str]]:
     """What a command line wants of us: files of --flex-config, then MEGATRON_FLEX_FLAGS, then flags.
 
     With --flex-help the first rank prints the help, and all end.
@@ -139,13 +282,6 @@ def settings_from_argv(argv: Sequence[str], environment: Mapping[str, str] | Non
 
 def settings_from_values(found: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Settings:
     """Settings of values as `split_argv` gives them, on top of files and the environment."""
-    try:
-        from megatron_flex.launch.settings_file import validate_settings, read_settings_file
-        from megatron_flex.launch.launch_settings import merge_values
-    except ModuleNotFoundError as error:
-        raise FlexError(
-            f"flags need pydantic and pyyaml ({error}): pip install 'megatron-flex[launch]'"
-        ) from error
     environment = os.environ if environment is None else environment
     found = merge_values(_read_environment(environment), found)
     if found.pop("help", False):
@@ -157,13 +293,45 @@ def settings_from_values(found: Mapping[str, Any], environment: Mapping[str, str
         out = merge_values(out, read_settings_file(path))
     dump = found.pop("dump", None)
     if dump is not None and "path" not in dump:
-        raise FlexError(f"{_first_given_option('dump', dump)} says how to dump, and --flex-dump DIR is not there")
+        raise FlexError(
+            f"{_first_given_option('dump', dump)} says how to dump, and --flex-dump DIR is not there"
+        )
     statistics = found.get("statistics")
     if statistics is not None and "path" not in statistics and not out.get("statistics"):
         raise FlexError(
-            f"{_first_given_option('statistics', statistics)} says how to measure, and --flex-stats is not there"
+            f"{_first_given_option('statistics', statistics)} says how to measure, and --flex-stats is "
+            "not there"
         )
-    return validate_settings(merge_values(out, found if dump is None else {**found, "dumps": [dump]}), _option_of_field)
+    return validate_settings(
+        merge_values(out, found if dump is None else {**found, "dumps": [dump]}), _option_of_field
+    )
+
+
+def settings_of(namespace: argparse.Namespace, environment: Mapping[str, str] | None = None) -> Settings:
+    """The settings that a namespace holds, on top of those in files and the environment.
+
+    Raises:
+        FlexError: its parser did not have our flags, or as for `settings_from_values`.
+    """
+    if not has_flags(namespace):
+        raise FlexError("the namespace has no flags of megatron_flex; call mf.add_flex_args(parser) first")
+    parsed: ParsedFlags = []
+    for flag in FLAGS:
+        value = getattr(namespace, flag.dest, None)
+        if value is None or value is False:
+            continue
+        if flag.takes in ("edit", "once"):
+            parsed += [(flag, [v] if isinstance(v, str) else list(v)) for v in value]
+        elif flag.takes == "none":
+            parsed.append((flag, []))
+        else:
+            parsed.append((flag, [value] if isinstance(value, str) else list(value)))
+    return settings_from_values(collect_flag_values(parsed), environment)
+
+
+def has_flags(namespace: argparse.Namespace) -> bool:
+    """Whether the parser that made the namespace has our flags."""
+    return hasattr(namespace, FLAGS[0].dest)
 
 
 def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -190,3 +358,14 @@ def _option_of_field(field: tuple[str | int, ...]) -> str:
     names[0] = "dump" if names[0] == "dumps" else names[0]
     found = [f.option for f in FLAGS if f.field and list(f.field) == names[: len(f.field)]]
     return found[0] if found else ".".join(names)
+
+
+__all__ = [
+    "FLAGS",
+    "FLAGS_VARIABLE",
+    "collect_flag_values",
+    "format_help",
+    "settings_from_argv",
+    "settings_from_values",
+    "split_argv",
+]

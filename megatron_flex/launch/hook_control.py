@@ -1,7 +1,7 @@
-"""Hooks go on and off while a model trains: a file, or a signal, says so, and all ranks follow in one step.
+"""Switches hooks on and off during training, by a file or a signal; all ranks switch at the same step.
 
-The first rank alone looks at the file, in a thread of its own, so that no step waits for a file system.
-Between two steps the ranks exchange three flags; only if one is set is there more to say.
+Only the first rank reads the file, in a separate thread, so that no step waits for a file system. Between two
+steps the ranks exchange three flags; they communicate further only if one flag is set.
 """
 
 from __future__ import annotations
@@ -12,39 +12,41 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from megatron_flex.collectives import max_over_ranks, gather_objects
+from megatron_flex.collectives import gather_objects, max_over_ranks
 from megatron_flex.errors import FlexError
 from megatron_flex.model import FlexModel
 from megatron_flex.runtime.hook_groups import ALL_GROUPS, NO_GROUP, Switches
 
-POLL_SECONDS = 1.0  # between two looks at the file
-MAX_CONTROL_BYTES = 1 << 16  # bytes of it
+POLL_SECONDS = 1.0  # between two reads of the file
+MAX_CONTROL_BYTES = 1 << 16  # maximum size of the file
 OFF_SIGNAL, ON_SIGNAL = signal.SIGUSR1, signal.SIGUSR2
 
 
 class Control:
-    """Switches groups of hooks between the steps of a training. Every rank makes one and calls it alike.
+    """Switches groups of hooks between training steps. Every rank creates one and makes the same calls.
 
-    The file has words as `flex.select()` takes them, `+steer`, `-dump`, `all`, `none`, with white space
-    between, and comments after `#`. It always says everything: of the words that mean a hook the last counts,
-    and a hook that none means is as the launcher made it. It may be written, replaced and changed at any
-    time; what it says counts once it has stayed the same for two looks. One that is gone, cannot be read or
-    says what cannot be changes nothing: the first rank tells why.
+    The file contains words as in `flex.select()`: `+steer`, `-dump`, `all`, `none`, separated by white
+    space, with comments after `#`. The file defines the complete state: the last word that matches a hook
+    applies, and a hook that no word matches keeps its state from the launch. The file may be written,
+    replaced and changed at any time; its content takes effect when two successive reads agree. A file that
+    is missing, unreadable or invalid changes nothing, and the first rank prints the reason.
 
-    Signals: SIGUSR1 to any rank, or all, takes every hook out; SIGUSR2 puts them back, as the file says by
-    then. Both on one rank in one step: the later counts; on several ranks: out. What a script did on these
-    signals it still does.
+    Signals: SIGUSR1 to one or more ranks switches every hook off; SIGUSR2 switches the hooks on again,
+    according to the current file. If one rank receives both in one step, the later one applies; if several
+    ranks receive different signals, the hooks are switched off. Existing signal handlers are still called.
 
     Args:
-        flex: the model with its hooks; the file is held against their groups.
-        path: the file, which need not be there yet; None for signals alone.
-        seconds: how often it is looked at.
+        flex: the model with its hooks; the words of the file are validated against their groups.
+        path: the file, which need not exist yet; None for signals alone.
+        seconds: the time between two reads of the file.
 
     Raises:
-        FlexError: on all ranks: what the file says at the beginning cannot be.
+        FlexError: on all ranks: the file is invalid at the beginning.
     """
 
-    def __init__(self, flex: FlexModel, path: Path | str | None = None, seconds: float = POLL_SECONDS) -> None:
+    def __init__(
+        self, flex: FlexModel, path: Path | str | None = None, seconds: float = POLL_SECONDS
+    ) -> None:
         self._flex, self._mesh = flex, flex.session.mesh
         self._axes = [axis.name for axis in self._mesh]
         self._first = self._mesh.is_first(self._axes)
@@ -68,11 +70,11 @@ class Control:
 
     @property
     def pending(self) -> bool:
-        """On the first rank: whether the file says something new, which the next step will hear."""
+        """On the first rank: whether the file has changed, so that the next step will apply it."""
         return self._watcher is not None and self._watcher.found is not None
 
     def step_begins(self, iteration: int | None = None) -> None:
-        """Between two steps: hear what is new. Collective over the job, one flag each; raises nothing."""
+        """Apply changes between two steps. Collective over the job, with three flags; raises nothing."""
         found = None if self._watcher is None else self._watcher.take()
         out, back = self._signals.take()
         out_now, back_now, read = max_over_ranks([out, back, int(found is not None)], self._mesh)
@@ -94,23 +96,23 @@ class Control:
         self._switch(f"{when}, {why}")
 
     def close(self) -> None:
-        """Listen no more; the hooks stay as they are."""
+        """Stop watching the file and the signals; the hooks keep their state."""
         self._signals.close()
         if self._watcher is not None:
             self._watcher.stop()
 
     def _read(self, content: bytes | str | None) -> Switches:
-        """What was found means: bytes, why there are none, or None for no file.
+        """Parse the result of `read_control_file`: bytes, an error text, or None for no file.
 
         Raises:
-            FlexError: it cannot be.
+            FlexError: the content is invalid.
         """
         if content is None:
             raise FlexError(f"{self._path} is gone")
         if isinstance(content, str):
             raise FlexError(content)
         try:
-            return self._flex.understood(*parse_control_words(content))
+            return self._flex.session.parse_switches(parse_control_words(content))
         except FlexError as error:
             raise FlexError(f"{self._path}: {error}") from error
 
@@ -118,15 +120,17 @@ class Control:
         registry, before = self._flex.session.registry, self._on()
         registry.switches = Switches((NO_GROUP,)) if self._out else self._said
         after = self._on()
-        counts = [f"{group} {on}" for group, on in after.items() if group == ALL_GROUPS or on != before[group]]
+        counts = [
+            f"{group} {on}" for group, on in after.items() if group == ALL_GROUPS or on != before[group]
+        ]
         self._say(f"{when}: hooks that are on: {', '.join(counts)}")
 
     def _on(self) -> dict[str, str]:
-        """How many hooks of each group are on."""
+        """For each group the number of its active hooks, as text."""
         switched = self._flex.session.registry.switches
         groups = {**self._flex.groups, ALL_GROUPS: [e.hook for e in self._flex.session.registry.entries]}
         return {
-            name: f"{sum(switched.takes(h.tags, h.enabled) for h in hooks)} of {len(hooks)}"
+            name: f"{sum(switched.takes(h.groups, h.enabled) for h in hooks)} of {len(hooks)}"
             for name, hooks in groups.items()
         }
 
@@ -137,7 +141,7 @@ class Control:
 
 
 def read_control_file(path: Path) -> bytes | str | None:
-    """What is in the file; in words why that cannot be had; None if there is no file."""
+    """The content of the file; a text with the reason if it cannot be read; None if there is no file."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_CONTROL_BYTES + 1)
@@ -152,7 +156,7 @@ def parse_control_words(content: bytes) -> tuple[str, ...]:
     """The words of a control file.
 
     Raises:
-        FlexError: it is no text.
+        FlexError: the content is not text.
     """
     try:
         text = content.decode()
@@ -162,10 +166,10 @@ def parse_control_words(content: bytes) -> tuple[str, ...]:
 
 
 class _FileWatcher:
-    """Looks at a file now and then.
+    """Reads a file periodically.
 
     Attributes:
-        found: what it has, once that is new and has stayed so for two looks, and nobody has taken it.
+        found: the new content, once two successive reads agree, until `take` returns it.
     """
 
     def __init__(self, path: Path, known: bytes | str | None, seconds: float) -> None:
@@ -185,22 +189,22 @@ class _FileWatcher:
                 self._last = content
 
     def take(self) -> tuple[bytes | str | None] | None:
-        """What is new, once."""
+        """The new content if there is any; each change is returned once."""
         with self._lock:
             out, self.found = self.found, None
             return out
 
     def stop(self) -> None:
-        """Look no more; a look that hangs is not waited for."""
+        """Stop reading, without waiting for a read that hangs."""
         self._done.set()
         self._thread.join(self._seconds)
 
 
 class _SignalListener:
-    """Notes the two signals on this rank, beside whatever else is done on them.
+    """Records the two signals on this rank, and calls the existing handlers too.
 
     Attributes:
-        heard: whether they can be.
+        heard: whether handlers could be installed.
     """
 
     def __init__(self) -> None:
@@ -217,12 +221,12 @@ class _SignalListener:
             before(number, frame)
 
     def take(self) -> tuple[int, int]:
-        """Whether hooks were to go out, and whether they were to come back, since the last time."""
+        """Whether a signal to switch off, and one to switch on, has arrived since the last call."""
         last, self._last = self._last, None
         return int(last == OFF_SIGNAL), int(last == ON_SIGNAL)
 
     def close(self) -> None:
-        """Put the handlers back, unless somebody has put others there since."""
+        """Restore the previous handlers, unless other code has replaced ours."""
         for number, before in self._before.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, signal.SIG_DFL if before is None else before)

@@ -1,7 +1,7 @@
-"""`install()`: hooks for a training script of Megatron's, which is not edited but for this line, if at all.
+"""`install()`: hooks for an unmodified Megatron training script, apart from the call of `install()` itself.
 
-Functions of `megatron.training.training` are wrapped where Megatron itself looks them up, when that module is
-imported: by then nothing has bound them, and no other place has to know.
+Functions of `megatron.training.training` are wrapped where Megatron looks them up, when that module is
+imported: at that time no other module has bound the functions, so no other module must be patched.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from megatron_flex import cpu
-from megatron_flex.adapters.megatron_core.schedule import current_iteration
-from megatron_flex.cpu.importing import AfterImportFinder
+from megatron_flex.adapters.megatron_core.schedules import current_iteration
+from megatron_flex.cpu.patches import AfterImportFinder
 from megatron_flex.errors import FlexError
 from megatron_flex.launch import flags
-from megatron_flex.launch.argparse_flags import has_flags, settings_of
-from megatron_flex.launch.resolving import ResolvedSettings
-from megatron_flex.launch.training_run import Running
+from megatron_flex.launch.flags import FLAG_PREFIX, has_flags, settings_of
 from megatron_flex.launch.launch_settings import Settings
-from megatron_flex.launch.table import FLAG_PREFIX
+from megatron_flex.launch.settings_resolver import ResolvedSettings
+from megatron_flex.launch.training_run import TrainingRun
 from megatron_flex.model import FlexModel
 
 MEGATRON_PACKAGE = "megatron"
@@ -33,22 +32,22 @@ NEEDED_FUNCTIONS = ("setup_model_and_optimizer", "train_step", "evaluate", "trai
 TrainingFunction = Callable[..., Any]
 
 
-class Installed:
-    """What stands in Megatron's training code.
+class Installation:
+    """The patches of Megatron's training code.
 
     Attributes:
-        settings: what is wanted; None until Megatron has parsed the flags that say it.
-        running: what it is beside the training.
-        failure: the error of ours that stopped the training, or stands at its end.
-        holds: whether an error at the training's end is kept in `failure`, and not raised.
+        settings: the settings; None until Megatron has parsed the flags that define them.
+        running: the TrainingRun of these settings.
+        failure: the FlexError that stopped the training or occurred at its end.
+        holds: store an error at the training's end in `failure` instead of raising the error.
     """
 
     def __init__(self, settings: Settings | None, holds: bool = False) -> None:
         self.settings, self.holds = settings, holds
-        self.running = Running(Settings() if settings is None else settings)
+        self.running = TrainingRun(Settings() if settings is None else settings)
         self.failure: FlexError | None = None
         self._undo: list[Callable[[], None]] = []
-        self._inside = 0  # pretrain() in pretrain(), as some wrappers of it do
+        self._inside = 0  # nesting depth: some wrappers of pretrain() call it again
 
     def install(self) -> None:
         """Patch Megatron's training code, now or when it is imported."""
@@ -67,12 +66,14 @@ class Installed:
         self._undo.append(lambda: atexit.unregister(self._at_exit))
 
     def uninstall(self) -> None:
-        """Put everything back as it was. Every rank calls it; what is in a model is taken out first.
+        """Remove the hooks from the model, then all patches. Every rank calls it.
 
         Raises:
-            FlexError: as at a training's end.
+            FlexError: for the same reasons as `finish`.
         """
-        _CurrentInstallation.installed = None if _CurrentInstallation.installed is self else _CurrentInstallation.installed
+        _CurrentInstallation.installed = (
+            None if _CurrentInstallation.installed is self else _CurrentInstallation.installed
+        )
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -105,7 +106,7 @@ class Installed:
             self._wrap(module.ft_integration, "shutdown", self._shutdown)
 
     def _wrap(self, module: ModuleType, name: str, wrapper: Callable[..., Any]) -> None:
-        """Let `wrapper(original, *args)` stand for a function, also where its name was bound already."""
+        """Replace a function by `wrapper(original, *args)`, also in modules that have already bound it."""
         original = getattr(module, name)
 
         @wraps(original)
@@ -116,35 +117,37 @@ class Installed:
         self._undo.append(lambda: _rebind_everywhere(wrapped, original))
 
     def _setup(self, original: TrainingFunction, *args: Any, **kwargs: Any) -> Any:
-        """The model is built and its checkpoint loaded when the original returns."""
+        """Attach the hooks after the original, which builds the model and loads its checkpoint."""
         settings = self._remember_failure(self._parsed)
         if settings.idle:
             return original(*args, **kwargs)
         found = self._remember_failure(self.running.prepare)
         out = original(*args, **kwargs)
-        previews = settings.list_sites is not None or settings.plan
+        previews = settings.list_sites is not None or settings.estimate
         flex = self._remember_failure(lambda: self.running.attach(out[0], write=not previews))
         if previews:
             self._look(flex, found)
         return out
 
     def _parsed(self) -> Settings:
-        """The settings, which Megatron's own arguments may tell."""
+        """The settings, read from Megatron's arguments if necessary."""
         if self.settings is None:
             from megatron.training import get_args
 
             namespace = get_args()
             self.settings = settings_of(namespace) if has_flags(namespace) else Settings()
-            self.running = Running(self.settings)
+            self.running = TrainingRun(self.settings)
         return self.settings
 
     def _look(self, flex: FlexModel, found: ResolvedSettings) -> NoReturn:
-        """Say what is asked for, and end all ranks before training, and before data are touched."""
+        """Print the preview, and end all ranks before training and before any data are read."""
         from megatron.training import get_args
 
         from megatron_flex.launch.preview import describe_preview
 
-        preview_text = self._remember_failure(lambda: describe_preview(flex, self.running.settings, found, get_args()))
+        preview_text = self._remember_failure(
+            lambda: describe_preview(flex, self.running.settings, found, get_args())
+        )
         self.running.abort()
         if dist.get_rank() == 0:
             sys.stdout.write(preview_text)
@@ -167,7 +170,7 @@ class Installed:
             self.running.evaluation(False)
 
     def _train(self, original: TrainingFunction, *args: Any, **kwargs: Any) -> Any:
-        """It is watched as well as pretrain(), of which a script may have a name that is not seen."""
+        """Wrap `train()` as well as `pretrain()`: a script may have bound `pretrain` before the patch."""
         try:
             return original(*args, **kwargs)
         except BaseException as error:
@@ -192,13 +195,13 @@ class Installed:
         return out
 
     def _shutdown(self, original: TrainingFunction, *args: Any, **kwargs: Any) -> Any:
-        """The last that pretrain() calls: the end of one that ran, or was bound, before the patch."""
+        """The last call in pretrain(): the end of a training whose pretrain() was bound before the patch."""
         if not self._inside:
             self.finish()
         return original(*args, **kwargs)
 
     def _destroy(self, original: TrainingFunction, group: Any = None) -> Any:
-        """Dumps are finished by all ranks together, which takes the groups that go here."""
+        """Finish dumps before the process groups are destroyed, because that is collective."""
         if group is None or group is dist.group.WORLD:
             if sys.exc_info()[0] is not None:
                 self.running.abort()
@@ -207,7 +210,7 @@ class Installed:
         return original(group)
 
     def _remember_failure(self, act: Callable[[], Any]) -> Any:
-        """Remember an error that is ours."""
+        """Call `act`, and store a FlexError that it raises."""
         try:
             return act()
         except FlexError as error:
@@ -217,10 +220,10 @@ class Installed:
     # -- the end -----------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """The training is over on all ranks. Collective; nothing if that was known.
+        """End the run after the training, on all ranks. Collective; a second call does nothing.
 
         Raises:
-            FlexError: on all ranks, unless it is held: a hook never fired, or something was not written.
+            FlexError: on all ranks, unless `holds`: a hook was never called, or a file could not be written.
         """
         try:
             self._remember_failure(self.running.finish)
@@ -229,7 +232,7 @@ class Installed:
                 raise
 
     def _at_exit(self) -> None:
-        """The script is through, and nothing that is watched has told so."""
+        """Handle the end of the process where no patched function marked the end of the training."""
         if hasattr(sys, "last_value") or not dist.is_initialized():
             self.running.abort()
         else:
@@ -237,30 +240,30 @@ class Installed:
 
 
 class _CurrentInstallation:
-    """A process has one Megatron, so one of it."""
+    """The installation of this process: a process has one Megatron, so at most one installation."""
 
-    installed: Installed | None = None
+    installed: Installation | None = None
 
 
-def install(settings: Settings | None = None, *, holds: bool = False) -> Installed:
-    """Give a Megatron training script hooks: call it on every rank, before `pretrain()`.
+def install(settings: Settings | None = None, *, holds: bool = False) -> Installation:
+    """Add hooks to a Megatron training script. Call it on every rank, before `pretrain()`.
 
-    Nothing of Megatron is imported. Calling it twice with the same settings does nothing.
+    `install` does not import Megatron. A second call with the same settings does nothing.
 
     Args:
-        settings: what is wanted; else what the command line and MEGATRON_FLEX_FLAGS say. The `--flex-` flags
-            are taken out of `sys.argv`.
-        holds: whether an error at the training's end, of a hook that never fired or a file that could not be
-            written, is kept in `.failure` instead of raised by `pretrain()`.
+        settings: the settings; if None, those of the command line and MEGATRON_FLEX_FLAGS. The `--flex-`
+            flags are removed from `sys.argv`.
+        holds: store an error at the training's end (a hook that was never called, a file that could not be
+            written) in `.failure` instead of raising the error in `pretrain()`.
 
     Returns:
-        What was installed; its `uninstall()` puts everything back.
+        The installation; its `uninstall()` removes all patches.
 
     Raises:
-        FlexError: something else is installed already, or the flags cannot be.
+        FlexError: other settings are installed already, or the flags are invalid.
     """
     there = _CurrentInstallation.installed
-    if there is not None and there.settings is None:  # which Megatron would have asked its own parser for
+    if there is not None and there.settings is None:  # settings that Megatron's parser would have read
         there.uninstall()
         there = None
     if settings is None:
@@ -271,26 +274,26 @@ def install(settings: Settings | None = None, *, holds: bool = False) -> Install
         if there.settings == settings:
             return there
         raise FlexError("megatron_flex.launch is installed with other settings; uninstall() those first")
-    new = Installed(settings, holds)
+    new = Installation(settings, holds)
     new.install()
     _CurrentInstallation.installed = new
     return new
 
 
 def install_when_parsed() -> None:
-    """Let Megatron's own parser say what is wanted: it is asked once a model is to be built.
+    """Install with the settings that Megatron's own parser reads, when Megatron builds the model.
 
-    Where something is installed already, that counts. With --flex-cpu on the command line the CPU is enabled.
+    An existing installation takes precedence. With --flex-cpu on the command line the CPU runtime is enabled.
     """
     if _CurrentInstallation.installed is None:
         if "--flex-cpu" in sys.argv[1:] and not cpu.is_enabled():
             cpu.enable()
-        _CurrentInstallation.installed = Installed(None)
+        _CurrentInstallation.installed = Installation(None)
         _CurrentInstallation.installed.install()
 
 
 def _rebind_everywhere(old: Any, new: Any) -> None:
-    """Let every name in loaded modules that means `old` mean `new`."""
+    """Rebind every global name in loaded modules from `old` to `new`."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
         if isinstance(module, ModuleType) and names is not None:
@@ -299,5 +302,5 @@ def _rebind_everywhere(old: Any, new: Any) -> None:
 
 
 def _is_clean_exit(error: BaseException) -> bool:
-    """Whether all ranks end alike, and without a failure: Megatron leaves its loop by sys.exit()."""
+    """Whether an exception is a normal exit of all ranks: Megatron leaves its loop by sys.exit()."""
     return isinstance(error, SystemExit) and error.code in (None, 0)

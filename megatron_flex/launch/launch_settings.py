@@ -1,4 +1,8 @@
-"""What a launcher is to do: the same fields in YAML, on the command line and in Python."""
+"""The settings of a launcher: one model, of which flags, their help, YAML keys and Python arguments are made.
+
+A field with a flag is declared by `_flag`: its description is the flag's help, and its type says
+which values it has.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from megatron_flex.dump.said import parse_number_setting, parse_token_setting
+from megatron_flex.dump.dump_settings import parse_number_setting, parse_token_setting
 
-DEFAULT_STATISTICS_FOLDER = "flex-stats"  # the folder of statistics, where none is said
+DEFAULT_STATISTICS_FOLDER = "flex-stats"  # the folder of statistics, where none is given
+SITES_GROUP, EDIT_GROUP, DUMP_GROUP = "what to look at", "edits", "dumps"  # the groups of the help
+STATISTICS_GROUP, CHECK_GROUP, RUN_GROUP = "statistics", "checks before training", "run time"
+FLAG_KEY = "flag"  # in a field's extra information: how its flag is written
 
 
 def _as_list(given: Any) -> Any:
-    """One word where a list may stand."""
+    """Accept one word where a list is expected."""
     return [given] if isinstance(given, str) else given
 
 
@@ -55,6 +62,30 @@ TokensText = Annotated[str, BeforeValidator(_join_numbers), AfterValidator(_chec
 NumbersText = Annotated[str, BeforeValidator(_join_numbers), AfterValidator(_check_numbers)]
 
 
+def _flag(
+    default: Any,
+    name: str,
+    group: str,
+    description: str,
+    metavar: str = "",
+    takes: str = "",
+    value: Any = None,
+) -> Any:
+    """A field with a flag.
+
+    Args:
+        default: of the field.
+        name: of the flag, without `--flex-`.
+        group: of the help.
+        description: the help.
+        metavar: what values are called; those of a Literal if empty.
+        takes: how many values there are; by the type if empty.
+        value: the value of the flag when it is given without one.
+    """
+    extra: dict[str, Any] = {"name": name, "group": group, "metavar": metavar, "takes": takes, "value": value}
+    return Field(default, description=description, json_schema_extra={FLAG_KEY: extra})
+
+
 class SettingsPart(BaseModel):
     """A part of the settings: nothing in it that is not known."""
 
@@ -70,84 +101,166 @@ class EditSettings(SettingsPart):
             `edits.parse`.
         hook_type: as for HookFunction.
         run: likewise.
-        tags: groups that it belongs to, beside `edit`.
+        groups: groups that it belongs to, beside `edit`.
         enabled: whether it counts from the beginning, or waits to be switched on.
     """
 
     edit: NonEmptyText
     site: str = ""
     hook_type: Literal["forward", "forward_pre", "full_backward", "full_backward_pre", "tensor"] = "forward"
-    run: Literal["replicated", "leader"] = "replicated"
-    tags: NameList = ()
+    run: Literal["replicated", "once"] = "replicated"
+    groups: NameList = ()
     enabled: bool = True
 
 
 class DumpSettings(SettingsPart):
     """A dump; fields as for `megatron_flex.Dump`, those not given as in `Settings`."""
 
-    path: NonEmptyText
+    path: NonEmptyText = _flag(
+        ..., "dump", DUMP_GROUP, "Write the activations at --flex-sites to a folder.", "DIR", "once"
+    )
+    dtype: Literal["bf16", "fp16", "fp32"] | None = _flag(
+        None, "dump-dtype", DUMP_GROUP, "The dtype to cast tensors to."
+    )
+    parameters: NameList = _flag(
+        (), "dump-parameters", DUMP_GROUP, "Names or patterns of parameters to write as well.", "PATTERN"
+    )
+    iterations: NumbersText | None = _flag(
+        None,
+        "dump-iterations",
+        DUMP_GROUP,
+        "Of the iterations of --flex-every, write only these: 100, or 100,200, or 0:1000:100.",
+        "WHICH",
+    )
+    microbatches: NumbersText | None = _flag(
+        None,
+        "dump-microbatches",
+        DUMP_GROUP,
+        "Write only these microbatches of each iteration, such as 0.",
+        "WHICH",
+    )
+    samples: NumbersText | None = _flag(
+        None,
+        "dump-samples",
+        DUMP_GROUP,
+        "Write only these samples of the global batch, such as 0:8.",
+        "WHICH",
+    )
+    reduce: Literal["mean"] | None = _flag(
+        None, "dump-mean", DUMP_GROUP, "Write only the mean over each sample's positions."
+    )
+    when_full: Literal["wait", "drop"] = _flag(
+        "wait",
+        "dump-when-full",
+        DUMP_GROUP,
+        "If the disk is slower than the model: wait, or drop iterations.",
+    )
     sites: NameList = ()
     every: PositiveInt | None = None
-    iterations: NumbersText | None = None
-    microbatches: NumbersText | None = None
-    samples: NumbersText | None = None
     tokens: TokensText | None = None
-    reduce: Literal["mean"] | None = None
-    dtype: Literal["bf16", "fp16", "fp32"] | None = None
     gradients: bool | None = None
-    parameters: NameList = ()
-    when_full: Literal["wait", "drop"] = "wait"
     replicas: bool = False
     durable: bool = False
-    tags: NameList = ()
+    groups: NameList = ()
 
 
 class StatisticsSettings(SettingsPart):
     """Statistics; fields as for `megatron_flex.Statistics`, those not given as in `Settings`."""
 
-    path: NonEmptyText = DEFAULT_STATISTICS_FOLDER
+    path: NonEmptyText = _flag(
+        DEFAULT_STATISTICS_FOLDER,
+        "stats",
+        STATISTICS_GROUP,
+        "Measure the activations at --flex-sites and write the statistics to DIR, or to "
+        f"{DEFAULT_STATISTICS_FOLDER} in the working directory.",
+        "DIR",
+        "optional",
+        DEFAULT_STATISTICS_FOLDER,
+    )
+    format: Literal["jsonl", "parquet"] = _flag(
+        "jsonl", "stats-format", STATISTICS_GROUP, "The format of the files."
+    )
+    parameters: NameList = _flag(
+        (),
+        "stats-parameters",
+        STATISTICS_GROUP,
+        "Names or patterns of parameters whose gradient norms are measured.",
+        "PATTERN",
+    )
     sites: NameList = ()
     every: PositiveInt | None = None
     gradients: bool | None = None
-    parameters: NameList = ()
     histogram: bool = True
-    format: Literal["jsonl", "parquet"] = "jsonl"
     writers: bool = True
-    tags: NameList = ()
+    groups: NameList = ()
 
 
 class Settings(SettingsPart):
-    """All of it.
+    """The settings of a launcher. Descriptions of the fields are the help of the flags."""
 
-    Attributes:
-        sites: names or patterns, for dumps, statistics and edits that name none.
-        every: dump and measure iterations whose number is a multiple of it.
-        tokens: positions to dump: `0,5`, `::8`, `random:64`.
-        gradients: dump and measure gradients at the sites, too.
-        edits: in the order in which they run where they meet.
-        dumps: what is written.
-        statistics: what is measured.
-        on_error: what becomes of an exception in an edit: it stops the run, or is counted.
-        control: a file that switches groups of hooks on and off while the model trains.
-        list_sites: print the sites that match, and exit before training.
-        plan: print what dumps would write, and exit before training.
-        verify: how many steps to check against the layouts.
-        cpu: run Megatron on this machine's CPU, with gloo.
-    """
-
-    sites: NameList = ()
-    every: PositiveInt = 1
-    tokens: TokensText | None = None
-    gradients: bool = False
-    edits: tuple[EditSettings, ...] = ()
+    sites: NameList = _flag(
+        (),
+        "sites",
+        SITES_GROUP,
+        "Names or patterns of sites, for dumps, statistics and edits that name none.",
+        "PATTERN",
+    )
+    every: PositiveInt = _flag(
+        1, "every", SITES_GROUP, "Dump and measure iterations whose number is a multiple of N.", "N"
+    )
+    tokens: TokensText | None = _flag(
+        None, "tokens", SITES_GROUP, "Positions to dump: 0,5 or a slice ::8, or random:64.", "WHICH"
+    )
+    gradients: bool = _flag(
+        False, "gradients", SITES_GROUP, "Dump and measure the gradients at the sites as well."
+    )
+    edits: tuple[EditSettings, ...] = _flag(
+        (),
+        "edit",
+        EDIT_GROUP,
+        "Edit the activation at SITE, or at --flex-sites if none is given. EDIT is package.module:function, "
+        "file.py:function, or a preset: scale=0.5, steer=vector.safetensors@4, zero, mean; a|b runs a, then "
+        "b. May be repeated.",
+        "[SITE] EDIT",
+        "edit",
+    )
+    on_error: Literal["raise", "skip"] = _flag(
+        "raise",
+        "on-error",
+        EDIT_GROUP,
+        "If an edit raises an exception: stop the run, or count it and continue without the edit.",
+    )
     dumps: tuple[DumpSettings, ...] = ()
     statistics: StatisticsSettings | None = None
-    on_error: Literal["raise", "skip"] = "raise"
-    control: Annotated[Path, BeforeValidator(_reject_empty)] | None = None
-    list_sites: NonEmptyText | None = None
-    plan: bool = False
-    verify: Annotated[int, BeforeValidator(_reject_bool), Field(ge=0)] = 0
-    cpu: bool = False
+    list_sites: NonEmptyText | None = _flag(
+        None,
+        "list-sites",
+        CHECK_GROUP,
+        "Print the sites that match, or all, and exit.",
+        "PATTERN",
+        "optional",
+        "**",
+    )
+    estimate: bool = _flag(
+        False, "estimate", CHECK_GROUP, "Print what dumps would write and what edits would send, and exit."
+    )
+    verify: Annotated[int, BeforeValidator(_reject_bool), Field(ge=0)] = _flag(
+        0,
+        "verify",
+        CHECK_GROUP,
+        "Compare the ranks' tensors with their layouts in the first STEPS steps, 1 if no number is given.",
+        "STEPS",
+        "optional",
+        "1",
+    )
+    control: Annotated[Path, BeforeValidator(_reject_empty)] | None = _flag(
+        None,
+        "control",
+        RUN_GROUP,
+        "A file that switches groups of hooks on and off between iterations.",
+        "FILE",
+    )
+    cpu: bool = _flag(False, "cpu", RUN_GROUP, "Run Megatron on the CPU of this machine, with gloo.")
 
     @property
     def idle(self) -> bool:

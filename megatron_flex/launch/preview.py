@@ -1,44 +1,44 @@
-"""What a person asks before training: which sites there are, what dumps and edits would cost. Plain text."""
+"""The preview before training, as plain text: the sites, and the estimates for dumps and edits."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 
-from megatron_flex.dump.words import format_shape
 from megatron_flex.errors import FlexError
-from megatron_flex.launch.planning.live import plan_live_run
-from megatron_flex.launch.resolving import ResolvedSettings
+from megatron_flex.launch.estimate.estimates import estimate_live_dump
 from megatron_flex.launch.launch_settings import Settings
+from megatron_flex.launch.settings_resolver import ResolvedSettings
+from megatron_flex.layout.layout_drawing import format_shape
 from megatron_flex.model import FlexModel
 
 
 def describe_preview(flex: FlexModel, settings: Settings, found: ResolvedSettings, args: Namespace) -> str:
-    """What the settings ask for before training, as lines of text. Collective over the mesh.
+    """The preview that the settings request, as lines of text. Collective over the mesh.
 
     Args:
         flex: the model, with its edits.
-        settings: of which `list_sites` and `plan` count.
-        found: what they mean.
-        args: Megatron's.
+        settings: the settings, of which only `list_sites` and `estimate` are used.
+        found: the resolved settings.
+        args: Megatron's arguments.
 
     Raises:
-        FlexError: on all ranks: nothing matches, or nothing would be written or edited.
+        FlexError: on all ranks: a pattern matches nothing, or nothing would be written or edited.
     """
     out: list[str] = []
     if settings.list_sites is not None:
         out += describe_sites(flex, settings.list_sites)
-    if settings.plan:
+    if settings.estimate:
         out += [""] if out else []
         out += _describe_estimates(flex, found, args)
     return "\n".join(out) + "\n"
 
 
 def describe_sites(flex: FlexModel, pattern: str) -> list[str]:
-    """A table of sites: name, whole shape, layout, stage, and why one is hidden. Any rank may call it alone.
+    """A table of sites: name, full shape, layout, stage, and why a site is hidden. Not collective.
 
     Raises:
-        SiteError: nothing matches.
+        SiteError: the pattern matches nothing.
     """
     sizes, found = flex.session.mesh.sizes, flex.sites(pattern)
     rows = [("site", "whole", "layout", "stage", "")]
@@ -52,7 +52,7 @@ def describe_sites(flex: FlexModel, pattern: str) -> list[str]:
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows as lines, each column as wide as its widest word."""
+    """Rows as lines of text; each column is as wide as its widest entry."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
@@ -60,12 +60,14 @@ def align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def _describe_estimates(flex: FlexModel, found: ResolvedSettings, args: Namespace) -> Iterator[str]:
     if not found.dumps and not found.edits:
-        raise FlexError("--flex-plan: nothing would be written or edited; say --flex-dump or --flex-edit")
+        raise FlexError("--flex-estimate: nothing would be written or edited; say --flex-dump or --flex-edit")
     for dump in found.dumps:
-        plan = plan_live_run(flex, args, dump)
+        estimate = estimate_live_dump(flex, args, dump)
         yield f"dump to {dump.path}"
-        yield from align_columns([("tensor", "stage", "whole", "layout", "of a rank", "in all"), *plan.rows()])
-        yield from align_columns([(name, value) for name, value in plan.summary()])
+        yield from align_columns(
+            [("tensor", "stage", "whole", "layout", "of a rank", "in all"), *estimate.rows()]
+        )
+        yield from align_columns([(name, value) for name, value in estimate.summary()])
         if dump.samples is not None:
             yield "all samples are counted, of which only some would be written"
         yield ""
@@ -74,13 +76,13 @@ def _describe_estimates(flex: FlexModel, found: ResolvedSettings, args: Namespac
 
 
 def _fold_equal_sites(told: str) -> Iterator[str]:
-    """The plan of an edit in words; places that are alike are told once."""
+    """The communication of an edit as text, with equal sites listed once."""
     head, *lines = told.split("\n")
     yield head
     places: dict[str, str] = {}
     for line in lines:
         if line.startswith("  measured"):
-            continue  # nothing has run yet
+            continue  # a line about calls; no call has run yet
         if line.startswith(" "):
             places[list(places)[-1]] += line + "\n"
         else:

@@ -1,4 +1,4 @@
-"""Runs a training script as `python SCRIPT` would, without the flags that are ours, and with hooks."""
+"""Runs a training script like `python SCRIPT`, without the `--flex-` flags, and with hooks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from types import TracebackType
 
 from megatron_flex.errors import FlexError
 from megatron_flex.launch import flags
-from megatron_flex.launch.installation import Installed, install
+from megatron_flex.launch.flags import format_help
+from megatron_flex.launch.installation import Installation, install
 from megatron_flex.launch.launch_settings import Settings
-from megatron_flex.launch.table import format_help
-from megatron_flex.launch.telling import ERROR_STATUS, current_rank, print_error
+from megatron_flex.launch.rank_errors import ERROR_STATUS, current_rank, print_error
 
 USAGE = "python -m megatron_flex.launch SCRIPT [its flags] [--flex-...], or -m MODULE instead of SCRIPT"
 OWN_PACKAGE_FOLDER = str(Path(__file__).parents[1]) + os.sep
@@ -25,19 +25,19 @@ RUNNER_FILES = (__file__, runpy.__file__, os.path.join(os.path.dirname(__file__)
 def run(argv: Sequence[str]) -> int:
     """Run a script with hooks, in this process.
 
-    The script sees what it would see without us: its own name and flags in `sys.argv`, byte for byte, its
-    folder on the path, itself as `__main__`.
+    The script has the same environment as without this package: its own name and flags in `sys.argv`, byte
+    for byte, its folder on the path, itself as `__main__`.
 
     Args:
-        argv: the script, its flags, and ours anywhere among them.
+        argv: the script and its flags, with `--flex-` flags anywhere among them.
 
     Returns:
-        The status that the process ends with: 2 for an error of ours, which is told in one line; 1 for an
-        exception of the script's, whose traceback is printed.
+        The exit status of the process: 2 for a FlexError, which is printed in one line; 1 for an exception of
+        the script, whose traceback is printed.
 
     Raises:
-        SystemExit: as the script does.
-        KeyboardInterrupt: likewise.
+        SystemExit: if the script raises it.
+        KeyboardInterrupt: if the script raises it.
     """
     try:
         settings, words = _parse_argv(argv)
@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
         if left.code not in (None, 0):
             installed.running.abort()
             raise
-    except Exception as error:  # the script's own or ours: told below, whichever it is
+    except Exception as error:  # the script's or a FlexError: both are reported below
         installed.running.abort()
         status = _report_exception(installed, error)
     except BaseException:
@@ -76,7 +76,7 @@ def _parse_argv(argv: Sequence[str]) -> tuple[Settings, list[str]]:
 
 
 def _execute(words: list[str]) -> None:
-    """Run what the words name, as Python itself does."""
+    """Run the script or module that the words name, like Python itself."""
     if words[0] == "-m":
         sys.argv[:] = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -87,8 +87,8 @@ def _execute(words: list[str]) -> None:
     runpy.run_path(words[0], run_name="__main__")
 
 
-def _finish(installed: Installed) -> int:
-    """The script is through: so is the training, if nobody has told."""
+def _finish(installed: Installation) -> int:
+    """End the training after the script, unless the end was recorded already."""
     installed.finish()
     if installed.failure is None:
         return 0
@@ -96,8 +96,8 @@ def _finish(installed: Installed) -> int:
     return ERROR_STATUS
 
 
-def _report_exception(installed: Installed, error: Exception) -> int:
-    """Tell of an exception: in one line if it is ours, and else as Python does."""
+def _report_exception(installed: Installation, error: Exception) -> int:
+    """Report an exception: a FlexError in one line, others like Python."""
     if error is installed.failure:
         _print_cause(error)
         print_error(error)
@@ -107,22 +107,25 @@ def _report_exception(installed: Installed, error: Exception) -> int:
 
 
 def _print_cause(error: BaseException) -> None:
-    """Print the traceback of what a function of the user's raised, if that is behind it."""
+    """Print the traceback of an exception in a user's function, if that is the cause of the error."""
     while isinstance(error, FlexError) and error.__cause__ is not None:
         error = error.__cause__
-    if not isinstance(error, FlexError) and _trim_traceback(error.__traceback__, _is_package_file) is not None:
+    if (
+        not isinstance(error, FlexError)
+        and _trim_traceback(error.__traceback__, _is_package_file) is not None
+    ):
         _print_traceback(error, _is_package_file)
 
 
 def _print_traceback(error: BaseException, leave_out: Callable[[str], bool]) -> None:
-    """Print a traceback from where the user's own begins."""
+    """Print a traceback from the first frame of the user's code."""
     trace = _trim_traceback(error.__traceback__, leave_out) or error.__traceback__
     sys.stdout.flush()
     sys.excepthook(type(error), error.with_traceback(trace), trace)  # Python prints the error's own one
 
 
 def _trim_traceback(trace: TracebackType | None, leave_out: Callable[[str], bool]) -> TracebackType | None:
-    """What is left of a traceback behind its first frames in files that are to be left out."""
+    """A traceback without its leading frames in files that `leave_out` matches."""
     while trace is not None and leave_out(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return trace

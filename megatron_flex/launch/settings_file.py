@@ -1,4 +1,4 @@
-"""Settings from YAML; what is wrong in it is told in one line, with the file, the line and the key."""
+"""Settings from YAML; an error is one line with the file, the line number and the key."""
 
 from __future__ import annotations
 
@@ -11,26 +11,32 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_flex.errors import FlexError, suggest_nearest
-from megatron_flex.launch.launch_settings import DumpSettings, EditSettings, SettingsPart, Settings, StatisticsSettings
+from megatron_flex.launch.launch_settings import (
+    DumpSettings,
+    EditSettings,
+    Settings,
+    SettingsPart,
+    StatisticsSettings,
+)
 
 SETTINGS_PARTS: dict[str, type[SettingsPart]] = {
     "edits": EditSettings,
     "dumps": DumpSettings,
     "statistics": StatisticsSettings,
 }
-KeyPath = tuple[str | int, ...]  # the keys, and numbers in lists, on the way to a value
-KeyLines = dict[KeyPath, int]  # on which line of a file each value's key is
-MAX_FILE_VALUES = 10_000  # values in a file; aliases of aliases can be billions
+KeyPath = tuple[str | int, ...]  # the keys and list indices that lead to a value
+KeyLines = dict[KeyPath, int]  # the line number of each value's key
+MAX_FILE_VALUES = 10_000  # values in a file; nested aliases can expand to billions
 YAML_TAG_PREFIX = "tag:yaml.org,2002:"
 SCALAR_TAGS = {"null", "bool", "int", "float", "str", "timestamp", "value", "merge"}
 BOOLEAN_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 def read_settings_file(path: str | PathLike[str]) -> dict[str, Any]:
-    """The settings of a YAML file that it has, in plain values; relative paths stay as they are.
+    """The settings in a YAML file, as plain values; relative paths remain relative.
 
     Raises:
-        FlexError: it cannot be read, is no YAML, or has a key or value that cannot be.
+        FlexError: the file cannot be read, is not YAML, or has an invalid key or value.
     """
     name = fspath(path)
     lines: KeyLines = {}
@@ -50,7 +56,9 @@ def read_settings_file(path: str | PathLike[str]) -> dict[str, Any]:
     if root is None:
         raise FlexError(f"{name} is empty; write keys such as `sites:`, or leave --flex-config out")
     if not isinstance(root, yaml.MappingNode):
-        raise FlexError(f"{name}:{_line_number(root)}: must map keys to values, such as `sites: [decoder.layers.*]`")
+        raise FlexError(
+            f"{name}:{_line_number(root)}: must map keys to values, such as `sites: [decoder.layers.*]`"
+        )
     found = _NodeReader(name, lines).value(root, ())
 
     def where(at: KeyPath) -> str:
@@ -61,9 +69,9 @@ def read_settings_file(path: str | PathLike[str]) -> dict[str, Any]:
 
 
 class _NodeReader:
-    """Plain values of the nodes of a file.
+    """Converts the YAML nodes of a file to plain values.
 
-    Numbers count in tens, and `1:30` is a text: YAML 1.1, which would have it in sixties, is not meant.
+    Numbers are decimal, and `1:30` is a string, whereas YAML 1.1 would read it as a base 60 number.
     """
 
     def __init__(self, name: str, lines: KeyLines) -> None:
@@ -117,21 +125,23 @@ class _NodeReader:
         return text
 
     def wrong(self, node: yaml.Node, at: KeyPath, rule: str) -> FlexError:
-        return FlexError(": ".join(filter(None, [f"{self.name}:{_line_number(node)}", _dotted_path(at), rule])))
+        return FlexError(
+            ": ".join(filter(None, [f"{self.name}:{_line_number(node)}", _dotted_path(at), rule]))
+        )
 
 
 def validate_settings(
     found: Mapping[str, Any], where: Callable[[KeyPath], str], order: Callable[[KeyPath], int] = lambda _: 0
 ) -> Settings:
-    """Settings of plain values.
+    """Validate plain values and build the settings.
 
     Args:
-        found: by the names of fields.
-        where: what a place among them is called in an error.
-        order: of several errors the first by this is told.
+        found: the values by field name.
+        where: returns the description of a key path for an error message.
+        order: sort key of key paths; of several errors the first is reported.
 
     Raises:
-        FlexError: a field that there is not, or a value that it cannot have.
+        FlexError: a field does not exist, or its value is invalid.
     """
     try:
         return Settings.model_validate(found)
@@ -141,7 +151,7 @@ def validate_settings(
 
 
 def _describe_validation_error(error: Mapping[str, Any]) -> str:
-    """What is wrong, in words."""
+    """A validation error as text."""
     kind, shown = error["type"], " ".join(repr(error["input"]).split())
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     if kind == "extra_forbidden":
@@ -169,7 +179,7 @@ def _describe_validation_error(error: Mapping[str, Any]) -> str:
 
 
 def _known_keys(at: KeyPath) -> list[str]:
-    """The keys that there are where one is not known."""
+    """The valid keys at the location of an unknown key."""
     part: type[SettingsPart] = SETTINGS_PARTS[str(at[0])] if len(at) > 1 else Settings
     return list(part.model_fields)
 

@@ -1,26 +1,31 @@
-"""What runs beside a training: edits, dumps and statistics of a model, from its first step to its last."""
+"""The edits, dumps and statistics of one training run, from its first step to its last."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from megatron_flex.launch.agreeing import job_mesh, run_or_raise_on_all
-from megatron_flex.launch.resolving import DUMP_TAG, STATISTICS_TAG, ResolvedSettings, resolve_settings
-from megatron_flex.launch.launch_settings import Settings
 from megatron_flex.launch.hook_control import Control
+from megatron_flex.launch.launch_settings import Settings
+from megatron_flex.launch.rank_errors import job_mesh, run_or_raise_on_all
+from megatron_flex.launch.settings_resolver import (
+    DUMP_GROUP,
+    STATISTICS_GROUP,
+    ResolvedSettings,
+    resolve_settings,
+)
 from megatron_flex.model import FlexModel
 
-TAGS_OFF_IN_EVALUATION = {DUMP_TAG, STATISTICS_TAG}  # the groups that evaluations do not count for
+GROUPS_OFF_IN_EVALUATION = {DUMP_GROUP, STATISTICS_GROUP}  # groups that are inactive during evaluation
 
 
-class Running:
-    """What settings ask for, beside one training. Every rank makes one and calls it alike.
+class TrainingRun:
+    """Applies settings to one training run. Every rank creates one and makes the same calls.
 
     Attributes:
-        settings: what is wanted.
+        settings: the settings.
         flex: the model with its hooks; None before `attach` and after `finish` or `abort`.
-        found: what the settings mean, once that is known.
+        found: the resolved settings; None until they are resolved.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -32,27 +37,27 @@ class Running:
         self._before_evaluation: Any = None
 
     def prepare(self) -> ResolvedSettings:
-        """Find what the settings name, before there is a model. Collective over the job.
+        """Resolve the settings, before the model exists. Collective over the job.
 
         Raises:
-            FlexError: on all ranks: something is not there, or cannot be.
+            FlexError: on all ranks: the settings name a missing object, or are invalid.
         """
         self.found = run_or_raise_on_all(job_mesh(), lambda: resolve_settings(self.settings))
         return self.found
 
     def attach(self, chunks: Any, write: bool = True) -> FlexModel:
-        """Put hooks on a model that is built and has its weights. Collective over the job.
+        """Register the hooks on a model that has its weights. Collective over the job.
 
         Args:
             chunks: the model, or the list of its virtual pipeline chunks.
-            write: whether dumps and statistics are opened, too.
+            write: also open dumps and statistics.
 
         Raises:
-            FlexError: on all ranks: what the settings ask for cannot be; nothing stays in the model then.
+            FlexError: on all ranks: the settings do not fit the model. The model is then restored.
         """
         self.abort()
         found = self.found or self.prepare()
-        self.found = None  # edits may keep what they saw: a model that is built anew gets new ones
+        self.found = None  # edits may have state: a rebuilt model gets new edits
         flex = FlexModel(chunks)
         try:
             run_or_raise_on_all(flex.session.mesh, lambda: _add_edit_hooks(flex, found))
@@ -72,7 +77,7 @@ class Running:
         return flex
 
     def step_begins(self, iteration: int | None = None) -> None:
-        """A training step begins; `iteration` as the loop counts, from 0, None if it does not."""
+        """Begin a training step; `iteration` is the loop's count from 0, None if the loop does not count."""
         self._trained = True
         if self.flex is not None:
             self.flex.session.clock.told = iteration
@@ -80,12 +85,12 @@ class Running:
             self._control.step_begins(iteration)
 
     def step_ends(self) -> None:
-        """It is over: its backward passes and the optimizer's update are done."""
+        """End the training step, after its backward passes and the optimizer's update."""
 
     def evaluation(self, on: bool) -> None:
-        """Evaluation begins, or is over: meanwhile edits count, and nothing is dumped or measured.
+        """Begin (`on`) or end an evaluation: edits remain active; dumps and statistics are inactive.
 
-        In a run that only evaluates all of it counts.
+        In a run that only evaluates, dumps and statistics are active too.
         """
         if self.flex is None or not self._trained:
             return
@@ -93,25 +98,25 @@ class Running:
         if on:
             self._before_evaluation = before = registry.selection
             if not before.complement:
-                registry.selection = replace(before, without=before.without | TAGS_OFF_IN_EVALUATION)
+                registry.selection = replace(before, without=before.without | GROUPS_OFF_IN_EVALUATION)
         elif self._before_evaluation is not None:
             registry.selection, self._before_evaluation = self._before_evaluation, None
 
     def finish(self) -> None:
-        """Take everything out, and wait until all is written. Collective; nothing if nothing stands.
+        """Remove all hooks, and wait until all files are written. Collective; does nothing if not attached.
 
         Raises:
-            FlexError: on all ranks: a hook never fired, or something could not be written. The model is
-                restored even so.
+            FlexError: on all ranks: a hook was never called, or a file could not be written. The model is
+                restored in this case too.
         """
         flex, self.flex = self._close_control(), None
         if flex is not None:
             flex.restore()
 
     def abort(self) -> None:
-        """Take everything out of a training that failed, perhaps on this rank only: nobody is waited for.
+        """Remove all hooks after a training that failed, perhaps on this rank only. Not collective.
 
-        What was dumped whole stays.
+        Complete dumps remain.
         """
         flex, self.flex = self._close_control(), None
         if flex is not None:

@@ -1,31 +1,11 @@
-"""Layout: how a rank's local tensor relates to the whole one. Frozen data and pure functions.
+"""Layout: the relation of a rank's local tensor to the full tensor. Frozen data and pure functions.
 
-Everything that has to know where an element lives (live gathering, edits, parameters) asks this one
-folder, which communicates nothing and knows no framework.
+Everything that needs the position of an element (live gathering, edits, parameters) uses this folder,
+which communicates nothing and depends on no framework.
 """
 
-from megatron_flex.layout.assembly import (
-    ShardBlock,
-    ShardPosition,
-    assemble,
-    plan_blocks,
-    copy_shard,
-    extract,
-    locate_shard,
-    copy_blocks,
-)
-from megatron_flex.layout.inferring import TENSOR_AXIS, name_batch_first, infer_layout
-from megatron_flex.layout.region import DimIndex, RegionIndex, compact_index, first_copy, is_partial, assemble_region, take_entries
-from megatron_flex.layout.expert_rows import ExpertChoice, select_experts, rows_by_source
-from megatron_flex.layout.spans import (
-    coordinates,
-    padded_shape,
-    uneven_lengths,
-    count_parts,
-    spans,
-    full_shape,
-)
-from megatron_flex.layout.types import (
+from megatron_flex.layout.algebra import (
+    TENSOR_AXIS,
     Coords,
     Cut,
     Dim,
@@ -33,47 +13,79 @@ from megatron_flex.layout.types import (
     Lengths,
     Sizes,
     Span,
+    infer_layout,
+    name_batch_first,
+    replicated,
     shard_over_data,
     without_data_axis,
-    replicated,
+)
+from megatron_flex.layout.assembly import (
+    ShardBlock,
+    ShardPosition,
+    assemble,
+    copy_blocks,
+    copy_shard,
+    extract,
+    locate_shard,
+    plan_blocks,
+)
+from megatron_flex.layout.expert_rows import ExpertChoice, rows_by_source, select_experts
+from megatron_flex.layout.layout_drawing import draw_layout
+from megatron_flex.layout.region import (
+    DimIndex,
+    RegionIndex,
+    assemble_region,
+    compact_index,
+    first_copy,
+    is_partial,
+    take_entries,
+)
+from megatron_flex.layout.spans import (
+    coordinates,
+    count_parts,
+    full_shape,
+    padded_shape,
+    spans,
+    uneven_lengths,
 )
 
 __all__ = [
     "TENSOR_AXIS",
-    "ShardBlock",
-    "ExpertChoice",
     "Coords",
     "Cut",
     "Dim",
     "DimIndex",
+    "ExpertChoice",
     "Layout",
     "Lengths",
+    "RegionIndex",
+    "ShardBlock",
     "ShardPosition",
     "Sizes",
     "Span",
-    "RegionIndex",
     "assemble",
-    "name_batch_first",
-    "plan_blocks",
-    "copy_shard",
+    "assemble_region",
     "compact_index",
     "coordinates",
-    "infer_layout",
+    "copy_blocks",
+    "copy_shard",
+    "count_parts",
+    "draw_layout",
     "extract",
     "first_copy",
-    "select_experts",
+    "full_shape",
+    "infer_layout",
     "is_partial",
-    "shard_over_data",
-    "without_data_axis",
-    "padded_shape",
-    "uneven_lengths",
     "locate_shard",
-    "count_parts",
-    "copy_blocks",
-    "assemble_region",
+    "name_batch_first",
+    "padded_shape",
+    "plan_blocks",
     "replicated",
     "rows_by_source",
+    "select_experts",
+    "shard_over_data",
     "spans",
     "take_entries",
-    "full_shape",
+    "uneven_lengths",
+    "without_data_axis",
 ]

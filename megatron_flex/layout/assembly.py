@@ -1,6 +1,6 @@
-"""Shards to whole and back: `assemble` and `extract`, inverse to each other for every layout.
+"""From shards to the full tensor and back: `assemble` and `extract`, inverse to each other for every layout.
 
-Each entry is copied once, from where it lies to where it belongs.
+Each entry is copied once, directly to its destination.
 """
 
 from __future__ import annotations
@@ -15,21 +15,28 @@ import torch
 from torch import Tensor
 
 from megatron_flex.errors import LayoutError
-from megatron_flex.layout.spans import coordinates, padded_shape, uneven_lengths, count_parts, spans, full_shape
-from megatron_flex.layout.types import Coords, Dim, Layout, Lengths, Sizes, Span
+from megatron_flex.layout.algebra import Coords, Dim, Layout, Lengths, Sizes, Span
+from megatron_flex.layout.spans import (
+    coordinates,
+    count_parts,
+    full_shape,
+    padded_shape,
+    spans,
+    uneven_lengths,
+)
 
 Slices = tuple[slice, ...]
-MAX_REMEMBERED_BLOCKS = 1024  # plans of layouts that are remembered
+MAX_REMEMBERED_BLOCKS = 1024  # cached plans
 
 
 class ShardBlock(NamedTuple):
-    """A block of a shard and its place in the whole, dims in the shard's order.
+    """A block of a shard and its position in the full tensor, dims in the shard's order.
 
     Attributes:
-        shard: the shard, counted like `coordinates`.
-        source: its entries in the shard.
-        target: its entries in the whole, padding stripped.
-        add: whether another summand is there before it.
+        shard: the index of the shard, in the order of `coordinates`.
+        source: the block's entries in the shard.
+        target: the block's entries in the full tensor, padding stripped.
+        add: whether to add to a summand that is already there.
     """
 
     shard: int
@@ -39,17 +46,17 @@ class ShardBlock(NamedTuple):
 
 
 def assemble(layout: Layout, shards: Sequence[Tensor], sizes: Sizes, out: Tensor | None = None) -> Tensor:
-    """Make the whole from all shards.
+    """Build the full tensor from all shards.
 
     Args:
-        layout: how the shards relate.
+        layout: the layout of the shards.
         shards: the local tensors in the order of `coordinates(layout, sizes)`.
-        sizes: the mesh.
-        out: where to write it, of the shards' dtype and of any strides; a new tensor if None.
+        sizes: the sizes of the mesh axes.
+        out: the tensor to write to, of the shards' dtype and any strides; a new tensor if None.
 
     Returns:
-        The whole as one device would hold it: padding stripped, dims in the single-device order. Without
-        `out` it shares memory with the shard where one shard is the whole, and is contiguous otherwise.
+        The full tensor as one device would hold it: padding stripped, dims in the single-device order.
+        Without `out` it may share memory with a shard that is the full tensor; otherwise it is contiguous.
 
     Raises:
         LayoutError: a wrong number of shards, or shapes that do not fit the layout.
@@ -73,21 +80,28 @@ def assemble(layout: Layout, shards: Sequence[Tensor], sizes: Sizes, out: Tensor
     if out is None:
         out = torch.empty(shape, dtype=first.dtype, device=first.device)
     elif out.shape != shape:
-        raise LayoutError(f"a whole of shape {shape} does not fit into a tensor of {tuple(out.shape)}")
-    return copy_blocks(_plan_blocks_cached(layout, full, _layout_sizes(layout, sizes), _freeze_lengths(lengths)), layout, shards, out)
+        raise LayoutError(f"a full tensor of shape {shape} does not fit into a tensor of {tuple(out.shape)}")
+    return copy_blocks(
+        _plan_blocks_cached(layout, full, _layout_sizes(layout, sizes), _freeze_lengths(lengths)),
+        layout,
+        shards,
+        out,
+    )
 
 
 def plan_blocks(layout: Layout, shape: Sequence[int], sizes: Sizes) -> tuple[ShardBlock, ...]:
-    """What of which shard goes where, of shards that all have this shape.
+    """The blocks to copy, for shards that all have this shape.
 
     Raises:
-        LayoutError: it does not fit the layout.
+        LayoutError: the shape does not fit the layout.
     """
     return _plan_blocks_cached(layout, padded_shape(layout, shape, sizes), _layout_sizes(layout, sizes), ())
 
 
-def copy_blocks(blocks: Sequence[ShardBlock], layout: Layout, shards: Sequence[Tensor], out: Tensor) -> Tensor:
-    """Copy the blocks of shards to their places in `out`, a whole."""
+def copy_blocks(
+    blocks: Sequence[ShardBlock], layout: Layout, shards: Sequence[Tensor], out: Tensor
+) -> Tensor:
+    """Copy the blocks of shards to their positions in `out`, a full tensor."""
     inner = out if layout.permute is None else out.permute(_inverse(layout.permute))
     for number, source, target, add in blocks:
         block = shards[number][source]
@@ -104,22 +118,22 @@ def extract(
     lengths: Lengths | None = None,
     alias: bool = False,
 ) -> Tensor:
-    """Take the shard of the rank at `coords` out of the whole; the inverse of `assemble`.
+    """Extract the shard of the rank at `coords` from the full tensor; the inverse of `assemble`.
 
-    Of a sum, the first coordinate of each summed axis gets the value and the others zeros.
+    Of a partial sum, the first coordinate of each summed axis gets the value and the others zeros.
 
     Args:
-        layout: how the shards relate; dims that it does not tell, at the end, are not cut.
-        whole: the tensor that one device would hold.
+        layout: the layout of the shards; trailing dims that it does not describe are not sharded.
+        whole: the full tensor.
         coords: this rank's coordinates.
-        sizes: the mesh.
-        local: where the layout strips padding, the shard as it was (its padding is put back), or its
+        sizes: the sizes of the mesh axes.
+        local: where the layout strips padding, the previous shard (its padding is restored), or its
             shape (the padding becomes zeros).
-        lengths: the lengths of the parts of uneven dims.
-        alias: whether the shard may be a view of `whole`, where it is contiguous there.
+        lengths: the lengths of the shards of uneven dims.
+        alias: whether the shard may be a view of `whole` where it is contiguous there.
 
     Returns:
-        A contiguous tensor, which shares no memory with `whole` unless it may.
+        A contiguous tensor, which shares no memory with `whole` unless `alias` is set.
     """
     given = local.shape if isinstance(local, Tensor) else local
     part = locate_shard(layout, whole.shape, coords, sizes, given, lengths)
@@ -127,13 +141,13 @@ def extract(
 
 
 class ShardPosition(NamedTuple):
-    """Where a rank's shard lies in a whole of one shape.
+    """The position of a rank's shard in a full tensor of one shape.
 
     Attributes:
-        order: the shard's dims in terms of the whole's; None for the same order.
-        shape: of the shard.
-        pieces: entries of the shard, and the same in the whole; none where it has zeros of a sum.
-        gaps: what is padding: the dim, and from where to where.
+        order: the shard's dims in terms of the full tensor's; None for the same order.
+        shape: the shard's shape.
+        pieces: entries of the shard, and the same in the full tensor; empty where it has zeros of a sum.
+        gaps: the padding: dim, first and last index.
     """
 
     order: tuple[int, ...] | None
@@ -150,10 +164,10 @@ def locate_shard(
     local: Sequence[int] | None = None,
     lengths: Lengths | None = None,
 ) -> ShardPosition:
-    """Where the shard of the rank at `coords` lies; arguments as for `extract`, of shapes."""
+    """The position of the shard of the rank at `coords`; arguments as for `extract`, with shapes."""
     order = None if layout.permute is None else _inverse(layout.permute)
     inner = tuple(whole) if order is None else tuple(whole[i] for i in order)
-    if len(inner) > len(layout.dims):  # what is behind the dims that are told is not cut
+    if len(inner) > len(layout.dims):  # trailing dims without a description are not sharded
         layout = replace(layout, dims=layout.dims + (Dim(),) * (len(inner) - len(layout.dims)))
     full = tuple(
         n if d.keep is None or local is None else max(n, local[i] * count_parts(d, sizes))
@@ -176,7 +190,7 @@ def locate_shard(
 
 
 def copy_shard(part: ShardPosition, whole: Tensor, old: Tensor | None = None, alias: bool = False) -> Tensor:
-    """Take a shard out of a whole; arguments as for `extract`."""
+    """Extract a shard from a full tensor; arguments as for `extract`."""
     inner = whole if part.order is None else whole.permute(part.order)
     if not part.pieces and not part.gaps:
         return inner.new_zeros(part.shape)
@@ -201,7 +215,7 @@ def _plan_blocks_cached(
     sizes: tuple[tuple[str, int], ...],
     lengths: tuple[tuple[int, tuple[int, ...]], ...],
 ) -> tuple[ShardBlock, ...]:
-    """What of which shard goes where; the same for every tensor of these shapes."""
+    """The blocks to copy; the same for every tensor of these shapes."""
     mesh, uneven = dict(sizes), dict(lengths)
     out, written = [], set()
     for number, coords in enumerate(coordinates(layout, mesh)):
@@ -222,7 +236,7 @@ def _plan_blocks_cached(
 def _span_row(
     layout: Layout, index: int, length: int, coords: Coords, sizes: Sizes, lengths: Lengths | None
 ) -> list[tuple[Span, slice]]:
-    """Of one dim, the spans of the whole that a shard has, and where they lie in the shard."""
+    """For one dim, the spans of the full tensor that a shard has, and their positions in the shard."""
     own = None if lengths is None else lengths.get(index)
     offset, row = 0, []
     for start, stop in spans(layout.dims[index], length, coords, sizes, own):
@@ -232,7 +246,7 @@ def _span_row(
 
 
 def _clip_row(row: list[tuple[Span, slice]], length: int) -> list[tuple[Span, slice]]:
-    """What of a row is among the first `length` entries of the whole."""
+    """The part of a row within the first `length` entries of the full tensor."""
     return [
         ((start, min(stop, length)), slice(at.start, at.start + min(stop, length) - start))
         for (start, stop), at in row
@@ -241,7 +255,7 @@ def _clip_row(row: list[tuple[Span, slice]], length: int) -> list[tuple[Span, sl
 
 
 def _find_gaps(pieces: list[slice], length: int) -> Iterator[Span]:
-    """What of a shard's dim no piece covers."""
+    """The ranges of a shard's dim that no piece covers."""
     offset = 0
     for piece in pieces:
         if offset < piece.start:
@@ -252,13 +266,13 @@ def _find_gaps(pieces: list[slice], length: int) -> Iterator[Span]:
 
 
 def _is_spare_copy(layout: Layout, coords: Coords, sizes: Sizes) -> bool:
-    """Whether this rank holds a second copy of what another one holds."""
+    """Whether this rank holds a further copy of another rank's shard."""
     cuts = [c for d in layout.dims for c in d.cuts if c.copies > 1 and not c.partial]
     return any(coords[c.axis] % c.copies for c in cuts if sizes.get(c.axis, 1) > 1)
 
 
 def _holds_nothing(layout: Layout, coords: Coords, sizes: Sizes) -> bool:
-    """Whether this rank is one of those that get zeros of a sum."""
+    """Whether this rank is one of those that get zeros of a partial sum."""
     if any(coords.get(a, 0) for a in layout.partial if sizes.get(a, 1) > 1):
         return True
     cuts = [c for d in layout.dims for c in d.cuts if c.partial]

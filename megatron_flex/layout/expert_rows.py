@@ -1,7 +1,7 @@
-"""Where experts' rows lie: which of them a rank has, from whom they come, and which token each belongs to.
+"""Rows of experts: which rows a rank has, which rank sent them, and which token each row belongs to.
 
-A rank's tokens are counted by sequence and then by batch. At home, with their tokens, its rows are in the
-order of experts and then of tokens.
+A rank's tokens are counted by sequence and then by batch. On the rank that has the tokens, rows are ordered
+by expert and then by token.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from megatron_flex.layout.algebra import Coords, Layout, Sizes
 from megatron_flex.layout.assembly import extract
 from megatron_flex.layout.spans import padded_shape
-from megatron_flex.layout.types import Coords, Layout, Sizes
 
 
 @dataclass(eq=False)
 class ExpertChoice:
-    """Which experts each of a rank's tokens goes to, in one call of one layer.
+    """The experts chosen for each of a rank's tokens, in one call of one layer.
 
     Attributes:
         chosen: `[tokens, experts]`, true where the token goes to the expert.
         shape: `(sequence, batch)` of the tokens; `tokens` is their product.
-        slots: experts for each token, at most.
-        stream: the layout `[s, b, ...]` that the tokens have.
+        slots: maximum number of experts of a token.
+        stream: the layout `[s, b, ...]` of the tokens.
         etp_outer: whether a rank's rows are ordered by source (etp, ep) and not (ep, etp).
     """
 
@@ -37,13 +37,13 @@ class ExpertChoice:
 
     @cached_property
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """Expert and token of each of the rank's rows at home, by expert and then by token."""
+        """Expert and token of each row on the rank that has the tokens, by expert and then by token."""
         experts, tokens = self.chosen.T.nonzero(as_tuple=True)
         return experts, tokens
 
     @cached_property
     def slot(self) -> Tensor:
-        """`[tokens, experts]`: the place of an expert among those that the token goes to, by number."""
+        """`[tokens, experts]`: the slot of an expert among those of the token, by expert number."""
         return self.chosen.cumsum(1) - 1
 
     @cached_property
@@ -55,23 +55,23 @@ class ExpertChoice:
         return out.view(*self.shape, self.slots)
 
     def by_token(self, rows: Tensor) -> Tensor:
-        """`[sequence, batch, slots, ...]` of all rows at home; zeros in slots that no expert has."""
+        """`[sequence, batch, slots, ...]` of all rows of these tokens; zeros in slots without an expert."""
         experts, tokens = self.pairs
         dense = rows.new_zeros((self.chosen.shape[0], self.slots, *rows.shape[1:]))
         dense[tokens, self.slot[tokens, experts]] = rows
         return dense.view(*self.shape, self.slots, *rows.shape[1:])
 
     def by_expert(self, dense: Tensor) -> Tensor:
-        """All rows at home, the inverse of `by_token`."""
+        """All rows of these tokens, the inverse of `by_token`."""
         experts, tokens = self.pairs
         return dense.reshape(-1, self.slots, *dense.shape[3:])[tokens, self.slot[tokens, experts]]
 
     def places(self, coords: Coords, sizes: Sizes) -> Tensor:
-        """Where in the whole's tokens, counted by sequence and then by batch, the rank's are.
+        """The positions of the rank's tokens among all tokens, counted by sequence and then by batch.
 
         Args:
-            coords: the rank's.
-            sizes: the mesh.
+            coords: the rank's coordinates.
+            sizes: the sizes of the mesh axes.
         """
         stream = Layout(self.stream.dims[:2])
         full = padded_shape(stream, self.shape, sizes)
@@ -80,13 +80,13 @@ class ExpertChoice:
 
 
 def select_experts(experts: int, ranks: int, coord: int, expert: int | None = None) -> slice:
-    """The experts of a rank whose rows a tensor has.
+    """The experts of a rank whose rows are in a tensor.
 
     Args:
         experts: how many there are.
-        ranks: over which they are cut, in their order.
-        coord: the rank's place among those.
-        expert: if given, the tensor has the rows of this one alone, and no others.
+        ranks: the number of ranks that share them, contiguously.
+        coord: the rank's coordinate among those.
+        expert: if given, the tensor has only the rows of this expert.
     """
     each = experts // ranks
     first = coord * each
@@ -96,10 +96,10 @@ def select_experts(experts: int, ranks: int, coord: int, expert: int | None = No
 
 
 def rows_by_source(counts: Tensor, etp_outer: bool) -> list[list[Tensor]]:
-    """For each coordinate of `etp` and of `ep`, the rows here that come from that rank, by expert.
+    """For each coordinate of `etp` and of `ep`, the rows here that were sent from that rank, by expert.
 
     Args:
-        counts: `[ep, etp, experts]`: how many rows come from each rank to the experts here.
+        counts: `[ep, etp, experts]`: the number of rows from each rank to the experts here.
         etp_outer: whether the rows of an expert are ordered by source (etp, ep) and not (ep, etp).
     """
     outer = counts.permute(2, 1, 0) if etp_outer else counts.permute(2, 0, 1)

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from math import prod
 from textwrap import wrap
 
+from megatron_flex.layout.algebra import Dim, Layout, Sizes, Span
 from megatron_flex.layout.region import is_partial
 from megatron_flex.layout.spans import coordinates, spans
-from megatron_flex.layout.types import Dim, Layout, Sizes, Span
 
-WIDTH, HEIGHT, LEFT, TOP = 440, 150, 40, 22  # pixels: of the tensor, and of what is beside and above it
-LETTER, LINE = 7, 14  # pixels that a letter takes, and a line below
-LINE_LETTERS = 70  # of such a line
+WIDTH, HEIGHT, LEFT, TOP = 440, 150, 40, 22  # pixels: size of the tensor, and margins
+LETTER, LINE = 7, 14  # pixels: width of a letter, height of a text line
+LINE_LETTERS = 70  # characters of a text line
 RankCoords = tuple[tuple[str, int], ...]
-ASSUMED_SIZE = 2  # ranks of each axis where nothing says how many
+ASSUMED_SIZE = 2  # ranks of each axis where the mesh is not given
 
 
 @dataclass(frozen=True, slots=True)
 class DrawingBlock:
-    """A rectangle of the drawn dims, in entries of the least tensor that can be cut so.
+    """A rectangle of the drawn dims, in entries of the smallest tensor that can be sharded this way.
 
     Attributes:
-        rows: along the first of them.
-        columns: along the second.
-        ranks: of those that hold it, or a summand of it: each axis with the coordinate.
+        rows: its range along the first dim.
+        columns: its range along the second dim.
+        ranks: the ranks that hold it, or a summand of it: each axis with the coordinate.
     """
 
     rows: Span
@@ -35,13 +36,13 @@ class DrawingBlock:
 
 @dataclass(frozen=True, slots=True)
 class LayoutPicture:
-    """What is drawn.
+    """The content of a drawing.
 
     Attributes:
         names: of the two dims; the first may be missing.
-        lengths: how many entries each has.
-        blocks: in the order of the first ranks that hold them.
-        more: names of cut dims that are not drawn.
+        lengths: the number of entries of each.
+        blocks: ordered by the first rank that holds them.
+        more: names of sharded dims that are not drawn.
         summed: whether ranks hold summands.
     """
 
@@ -53,7 +54,7 @@ class LayoutPicture:
 
 
 def make_picture(layout: Layout, sizes: Sizes) -> LayoutPicture:
-    """What a drawing of the last two cut dims shows; of one, or none, another dim stands beside it."""
+    """The drawing of the last two sharded dims; if fewer are sharded, another dim is added."""
     order = layout.permute or tuple(range(len(layout.dims)))
     dims = [replace(layout.dims[i], uneven=False, keep=None) for i in order]
     names = [d.name or f"d{i}" for i, d in enumerate(dims)]
@@ -88,7 +89,7 @@ def draw_layout(layout: Layout, sizes: Sizes | None = None) -> str:
 
     Args:
         layout: the layout.
-        sizes: the mesh; two ranks of each axis if None.
+        sizes: the sizes of the mesh axes; two ranks on each axis if None.
     """
     assumed = sizes is None
     found = dict.fromkeys((*layout.axes, *layout.shared), ASSUMED_SIZE) if sizes is None else dict(sizes)
@@ -106,7 +107,7 @@ def draw_layout(layout: Layout, sizes: Sizes | None = None) -> str:
     body = [_draw_block(b, shown, keys.index(b.ranks), len(keys)) for b in shown.blocks]
     rows, columns = map(escape, shown.names)
     height = TOP + HEIGHT + 10 + LINE * len(caption)
-    beside = max(0, (len(shown.names[0]) + 3) * LETTER - LEFT)  # so much more a long name needs
+    beside = max(0, (len(shown.names[0]) + 3) * LETTER - LEFT)  # extra width for a long name
     width = beside + LEFT + WIDTH + 8
     below = "".join(
         f'<text x="{LEFT}" y="{TOP + HEIGHT + LINE * n + 4}" font-size="11">{escape(sentence)}</text>'
@@ -124,7 +125,7 @@ def draw_layout(layout: Layout, sizes: Sizes | None = None) -> str:
 
 
 def _least_length(dim: Dim, sizes: Sizes) -> int:
-    """The least length that can be cut so."""
+    """The smallest length that can be sharded this way."""
     chunks = prod(
         sizes.get(c.axis, 1) // c.copies * (2 if c.order == "zigzag" else 1)
         for c in dim.cuts
@@ -161,3 +162,12 @@ def _describe_ranks(ranks: tuple[RankCoords, ...]) -> str:
     if prod(map(len, by_axis.values())) == len(ranks):
         return " ".join(f"{a} {','.join(map(str, sorted(n)))}" for a, n in by_axis.items())
     return "; ".join(" ".join(f"{a} {c}" for a, c in rank) for rank in ranks)
+
+
+Layout.draw = draw_layout
+
+
+def format_shape(dims: Sequence[str], shape: Sequence[int | str]) -> str:
+    """`[sample 8, token 16, h 512]`; `[s, b, h 512]` where only the data tell."""
+    pairs = zip(dims, shape, strict=False)
+    return "[" + ", ".join(d if d == n else f"{d} {n}".strip() for d, n in pairs) + "]"

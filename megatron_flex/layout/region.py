@@ -1,6 +1,6 @@
-"""A region of the whole from the parts of shards that make it: `assemble`, for who wants only some of it.
+"""A region of the full tensor from parts of shards: `assemble`, for a caller that needs only some entries.
 
-`region(...) == assemble(...)[wanted]` for every layout; nothing outside of the region is asked for.
+`region(...) == assemble(...)[wanted]` for every layout; nothing outside of the region is read.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from megatron_flex.errors import LayoutError
+from megatron_flex.layout.algebra import Coords, Dim, Layout, Lengths, Sizes
 from megatron_flex.layout.spans import coordinates, spans
-from megatron_flex.layout.types import Coords, Dim, Layout, Lengths, Sizes
 
-DimIndex = range | list[int]  # entries of a dim, in this order; a range counts upwards
+DimIndex = range | list[int]  # entries of a dim, in this order; a range is ascending
 RegionIndex = tuple[DimIndex, ...]  # for each dim
 
 
 class BlockRead(NamedTuple):
-    """A block of one shard, and its place in the region; dims in the shard's order.
+    """A block of one shard, and its position in the region; dims in the shard's order.
 
     Attributes:
-        coords: of the shard; where several ranks hold copies, the first of them.
-        source: the entries of the shard.
-        target: the entries of the region.
+        coords: the rank of the shard; where several ranks hold copies, the first of them.
+        source: the block's entries in the shard.
+        target: the block's entries in the region.
     """
 
     coords: Coords
@@ -35,16 +35,20 @@ class BlockRead(NamedTuple):
 
 
 def plan_reads(
-    layout: Layout, full: Sequence[int], sizes: Sizes, wanted: Sequence[DimIndex], lengths: Lengths | None = None
+    layout: Layout,
+    full: Sequence[int],
+    sizes: Sizes,
+    wanted: Sequence[DimIndex],
+    lengths: Lengths | None = None,
 ) -> Iterator[BlockRead]:
-    """The blocks of shards that make a region. Blocks of summands have one target, and their sum goes there.
+    """The blocks of shards that make up a region. Blocks of summands have one target and are added there.
 
     Args:
-        layout: how the shards relate.
-        full: the whole's shape, padding included, dims in the shards' order.
-        sizes: the mesh.
-        wanted: for each dim, in the shards' order, the entries wanted.
-        lengths: the lengths of the parts of uneven dims.
+        layout: the layout of the shards.
+        full: the full tensor's shape, padding included, dims in the shards' order.
+        sizes: the sizes of the mesh axes.
+        wanted: for each dim, in the shards' order, the requested entries.
+        lengths: the lengths of the shards of uneven dims.
     """
     rows_of: list[dict[tuple[int, ...], list[tuple[DimIndex, DimIndex]]]] = [{} for _ in layout.dims]
     for coords in coordinates(layout, sizes):
@@ -70,23 +74,23 @@ def assemble_region(
     lengths: Lengths | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Make a region of the whole.
+    """Build a region of the full tensor.
 
     Args:
-        layout: how the shards relate.
-        shard: gives the entries of the shard of a rank; they are copied at once, and never written to.
-        full: the whole's shape, padding included, dims in the shards' order (`padded_shape`).
-        sizes: the mesh.
-        wanted: for each dim of the whole, as one device has them, the entries wanted.
-        lengths: the lengths of the parts of uneven dims.
-        out: where to write it, in any dtype and order of dims in memory; a new tensor if None.
+        layout: the layout of the shards.
+        shard: returns entries of the shard of a rank; they are copied at once, and never written to.
+        full: the full tensor's shape, padding included, dims in the shards' order (`padded_shape`).
+        sizes: the sizes of the mesh axes.
+        wanted: for each dim of the full tensor, in the single-device order, the requested entries.
+        lengths: the lengths of the shards of uneven dims.
+        out: the tensor to write to, in any dtype and memory order; a new tensor if None.
 
     Returns:
-        `out`, dims as one device has them. Summands of half precision are added in fp32, and
+        `out`, dims in the single-device order. Summands of half precision are added in fp32, and
         the sum is rounded once.
 
     Raises:
-        LayoutError: entries that the whole does not have.
+        LayoutError: the full tensor does not have these entries.
     """
     order = layout.permute or tuple(range(len(layout.dims)))
     if len(wanted) != len(order):
@@ -111,7 +115,7 @@ def assemble_region(
             total = make(shape, dtype=torch.float32 if half else dtype)
         write_entries(total, target, block, summed)
     if total is None:
-        # nothing is wanted, and any shard tells the dtype
+        # the region is empty, and any shard gives the dtype
         dtype = shard(coordinates(layout, sizes)[0], tuple(range(0) for _ in order)).dtype
         total = torch.empty(shape, dtype=dtype)
     if own is None:
@@ -122,7 +126,7 @@ def assemble_region(
 
 
 def take_entries(tensor: Tensor, where: RegionIndex) -> Tensor:
-    """The entries of a tensor, each dim's by themselves; a view as far as ranges go."""
+    """The entries of a tensor, indexed dim by dim; a view as far as the indices are ranges."""
     for dim, index in enumerate(where):
         if isinstance(index, range) and index != range(tensor.shape[dim]):
             tensor = tensor[(slice(None),) * dim + (slice(index.start, index.stop, index.step),)]
@@ -133,7 +137,7 @@ def take_entries(tensor: Tensor, where: RegionIndex) -> Tensor:
 
 
 def write_entries(out: Tensor, where: RegionIndex, block: Tensor, add: bool = False) -> None:
-    """Write a block to the entries of a tensor, or add it to what is there."""
+    """Write a block to the entries of a tensor, or add it to their values."""
     if all(isinstance(index, range) for index in where):
         target = take_entries(out, where)
         _ = target.add_(block) if add else target.copy_(block)
@@ -147,13 +151,13 @@ def write_entries(out: Tensor, where: RegionIndex, block: Tensor, add: bool = Fa
 
 
 def is_partial(layout: Layout, sizes: Sizes) -> bool:
-    """Whether the whole is a sum over ranks."""
+    """Whether the full tensor is a sum over ranks."""
     cuts = [c for d in layout.dims for c in d.cuts if c.partial and c.copies > 1 and sizes.get(c.axis, 1) > 1]
     return bool(cuts) or any(sizes.get(a, 1) > 1 for a in layout.partial)
 
 
 def first_copy(layout: Layout, coords: Coords, sizes: Sizes) -> dict[str, int]:
-    """The first of the ranks that hold the same as the one at `coords`, on the layout's axes."""
+    """The first of the ranks that hold the same values as the one at `coords`, on the layout's axes."""
     copies = {c.axis: c.copies for d in layout.dims for c in d.cuts if not c.partial}
     out = {}
     for axis in layout.axes:
@@ -163,7 +167,7 @@ def first_copy(layout: Layout, coords: Coords, sizes: Sizes) -> dict[str, int]:
 
 
 def compact_index(index: Sequence[int]) -> DimIndex:
-    """The same entries as a range, where they are evenly spaced upwards."""
+    """The same entries as a range, where they are ascending and evenly spaced."""
     if isinstance(index, range) and index.step > 0:
         return index
     found = list(index)
@@ -182,7 +186,7 @@ def _inverse(order: Sequence[int]) -> list[int]:
 def _overlap_dim(
     dim: Dim, length: int, coords: Coords, sizes: Sizes, lengths: Sequence[int] | None, wanted: DimIndex
 ) -> list[tuple[DimIndex, DimIndex]]:
-    """What of the wanted entries of a dim a rank has: where they lie in its shard, and in the region."""
+    """The requested entries of a dim that a rank has: their positions in its shard, and in the region."""
     out: list[tuple[DimIndex, DimIndex]] = []
     offset = 0
     for start, stop in spans(dim, length, coords, sizes, lengths):

@@ -1,4 +1,4 @@
-"""Where the entries of a dim live: spans of the whole for each rank, and the shapes that follow."""
+"""Positions of the entries of a dim: spans of the full tensor for each rank, and the shapes that follow."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from megatron_flex.errors import LayoutError
-from megatron_flex.layout.types import Coords, Cut, Dim, Layout, Lengths, Sizes, Span
+from megatron_flex.layout.algebra import Coords, Cut, Dim, Layout, Lengths, Sizes, Span
 
 
 def spans(
     dim: Dim, length: int, coords: Coords, sizes: Sizes, lengths: Sequence[int] | None = None
 ) -> list[Span]:
-    """The intervals of a whole dim that the rank at `coords` holds, in its local order.
+    """The intervals of a full dim that the rank at `coords` holds, in its local order.
 
     Args:
         dim: the dim.
-        length: how many entries the whole dim has, padding included.
+        length: the number of entries of the full dim, padding included.
         coords: this rank's coordinates.
-        sizes: the mesh.
-        lengths: the lengths of all parts, which an uneven dim needs.
+        sizes: the sizes of the mesh axes.
+        lengths: the lengths of all shards, which an uneven dim needs.
 
     Raises:
         LayoutError: the dim does not divide evenly, or is uneven and `lengths` is missing.
@@ -49,7 +49,7 @@ def spans(
 
 
 def _cut_spans(piece: list[Span], cut: Cut, coord: int, size: int, name: str) -> list[Span]:
-    """Take coordinate `coord`'s part of a list of spans laid end to end."""
+    """The part of coordinate `coord` in a list of concatenated spans."""
     if size == 1:
         return piece
     count, at = size // cut.copies, coord // cut.copies
@@ -88,7 +88,7 @@ def _merge_adjacent(piece: list[Span]) -> list[Span]:
 
 
 def count_parts(dim: Dim, sizes: Sizes) -> int:
-    """Into how many different parts a dim is cut."""
+    """The number of different shards of a dim."""
     out = 1
     for c in dim.cuts:
         size = sizes.get(c.axis, 1)
@@ -99,10 +99,10 @@ def count_parts(dim: Dim, sizes: Sizes) -> int:
 def padded_shape(
     layout: Layout, local: Sequence[int], sizes: Sizes, lengths: Lengths | None = None
 ) -> tuple[int, ...]:
-    """The whole's shape with its padding, dims in the local order, from one rank's local shape.
+    """The full tensor's shape with its padding, dims in the local order, from one rank's local shape.
 
     Raises:
-        LayoutError: another number of dims than the layout has, or an uneven dim without `lengths`.
+        LayoutError: the tensor has another number of dims than the layout, or an uneven dim has no `lengths`.
     """
     if len(local) != len(layout.dims):
         raise LayoutError(
@@ -136,12 +136,12 @@ def coordinates(layout: Layout, sizes: Sizes) -> list[dict[str, int]]:
 
 
 def uneven_lengths(layout: Layout, shapes: Sequence[Sequence[int]], sizes: Sizes) -> dict[int, list[int]]:
-    """The lengths of the parts of each uneven dim, from the shapes of all shards.
+    """The lengths of the shards of each uneven dim, from the shapes of all shards.
 
     Args:
-        layout: how the shards relate.
+        layout: the layout of the shards.
         shapes: the shards' shapes in the order of `coordinates(layout, sizes)`.
-        sizes: the mesh.
+        sizes: the sizes of the mesh axes.
     """
     out: dict[int, list[int]] = {}
     for index, dim in enumerate(layout.dims):

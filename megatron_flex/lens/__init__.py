@@ -1,25 +1,24 @@
-"""Caches, names and traces of interpretability, on a model that is spread over many ranks."""
+"""Caches, names and traces for interpretability, on a model that is distributed over many ranks."""
 
-from megatron_flex.lens.cache import ActivationCache
-from megatron_flex.lens.editing import Edits, HookPoint, Hooks, edits
-from megatron_flex.lens.lens_names import Alias, Filter, Names
-from megatron_flex.lens.reading import Reading, run
-from megatron_flex.lens.model_trace import Handle, Place, Trace
-from megatron_flex.lens.full_weights import WholeWeights
+from megatron_flex.lens.activation_cache import ActivationCache
+from megatron_flex.lens.full_weights import FullWeights
+from megatron_flex.lens.lens_names import Alias, Filter, LensNames
+from megatron_flex.lens.model_trace import Trace, TracedModule, TracedTensor
+from megatron_flex.lens.temporary_hooks import HookPoint, Hooks, TemporaryCaptures, TemporaryEdits, edits, run
 
 __all__ = [
     "ActivationCache",
     "Alias",
-    "Edits",
     "Filter",
-    "Handle",
+    "FullWeights",
     "HookPoint",
     "Hooks",
-    "Names",
-    "Place",
-    "Reading",
+    "LensNames",
+    "TemporaryCaptures",
+    "TemporaryEdits",
     "Trace",
-    "WholeWeights",
+    "TracedModule",
+    "TracedTensor",
     "edits",
     "run",
 ]

@@ -1,4 +1,4 @@
-"""Whole weights, fetched when they are needed and kept."""
+"""Full weights, fetched when first used and cached."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from megatron_flex.collectives import Agreement
-from megatron_flex.errors import HookError
 from megatron_flex.config import flex_config
+from megatron_flex.errors import HookError
 from megatron_flex.layout import Sizes
-from megatron_flex.lens.lens_names import Names
-from megatron_flex.runtime import Session, parameters
-from megatron_flex.runtime.survey import ParameterRequest
+from megatron_flex.lens.lens_names import LensNames
+from megatron_flex.runtime import Session, full_parameters
+from megatron_flex.runtime.full_parameters import ParameterRequest
 
 
-class WholeWeights:
-    """The weights of a model as one device would hold them, as they were when they were first asked for.
+class FullWeights:
+    """The full weights of a model, with their values at the first use.
 
-    Asking is collective; a rank that never comes makes the others raise after a while instead of waiting.
+    Fetching is collective; if a rank does not take part, the others raise after a timeout.
 
     Raises:
-        HookError: made inside a step.
+        HookError: created inside a step.
     """
 
     _count = 0
 
-    def __init__(self, session: Session, names: Names) -> None:
-        if session.running:  # on the ranks of one stage, where the others do not come
+    def __init__(self, session: Session, names: LensNames) -> None:
+        if session.running:  # on the ranks of one stage only, so that a collective would wait
             raise HookError(
-                "a step is under way, in which the model cannot be run; do it before or behind it"
+                "a step is in progress, in which the model cannot be run; call this before or after it"
             )
         self.names, self._session = names, session
         self._kept: dict[str, Tensor] = {}
-        self._agreement = Agreement(f"weights{WholeWeights._count}", flex_config.agree_seconds)
-        WholeWeights._count += 1
+        self._agreement = Agreement(f"weights{FullWeights._count}", flex_config.agree_seconds)
+        FullWeights._count += 1
 
     @property
     def sizes(self) -> Sizes:
-        """How many ranks each axis of the mesh has."""
-        return self._session.adapter.mesh.sizes
+        """The number of ranks on each axis of the mesh."""
+        return self._session.mesh.sizes
 
     def __call__(self, name: str) -> Tensor:
-        """One parameter, on the CPU of every rank."""
+        """One full parameter, on the CPU of every rank."""
         return self.of([name])[name]
 
     def of(self, wanted: Iterable[str]) -> dict[str, Tensor]:
@@ -52,7 +52,9 @@ class WholeWeights:
         if missing:
             self._agreement.compare(f"weights {', '.join(missing)}")
         for name in missing:
-            found = parameters.gather_parameter(self._session.survey, name, ParameterRequest(everywhere=True), None)
+            found = full_parameters.gather_parameter(
+                self._session.survey, name, ParameterRequest(everywhere=True), None
+            )
             assert found is not None
             self._kept[name] = found
         return {n: self._kept[n] for n in wanted}
@@ -74,13 +76,13 @@ class WholeWeights:
         return self(name) if self.names.has(name) else None
 
     def unembedding(self) -> Tensor:
-        """W_U, `[h, vocabulary]`, as it is: without the final norm's weights."""
+        """W_U, `[h, vocabulary]`, without the final norm's weights."""
         made_of = self.names.made_of
         tied = made_of is not None and made_of.tied
         return self("embedding.word_embeddings.weight" if tied else "output_layer.weight").T
 
     def final_norm(self) -> tuple[Tensor, Tensor | None]:
-        """The weight and, if it has one, the bias of the norm in front of the logits, `[h]`."""
+        """The weight and, if it has one, the bias of the norm before the logits, `[h]`."""
         made_of = self.names.made_of
         assert made_of is not None
         found = [self(n) for n in self.names.norm(self.names.final_norm)]

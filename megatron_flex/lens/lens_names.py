@@ -1,4 +1,4 @@
-"""TransformerLens' names for places here: our site, and how its tensor becomes what TransformerLens has."""
+"""TransformerLens' names: the site of each, and the conversion of its tensor to TransformerLens' shape."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatron_flex.adapters import Architecture
 from megatron_flex.errors import SiteError, suggest_nearest
 from megatron_flex.lens.tensor_views import (
     BatchFirst,
+    HeadResults,
     Heads,
     Normalized,
     Positions,
-    HeadResults,
     Scale,
     Scores,
     Unweighted,
@@ -22,22 +22,24 @@ from megatron_flex.lens.tensor_views import (
 from megatron_flex.sites import Site, SiteTable
 
 Filter = str | Sequence[str] | Callable[[str], bool] | None
-NORM_NOT_EDITABLE = "it is computed from the norm's input; edit hook_normalized, or the stream that enters the norm"
+NORM_NOT_EDITABLE = (
+    "it is computed from the norm's input; edit hook_normalized, or the stream that enters the norm"
+)
 RESULT_NOT_EDITABLE = "it is computed from hook_z; edit that, or hook_attn_out"
-LENS_PREFIXES = ("blocks.", "hook_", "ln_final", "unembed.")  # how their names begin
+LENS_PREFIXES = ("blocks.", "hook_", "ln_final", "unembed.")  # prefixes of their names
 FINAL_NORMS = ("decoder.final_layernorm", "decoder.final_norm")
 
 
 @dataclass(frozen=True)
 class Alias:
-    """A name, and where and how its tensor is to be had.
+    """A name, with its site and the conversion of the tensor.
 
     Attributes:
-        name: TransformerLens' name, or our site's.
-        site: the site where it is read.
-        view: what is made of the site's tensor.
-        edit: the site where it is edited, and the view there, if those are others.
-        large: whether it is left out where everything is asked for.
+        name: TransformerLens' name, or the site's.
+        site: the site to read.
+        view: the conversion of the site's tensor.
+        edit: the site to edit, and the conversion there, if they differ.
+        large: whether it is omitted when all names are requested.
         sure: whether every run must pass it.
     """
 
@@ -50,17 +52,17 @@ class Alias:
 
     @property
     def edited(self) -> tuple[str, View]:
-        """Where and how it is edited."""
+        """The site and the conversion for edits."""
         return self.edit or (self.site, self.view)
 
 
 def expand_shorthand(name: str, layer: int | None = None, kind: str | None = None) -> str:
-    """The full name that TransformerLens means by a short one: `("k", 6)`, `"k6"`, `("scale", 2, "ln1")`.
+    """The full name for a short one: `("k", 6)`, `"k6"`, `("scale", 2, "ln1")`.
 
     Args:
-        name: a full name, or the word behind `hook_`, with or without the layer.
+        name: a full name, or the word after `hook_`, with or without the layer.
         layer: the block.
-        kind: the part of the block, where the word does not tell.
+        kind: the part of the block, where the word is ambiguous.
     """
     if layer is None and kind is None and ("." in name or name.startswith("hook_")):
         return name
@@ -95,12 +97,12 @@ SYNONYMS = {
 }
 
 
-class Names:
+class LensNames:
     """The names of one model.
 
     Args:
         sites: its sites, over all stages.
-        made_of: what it is made of; None where only our own names are known.
+        made_of: the model's components; None where only site names are known.
         parameters: the names of its parameters.
     """
 
@@ -112,15 +114,15 @@ class Names:
         self.aliases = {a.name: a for a in every if a.site in sites}
 
     def matching(self, wanted: Filter) -> list[Alias]:
-        """The places that a filter means, each once.
+        """The names that a filter selects, each once.
 
         Args:
-            wanted: None for all of TransformerLens' names that are here (but `hook_result`); one of them; a
+            wanted: None for all of TransformerLens' names of this model (but `hook_result`); one of them; a
                 site's name, or a glob; a list of these; or a function of TransformerLens' names. A model that
                 has none of them has the outputs of its modules instead, as far as a run passes them.
 
         Raises:
-            SiteError: a name stands for nothing, or its place is hidden.
+            SiteError: a name matches nothing, or its site is hidden.
         """
         if wanted is None:
             return [a for a in self._visible() if not a.large]
@@ -131,7 +133,7 @@ class Names:
         return list({a.name: a for name in wanted for a in self._named(name)}.values())
 
     def norm(self, path: str) -> tuple[str, ...]:
-        """The names of a norm's weight and bias, wherever they are kept; those that exist."""
+        """The names of a norm's weight and bias, as far as they exist."""
         inside = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
         layer, _, role = path.rpartition(".")
         options = [f"{path}.{{}}", f"{layer}.{inside.get(role, role)}.layer_norm_{{}}"]
@@ -139,7 +141,7 @@ class Names:
 
     @property
     def final_norm(self) -> str:
-        """The path of the norm in front of the logits."""
+        """The path of the norm before the logits."""
         return next((p for p in FINAL_NORMS if f"{p}:input" in self.sites), FINAL_NORMS[0])
 
     def has(self, parameter: str) -> bool:
@@ -157,7 +159,7 @@ class Names:
             alias = self.aliases[name]
             hidden = self.sites[alias.site].hidden
             if hidden:
-                raise SiteError(f"{name} is {alias.site} here, which is not to be had: {hidden}")
+                raise SiteError(f"{name} is {alias.site} here, which is not available: {hidden}")
             return [alias]
         if self.made_of and name.startswith(LENS_PREFIXES):
             raise SiteError(f"this model has nothing called {name!r}{suggest_nearest(name, self.aliases)}")
@@ -223,5 +225,5 @@ class Names:
 
 
 def site_view(site: Site) -> View:
-    """The view under a site's own name: batch first where the sequence is."""
+    """The view for a site's own name: the batch dim before the sequence dim."""
     return BatchFirst() if tuple(site.shape[:2]) == ("s", "b") else View()

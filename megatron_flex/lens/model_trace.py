@@ -1,4 +1,4 @@
-"""`with flex.trace(tokens) as t`: places by short names, whose tensors are there when the block is over."""
+"""`with flex.interp.trace(tokens) as t`: hook points by short names; their tensors exist after it."""
 
 from __future__ import annotations
 
@@ -8,30 +8,29 @@ from collections.abc import Callable
 from torch import Tensor
 
 from megatron_flex.errors import HookError, SiteError
-from megatron_flex.lens.editing import Edits
-from megatron_flex.lens.lens_names import Alias, Names
-from megatron_flex.lens.reading import Reading
-from megatron_flex.lens.full_weights import WholeWeights
+from megatron_flex.lens.full_weights import FullWeights
+from megatron_flex.lens.lens_names import Alias, LensNames
+from megatron_flex.lens.temporary_hooks import TemporaryCaptures, TemporaryEdits
 from megatron_flex.runtime import Session
 
-MODULE_NAMES = (  # what short names are of ours
+MODULE_NAMES = (  # module names for short names
     (r"blocks\.(\d+)\.attn\b", r"decoder.layers.\1.self_attention"),
     (r"blocks\.(\d+)\.ln1\b", r"decoder.layers.\1.input_layernorm"),
     (r"blocks\.(\d+)\.ln2\b", r"decoder.layers.\1.pre_mlp_layernorm"),
     (r"blocks\.(\d+)\b", r"decoder.layers.\1"),
     (r"unembed\b", "output_layer"),
 )
-OUTPUT_NAMES = (  # of which modules the output is more than what the module returns
+OUTPUT_NAMES = (  # modules whose hook points include more than the return value
     (r"(blocks\.\d+)\.(attn|mlp)", r"\1.hook_\2_out"),
     (r"embed", "hook_embed"),
 )
 
 
-class Handle:
-    """A tensor that will be there when the block is over.
+class TracedTensor:
+    """A tensor that is available after the block.
 
     Attributes:
-        name: the place.
+        name: the hook point.
     """
 
     def __init__(self, name: str) -> None:
@@ -40,14 +39,14 @@ class Handle:
 
     @property
     def value(self) -> Tensor:
-        """The tensor, on the CPU of every rank: batch first, microbatches one behind the other.
+        """The tensor, on the CPU of every rank: batch first, microbatches concatenated.
 
         Raises:
-            HookError: the block is not over, or nothing was run in it.
+            HookError: the block has not ended, or nothing was run in it.
         """
         if self._value is None:
             raise HookError(
-                f"{self.name} has no value yet; it is there when the `with flex.trace()` block is over"
+                f"{self.name} has no value yet; it is available after the `with flex.interp.trace()` block"
             )
         return self._value
 
@@ -55,15 +54,15 @@ class Handle:
         return f"Handle({self.name!r}, {'no value yet' if self._value is None else tuple(self._value.shape)})"
 
 
-class Place:
-    """A module, or one of its points; its `input` and `output` are read by asking and edited by assigning."""
+class TracedModule:
+    """A module, or one of its points; get `input` and `output` to read them, set them to edit."""
 
     def __init__(self, trace: Trace, name: str) -> None:
         self._trace, self._name = trace, name
 
     @property
-    def input(self) -> Handle:
-        """What enters; assign a tensor, or a function of one, to replace it."""
+    def input(self) -> TracedTensor:
+        """The input; set it to a tensor, or a function of one, to replace it."""
         return self._trace.handle(self._trace.alias(self._name, "input"))
 
     @input.setter
@@ -71,8 +70,8 @@ class Place:
         self._trace.assign(self._trace.alias(self._name, "input"), new)
 
     @property
-    def output(self) -> Handle:
-        """What leaves, or what passes at a point."""
+    def output(self) -> TracedTensor:
+        """The output, or the tensor at a point."""
         return self._trace.handle(self._trace.alias(self._name, "output"))
 
     @output.setter
@@ -81,29 +80,29 @@ class Place:
 
 
 class Trace:
-    """The places of one model for the time of a block. Every rank asks for the same, in the same order."""
+    """The hook points of one model for the duration of a block. Every rank uses the same ones, in order."""
 
-    def __init__(self, session: Session, weights: WholeWeights) -> None:
+    def __init__(self, session: Session, weights: FullWeights) -> None:
         self.session, self.weights = session, weights
-        self.edits = Edits(session, weights)
-        self._handles: dict[str, Handle] = {}
-        self._reading = Reading(session, weights)
+        self.edits = TemporaryEdits(session, weights)
+        self._handles: dict[str, TracedTensor] = {}
+        self._reading = TemporaryCaptures(session, weights)
         self._over = False
 
-    def __getitem__(self, name: str) -> Place:
-        """A place by a short name (`blocks.3`, `blocks.3.mlp`), one of TransformerLens' names, or ours."""
-        return Place(self, name)
+    def __getitem__(self, name: str) -> TracedModule:
+        """A hook point by a short name (`blocks.3`, `blocks.3.mlp`), a TransformerLens name, or a site's."""
+        return TracedModule(self, name)
 
     @property
-    def logits(self) -> Handle:
-        """What the model returns, `[batch, sequence, vocabulary]`."""
+    def logits(self) -> TracedTensor:
+        """The model's output, `[batch, sequence, vocabulary]`."""
         return self.handle(self.alias(self.session.adapter.logits, "output"))
 
     def alias(self, name: str, side: str) -> Alias:
-        """The one place that a name means; `side` is `input` or `output`.
+        """The one hook point of a name; `side` is `input` or `output`.
 
         Raises:
-            SiteError: it means none, or several.
+            SiteError: the name matches none, or several.
         """
         names = self.weights.names
         wanted = expand_name(names, name, side)
@@ -112,18 +111,18 @@ class Trace:
             raise SiteError(f"{name!r} means {len(aliases)} places; name one of them")
         return aliases[0]
 
-    def handle(self, alias: Alias) -> Handle:
-        """Read a place from now on."""
+    def handle(self, alias: Alias) -> TracedTensor:
+        """Start reading a hook point."""
         if alias.name not in self._handles:
             self._open()
             self._reading.add([alias])
-            self._handles[alias.name] = Handle(alias.name)
+            self._handles[alias.name] = TracedTensor(alias.name)
         return self._handles[alias.name]
 
     def assign(self, alias: Alias, new: Tensor | Callable[[Tensor], Tensor]) -> None:
-        """Edit a place from now on."""
+        """Start editing a hook point."""
         self._open()
-        if isinstance(new, Handle):
+        if isinstance(new, TracedTensor):
             raise HookError(
                 f"a handle has no value before the run; assign a tensor or a function to {alias.name}"
             )
@@ -137,21 +136,21 @@ class Trace:
         """Fill the handles. Collective.
 
         Args:
-            real: how many microbatches count; None for all.
+            real: how many microbatches to keep; None for all.
         """
         self._reading.real = real
         for name, tensor in self._reading.collect().items():
             self._handles[name]._value = tensor
 
     def close(self) -> None:
-        """Take everything out."""
+        """Remove all hooks."""
         self._over = True
         self.edits.clear()
         self._reading.stop()
 
 
-def expand_name(names: Names, name: str, side: str) -> str:
-    """What a short name and a side are in full: one of TransformerLens' names, or a site's."""
+def expand_name(names: LensNames, name: str, side: str) -> str:
+    """The full name of a short name and a side: one of TransformerLens' names, or a site's."""
     if name in names.aliases or ":" in name:
         if side == "input":
             raise SiteError(f"{name} is one tensor and has no input; ask for its output")

@@ -1,4 +1,4 @@
-"""How a tensor here becomes what TransformerLens has at the same place, and an edited one goes back."""
+"""Conversions between a site's tensor and TransformerLens' tensor at the same hook point."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Weights = Mapping[str, Tensor]  # whole parameters by name
+Weights = Mapping[str, Tensor]  # full parameters by name
 
 
 @dataclass(frozen=True)
@@ -16,29 +16,29 @@ class View:
     """The same tensor on both sides.
 
     Attributes:
-        weights: the parameters that it takes to see it.
-        fixed: why an edit cannot go back, and what to edit instead; empty if it can.
+        weights: the parameters that the conversion needs.
+        fixed: why an edit cannot be converted back, and what to edit instead; empty if it can.
     """
 
     weights: tuple[str, ...] = ()
     fixed: str = ""
 
     def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
-        """What TransformerLens has where `ours` passes here."""
+        """TransformerLens' tensor for `ours`."""
         return ours
 
     def ours(self, theirs: Tensor, old: Tensor, weights: Weights) -> Tensor:
-        """What must pass here, where `old` did, for TransformerLens to have `theirs`."""
+        """The site's tensor, in place of `old`, for which TransformerLens would have `theirs`."""
         return theirs
 
 
 @dataclass(frozen=True)
 class BatchFirst(View):
-    """`[s, b, ...]` here, `[b, s, ...]` there; Megatron adds a bias later that TransformerLens has in it.
+    """`[s, b, ...]` here, `[b, s, ...]` there; Megatron adds a bias later that TransformerLens includes.
 
     Attributes:
         bias: the name of that bias; empty if there is none.
-        part: which of how many equal parts of the bias it is.
+        part: the index of an equal part of the bias.
     """
 
     bias: str = ""
@@ -65,18 +65,18 @@ class Heads(View):
     heads: int = 1
 
     def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
-        """With a dim for heads."""
+        """Split into heads."""
         heads: Tensor = ours.transpose(0, 1).unflatten(-1, (self.heads, -1))
         return heads
 
     def ours(self, theirs: Tensor, old: Tensor, weights: Weights) -> Tensor:
-        """Flat again."""
+        """Flattened again."""
         return theirs.flatten(-2).transpose(0, 1)
 
 
 @dataclass(frozen=True)
 class HeadResults(View):
-    """What each head adds to the residual stream, `[b, s, heads, h]`, from `[s, b, heads * size]`.
+    """The contribution of each head to the residual stream, `[b, s, heads, h]`, from `[s, b, heads * size]`.
 
     `weights` names W_O, `[h, heads * size]`.
     """
@@ -92,10 +92,10 @@ class HeadResults(View):
 
 @dataclass(frozen=True)
 class Scores(View):
-    """Attention scores `[b, n, s, s]`: TransformerLens has -inf at what Megatron masks behind this place.
+    """Attention scores `[b, n, s, s]`: TransformerLens has -inf where Megatron masks after this hook point.
 
     Attributes:
-        factor: by how much its scores are greater.
+        factor: TransformerLens' scores are greater by this factor.
     """
 
     factor: float = 1.0
@@ -105,7 +105,7 @@ class Scores(View):
         return (ours * self.factor).masked_fill(_future_mask(ours), float("-inf"))
 
     def ours(self, theirs: Tensor, old: Tensor, weights: Weights) -> Tensor:
-        """The new ones where attention looks, the old ones elsewhere."""
+        """New scores where attention is allowed, old ones elsewhere."""
         return torch.where(_future_mask(old), old, (theirs / self.factor).to(old.dtype))
 
 
@@ -116,7 +116,7 @@ def _future_mask(scores: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Scale(View):
-    """What a norm divides by, `[b, s, 1]`, from its input `[s, b, h]`."""
+    """The divisor of a norm, `[b, s, 1]`, from its input `[s, b, h]`."""
 
     rms: bool = True
     epsilon: float = 0.0
@@ -128,13 +128,13 @@ class Scale(View):
 
 @dataclass(frozen=True)
 class Normalized(View):
-    """What a norm makes of its input `[s, b, h]` before its weights: `[b, s, h]`."""
+    """The normalized input of a norm before its weights: `[b, s, h]` from `[s, b, h]`."""
 
     rms: bool = True
     epsilon: float = 0.0
 
     def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
-        """Centred if it is a LayerNorm, and divided by the scale."""
+        """Centered for a LayerNorm, and divided by the scale."""
         return normalize_stream(ours.transpose(0, 1), self.rms, self.epsilon).to(ours.dtype)
 
 
@@ -145,7 +145,7 @@ class Unweighted(View):
     `weights` names the weight and, if there is one, the bias. Where a weight is zero the edit has no effect.
 
     Attributes:
-        offset: what the norm adds to its weight.
+        offset: the constant that the norm adds to its weight.
     """
 
     offset: float = 0.0
@@ -174,7 +174,7 @@ class Positions(View):
         return self._own(ours, weights).expand(ours.shape[1], -1, -1).clone()
 
     def ours(self, theirs: Tensor, old: Tensor, weights: Weights) -> Tensor:
-        """The sum with the new ones in place of the old."""
+        """The sum with the new embeddings instead of the old."""
         return old + (theirs - self._own(old, weights)).transpose(0, 1)
 
     def _own(self, like: Tensor, weights: Weights) -> Tensor:
@@ -182,16 +182,16 @@ class Positions(View):
 
 
 def centre_stream(stream: Tensor, rms: bool) -> Tensor:
-    """A stream `[..., h]` less its mean; as it is for an RMSNorm. In fp32."""
+    """A stream `[..., h]` minus its mean; unchanged for an RMSNorm. In fp32."""
     wide = stream if stream.dtype == torch.float64 else stream.float()
     return wide if rms else wide - wide.mean(-1, keepdim=True)
 
 
 def norm_scale(stream: Tensor, rms: bool, epsilon: float) -> Tensor:
-    """What a norm divides a stream `[..., h]` by: `[..., 1]`."""
+    """The divisor of a norm for a stream `[..., h]`: `[..., 1]`."""
     return (centre_stream(stream, rms).square().mean(-1, keepdim=True) + epsilon).sqrt()
 
 
 def normalize_stream(stream: Tensor, rms: bool, epsilon: float) -> Tensor:
-    """A stream `[..., h]` as a norm without weights makes it, in fp32."""
+    """A stream `[..., h]` after a norm without weights, in fp32."""
     return centre_stream(stream, rms) / norm_scale(stream, rms, epsilon)

@@ -1,74 +1,70 @@
-"""The face: `FlexModel` wraps a model, `attach` does the same without a wrapper, for a training script."""
+"""`FlexModel`: hooks on a distributed model that read and edit full (unsharded) tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from functools import cached_property
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from megatron_flex.adapters import detect, opened
+from megatron_flex.adapters import detect, list_model_chunks
 from megatron_flex.dump import Dump
 from megatron_flex.errors import HookError
-from megatron_flex.model.costing import Costing
-from megatron_flex.model.dumping import Dumps
+from megatron_flex.handles import Handle
 from megatron_flex.model.hook_explanation import HookExplanation
+from megatron_flex.model.hook_registration import HookRegistration
 from megatron_flex.model.interp import Interp
-from megatron_flex.model.measuring import Measures
-from megatron_flex.model.notebook import Notebook
-from megatron_flex.model.registering import Registering
-from megatron_flex.model.rehearsing import Rehearsing
-from megatron_flex.model.showing import Showing
-from megatron_flex.model.training import TrainableModuleRegistration
-from megatron_flex.model.whole import ParameterAccess
+from megatron_flex.model.model_state import ModelState
+from megatron_flex.model.parameter_access import ParameterAccess, TrainableModuleRegistration
+from megatron_flex.model.report import Report
+from megatron_flex.model.sink_registration import SinkRegistration
 from megatron_flex.runtime import Captures, Context, HookFunction, Session
+from megatron_flex.runtime.edit_failures import SkipCount
+from megatron_flex.runtime.full_parameters import ParameterRequest
 from megatron_flex.sites import Pattern, Site
 from megatron_flex.statistics import Statistics
+from megatron_flex.statistics.statistics_records import Sink
+
+if TYPE_CHECKING:
+    from megatron_flex.estimate import Links, RunEstimate
 
 Model = Any  # nn.Module | Sequence[nn.Module] | a schedule of torch.distributed.pipelining
 
 
-class FlexModel(  # type: ignore[misc]
-    Registering,
-    Dumps,
-    Measures,
-    TrainableModuleRegistration,
-    Rehearsing,
-    HookExplanation,
-    Costing,
-    Showing,
-    Notebook,
-    ParameterAccess,
-    Interp,
-    nn.Module,
-):
-    """A distributed model whose tensors are read and edited as one device would hold them.
+class FlexModel(nn.Module):
+    """A distributed model with hooks that read and edit full (unsharded) tensors.
 
-    Every rank makes one, on the same model, and registers the same hooks in the same order. The `register_*`
-    methods have the names of torch's and take a HookFunction instead.
+    Every rank makes a FlexModel of the same model, and registers the same hooks in the same order. The
+    `register_*` methods have the names of torch's methods and take a HookFunction instead of a callable.
 
     Args:
         module: the model or the list of its virtual pipeline chunks, bare or wrapped by the framework.
-            Framework, groups and layouts are found. Any other module is taken as it is. Of a model that
-            torch.distributed.pipelining runs, the schedule.
-        tensor_parallel_size: if given, compared with what was found; likewise the two others. A module of
-            no framework has the mesh that they say, ranks divided as (pipeline, data, tensor): 1 where none
-            is given, and all that is left as data parallel ranks.
+            Framework, process groups and layouts are detected. A module of no known framework is used as a
+            plain module. For a model that torch.distributed.pipelining runs, pass the schedule.
+        tensor_parallel_size: if given, compared with the detected size, like the next two. For a module of
+            no framework the three sizes define the mesh, ordered (pipeline, data, tensor): a size that is
+            not given is 1, except that data parallelism gets all remaining ranks.
         pipeline_parallel_size: likewise.
         data_parallel_size: likewise.
-        gather_data_parallel: put the samples of all data parallel ranks together along the batch dim, in
-            their order, instead of each replica's for itself: reads arrive on the first rank of all, edits
-            see all samples. All replicas must then run in step. Tensors without a batch dim (rows of experts)
-            stay each replica's own. A gradient is that of each sample's own replica's loss.
+        gather_data_parallel: concatenate the samples of all data parallel ranks along the batch dim, in rank
+            order, instead of treating each replica separately: the first rank of all receives the captures,
+            and edits get all samples. All replicas must then run in step. Tensors without a batch dim (rows
+            of experts) stay separate. A gradient is that of the loss of each sample's own replica.
         process_group: the ranks of a module of no framework; None for the default group, or one process
-            where torch.distributed is not in use.
-        verify: check the first step, as `verify()` does.
+            if torch.distributed is not initialized.
+        verify: verify the first step, as `verify()` does.
 
     Raises:
-        FlexError: sizes contradict, or hooks cannot work at all here.
+        FlexError: sizes contradict each other, or hooks cannot work in this setup.
+
+    Attributes:
+        trainable_modules: this rank's replicas, by name. Their `state_dict()` is the same on every rank; load
+            the same one on every rank, which `verify()` checks. FlexModel's `state_dict()` includes them as
+            `trainable_modules.lens.weight`.
     """
 
     def __init__(
@@ -83,21 +79,41 @@ class FlexModel(  # type: ignore[misc]
         verify: bool = False,
     ) -> None:
         super().__init__()
-        vars(self)["_given"] = module  # no submodule: `chunks` has its modules
-        chunks = opened(module)
+        vars(self)["_given"] = module  # not registered as a submodule: `chunks` holds its modules
+        chunks = list_model_chunks(module)
         self.chunks = nn.ModuleList(chunks)
         sizes = {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "dp": data_parallel_size}
-        adapter = detect(chunks, sizes, process_group)
-        self.session = Session(adapter, gather_data_parallel)
-        self.trainable_modules = self.session.trainable.modules
+        self.session = Session(detect(chunks, sizes, process_group), gather_data_parallel)
+        self._registration = HookRegistration(self.session)
+        self._sinks = SinkRegistration(self.session, self.chunks)
+        self._access = ParameterAccess(self.session)
+        self._trainable = TrainableModuleRegistration(self.session)
+        self.trainable_modules = self._trainable.modules
         if verify:
             self.verify()
 
+    # -- namespaces, made on first use; none of them refers to the FlexModel -----------------------------
+
+    @cached_property
+    def interp(self) -> Interp:
+        """Run tokens with a cache, hook functions or a trace: `flex.interp.run_with_cache(tokens)`."""
+        return Interp(self.session)
+
+    @cached_property
+    def report(self) -> Report:
+        """The model as a tree in a terminal, as data, or as an HTML page: `flex.report.show()`."""
+        return Report(self.session, self.chunks)
+
+    def _repr_html_(self) -> str:
+        return self.report._repr_html_()
+
+    # -- the model -------------------------------------------------------------------------------------
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, as it is called without hooks.
+        """Call the model with the same arguments as without hooks: `flex(tokens, positions, mask)`.
 
         Raises:
-            HookError: there are several chunks, which only the framework's schedule can run.
+            HookError: there are several virtual chunks, which only the framework's schedule can run.
         """
         if len(self.chunks) != 1:
             raise HookError(
@@ -106,93 +122,67 @@ class FlexModel(  # type: ignore[misc]
         return self.chunks[0](*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the model, under its own names; this rank's, as without hooks.
+        """Return this rank's state dict, with the names of the model without hooks: `flex.state_dict()`.
 
-        Several virtual chunks have the same names: those of chunk 1 begin with `model1.`, as in Megatron's
-        checkpoints. What belongs to trainable modules begins with `trainable_modules.`.
+        The names of several virtual chunks are equal, so those of chunk 1 begin with `model1.`, as in
+        Megatron's checkpoints. Names of parameters of trainable modules begin with `trainable_modules.`.
 
         Args:
-            args: of `nn.Module.state_dict`, likewise `kwargs`.
+            args: passed to `nn.Module.state_dict`, like `kwargs`.
         """
-        prefix = kwargs.pop("prefix", "")
-        out: Any = kwargs.pop("destination", None)
-        for head, module in self._heads():
-            out = module.state_dict(*args, destination=out, prefix=prefix + head, **kwargs)
-        return out
+        return ModelState(self.chunks, self.trainable_modules).save(args, kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        """Load what `state_dict()` gave.
+        """Load what `state_dict()` returned: `flex.load_state_dict(torch.load(path))`.
 
         Args:
-            state_dict: by the same names.
-            strict: whether all of them must be there, and no others.
-            assign: whether the tensors themselves become the model's.
+            state_dict: values by the names that `state_dict()` uses.
+            strict: whether missing and unexpected names raise.
+            assign: whether the given tensors replace those of the model.
 
         Returns:
-            Names that are missing, and names that are too many, as `nn.Module.load_state_dict` does.
+            The missing and the unexpected names, as `nn.Module.load_state_dict` returns them.
 
         Raises:
-            RuntimeError: names or shapes do not fit.
+            RuntimeError: names or shapes do not match.
         """
-        missing: list[str] = []
-        over: list[str] = []
-        left = dict(state_dict)
-        for head, module in reversed(self._heads()):  # the model's own head may be empty: what is left is its
-            own = {n.removeprefix(head): left.pop(n) for n in list(left) if n.startswith(head)}
-            found = module.load_state_dict(own, strict, assign)
-            missing += [head + n for n in found.missing_keys]
-            over += [head + n for n in found.unexpected_keys]
-        if strict and left:
-            raise RuntimeError(f"{next(iter(left))!r} is of none of the chunks; names begin with model0.")
-        return _IncompatibleKeys(missing, [*over, *left])
+        return ModelState(self.chunks, self.trainable_modules).load(state_dict, strict, assign)
 
-    def _heads(self) -> list[tuple[str, nn.Module]]:
-        """What names in a state dict begin with, and whose they are."""
-        one = len(self.chunks) == 1
-        chunks = [("" if one else f"model{n}.", chunk) for n, chunk in enumerate(self.chunks)]
-        return [*chunks, ("trainable_modules.", self.trainable_modules)]
+    def step(self) -> AbstractContextManager[None]:
+        """Make all model calls and backward passes in a scope one step's microbatches: `with flex.step():`.
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Take all calls of the model in a scope, with their backward passes, as microbatches of one step.
-
-        For training loops of one's own; a framework's schedule is a step as it is. Ranks then meet where the
-        scope begins and ends, and not at the end of each call and backward pass, as pipeline stages need that
-        wait for each other's tensors. Every rank opens the scope alike.
+        For custom training loops; each run of a framework's schedule is a step already. Ranks then
+        synchronize where the scope begins and ends, not after each call and backward pass; pipeline stages
+        that wait for each other's tensors need this. Every rank opens the scope.
 
         Raises:
-            HookError: as a step does, when the scope ends; or another step is under way.
+            HookError: as in any step, when the scope ends; or another step is running, or the model was
+                restored.
         """
-        self.session.step_begins(None, microbatches=0)
-        try:
-            yield
-        except BaseException:
-            self.session.step_ends(True)
-            raise
-        self.session.step_ends(False)
+        return self.session.step()
 
     def sites(self, pattern: Pattern = "**") -> list[Site]:
-        """The places of the whole model, all pipeline stages, where hooks can stand; in a notebook a table.
+        """Return the hook points of the full model, on all pipeline stages; a notebook shows them as a table.
 
         Args:
-            pattern: a name or glob of modules, or with `:` of points in them; `*` stays within one step of
-                the path, `**` does not.
+            pattern: a name or glob of modules, with `:point` also of points in them; `*` matches within one
+                part of the path, `**` across parts: `flex.sites("decoder.layers.*.mlp:output")`.
         """
         return self.session.sites.match(pattern)
 
     def verify(self, steps: int = 1) -> None:
-        """Check this run against its layouts in the next steps. Every rank calls it.
+        """Validate this run against its layouts in the next steps: `flex.verify()`. Every rank calls it.
 
-        Each rank notes what passes through every site that is not hidden; when the step is over they compare:
-        replicated tensors and duplicated heads have the same bits on all ranks that hold them, shards make
-        the shapes that their sites promise, each site is passed on all ranks alike and by no tensor twice;
-        parameters that layouts call replicated are equal, over data parallel ranks too. It costs a checksum
-        of every such tensor. Values and parameters are checked; the gradients of sites are not.
+        Each rank records the tensor at every hook point that is not hidden; after the step the ranks compare:
+        replicated tensors and duplicated heads have the same bits on all ranks that hold them, shards have
+        the shapes that the layouts promise, each hook point is reached on the same ranks and by no tensor
+        twice, and parameters that layouts call replicated are equal, also over data parallel ranks. The cost
+        is a checksum of every such tensor. Gradients at hook points are not checked.
 
         Args:
-            steps: how many runs of the schedule, or calls of the model, from the next one on.
+            steps: how many runs of the schedule, or calls of the model, to verify, from the next one on.
 
         Raises:
             VerifyError: at the end of such a step, on all ranks, with the findings of all ranks.
@@ -201,47 +191,46 @@ class FlexModel(  # type: ignore[misc]
 
     @property
     def is_leader(self) -> bool:
-        """Whether what is read arrives on this rank: the first one of each model replica, or of all."""
+        """Whether this rank, the leader, receives captures: `if flex.is_leader: print(flex.output_dict)`."""
         return self.session.is_leader
 
     @property
     def output_dict(self) -> Captures:
-        """On the leader (the first rank of each model replica) what was read, by site; elsewhere empty.
+        """The captures by hook point; empty on ranks other than the leader: `flex.output_dict[site]`.
 
-        Filled at the end of each run of the schedule, or call of the model, or backward pass behind it.
+        Filled at the end of each run of the schedule, or call of the model, or backward pass that follows it.
         """
         return self.session.captures
 
     @property
     def save_ctx(self) -> Context:
-        """What editing functions share; outside of them what stays on this rank, and what was kept."""
+        """The values that editing functions share; outside of them, this rank's: `flex.save_ctx.count`."""
         return self.session.editing.save_ctx
 
     def restore(self) -> Model:
-        """Take everything out again. Every rank calls it.
+        """Remove all hooks and patches from the model: `model = flex.restore()`. Every rank calls it.
+
+        Hooks stay active until then, even if no variable refers to the FlexModel any more, as torch's hooks
+        do when their handle is dropped. Then they cannot be removed, and another FlexModel of the model adds
+        to them. A second call does nothing. After `restore()`, methods that act on the model raise; captures,
+        `sites()` and parameters can still be read.
 
         Returns:
-            The model as it was given, with each function, class and attribute as it was.
+            The model that FlexModel was given, with its original functions, classes and attributes.
 
         Raises:
-            HookError: a hook fired on no rank in any step that it stood in, or no step ran that `verify()`
-                was to check; the model is restored even so.
+            HookError: a hook was called on no rank in any step in which it was active, or no step ran that
+                `verify()` was to check, or some rank is still in a step; the model is restored nevertheless.
         """
-        silent, unverified = self.session.standing.silent(), self.session.watch.missed
-        self.session.editing.skipping.warn_of_skips()
-        self.session.close()
-        if silent:
-            names = ", ".join(h.describe() + (f" ({why})" if why else "") for h, why in silent)
-            raise HookError(
-                f"never fired on any rank: {names}; the path did not run (no labels, no backward pass, a "
-                "frozen part, a fused kernel): hook another place, or remove the hook before the end"
-            )
-        if unverified:
-            raise HookError("verify() was asked for and no step ran after it; call it before a step")
+        self.session.restore()
         return self._given
 
+    def detach(self) -> Model:
+        """Do the same as `restore()`; the counterpart of `attach()`: `model = flex.detach()`."""
+        return self.restore()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A session has taps in one model, and is neither copied nor pickled.
+        """Refuse to copy or pickle: the session has patched one model.
 
         Raises:
             HookError: always.
@@ -257,55 +246,352 @@ class FlexModel(  # type: ignore[misc]
         if kind is None:
             self.restore()
         else:
-            self.session.close(failed=True)  # what went wrong first is what matters
+            self.session.close(failed=True)  # the first error is the one to report
 
+    # -- hooks: every rank registers, removes and selects the same ones in the same order ----------------
 
-def attach(
-    model: Model,
-    hooks: Sequence[HookFunction] = (),
-    *,
-    dumps: Sequence[Dump] | Dump = (),
-    statistics: Sequence[Statistics] | Statistics = (),
-    tensor_parallel_size: int | None = None,
-    pipeline_parallel_size: int | None = None,
-    data_parallel_size: int | None = None,
-    gather_data_parallel: bool = False,
-    process_group: Any = None,
-    verify: bool = False,
-) -> FlexModel:
-    """Put hooks on a model without wrapping it.
+    def register_forward_hook(self, hook: HookFunction) -> Handle:  # type: ignore[override]  # no callable
+        """Capture, and perhaps edit, a module's output: `flex.register_forward_hook(hook)`."""
+        return self._registration.register(hook, "forward")
 
-    Every rank calls it alike. Use it as a context manager, or call `restore()` at the end.
+    def register_forward_pre_hook(self, hook: HookFunction) -> Handle:  # type: ignore[override]  # no callable
+        """Capture, and perhaps edit, a module's input: `flex.register_forward_pre_hook(hook)`."""
+        return self._registration.register(hook, "forward_pre")
 
-    Args:
-        model: the model or its chunks.
-        hooks: each with its `hook_type`.
-        dumps: what is written to disk.
-        statistics: what is measured.
-        tensor_parallel_size: as for FlexModel, and likewise what follows.
-        pipeline_parallel_size: likewise.
-        data_parallel_size: likewise.
-        gather_data_parallel: likewise.
-        process_group: likewise.
-        verify: likewise.
-    """
-    flex = FlexModel(
-        model,
-        tensor_parallel_size=tensor_parallel_size,
-        pipeline_parallel_size=pipeline_parallel_size,
-        data_parallel_size=data_parallel_size,
-        gather_data_parallel=gather_data_parallel,
-        process_group=process_group,
-        verify=verify,
-    )
-    try:
-        for hook in hooks:
-            flex.session.add(hook)
-        for dump in [dumps] if isinstance(dumps, Dump) else dumps:
-            flex.register_dump(dump)
-        for measured in [statistics] if isinstance(statistics, Statistics) else statistics:
-            flex.register_statistics(measured)
-    except Exception:
-        flex.session.close(failed=True)
-        raise
-    return flex
+    def register_full_backward_hook(self, hook: HookFunction) -> Handle:  # type: ignore[override]  # no callable
+        """Capture, and perhaps edit, a module's input gradient: `flex.register_full_backward_hook(hook)`."""
+        return self._registration.register(hook, "full_backward")
+
+    def register_full_backward_pre_hook(self, hook: HookFunction) -> Handle:  # type: ignore[override]  # no callable
+        """Capture, perhaps edit, a module's output gradient: `flex.register_full_backward_pre_hook(hook)`."""
+        return self._registration.register(hook, "full_backward_pre")
+
+    def register_hook(self, hook: HookFunction) -> Handle:
+        """Capture, and perhaps edit, a gradient at a parameter or hook point: `flex.register_hook(hook)`."""
+        return self._registration.register(hook, "tensor")
+
+    def remove_hook(self, hook: HookFunction) -> None:
+        """Remove one hook: `flex.remove_hook(hook)`."""
+        self._registration.remove(hook)
+
+    @property
+    def groups(self) -> dict[str, list[HookFunction]]:
+        """The hooks by group, without empty groups; `all` is every hook: `flex.groups["steer"]`."""
+        return self._registration.groups
+
+    @property
+    def skipped(self) -> dict[HookFunction, SkipCount]:
+        """For failed hooks with `on_error="skip"`, failed passes and the first reason: `flex.skipped`.
+
+        Counts are this rank's; a pass counts too if another rank that holds the same tensor failed. The first
+        rank warns when a hook first fails, and reports all counts in `restore()`.
+        """
+        return self.session.skipped
+
+    def add_to_groups(self, hook: HookFunction, *groups: str) -> None:
+        """Add a registered hook to groups, on every rank: `flex.add_to_groups(hook, "steer")`."""
+        self._registration.add_to_groups(hook, groups)
+
+    def remove_from_groups(self, hook: HookFunction, *groups: str) -> None:
+        """Remove a hook from groups, on every rank: `flex.remove_from_groups(hook, "steer")`.
+
+        Raises:
+            HookError: the hook is not in one of the groups.
+        """
+        self._registration.remove_from_groups(hook, groups)
+
+    def select(self, *words: str) -> None:
+        """Switch groups on and off from the next step on, on every rank: `flex.select("-steer")`.
+
+        The selection is valid until the next call, which replaces it; `hooks()` selects among the hooks that
+        are on. A hook that no word names keeps its initial state: on, unless made with `enabled=False`.
+
+        Args:
+            words: `+steer` switches the group on, `-dump` off; `all` and `none` switch every hook. If several
+                words name a hook, the last one is used. Without words, all hooks have their initial state.
+
+        Raises:
+            HookError: no hook is in such a group.
+        """
+        self._registration.select(words)
+
+    def hooks(self, *groups: str, complement: bool = False) -> AbstractContextManager[None]:
+        """Choose which hooks are active in a scope, on every rank: `with flex.hooks("steer"):`.
+
+        The choice is valid for the steps, and calls of the model, that begin inside, with their backward
+        passes. If no hook is active, the model runs as without hooks. Nested scopes: the innermost is used.
+
+        Args:
+            groups: names of groups, whose union is active; without any name, no hook is active. A name with
+                the prefix `-` excludes its group. `all` is every hook, also if all names are excluded.
+            complement: activate the other hooks instead.
+
+        Raises:
+            HookError: no hook is in such a group.
+        """
+        return self._registration.scope(groups, complement)
+
+    def dry_run(self) -> None:
+        """Run each active editing function on a small random tensor: `flex.dry_run()`. Every rank calls it.
+
+        Each function runs with its module, a temporary `save_ctx`, the trainable modules and its side
+        effects, at the first hook point of its hook on each pipeline stage. (Registration does this
+        automatically for functions whose source shows no side effects.) Small lengths replace unknown ones.
+
+        Raises:
+            HookError: on all ranks, if a result is invalid, or a function raises with the lengths of a step.
+
+        Warns:
+            FlexWarning: a function raises with lengths that are not those of a step.
+        """
+        self._registration.dry_run()
+
+    def debug(self, on: bool = True) -> None:
+        """Start or stop printing hook calls to stderr: `flex.debug()`. FLEX_DEBUG=1 starts it at once.
+
+        On a GPU each hook call then waits until the GPU has finished, so that its time can be measured.
+        """
+        if on:
+            self.session.check_open()
+        self.session.trace(on)
+
+    def explain(self, hook: HookFunction) -> str:
+        """Describe what a hook does at each of its hook points: `print(flex.explain(hook))`.
+
+        Communicates nothing; any rank may call it alone. Sizes in bytes are of a collective's result on one
+        rank; dims whose lengths only the data determine appear by name. With `debug` on, or FLEX_DEBUG=1, the
+        text includes the measurements of the last call on this rank.
+
+        Raises:
+            HookError: the hook is not registered.
+        """
+        return HookExplanation(self.session).explain(hook)
+
+    def estimate(
+        self,
+        *,
+        sequence_length: int | None = None,
+        micro_batch_size: int | None = None,
+        microbatches: int = 1,
+        links: Links | None = None,
+    ) -> RunEstimate:
+        """Estimate bytes by link, collectives and memory of a step: `flex.estimate(sequence_length=4096)`.
+
+        Covers active hooks, dumps and statistics. Communicates nothing and needs no previous step; any rank
+        may call it alone. Entries are counted in the parameters' dtype. Formulae: `docs/estimate.md`.
+
+        Args:
+            sequence_length: of the full sequence, in tokens; None to use the setting of `megatron.training`.
+            micro_batch_size: samples of a microbatch; None likewise.
+            microbatches: of a step, on each data parallel rank.
+            links: the bandwidths, and how many ranks share a node.
+
+        Raises:
+            FlexError: nothing active has a cost that can be estimated, or a length is unknown.
+        """
+        from megatron_flex.estimate.session_estimate import (
+            estimate_session,  # needs numpy, which hooks do not
+        )
+
+        given = {"s": sequence_length, "b": micro_batch_size}
+        return estimate_session(self.session, self.chunks, given, microbatches, links)
+
+    # -- dumps and statistics --------------------------------------------------------------------------
+
+    def register_dump(self, dump: Dump) -> Handle:
+        """Dump tensors from the next step on: `flex.register_dump(Dump("out", "decoder.layers.*"))`.
+
+        Every rank calls it with the same settings. A tensor is dumped before edits at the same hook point.
+        Hook points that a pattern matches but the configuration hides are left out, with a warning.
+
+        Returns:
+            A handle whose `remove()` is `remove_dump(dump)`.
+
+        Raises:
+            SiteError: a pattern matches nothing.
+            HookError: a named hook point, or all that a pattern matches, is hidden; on all ranks, if their
+                dumps differ.
+            DumpError: on all ranks: the folder cannot be written.
+        """
+        return self._sinks.register_dump(dump)
+
+    def remove_dump(self, dump: Dump) -> None:
+        """Remove a dump once it is written: `flex.remove_dump(dump)`. Every rank calls it, between steps.
+
+        Raises:
+            DumpError: the dump is not registered; or, with on_error='raise', writing failed on some rank.
+        """
+        self._sinks.remove_dump(dump)
+
+    def register_statistics(self, statistics: Statistics, sink: Sink | None = None) -> Handle:
+        """Measure tensors from the next training step on: `flex.register_statistics(measured)`.
+
+        Every rank calls it with the same settings. A tensor is measured before edits at the same hook point;
+        steps without gradients (evaluation) are not measured. Hook points that a pattern matches are left
+        out, with a warning, if the configuration hides them or if ranks hold only partial sums.
+
+        Args:
+            statistics: the settings.
+            sink: receives the numbers instead of files and the framework's writers, on every rank, when the
+                step after the measured one ends.
+
+        Returns:
+            A handle whose `remove()` is `remove_statistics(statistics)`.
+
+        Raises:
+            SiteError: a pattern matches nothing.
+            HookError: a named hook point, or all that a pattern matches, cannot be measured; on all ranks, if
+                their statistics differ.
+            FlexError: on all ranks: the folder cannot be written.
+        """
+        return self._sinks.register_statistics(statistics, sink)
+
+    def remove_statistics(self, statistics: Statistics) -> None:
+        """Remove statistics once written: `flex.remove_statistics(measured)`. Ranks call it between steps.
+
+        Raises:
+            FlexError: the statistics are not registered.
+        """
+        self._sinks.remove_statistics(statistics)
+
+    # -- parameters and trainable modules --------------------------------------------------------------
+
+    def get_module_parameter(
+        self,
+        name: str,
+        expected_shape: Sequence[int | None] | None = None,
+        *,
+        gradient: bool = False,
+        reduced: bool | None = None,
+        padded: bool = False,
+        everywhere: bool = False,
+    ) -> Tensor | None:
+        """Gather a full parameter, or its gradient: `flex.get_module_parameter(name)`. Every rank calls it.
+
+        Read a gradient after the step and before the optimizer step, which may scale and clip it in place.
+        The gradient has the framework's scale: averaged over microbatches, multiplied by the loss scale. A
+        reduced gradient is averaged over data parallel ranks, as the framework does; one that is not reduced
+        belongs to each data parallel replica alone, and Megatron's DDP has not divided it yet.
+
+        Args:
+            name: the global name, `decoder.layers.3.mlp.linear_fc1.weight`.
+            expected_shape: of the full tensor, None for a dim of any length. Only checked, never required.
+            gradient: return the gradient: `main_grad` where Megatron keeps one, `grad` otherwise.
+            reduced: whether gradients are reduced, that is, whether `finalize_model_grads()` ran. Detected if
+                the schedule calls that function (`config.finalize_model_grads_func`), or if no DDP wraps the
+                model (then they are not reduced).
+            padded: include the rows that pad a vocabulary to a multiple.
+            everywhere: return the tensor on every rank instead of the leader only.
+
+        Returns:
+            A copy on the CPU, on the leader of each model replica or on every rank; None on other ranks.
+
+        Raises:
+            SiteError: on all ranks: no such parameter, or the layout of its module is unknown.
+            FlexError: on all ranks: another shape, no gradient, or `reduced` contradicts the gradient.
+        """
+        return self._access.get(name, expected_shape, ParameterRequest(gradient, reduced, padded, everywhere))
+
+    def set_module_parameter(
+        self,
+        name: str,
+        value: Tensor | None,
+        *,
+        gradient: bool = False,
+        reduced: bool | None = None,
+        padded: bool = False,
+        optimizer: Any = None,
+    ) -> None:
+        """Set a parameter, or its gradient, from a full tensor: `flex.set_module_parameter(name, value)`.
+
+        Every rank calls it. All shards are set in place, also in every data parallel replica and tied output
+        layer. Megatron's mixed-precision and distributed optimizers keep their own copies, which their next
+        step would write back: pass the optimizer, or call its `reload_model_params()` at the end.
+
+        Args:
+            name: the global name.
+            value: the full tensor; the same on every rank, or on the leader alone and None on other ranks.
+            gradient: set the gradient instead.
+            reduced: as for `get_module_parameter`.
+            padded: `value` includes the rows that pad a vocabulary; otherwise these rows keep their values.
+            optimizer: `reload_model_params()` of this optimizer is called.
+
+        Raises:
+            SiteError: on all ranks: no such parameter, or the layout of its module is unknown.
+            FlexError: on all ranks: another shape or dtype, differing values, or no value on the leader.
+        """
+        self._access.set(name, value, ParameterRequest(gradient, reduced, padded), optimizer)
+
+    def named_full_parameters(
+        self,
+        gradients: bool = False,
+        *,
+        reduced: bool | None = None,
+        padded: bool = False,
+        everywhere: bool = False,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over all full parameters, or gradients: `for name, full in flex.named_full_parameters():`.
+
+        Every rank runs the iterator to its end; it is empty on ranks that receive nothing. Names are global,
+        in model order; one full tensor exists at a time. Parameters without a known layout are left out with
+        a warning, those without a gradient without one.
+
+        Args:
+            gradients: iterate over the gradients instead.
+            reduced: as for `get_module_parameter`, like `padded` and `everywhere`.
+        """
+        return self._access.named(ParameterRequest(gradients, reduced, padded, everywhere))
+
+    def parameters_without_layout(self) -> dict[str, str]:
+        """The parameters that cannot be gathered, with module classes: `flex.parameters_without_layout()`."""
+        return self._access.without_layout()
+
+    def register_trainable_module(self, name: str, module: nn.Module) -> Handle:
+        """Let editing functions train a module: `flex.register_trainable_module("lens", nn.Linear(64, 64))`.
+
+        Every rank calls it. Editing functions use `modules[name]`. Each rank has a replica, on the model's
+        device, initialized with the first rank's parameters and buffers. After each run of the schedule the
+        replicas' gradients are equal bit for bit: those of the mean, over microbatches and data parallel
+        ranks, of a microbatch's own loss. So any torch optimizer makes the same update on every rank.
+
+        Args:
+            name: valid as a key of nn.ModuleDict.
+            module: a module whose parameters are real numbers.
+
+        Returns:
+            A handle whose `remove()` is `remove_trainable_module(name)`.
+
+        Raises:
+            HookError: the name is in use or invalid, or `module` is no module; on all ranks, if names, shapes
+                or dtypes differ between ranks.
+        """
+        return self._trainable.register(name, module)
+
+    def remove_trainable_module(self, name: str) -> None:
+        """Remove a module, between steps, on every rank: `flex.remove_trainable_module("lens")`.
+
+        The parameters keep their gradients.
+
+        Raises:
+            HookError: no module has that name, or, on all ranks, ranks remove different modules.
+        """
+        self._trainable.remove(name)
+
+    def trainable_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of the trainable modules: `torch.optim.AdamW(flex.trainable_parameters())`."""
+        return self.trainable_modules.parameters()
+
+    def freeze(self) -> None:
+        """Stop computing gradients of the wrapped model's parameters: `flex.freeze()`. Every rank calls it.
+
+        `unfreeze()` and `restore()` restore `requires_grad`. Do not step the model's own optimizer meanwhile:
+        its weight decay would change parameters without a gradient.
+
+        Raises:
+            FlexError: the framework's wrapper would wait for gradients that are never computed.
+        """
+        self._trainable.freeze()
+
+    def unfreeze(self) -> None:
+        """Restore `requires_grad` to its values before `freeze()`: `flex.unfreeze()`. Every rank calls it."""
+        self._trainable.unfreeze()

@@ -1,12 +1,13 @@
-"""What a hook will do, and what it did: its plan in words, and a trace of each firing."""
+"""Text that describes what a registered hook does at each of its hook points, with the last measurements."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron_flex.collectives import PlannedCollective, plan_result_broadcast, plan_read, plan_full_gather
+from megatron_flex.collectives import PlannedCollective, plan_full_gather, plan_read, plan_result_broadcast
 from megatron_flex.errors import HookError
 from megatron_flex.layout import Layout
+from megatron_flex.layout.gradient_layout import conjugate_layout, layout_in_pass
 from megatron_flex.runtime import HookFunction, Session
 from megatron_flex.runtime.debug.hook_trace import describe_moves
 from megatron_flex.runtime.hooks import describe_edit
@@ -15,28 +16,22 @@ from megatron_flex.sites import GRADIENT_SUFFIX, Site
 
 
 class HookExplanation:
-    """What FlexModel says of hooks."""
+    """Explains the hooks of a session. Communicates nothing.
 
-    session: Session
+    Args:
+        session: the session of the model.
+    """
 
-    def debug(self, on: bool = True) -> None:
-        """Tell on stderr of each firing from now on, or no longer. FLEX_DEBUG=1 does so from the start.
-
-        On a GPU each firing then waits for its own end, so that it can tell the time.
-        """
-        self.session.trace(on)
+    def __init__(self, session: Session) -> None:
+        self._session = session
 
     def explain(self, hook: HookFunction) -> str:
-        """What a registered hook does at each of its sites, and what was measured there last.
-
-        Communicates nothing; any rank may call it alone. Bytes are those of a collective's result on one
-        rank, by the names of dims whose length only the data tell. With `debug` on, or FLEX_DEBUG=1, it has
-        what was measured at the last firing on this rank.
+        """Describe a registered hook, with one line for each action at each hook point.
 
         Raises:
             HookError: the hook is not registered.
         """
-        entry = next((e for e in self.session.registry.entries if e.hook is hook), None)
+        entry = next((e for e in self._session.registry.entries if e.hook is hook), None)
         if entry is None:
             raise HookError(f"this HookFunction on {hook.where!r} is not registered; nothing to explain")
         lines = [f"hook: {hook.describe()}"]
@@ -49,20 +44,21 @@ class HookExplanation:
         return "\n".join(lines)
 
     def _plan(self, hook: HookFunction, site: Site) -> Iterator[str]:
-        session, mesh = self.session, self.session.mesh
+        session, mesh = self._session, self._session.mesh
         if len(site.shape) != len(site.dims) or not site.dims:
             yield f"layout found when a tensor passes, stage {site.stage}"
             yield from self._measured(site, hook)
             return
-        layout = site.layout.gradient() if hook.backward else site.layout
-        shape = [session.rehearsal.stage.lengths.get(n, n) if isinstance(n, str) else n for n in site.shape]
+        layout = layout_in_pass(site.layout, hook.backward)
+        lengths = session.rehearsal.lengths
+        shape = [lengths.get(n, n) if isinstance(n, str) else n for n in site.shape]
         whole = ", ".join(
             f"{d}={n}" if d and d != n else str(n) for d, n in zip(site.dims, shape, strict=True)
         )
         yield f"layout {layout.describe(mesh.sizes)}, whole [{whole}], stage {site.stage}"
         if "experts" in site.module.split("."):
             yield "rows of experts: first home to their tokens along ep and etp, as many as the router sends"
-        size = session.rehearsal.stage.dtypes[0].itemsize
+        size = session.rehearsal.itemsize
         if hook.editing_function is None:
             steps = [f"{s.op} along {s.axis}" for s in plan_read(layout, mesh)]
             if hook.wanted is not None:
@@ -73,22 +69,30 @@ class HookExplanation:
             if not hook.backward:
                 yield "backward: nothing sent"
         else:
-            leads = hook.run == "leader"
-            if not leads:
+            once = hook.run == "once"
+            if not once:
                 yield f"the whole is needed: {why}"
             yield f"gather: {_describe_collectives(plan_full_gather(layout, shape, size, mesh))}"
-            leader_moves = plan_result_broadcast(layout, shape, size, mesh)
-            who = f"the leader: {_describe_collectives(leader_moves)}" if leads else "every rank that holds a part of it"
+            broadcasts = plan_result_broadcast(layout, shape, size, mesh)
+            who = (
+                f"one rank: {_describe_collectives(broadcasts)}"
+                if once
+                else "every rank that holds a part of it"
+            )
             yield f"edit: {describe_edit(hook.editing_function)}, run by {who}"
             yield "scatter: nothing sent"
             if not hook.backward:
-                back = plan_full_gather(layout.gradient(), shape, size, mesh) + (leader_moves if leads else [])
+                back = plan_full_gather(conjugate_layout(layout), shape, size, mesh) + (
+                    broadcasts if once else []
+                )
                 yield f"backward: {_describe_collectives(back)}"
         yield from self._measured(site, hook)
 
-    def _why_gathered(self, hook: HookFunction, site: Site, layout: Layout, shape: Sequence[int | str]) -> str:
-        """Why an edit cannot run on each rank's part; empty if it can."""
-        session = self.session
+    def _why_gathered(
+        self, hook: HookFunction, site: Site, layout: Layout, shape: Sequence[int | str]
+    ) -> str:
+        """Return why an edit cannot run on each rank's shard; empty if the edit can."""
+        session = self._session
         if "experts" in site.module.split("."):
             return "rows of experts go home to their tokens first"
         edits = {
@@ -99,8 +103,12 @@ class HookExplanation:
         return explain_gather(edits, layout, shape, session.mesh, bool(session.editing.modules))
 
     def _measured(self, site: Site, hook: HookFunction) -> Iterator[str]:
-        tracer = self.session.tracer
-        seen = None if tracer is None else tracer.last.get(site.name + (GRADIENT_SUFFIX if hook.backward else ""))
+        tracer = self._session.tracer
+        seen = (
+            None
+            if tracer is None
+            else tracer.last.get(site.name + (GRADIENT_SUFFIX if hook.backward else ""))
+        )
         if tracer is None:
             yield "measured: nothing; call flex.debug() or set FLEX_DEBUG=1 before the step"
         elif seen is None:

@@ -1,4 +1,4 @@
-"""The idioms of interpretability: runs over whole tokens with a cache, with hooks, with a trace."""
+"""`flex.interp`: run tokens through the model with a cache, with hook functions, or in a trace."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from megatron_flex.lens import (
     ActivationCache,
     Filter,
+    FullWeights,
     Hooks,
-    Names,
-    Reading,
+    LensNames,
+    TemporaryCaptures,
     Trace,
-    WholeWeights,
     edits,
     run,
 )
@@ -23,15 +23,25 @@ from megatron_flex.runtime import Session
 
 
 class Interp:
-    """What FlexModel does with whole tokens. Every rank calls these, a replica's with the same ones."""
+    """The interfaces of TransformerLens and nnsight on the full model: `flex.interp` of a `FlexModel`.
 
-    session: Session
+    Every rank calls these methods; ranks of one model replica pass the same tokens.
+
+    Args:
+        session: the session of the model.
+
+    Example:
+        `logits, cache = flex.interp.run_with_cache(tokens, "blocks.0.hook_resid_post")`
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
 
     @cached_property
-    def lens_names(self) -> Names:
-        """TransformerLens' names that this model has, as `aliases`."""
-        session = self.session
-        return Names(session.sites, session.adapter.architecture(), list(session.survey.sites))
+    def names(self) -> LensNames:
+        """The TransformerLens names that this model supports, by name: `flex.interp.names.aliases`."""
+        session = self._session
+        return LensNames(session.sites, session.adapter.architecture(), list(session.survey.sites))
 
     def run_with_cache(
         self,
@@ -41,38 +51,42 @@ class Interp:
         everywhere: bool = True,
         microbatch_size: int | None = None,
     ) -> tuple[Tensor | None, ActivationCache]:
-        """Run the model forward and keep what passes, as TransformerLens does. Every rank calls it.
+        """Run the model forward and cache its activations, as TransformerLens does. Every rank calls it.
 
-        Hooks that stand already stay active; what they read comes into `output_dict` as in any step. The
-        cache has what left the edits at a place. Nothing is differentiated, and the model is in the mode
-        (`train()`, `eval()`) that it was given in.
+        Registered hooks stay active; their captures arrive in `output_dict` as in any step. The cache holds
+        each tensor after the edits at its hook point. No gradients are computed, and the mode of the model
+        (`train()`, `eval()`) is not changed.
 
         Args:
             tokens: `[batch, sequence]`, the same on all ranks of a replica.
-            names_filter: what to keep: None for all that TransformerLens has (but `hook_result`), one of its
-                names, a function of its names, the name of a site or a glob of them, or a list of such.
-                In a plain module None is for the outputs of all modules that the run passes, and a function
-                is one of their names.
-            everywhere: on every rank; else on the leader alone.
-            microbatch_size: sequences that go through the pipeline together; all, if it is not given.
+            names_filter: what to cache: None for all names of TransformerLens (except `hook_result`), one
+                such name, a function of a name, the name or glob of a hook point, or a list of these. For a
+                plain module, None selects the outputs of all modules that the run calls, and a function gets
+                their names.
+            everywhere: return the results on every rank; otherwise on the leader only.
+            microbatch_size: sequences that go through the pipeline together; all if None.
 
         Returns:
-            The logits `[batch, sequence, vocabulary]` (None where nothing arrives) and the cache, whose
-            tensors are `[batch, pos, ...]` on the CPU.
+            The logits `[batch, sequence, vocabulary]` (None on ranks that receive nothing) and the cache,
+            whose tensors are `[batch, pos, ...]` on the CPU.
 
         Raises:
-            SiteError: a name stands for no place here.
-            FlexError: the model cannot be given these tokens; on all ranks.
-            HookError: an edit failed, or nothing passed at a place; on all ranks.
+            SiteError: the model has no hook point of that name.
+            FlexError: on all ranks: the model cannot take these tokens.
+            HookError: on all ranks: an edit failed, or the run reached one of the hook points with no tensor.
+
+        Example:
+            `logits, cache = flex.interp.run_with_cache(tokens, lambda name: name.endswith("hook_z"))`
         """
-        weights = WholeWeights(self.session, self.lens_names)
-        aliases = self.lens_names.matching(names_filter)
-        logits = self.lens_names.matching(self.session.adapter.logits)
+        self._session.check_open()
+        weights = FullWeights(self._session, self.names)
+        aliases = self.names.matching(names_filter)
+        logits = self.names.matching(self._session.adapter.logits)
         wanted = {a.name: a for a in [*aliases, *logits]}
-        reading = Reading(self.session, weights)
+        reading = TemporaryCaptures(self._session, weights)
         try:
             reading.add(list(wanted.values()))
-            reading.real = run(self.session, tokens, microbatch_size)
+            reading.real = run(self._session, tokens, microbatch_size)
             read = reading.collect(everywhere)
         finally:
             reading.stop()
@@ -82,50 +96,77 @@ class Interp:
     def run_with_hooks(
         self, tokens: Tensor, fwd_hooks: Hooks = (), *, microbatch_size: int | None = None
     ) -> Tensor:
-        """Run the model forward with hook functions of TransformerLens' kind. Every rank calls it.
+        """Run the model forward with hook functions in TransformerLens' form. Every rank calls it.
 
         Args:
             tokens: `[batch, sequence]`, the same on all ranks of a replica.
-            fwd_hooks: pairs of a name (or what else `run_with_cache` takes for names) and
-                `fn(tensor, hook)`, which gets the whole `[batch, pos, ...]`, returns one of that shape or
-                None for no change, and may change it in place. It runs on every rank that has a part.
-            microbatch_size: sequences that go through the pipeline together, and to `fn`; all, if not given.
+            fwd_hooks: pairs of a name (or anything that `names_filter` of `run_with_cache` accepts) and
+                `fn(tensor, hook)`. The function gets the full tensor `[batch, pos, ...]`, returns one of the
+                same shape or None for no change, and may edit in place. It runs on every rank that holds a
+                shard.
+            microbatch_size: sequences that go through the pipeline, and to `fn`, together; all if None.
 
         Returns:
             The logits `[batch, sequence, vocabulary]`, on every rank.
 
         Raises:
-            SiteError: a name stands for no place here.
-            FlexError: the model cannot be given these tokens; on all ranks.
-            HookError: a function failed, or nothing can be edited at a place; on all ranks.
+            SiteError: the model has no hook point of that name.
+            FlexError: on all ranks: the model cannot take these tokens.
+            HookError: on all ranks: a function failed, or one of the hook points cannot be edited.
+
+        Example:
+            `logits = flex.interp.run_with_hooks(tokens, [("blocks.0.hook_mlp_out", lambda t, hook: 0 * t)])`
         """
-        with self.lens_hooks(fwd_hooks), self.trace(tokens, microbatch_size=microbatch_size) as trace:
+        with self.hooks(fwd_hooks), self.trace(tokens, microbatch_size=microbatch_size) as trace:
             logits = trace.logits
         return logits.value
 
     @contextmanager
-    def lens_hooks(self, fwd_hooks: Hooks) -> Iterator[None]:
-        """Hook functions of TransformerLens' kind for the time of a scope, in runs and in one's own steps."""
-        with edits(self.session, WholeWeights(self.session, self.lens_names), fwd_hooks):
+    def hooks(self, fwd_hooks: Hooks) -> Iterator[None]:
+        """Register hook functions in TransformerLens' form for a scope; runs and steps inside call them.
+
+        Every rank opens the scope.
+
+        Args:
+            fwd_hooks: as for `run_with_hooks`.
+
+        Raises:
+            SiteError: the model has no hook point of that name.
+            HookError: one of the hook points cannot be edited, or the model was restored.
+
+        Example:
+            `with flex.interp.hooks([("blocks.0.hook_mlp_out", lambda t, hook: 0 * t)]): train_step()`
+        """
+        self._session.check_open()
+        with edits(self._session, FullWeights(self._session, self.names), fwd_hooks):
             yield
 
     @contextmanager
     def trace(self, tokens: Tensor | None = None, *, microbatch_size: int | None = None) -> Iterator[Trace]:
-        """Ask for tensors by place, and replace them; they are there when the block is over.
+        """Capture and replace tensors by the name of their hook point; values are available after the block.
 
-        With tokens the model is run over them at the end of the block; without, whatever is run inside it
-        counts (of several steps the last), after the places were asked for. Every rank does the same.
+        With tokens, the model runs on them at the end of the block. Without tokens, the trace uses the runs
+        inside the block that follow the access to the hook points (of several steps, the last). Every rank
+        opens the block and names the same hook points.
 
         Args:
             tokens: `[batch, sequence]`, the same on all ranks of a replica.
             microbatch_size: as for `run_with_cache`.
+
+        Raises:
+            SiteError: a name matches no hook point, or several.
+            HookError: on all ranks, when the block ends, as for `run_with_cache` and `run_with_hooks`.
+
+        Example:
+            `with flex.interp.trace(tokens) as t: middle = t["blocks.1"].output`
         """
-        trace = Trace(self.session, WholeWeights(self.session, self.lens_names))
+        self._session.check_open()
+        trace = Trace(self._session, FullWeights(self._session, self.names))
         try:
             yield trace
             real = None
             if tokens is not None:
-                real = run(self.session, tokens, microbatch_size)
+                real = run(self._session, tokens, microbatch_size)
             trace.finish(real)
         finally:
             trace.close()

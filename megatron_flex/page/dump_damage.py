@@ -1,4 +1,4 @@
-"""What is wrong with a dump, as notes for the page, and whatever can still be read of it."""
+"""Damage of a dump, as notes for the page, and the part that can still be read."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_flex.dump.inventory import RunFolder, list_run_folders, count_part_bytes
-from megatron_flex.dump.reader import OpenDump, DamagedDump, open_damaged_dump
-from megatron_flex.dump.verifying import DumpFinding, verify_dump
+from megatron_flex.dump.reader import DamagedDump, OpenDump, open_damaged_dump
+from megatron_flex.dump.reader.missing_parts import gaps, gaps_in_words
+from megatron_flex.dump.run_folders import RunFolder, count_part_bytes, list_run_folders, renamed_runs
+from megatron_flex.dump.tools.dump_verification import DumpFinding, verify_dump
 from megatron_flex.errors import DumpError
 
-MOST_BYTES = 1 << 30  # of a dump every byte of which is checked, which takes some seconds
+MOST_BYTES = 1 << 30  # maximum size of a dump to check every byte, which takes some seconds
 MAX_NOTES = 24
 PageNote = dict[str, str]
 
 
 class ReadableDump(NamedTuple):
-    """What `open_readable` found.
+    """The result of `open_readable`.
 
     Attributes:
-        dump: whatever can be read of it; None where no manifest can.
-        notes: what cannot, `{"kind": "damage" | "info", "text"}`.
+        dump: the readable part; None if no manifest is readable.
+        notes: the damage, `{"kind": "damage" | "info", "text"}`.
     """
 
     dump: OpenDump | None
@@ -29,10 +30,10 @@ class ReadableDump(NamedTuple):
 
 
 def open_readable(dump: OpenDump | str | PathLike[str]) -> ReadableDump:
-    """Open whatever is left of a dump, and tell what is not.
+    """Open the readable part of a dump, and describe the damage.
 
     Args:
-        dump: a dump's folder, or one that was opened.
+        dump: a dump's folder, or an opened dump.
 
     Returns:
         Of a good dump all of it, and no notes.
@@ -47,30 +48,33 @@ def open_readable(dump: OpenDump | str | PathLike[str]) -> ReadableDump:
         large = count_part_bytes(runs) > MOST_BYTES
         found = _find_by_names(runs) if large else _find_by_bytes(path)
         try:
-            opened = opened or open_damaged_dump(path, check="whole" if large else "first")
+            opened = opened or open_damaged_dump(path, check="blocks" if large else "first")
         except DumpError as error:
-            return ReadableDump(None, _first_notes([f"{shorten_paths(str(error), path)}: nothing of it can be shown", *found]))
+            return ReadableDump(
+                None, _first_notes([f"{shorten_paths(str(error), path)}: nothing of it can be shown", *found])
+            )
         opened.damage = found
-    return ReadableDump(opened, _first_notes(opened.damage or []))
+    between = gaps_in_words(gaps((run.manifest, [n for n, _ in run.folders]) for run in opened.runs))
+    return ReadableDump(opened, _first_notes(opened.damage or []) + ([info_note(between)] if between else []))
 
 
 def damage_note(text: str) -> PageNote:
-    """Something is lost or wrong."""
+    """A note about damage."""
     return {"kind": "damage", "text": text}
 
 
 def info_note(text: str) -> PageNote:
-    """Something to know, such as what was left out."""
+    """A note with other information, such as omissions."""
     return {"kind": "info", "text": text}
 
 
 def shorten_paths(text: str, path: Path) -> str:
-    """An error's words with paths from the dump's folder on."""
+    """An error's text with paths relative to the dump's folder."""
     return text.replace(f"{path}/", "").replace(str(path), path.name or str(path))
 
 
 def _find_by_bytes(path: Path) -> list[str]:
-    """By every byte of it."""
+    """Check every byte."""
     return [shorten_paths(_describe_finding(f), path) for f in verify_dump(path).findings if f.error]
 
 
@@ -80,11 +84,13 @@ def _describe_finding(found: DumpFinding) -> str:
 
 
 def _find_by_names(runs: list[RunFolder]) -> list[str]:
-    """By manifests and the names of files, of a dump too large to read all of it here."""
-    out = []
+    """Check manifests and file names, for a dump too large to read completely."""
+    out = [one.text for one in renamed_runs(runs[0].path.parent) if one.lost]
     for run in runs:
         if run.manifest is None:
             out.append(f"run {run.number}: {shorten_paths(run.damage, run.path.parent)}")
+        elif run.manifest.run != run.number:
+            out.append(f"run {run.number}: its manifest is of run {run.manifest.run}")
         for folder in run.iterations:
             missing = folder.missing(run.ranks)
             if missing:

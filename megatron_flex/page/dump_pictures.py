@@ -1,4 +1,4 @@
-"""The pictures of tensors that a dump has: heat maps, attention patterns, the logit lens; bounded in size."""
+"""Pictures of a dump's tensors: heat maps, attention patterns, the logit lens; bounded in size."""
 
 from __future__ import annotations
 
@@ -10,33 +10,40 @@ from typing import Any
 from megatron_flex.dump.reader import OpenDump
 from megatron_flex.errors import FlexError
 from megatron_flex.figures import attention, heat, logit_lens
-from megatron_flex.figures.values import PATTERN_SITES
+from megatron_flex.figures.figure_sources import PATTERN_SITES
 from megatron_flex.page.dump_damage import PageNote, info_note, shorten_paths
-from megatron_flex.page.data_packing import choose_evenly, json_number, encode_labels, quantise, shrink
-from megatron_flex.page.data_reading import ABSENT, DAMAGED
-from megatron_flex.page.data_tables import TensorTables
+from megatron_flex.page.tensor_tables import (
+    ABSENT,
+    DAMAGED,
+    TensorTables,
+    choose_evenly,
+    encode_labels,
+    json_number,
+    quantise,
+    shrink,
+)
 
 SIDES = (128, 96, 64, 48, 32)
 LEAST_SIDE = 32
-MAX_TRIED_SAMPLES = 4  # samples that are tried where some cannot be read
+MAX_TRIED_SAMPLES = 4  # samples to try if some are damaged
 
 
 @dataclass(frozen=True, slots=True)
 class PageBounds:
-    """How much of a source the page has. What is left out is told in notes.
+    """Limits of the page's data of a source. Notes list what is left out.
 
     Attributes:
-        tensors: at most, evenly spread over the model.
-        iterations: of numbers.
-        cells: tensors times iterations of numbers, at most.
-        rows: tensors times iterations of histograms, at most.
-        values: that are read for numbers and histograms in all, at most.
-        heats: entries of all heat maps together, a byte each.
-        heat_iterations: of which there are heat maps.
-        side: of a heat map, at most.
-        attention: entries of all attention patterns together.
-        tokens: of the logit lens.
-        top: of the logit lens: tokens of the vocabulary at each place.
+        tensors: maximum number, evenly spread over the model.
+        iterations: maximum iterations of numbers.
+        cells: maximum tensors times iterations of numbers.
+        rows: maximum tensors times iterations of histograms.
+        values: maximum values to read for numbers and histograms in total.
+        heats: maximum entries of all heat maps together, a byte each.
+        heat_iterations: maximum iterations with heat maps.
+        side: maximum side of a heat map.
+        attention: maximum entries of all attention patterns together.
+        tokens: maximum tokens of the logit lens.
+        top: vocabulary entries of the logit lens at each position.
     """
 
     tensors: int = 24_000
@@ -52,15 +59,15 @@ class PageBounds:
     top: int = 5
 
     def iterations_of(self, tensors: int) -> int:
-        """How many iterations of so many tensors."""
+        """The number of iterations for this many tensors."""
         return max(1, min(self.iterations, self.cells // max(1, tensors)))
 
     def histograms_of(self, tensors: int, iterations: int) -> int:
-        """Of how many iterations there are histograms."""
+        """The number of iterations with histograms."""
         return max(1, min(iterations, 12, self.rows // max(1, tensors)))
 
     def values_of(self, cells: int) -> int:
-        """How many values of a tensor are read in an iteration."""
+        """The number of values of a tensor to read in an iteration."""
         return max(1 << 12, min(1 << 23, self.values // max(1, cells)))
 
 
@@ -69,7 +76,7 @@ class DumpPictures:
 
     Attributes:
         notes: what was left out.
-        lacks: by what would be shown why it is not.
+        lacks: for each kind of picture why it is missing.
     """
 
     def __init__(self, dump: OpenDump, bounds: PageBounds, tables: TensorTables, label: str) -> None:
@@ -81,14 +88,14 @@ class DumpPictures:
         self._lens: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """In plain values."""
+        """As plain values."""
         return {"heats": self._heats, "attention": self._attention, "lens": self._lens}
 
     def heats(self, tensors: Sequence[tuple[int, str]]) -> None:
-        """Heat maps of tensors, as many and as large as fit.
+        """Heat maps of tensors, within the limits.
 
         Args:
-            tensors: their numbers and names.
+            tensors: their indices and names.
         """
         iterations, side = self._fitting(len(tensors))
         chosen = choose_evenly(tensors, max(1, self.bounds.heats // (side * side)))
@@ -108,7 +115,7 @@ class DumpPictures:
             self._told(f"heat maps of more than {side} x {side} entries as means of magnitudes over blocks")
 
     def _fitting(self, tensors: int) -> tuple[list[int], int]:
-        """The iterations and the side of heat maps, so that all tensors have one if that can be."""
+        """The iterations and the side of heat maps, chosen so that all tensors have one if possible."""
         places = list(range(len(self.tables.iterations)))
         room = self.bounds.heats // max(1, tensors)
         for most in (self.bounds.heat_iterations, 2, 1):
@@ -121,7 +128,7 @@ class DumpPictures:
     def _heat(self, tensor: int, name: str, at: int, side: int) -> dict[str, Any] | None:
         state = self.tables.state(tensor, at)
         if state in (ABSENT, DAMAGED):
-            return None  # which the tables tell
+            return None  # the tables show that
         trouble: FlexError | None = None
         for sample in range(MAX_TRIED_SAMPLES if state else 1):
             try:
@@ -159,7 +166,11 @@ class DumpPictures:
             if not heads:
                 continue
             side = min(self.bounds.side, isqrt(max(1, room // (len(layers) * heads))))
-            shown = choose_evenly(layers, max(1, room // (heads * LEAST_SIDE**2))) if side < LEAST_SIDE else layers
+            shown = (
+                choose_evenly(layers, max(1, room // (heads * LEAST_SIDE**2)))
+                if side < LEAST_SIDE
+                else layers
+            )
             side = min(self.bounds.side, max(LEAST_SIDE, side))
             break
         else:
@@ -221,7 +232,8 @@ class DumpPictures:
             "tokens": list(found.tokens),
             "ids": found.ids.tolist(),
             "shares": [
-                [[json_number(float(p), 3) for p in token] for token in layer] for layer in found.probabilities
+                [[json_number(float(p), 3) for p in token] for token in layer]
+                for layer in found.probabilities
             ],
             "caption": found.caption,
         }
@@ -234,5 +246,5 @@ class DumpPictures:
 
 
 def _round_ends(packed: dict[str, Any]) -> dict[str, Any]:
-    """With ends of few digits: of more than the steps between codes can tell."""
+    """With ends of few digits: more digits than the quantization step are useless."""
     return {**packed, "lo": json_number(packed["lo"], 7), "hi": json_number(packed["hi"], 7)}

@@ -1,23 +1,23 @@
-"""What dumps, statistics and comparisons bring to a page: sites where there is no model, data, notes."""
+"""Building a page from dumps, statistics and comparisons: sites where there is no model, data, notes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import Any
 
-from megatron_flex.dump.layouts import layout_from_json
 from megatron_flex.dump.reader import OpenDump
+from megatron_flex.dump.schema import layout_from_json, read_settings
 from megatron_flex.errors import DumpError, FlexError, LayoutError
-from megatron_flex.page.content import Page
-from megatron_flex.page.data import divergence_json, dump_source, statistics_source
+from megatron_flex.page.data_pane import divergence_json, dump_source, statistics_source
 from megatron_flex.page.dump_damage import open_readable
+from megatron_flex.page.html_page import Page
 from megatron_flex.page.rank_grid import RankGrid, grid_of_ranks, grid_of_sizes
-from megatron_flex.page.site_estimates import tensor_at_site, estimate_sites
+from megatron_flex.page.site_estimates import estimate_sites, tensor_at_site
 from megatron_flex.sites import GRADIENT_SUFFIX, Site
-from megatron_flex.statistics.reading import OpenStatistics
+from megatron_flex.statistics.statistics_reader import OpenStatistics
 
 EXPERT_AXES = ("edp", "ep", "etp")
 MAX_SOURCES = 2
@@ -31,21 +31,22 @@ def fill_page(
     comparison: Any = None,
     title: str = "",
 ) -> Page:
-    """A page with what dumps and statistics saw; a damaged dump is shown as far as it can be read.
+    """A page with the data of dumps and statistics; a damaged dump is shown as far as it is readable.
 
     Args:
-        page: of a model; None to show what the dumps, or else the statistics, have.
-        dumps: one, or two to be shown side by side.
-        statistics: what was measured, if there is no second dump.
-        comparison: of the two dumps.
-        title: of a page that has none yet.
+        page: the page of a model; None to show the sites of the dumps, or else of the statistics.
+        dumps: one, or two to show side by side.
+        statistics: measurements, if there is no second dump.
+        comparison: the comparison of the two dumps.
+        title: the title of a new page.
 
     Raises:
-        FlexError: more sources than can be shown side by side; or nothing at all to be shown.
+        FlexError: too many sources; or none at all.
     """
     if len(dumps) + (statistics is not None) > MAX_SOURCES:
         raise FlexError(
-            f"{len(dumps)} dumps{' and statistics' if statistics else ''}: a page shows {MAX_SOURCES} sources "
+            f"{len(dumps)} dumps{' and statistics' if statistics else ''}: a page shows {MAX_SOURCES} "
+            "sources "
             "beside each other; make another page for the others"
         )
     read = [open_readable(one) for one in dumps]
@@ -76,7 +77,7 @@ def fill_page(
 
 
 def _page_of_sources(dumps: Sequence[OpenDump], statistics: OpenStatistics | None, title: str) -> Page:
-    """The sites of what there is to be shown, and the mesh of the first."""
+    """The sites of the sources, and the mesh of the first."""
     pages = [_page_of_dump(found, title) for found in dumps]
     if not pages and statistics is not None:
         pages = [_page_of_statistics(statistics, title)]
@@ -86,12 +87,12 @@ def _page_of_sources(dumps: Sequence[OpenDump], statistics: OpenStatistics | Non
     first, *others = pages
     known = {s.name: s for page in reversed(pages) for s in page.sites}
     order = dict.fromkeys(s.name for page in pages for s in page.sites)
-    costs = {name: cost for page in reversed(pages) for name, cost in page.costs.items()}
+    estimates = {name: estimate for page in reversed(pages) for name, estimate in page.estimates.items()}
     if any(page.mesh.sizes != first.mesh.sizes for page in others):
         known |= {s.name: s for s in first.sites}
         notes = (*first.notes, ("info", "the mesh and the layouts are those of A; B was run on another mesh"))
-        return replace(first, sites=[known[n] for n in order], costs=first.costs, notes=notes)
-    return replace(first, sites=[known[n] for n in order], costs=costs)
+        return replace(first, sites=[known[n] for n in order], estimates=first.estimates, notes=notes)
+    return replace(first, sites=[known[n] for n in order], estimates=estimates)
 
 
 def _page_of_dump(found: OpenDump, title: str) -> Page:
@@ -117,22 +118,22 @@ def _page_of_dump(found: OpenDump, title: str) -> Page:
         )
     lengths = _lengths(found)
     weights = {s.name: _weight(found, s.name) for s in sites}
-    costs = estimate_sites(sites, lambda s: tensor_at_site(s, grid.sizes, weights[s.name], lengths), grid)
-    return Page(title, grid, sites, costs=costs, notes=notes)
+    estimates = estimate_sites(sites, lambda s: tensor_at_site(s, grid.sizes, weights[s.name], lengths), grid)
+    return Page(title, grid, sites, estimates=estimates, notes=notes)
 
 
 def _weight(found: OpenDump, name: str) -> int | None:
     """Bytes of an entry."""
     try:
         return int(found[name].dtype.itemsize)
-    except DumpError:  # nothing of it is there, which the data say
+    except DumpError:  # missing on disk, which the data pane reports
         return None
 
 
 def _lengths(found: OpenDump) -> dict[str, int]:
-    """How many tokens and samples a microbatch has, where whole ones were dumped."""
-    settings: Mapping[str, Any] = found.manifests[-1].settings
-    if settings.get("tokens") is not None or settings.get("reduce") is not None:
+    """The number of tokens and samples of a microbatch, if complete ones were dumped."""
+    settings = read_settings(found.manifests[-1].settings)
+    if settings.tokens is not None or settings.reduce is not None:
         return {}
     for place in found.places.values():
         if {"s", "b"} - set(map(str, place.shape)):
@@ -142,21 +143,30 @@ def _lengths(found: OpenDump) -> dict[str, int]:
             dim_lengths = dict(zip(piece.array.dims, piece.array.shape, strict=True))
         except (DumpError, StopIteration):
             continue
-        return {short: dim_lengths[long] for short, long in (("s", "token"), ("b", "sample")) if long in dim_lengths}
+        return {
+            short: dim_lengths[long]
+            for short, long in (("s", "token"), ("b", "sample"))
+            if long in dim_lengths
+        }
     return {}
 
 
 def _page_of_statistics(found: OpenStatistics, title: str) -> Page:
-    """What was measured, and the mesh of the last start."""
+    """The measured sites, and the mesh of the last start."""
     if not found.headers:
-        return Page(title, grid_of_sizes({}), (), notes=(("damage", "no start of the statistics can be read"),))
+        return Page(
+            title, grid_of_sizes({}), (), notes=(("damage", "no start of the statistics can be read"),)
+        )
     axes = found.headers[-1].axes
     grid: RankGrid = grid_of_sizes(
-        {a: n for a, n in axes.items() if a not in EXPERT_AXES}, {a: axes[a] for a in EXPERT_AXES if a in axes}
+        {a: n for a, n in axes.items() if a not in EXPERT_AXES},
+        {a: axes[a] for a in EXPERT_AXES if a in axes},
     )
     known = {p.name: p for header in found.headers for p in header.sites}
     sites, notes = [], []
-    passing = {row.site.removesuffix(GRADIENT_SUFFIX) for row in found.rows() if row.kind in ("value", "gradient")}
+    passing = {
+        row.site.removesuffix(GRADIENT_SUFFIX) for row in found.rows() if row.kind in ("value", "gradient")
+    }
     for name in dict.fromkeys(n.removesuffix(GRADIENT_SUFFIX) for n in found.sites):
         place = known.get(name)
         if place is None or name not in passing:  # a parameter, which no hook reads
@@ -165,5 +175,5 @@ def _page_of_statistics(found: OpenStatistics, title: str) -> Page:
             sites.append(Site(name, layout_from_json(dict(place.layout)), tuple(place.shape)))
         except (LayoutError, KeyError, TypeError, ValueError) as error:
             notes.append(("damage", f"{name}: the statistics have no layout of it: {error!r}"))
-    costs = estimate_sites(sites, partial(tensor_at_site, sizes=grid.sizes, weight=None), grid)
-    return Page(title, grid, sites, costs=costs, notes=notes)
+    estimates = estimate_sites(sites, partial(tensor_at_site, sizes=grid.sizes, weight=None), grid)
+    return Page(title, grid, sites, estimates=estimates, notes=notes)

@@ -1,4 +1,4 @@
-"""The ranks of a run without a list of them: what each axis adds to a rank's number."""
+"""The ranks of a run without listing them: the stride of each axis in rank numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class GridAxis:
     Attributes:
         name: `tp`, `pp` and so on.
         size: ranks along it.
-        stride: how much higher the number of the next rank along it is.
+        stride: difference between the numbers of neighbouring ranks on it.
     """
 
     name: str
@@ -25,7 +25,7 @@ class GridAxis:
     stride: int
 
     def coord(self, number: int) -> int:
-        """The place on it of a rank with that number, counted from the first."""
+        """The coordinate of a rank with that number, counted from the first."""
         return number // self.stride % self.size
 
 
@@ -35,9 +35,9 @@ class RankGrid:
 
     Attributes:
         axes: from the outermost to the innermost.
-        experts: the ranks of a stage once more, as layers of experts divide them.
+        experts: the ranks of a stage, as expert layers divide them.
         first: the number of the first rank.
-        sure: whether that is how the run numbers its ranks; else they are numbered here by coordinates.
+        sure: whether the run numbers its ranks like this; else they are numbered here by coordinates.
     """
 
     axes: tuple[GridAxis, ...]
@@ -47,12 +47,12 @@ class RankGrid:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return prod(a.size for a in self.axes)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis name to number of ranks."""
+        """The size of each axis."""
         return {a.name: a.size for a in (*self.axes, *self.experts)}
 
     def coords(self, rank: int) -> dict[str, int]:
@@ -60,7 +60,7 @@ class RankGrid:
         return {a.name: a.coord(rank - self.first) for a in (*self.axes, *self.experts)}
 
     def mesh(self) -> Mesh:
-        """The same as its first rank sees it, without groups."""
+        """The mesh as seen by its first rank, without groups."""
         made = [
             tuple(Axis(a.name, a.size, 0, None, tuple(range(a.size))) for a in axes)
             for axes in (self.axes, self.experts)
@@ -68,7 +68,7 @@ class RankGrid:
         return Mesh(made[0], made[1])
 
     def to_json(self) -> dict[str, Any]:
-        """In plain values."""
+        """As plain values."""
         lines = [
             [{"name": a.name, "size": a.size, "stride": a.stride} for a in axes]
             for axes in (self.axes, self.experts)
@@ -76,13 +76,15 @@ class RankGrid:
         return {"axes": lines[0], "experts": lines[1], "ranks": self.ranks, "first": self.first}
 
 
-def grid_of_sizes(axes: Mapping[str, int], experts: Mapping[str, int] | None = None, sure: bool = True) -> RankGrid:
-    """Ranks that are counted along the innermost axis first; a stage's experts divide its ranks likewise."""
+def grid_of_sizes(
+    axes: Mapping[str, int], experts: Mapping[str, int] | None = None, sure: bool = True
+) -> RankGrid:
+    """Ranks counted along the innermost axis first; a stage's experts divide its ranks likewise."""
     return RankGrid(_count_along(axes), _count_along(experts or {}), sure=sure)
 
 
 def grid_of_mesh(mesh: Mesh) -> RankGrid:
-    """The ranks of a live run, of which each axis says its own."""
+    """The ranks of a live run, whose axes list their ranks."""
     lines = [
         tuple(GridAxis(a.name, a.size, a.ranks[1] - a.ranks[0] if a.size > 1 else 1) for a in axes)
         for axes in (mesh.axes, mesh.experts)
@@ -106,7 +108,7 @@ def grid_of_mesh(mesh: Mesh) -> RankGrid:
 def grid_of_ranks(
     axes: Mapping[str, int], experts: Mapping[str, int], ranks: Sequence[tuple[int, Mapping[str, int]]]
 ) -> RankGrid:
-    """The ranks of a dump, each of which has its coordinates told."""
+    """The ranks of a dump, which stores each rank's coordinates."""
     first = min(number for number, _ in ranks)
     steps = [{a: _axis_stride(a, names, ranks, first) for a in names} for names in (axes, experts)]
     dense = tuple(GridAxis(a, n, steps[0][a]) for a, n in axes.items())
@@ -132,7 +134,7 @@ def _first_rank(mesh: Mesh) -> int:
 
 
 def _covers_all_ranks(lines: Iterable[GridAxis]) -> bool:
-    """Whether every number up to the product of the sizes stands for one place."""
+    """Whether every number up to the product of the sizes belongs to one coordinate tuple."""
     covered = 1
     for line in sorted((a for a in lines if a.size > 1), key=lambda a: a.stride):
         if line.stride != covered:
@@ -144,7 +146,7 @@ def _covers_all_ranks(lines: Iterable[GridAxis]) -> bool:
 def _axis_stride(
     axis: str, beside: Mapping[str, int], ranks: Sequence[tuple[int, Mapping[str, int]]], first: int
 ) -> int:
-    """How much higher the number is of the rank that is one further along an axis, and as far on others."""
+    """The difference between the numbers of neighbouring ranks along an axis."""
     for number, coords in ranks:
         others = any(coords.get(a, 0) for a in (*beside, "pp") if a != axis)
         if coords.get(axis, 0) == 1 and not others:

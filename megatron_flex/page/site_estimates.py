@@ -1,4 +1,4 @@
-"""What a hook at a site would send, told of each layout and shape once."""
+"""The traffic of a hook at a site, computed once for each layout and shape."""
 
 from __future__ import annotations
 
@@ -6,31 +6,34 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from megatron_flex.costs import PassEstimate, Links, Placement, PlannedHook, estimate_pass
-from megatron_flex.dump.plan import EstimatedTensor, compute_local_shape
+from megatron_flex.dump.size_estimate import EstimatedTensor, compute_local_shape
 from megatron_flex.errors import FlexError
+from megatron_flex.estimate import HookSpec, Links, PassEstimate, Placement, estimate_pass
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.page.rank_grid import RankGrid
 from megatron_flex.sites import Site
 
 Json = dict[str, Any]
-PLANNED_HOOKS = {"read": PlannedHook("**"), "edit": PlannedHook("**", "general")}
+PLANNED_HOOKS = {"read": HookSpec("**"), "edit": HookSpec("**", "general")}
 
 
 def estimate_sites(
-    sites: Iterable[Site], held: Callable[[Site], EstimatedTensor | str], grid: RankGrid, links: Links | None = None
+    sites: Iterable[Site],
+    held: Callable[[Site], EstimatedTensor | str],
+    grid: RankGrid,
+    links: Links | None = None,
 ) -> dict[str, Json]:
-    """By site what a read, and an edit of the whole, would send there each time that a tensor passes.
+    """For each site the traffic of a read, and of an edit of the full tensor, for each call.
 
     Args:
         sites: hidden ones are left out.
-        held: the tensor at a site, or why nobody knows how large it is.
+        held: the tensor at a site, or why its size is unknown.
         grid: the ranks.
         links: between them.
 
     Returns:
-        `{"read": told, "edit": told}`, the same object where the same is told; each `{"why"}` or
+        `{"read": value, "edit": value}`, with shared objects for equal values; each `{"why"}` or
         `{"way", "sent": [[op, axis, ranks, bytes, backward]], "whole", "part", "leader": {link: bytes}}`.
     """
     mesh, placement = grid.mesh(), Placement(grid.sizes, (links or Links()).gpus_per_node)
@@ -44,7 +47,10 @@ def estimate_sites(
         if isinstance(tensor, EstimatedTensor):
             key = (tensor.layout, tensor.shape, tensor.local, tensor.weight, site.fixed)
         if key not in known:
-            known[key] = {kind: _estimate_json(hook, tensor, site, mesh, placement) for kind, hook in PLANNED_HOOKS.items()}
+            known[key] = {
+                kind: _estimate_json(hook, tensor, site, mesh, placement)
+                for kind, hook in PLANNED_HOOKS.items()
+            }
         out[site.name] = known[key]
     return out
 
@@ -52,13 +58,13 @@ def estimate_sites(
 def tensor_at_site(
     site: Site, sizes: Mapping[str, int], weight: int | None, lengths: Mapping[str, int] | None = None
 ) -> EstimatedTensor | str:
-    """The tensor at a site as its shape tells it; or which of its dims only the data tell.
+    """The tensor at a site from its shape; or which of its dims depend on the data.
 
     Args:
         site: the site.
-        sizes: the mesh.
-        weight: bytes of an entry; None where that is not known.
-        lengths: of dims that are named in the shape.
+        sizes: the sizes of the mesh axes.
+        weight: bytes of an entry; None if unknown.
+        lengths: lengths of dims that are named in the shape.
     """
     if site.inferred:
         return "only the data tell: its layout is told when a tensor passes"
@@ -77,7 +83,7 @@ def tensor_at_site(
 
 
 def _pad_shape(layout: Layout, whole: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The least whole that divides, where what is told is without its padding."""
+    """The smallest length that divides, where the given length excludes padding."""
     order = range(len(whole)) if layout.permute is None else layout.permute
     out = []
     for length, index in zip(whole, order, strict=True):
@@ -88,7 +94,9 @@ def _pad_shape(layout: Layout, whole: tuple[int, ...], sizes: Mapping[str, int])
     return tuple(out)
 
 
-def _estimate_json(hook: PlannedHook, tensor: EstimatedTensor | str, site: Site, mesh: Mesh, placement: Placement) -> Json:
+def _estimate_json(
+    hook: HookSpec, tensor: EstimatedTensor | str, site: Site, mesh: Mesh, placement: Placement
+) -> Json:
     if isinstance(tensor, str):
         return {"why": tensor}
     try:

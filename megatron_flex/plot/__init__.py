@@ -1,8 +1,6 @@
-"""Plots: what figures tell, drawn by matplotlib."""
+"""Plots: figures drawn with matplotlib."""
 
-from megatron_flex.plot.curves import divergence, norms
-from megatron_flex.plot.grids import attention, heat, induction
-from megatron_flex.plot.lens import logit_lens
-from megatron_flex.plot.ridges import histograms
+from megatron_flex.plot.curve_plots import divergence, histograms, norms
+from megatron_flex.plot.grid_plots import attention, heat, induction, logit_lens
 
 __all__ = ["attention", "divergence", "heat", "histograms", "induction", "logit_lens", "norms"]

@@ -1,4 +1,4 @@
-"""What all plots share: a figure of no backend, its title and caption, labels of axes and tokens."""
+"""The base of all plots: a figure without a backend, its title and caption, labels of axes and tokens."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Tokenizer = Callable[[int], str]  # what the number of a token stands for
+Tokenizer = Callable[[int], str]  # text of a token id
 
 SMALL, TINY = 8, 7  # points
-CAPTION_LETTERS = 15.5  # of a caption in an inch
+CAPTION_LETTERS = 15.5  # letters of a caption per inch
 GREY, RED = "0.35", "tab:red"
 VISIBLE_LETTERS = {"\n": "⏎", "\t": "⇥", " ": "␣", "\r": "␍"}
 LAYER_NUMBER = re.compile(r"(?<=layers\.)(\d+)(?=[.:])")
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches; nobody shows it and pyplot does not know it.
+    """An empty figure, size in inches; it is not shown, and pyplot has no reference to it.
 
     Raises:
         FlexError: matplotlib is not installed.
@@ -36,7 +36,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def finish_figure(figure: Figure, title: str, caption: str) -> Figure:
-    """Put the title above and the caption below, broken into lines as wide as the figure."""
+    """Put the title above and the caption below, wrapped to the width of the figure."""
     wide = max(30, int(figure.get_figwidth() * CAPTION_LETTERS))
     figure.suptitle(_wrap_text(title, wide * 2 // 3), fontsize=11, parse_math=False)
     visible = _wrap_text(caption, wide)
@@ -45,12 +45,12 @@ def finish_figure(figure: Figure, title: str, caption: str) -> Figure:
 
 
 def _wrap_text(text: str, wide: int) -> str:
-    """Lines of at most so many letters: broken between words, or within longer ones, as paths are."""
+    """Lines of at most this many letters: broken between words, or within longer words such as paths."""
     return textwrap.fill(text, wide, break_on_hyphens=False)
 
 
 def label_ticks(axis: Any, labels: Sequence[str], most: int = 32, **how: Any) -> None:
-    """Label the places 0, 1, ... of an axis (`axes.xaxis`); where more than fit, only every so many."""
+    """Label the positions 0, 1, ... of an axis (`axes.xaxis`); if too many, only every n-th."""
     least = -(-len(labels) // most)
     step = next(s * 10**p for p in range(9) for s in (1, 2, 5) if s * 10**p >= least)
     places = range(0, len(labels), step)
@@ -58,7 +58,7 @@ def label_ticks(axis: Any, labels: Sequence[str], most: int = 32, **how: Any) ->
 
 
 def label_sites(axes: Axes, sites: Sequence[str]) -> None:
-    """Label the x axis with sites: with the numbers of layers alone where nothing else differs."""
+    """Label the x axis with sites: with layer numbers alone where nothing else differs."""
     alike = {LAYER_NUMBER.sub("N", name, count=1) for name in sites}
     numbers = [LAYER_NUMBER.search(name) for name in sites]
     if len(alike) == 1 and all(numbers):
@@ -69,17 +69,17 @@ def label_sites(axes: Axes, sites: Sequence[str]) -> None:
 
 
 def token_labels(ids: Sequence[int], tokenizer: Tokenizer | None, most: int = 9) -> list[str]:
-    """Tokens as they can be shown: by their numbers, or what these stand for, cut if that is long."""
+    """Tokens as text: their ids, or the tokenizer's text, shortened if necessary."""
     return [_show_token(str(i) if tokenizer is None else tokenizer(int(i)), most) for i in ids]
 
 
 def place_labels(
     places: Sequence[int], tokens: Sequence[int] | None, tokenizer: Tokenizer | None, most: int = 9
 ) -> list[str]:
-    """Positions of a sequence: by number, or with the tokens that stand there.
+    """Positions of a sequence: by number, or with their tokens.
 
     Raises:
-        FlexError: there are fewer tokens than the positions ask for.
+        FlexError: there are fewer tokens than positions.
     """
     if tokens is None:
         return [str(p) for p in places]
@@ -106,7 +106,7 @@ def iteration_colors(iterations: Sequence[int]) -> list[Any]:
 
 
 def add_iteration_bar(figure: Figure, axes: Axes, iterations: Sequence[int]) -> None:
-    """A bar that tells the colors of iterations; nothing for one."""
+    """A colorbar of iterations; none for a single one."""
     if len(iterations) < 2:
         return
     from matplotlib import colormaps

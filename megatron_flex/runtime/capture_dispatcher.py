@@ -1,4 +1,4 @@
-"""What a hook that reads does: what is wanted of this rank's part is kept until the step is over."""
+"""Records captures: selects from this rank's shard, stores that until the step ends, and feeds sinks."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives import Route, gather_rows, gather_full, scatter_rows, scatter_full
+from megatron_flex.collectives import Route
+from megatron_flex.errors import HookError
 from megatron_flex.layout import Layout, full_shape
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
-from megatron_flex.runtime.editing import EditRunner
-from megatron_flex.runtime.hooks import HookFunction
+from megatron_flex.runtime.edit_runner import EditRunner
+from megatron_flex.runtime.hook_collectives import gather_at_site
+from megatron_flex.runtime.hooks import HookFunction, TensorSink
 from megatron_flex.runtime.recorder import Recorder
 from megatron_flex.runtime.selection import SelectionPlan, plan_selection
 from megatron_flex.sites import EDITED_SUFFIX, GRADIENT_SUFFIX, Site
 
-MAX_SELECTION_PLANS = 4096  # of selections that are at hand; sequences of ever new lengths make new ones
+MAX_SELECTION_PLANS = 4096  # bounds the cache of selections; sequences of ever new lengths make new ones
 
 
 class CaptureDispatcher:
-    """The part of a Firing that reads."""
+    """Records what hooks capture, and feeds the sinks of a session."""
 
     def __init__(
         self, clock: Clock, recorder: Recorder, editing: EditRunner, mesh: Mesh, gather_data_parallel: bool
@@ -32,28 +34,30 @@ class CaptureDispatcher:
         self.clock, self.recorder, self.editing, self.mesh = clock, recorder, editing, mesh
         self._over_data = gather_data_parallel
         self._heads: dict[str, int] = {}
-        self._plans: dict[tuple[str, HookFunction, torch.Size, torch.dtype], tuple[Layout, SelectionPlan]] = {}
+        self._plans: dict[
+            tuple[str, HookFunction, torch.Size, torch.dtype], tuple[Layout, SelectionPlan]
+        ] = {}
 
-    def stands(self, site: Site) -> None:
-        """Note how many attention heads the module at a site of this rank has."""
+    def note_heads(self, site: Site) -> None:
+        """Note the number of attention heads of the module at a site of this rank."""
         config = getattr(getattr(site.tap, "module", None), "config", None)
         heads = getattr(config, "num_attention_heads", None)
         if isinstance(heads, int):
             self._heads[site.name] = heads
 
-    def read(
+    def capture(
         self, hooks: list[HookFunction], key: Key, local: Tensor, layout: Layout, route: Route | None
     ) -> None:
-        """Keep what passes, to be sent later."""
+        """Capture a local tensor for these hooks; it is sent at the end of the step."""
         self.editing.fired.update(hooks)
         if not any(h.expected_shape for h in hooks):
             pass
         elif route is None and not any(d.uneven for d in layout.dims):
             self.editing.check_shapes(hooks, key, full_shape(layout, local.shape, self.mesh.sizes))
-        else:  # no rank knows it, so look at the tensor
-            whole = self.gather(local, layout, route)
+        else:  # no rank knows it: inspect the tensor
+            whole = gather_at_site(local, layout, route, self.mesh)
             self.editing.check_shapes(hooks, key, whole.shape)
-            self.keep(hooks, key, whole, layout)
+            self.keep_full(hooks, key, whole, layout)
             return
         self.keep_shard(hooks, key, local, layout, route)
 
@@ -65,78 +69,100 @@ class CaptureDispatcher:
         layout: Layout,
         route: Route | None = None,
     ) -> None:
-        """Keep what is wanted of this rank's part, to be sent later."""
+        """Store the selected part of this rank's shard, to be sent later."""
         gathered: Tensor | None = None
         for hook in hooks if len(hooks) == 1 else _list_distinct(hooks):
             name = make_capture_key(key, hook)
             if hook.wanted is not None and route is None:
-                self._push(hook, name, local, layout)
+                self._keep_selected_shard(hook, name, local, layout)
             elif hook.wanted is not None:
-                gathered = self.gather(local, layout, route) if gathered is None else gathered
-                self._select(hook, name, gathered, layout)
+                gathered = gather_at_site(local, layout, route, self.mesh) if gathered is None else gathered
+                self._keep_selected_full(hook, name, gathered, layout)
             elif route is None:
                 self.recorder.shard(name, local, layout)
             else:
                 self.recorder.rows(name, local, route)
 
-    def keep(self, hooks: Sequence[HookFunction], key: Key, whole: Tensor, layout: Layout) -> None:
-        """Keep what is wanted of a tensor, in `layout`, that every rank has whole."""
+    def keep_full(self, hooks: Sequence[HookFunction], key: Key, whole: Tensor, layout: Layout) -> None:
+        """Store the selected part of a full tensor, in `layout`, that every rank holds."""
         for hook in _list_distinct(hooks):
             name = make_capture_key(key, hook)
             if hook.wanted is None:
                 self.recorder.whole(name, whole, layout)
             else:
-                self._select(hook, name, whole, layout)
+                self._keep_selected_full(hook, name, whole, layout)
 
-    def _push(self, hook: HookFunction, key: Key, local: Tensor, layout: Layout) -> None:
-        """Keep of this rank's part what is wanted."""
-        plan = self._plan(hook, key, local, layout, self.mesh)
+    def _keep_selected_shard(self, hook: HookFunction, key: Key, local: Tensor, layout: Layout) -> None:
+        """Store the part of this rank's shard that a hook selects."""
+        plan = self._find_plan(hook, key, local, layout, self.mesh)
         if plan is None:
             return
         small = plan.local(local)
         if not plan.everywhere:
             self.recorder.shard(key, small, plan.layout, plan.finish if plan.finishes else None)
             return
-        found = self.editing.guard(hook, key, partial(plan.finish, self.gather(small, plan.layout, None)))
+        gathered = gather_at_site(small, plan.layout, None, self.mesh)
+        found = self.editing.guard(hook, key, partial(plan.finish, gathered))
         for ending, tensor in (found or {}).items():
             self.recorder.whole(key._replace(site=key.site + ending), tensor, layout)
 
-    def _select(self, hook: HookFunction, key: Key, whole: Tensor, layout: Layout) -> None:
-        """Keep what is wanted of a whole."""
+    def _keep_selected_full(self, hook: HookFunction, key: Key, whole: Tensor, layout: Layout) -> None:
+        """Store the part of a full tensor that a hook selects."""
         order = layout.permute or range(len(layout.dims))
         dims = tuple(replace(layout.dims[i], cuts=(), segments=(1,), keep=None, uneven=False) for i in order)
-        plan = self._plan(hook, key, whole, Layout(dims), Mesh())
+        plan = self._find_plan(hook, key, whole, Layout(dims), Mesh())
         if plan is not None:
             self.recorder.whole(key, whole, layout, lambda t: plan.finish(plan.local(t)))
 
-    def _plan(self, hook: HookFunction, key: Key, tensor: Tensor, layout: Layout, mesh: Mesh) -> SelectionPlan | None:
-        """How the wish is fulfilled, looked up if it is known; None if it cannot be: all ranks raise."""
+    def _find_plan(
+        self, hook: HookFunction, key: Key, tensor: Tensor, layout: Layout, mesh: Mesh
+    ) -> SelectionPlan | None:
+        """Find the plan for a selection, cached; None if the selection is impossible: all ranks
+        then raise.
+        """
         at = (key.site, hook, tensor.shape, tensor.dtype)
         found = self._plans.get(at)
         if found is not None and (found[0] is layout or found[0] == layout):
             return found[1]
         assert hook.wanted is not None
-        place = key.site.removesuffix(f".{hook.keep_as}").removesuffix(EDITED_SUFFIX).removesuffix(GRADIENT_SUFFIX)
+        place = (
+            key.site.removesuffix(f".{hook.keep_as}")
+            .removesuffix(EDITED_SUFFIX)
+            .removesuffix(GRADIENT_SUFFIX)
+        )
         parts = tensor.shape, tensor.dtype, tensor.device
-        make = partial(plan_selection, hook.wanted, layout, *parts, mesh.sizes, mesh.coords, self._heads.get(place, 0))
-        # Without the guard where nothing should go wrong: then ranks do not ask each other.
-        plan = self.editing.guard(hook, key, make) if hook.can_fail else make()
+        make = partial(
+            plan_selection, hook.wanted, layout, *parts, mesh.sizes, mesh.coords, self._heads.get(place, 0)
+        )
+        plan = self.editing.guard(hook, key, make)
         if plan is not None:
             if len(self._plans) >= MAX_SELECTION_PLANS:
                 self._plans.clear()
             self._plans[at] = layout, plan
         return plan
 
-    def record(self, place: str, whole: Tensor, replays: bool) -> Key:
-        """Keep a tensor that an editing function has whole, under a name that is no site's.
+    def feed_sinks(
+        self, hooks: list[HookFunction], key: Key, local: Tensor, layout: Layout, route: Route | None
+    ) -> None:
+        """Pass a local tensor to the sinks of these hooks; a gradient at the scale of the loss."""
+        for hook in hooks:
+            if hook.tensor_sink is not None:
+                self.editing.fired.add(hook)
+                factor = self.clock.gradient_factor if hook.backward else 1.0
+                self.editing.guard(
+                    hook, key, partial(_feed_sink, hook.tensor_sink, key, local, layout, route, factor)
+                )
+
+    def record_inner_tensor(self, place: str, whole: Tensor, replays: bool) -> Key:
+        """Capture a full tensor that an editing function holds, under a name that is not a site's.
 
         Args:
             place: the name.
-            whole: as every rank that holds it has it.
-            replays: whether the place may be passed again in recomputation, which is not kept.
+            whole: the full tensor, the same on every rank that holds it.
+            replays: whether recomputation may run the edit again; a replay is not captured.
 
         Returns:
-            Its key, which a replayed pass shares with the first.
+            The key of the capture, which a replay shares with the first pass.
         """
         key = self.clock.key(place)
         first = not self._over_data or self.mesh["dp"].coord == 0
@@ -144,24 +170,23 @@ class CaptureDispatcher:
             self.recorder.whole(key, whole, Layout(()))
         return key
 
-    def gather(self, local: Tensor, layout: Layout, route: Route | None) -> Tensor:
-        """The whole on every rank."""
-        return gather_rows(local, route) if route else gather_full(local, layout, self.mesh)
-
-    def scatter(self, whole: Tensor, local: Tensor, layout: Layout, route: Route | None) -> Tensor:
-        """This rank's part of the whole."""
-        return scatter_rows(whole, local, route) if route else scatter_full(whole, local, layout, self.mesh)
-
 
 def make_capture_key(key: Key, hook: HookFunction) -> Key:
-    """The key under which a hook keeps something."""
+    """The key under which a hook captures a tensor."""
     return key._replace(site=f"{key.site}.{hook.keep_as}") if hook.keep_as else key
 
 
 def _list_distinct(hooks: Sequence[HookFunction]) -> Iterator[HookFunction]:
-    """Of hooks that keep the same the first."""
+    """Yield the first of the hooks that capture the same."""
     seen = set()
     for hook in hooks:
         if hook.save and hook.keep_as not in seen:
             seen.add(hook.keep_as)
             yield hook
+
+
+def _feed_sink(
+    tensor_sink: TensorSink, key: Key, local: Tensor, layout: Layout, route: Route | None, factor: float
+) -> None:
+    if why := tensor_sink.take(key, local, layout, route, factor):
+        raise HookError(f"the site cannot be recorded: {why}")

@@ -1,4 +1,4 @@
-"""What was read, on the leader: for each site the whole tensors by step, microbatch and call."""
+"""The captures on the leader: for each site the full tensors by step, microbatch and call."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from megatron_flex.sites import GRADIENT_SUFFIX
 
 
 class Key(NamedTuple):
-    """What keeps captured tensors apart.
+    """Identifies a captured tensor.
 
     Attributes:
-        site: the site's name; behind it `.grad` for a gradient.
-        step: run of the schedule since attaching (evaluation runs count, and repeated iterations).
-        iteration: the framework's own number.
+        site: the site's name, with the suffix `.grad` for a gradient.
+        step: the number of runs of the schedule since attaching, from 0 (evaluation runs and repeated
+            iterations
+            count).
+        iteration: the framework's own iteration number.
         microbatch: the microbatch within the step.
         call: the pass through the site within the microbatch.
     """
@@ -31,12 +33,12 @@ class Key(NamedTuple):
 
     @property
     def time(self) -> tuple[int, int, int]:
-        """What tensors of one site are ordered by."""
+        """The order of the tensors of one site."""
         return self.step, self.microbatch, self.call
 
 
 class Readings(Sequence[Tensor]):
-    """The tensors of one site, in the order of step, microbatch and call; `keys` has the key of each."""
+    """The tensors of one site, in the order of step, microbatch and call; `keys` holds their keys."""
 
     def __init__(self) -> None:
         self._items: list[tuple[Key, Tensor]] = []
@@ -54,11 +56,11 @@ class Readings(Sequence[Tensor]):
         return [t for k, t in self._items if all(v is None or getattr(k, n) == v for n, v in want.items())]
 
     def add(self, key: Key, tensor: Tensor) -> None:
-        """Put a tensor in its place."""
+        """Insert a tensor in the order of its key."""
         insort(self._items, (key, tensor), key=lambda item: item[0].time)
 
     def take(self, wanted: Callable[[Key], bool]) -> list[tuple[Key, Tensor]]:
-        """Take out what `wanted` says yes to."""
+        """Remove and return the tensors whose key satisfies `wanted`."""
         removed = [item for item in self._items if wanted(item[0])]
         self._items = [item for item in self._items if not wanted(item[0])]
         return removed
@@ -78,20 +80,22 @@ class Readings(Sequence[Tensor]):
 
 
 class Captures(Mapping[str, Readings]):
-    """Site name to readings; empty on every rank but the leader.
+    """Maps site names to readings; empty on every rank but the leader.
 
-    A module's name stands for the only point of it that was read, or for its output.
+    A module's name refers to its only captured point, or to its output.
     """
 
     def __init__(self) -> None:
         self._readings: dict[str, Readings] = {}
 
     def add(self, key: Key, tensor: Tensor) -> None:
-        """Keep a tensor."""
+        """Add a tensor."""
         self._readings.setdefault(key.site, Readings()).add(key, tensor)
 
     def take(self, wanted: Callable[[Key], bool]) -> list[tuple[Key, Tensor]]:
-        """Take out what `wanted` says yes to, in the order in which each site's were read."""
+        """Remove and return the tensors whose key satisfies `wanted`, for each site in the order
+        of capture.
+        """
         out: list[tuple[Key, Tensor]] = []
         for name in list(self._readings):
             removed = self._readings[name].take(wanted)
@@ -101,7 +105,7 @@ class Captures(Mapping[str, Readings]):
         return out
 
     def clear(self) -> None:
-        """Forget everything that was read so far."""
+        """Remove all captures."""
         self._readings.clear()
 
     def __getitem__(self, name: str) -> Readings:

@@ -1,4 +1,6 @@
-"""The clock: which step, iteration, microbatch and call a tensor belongs to, and whether it is a replay."""
+"""The clock: the step, iteration, microbatch and call that a tensor belongs to, and whether it
+is a replay.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +12,23 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron_flex.adapters import replaying
+from megatron_flex.adapters import is_recomputing
 from megatron_flex.runtime.captures import Key
 
 
 class Clock:
-    """Kept by the session from what the adapter tells.
+    """The session updates the clock from the adapter's calls.
 
     Attributes:
-        step: runs of a schedule, or calls of the model outside one, since attaching; from 0.
-        iteration: as the framework counts, or `step` where it does not.
-        told: the iteration as a launcher counts, which schedules then have whoever counts beside it; or None.
-        microbatch: the one whose forward or backward pass runs.
-        tokens: how many this rank's losses of the step are summed over, where the framework divides by those
-            of all ranks at its end; else None.
-        microbatches: how many have begun in the step on this rank.
-        chunk: the virtual chunk that it runs through.
-        by_calls: whether the gradient factor is that of calls in a person's own step, and not of a schedule.
+        step: the number of runs of a schedule, or calls of the model outside one, since attaching; from 0.
+        iteration: the framework's iteration number, or `step` if the framework has none.
+        told: the iteration number of a launcher, which replaces the framework's; or None.
+        microbatch: the microbatch whose forward or backward pass runs.
+        tokens: the number of tokens that this rank's losses of the step are summed over, where the framework
+            divides by the tokens of all ranks at the end of the step; otherwise None.
+        microbatches: the number of microbatches that have begun in the step on this rank.
+        chunk: the virtual chunk that the microbatch runs through.
+        by_calls: whether the gradient factor comes from calls in a user's own step, and not from a schedule.
     """
 
     def __init__(self) -> None:
@@ -45,7 +47,7 @@ class Clock:
 
     @property
     def gradient_factor(self) -> float:
-        """By how much this step's gradients are greater than those of a microbatch's own loss."""
+        """The factor between this step's gradients and the gradients of a microbatch's own loss."""
         if self._factor is None:
             self._factor = 1.0 if self._ask is None else self._ask()
         return self._factor
@@ -53,53 +55,54 @@ class Clock:
     @staticmethod
     def replaying() -> bool:
         """Whether this is activation recomputation: a forward pass inside a backward pass."""
-        return replaying()
+        return is_recomputing()
 
     def begin(self, iteration: int | None, gradient_factor: Callable[[], float] | None = None) -> None:
-        """A step starts; `gradient_factor` is asked only if a hook wants to know it."""
+        """Begin a step; `gradient_factor` is called only if a hook needs the factor."""
         self._ask, self._factor = gradient_factor, None
         self.tokens, self.by_calls = None, False
         self.step += 1
         self.iteration = self.step if iteration is None else iteration
         self.microbatch = self.chunk = 0
-        self.microbatches = 1  # of a call by itself, which nothing else tells of
+        self.microbatches = 1  # a single call outside a schedule, which reports no microbatch
         self._calls.clear()
         self._passed.clear()
         self._outputs.clear()
 
     def scale(self, gradient_factor: Callable[[], float] | None) -> None:
-        """The model is called in a person's own step, by an engine that scales losses."""
+        """Set the gradient factor for a call in a user's own step, by an engine that scales losses."""
         if gradient_factor is not None:
             self._ask, self._factor, self.by_calls = gradient_factor, None, True
 
     def forward(self, microbatch: int, chunk: int = 0) -> None:
-        """A microbatch's forward pass starts."""
+        """Begin a microbatch's forward pass."""
         self.microbatch, self.chunk = microbatch, chunk
         self.microbatches = max(self.microbatches, microbatch + 1)
 
     def mark(self, output: Any) -> None:
-        """Remember which microbatch, in which chunk, made this output, for its backward pass."""
+        """Remember the microbatch and the chunk of this output, for its backward pass."""
         for tensor in _list_tensors(output):
             self._outputs[tensor] = self.microbatch, self.chunk
 
     def count(self, tokens: Tensor) -> None:
-        """A microbatch's loss is a sum over so many tokens."""
+        """Add the number of tokens over which a microbatch's loss is summed."""
         self.tokens = tokens.detach() if self.tokens is None else self.tokens + tokens.detach()
 
     def backward(self, output: Any) -> None:
-        """The backward pass from this output starts."""
+        """Begin the backward pass from this output."""
         for tensor in _list_tensors(output):
             self.microbatch, self.chunk = self._outputs.get(tensor, (self.microbatch, self.chunk))
 
     def key(self, site: str, tensor: Tensor | None = None) -> Key:
-        """The key of one pass through a site; passes of the same microbatch are counted.
+        """Make the key of one pass through a site; passes of the same microbatch are counted.
 
-        Recomputation counts by itself, so that a replayed pass gets the number that it had at first. Parts of
-        a model are recomputed last to first: a module that runs in several is known again by its tensor.
+        Recomputation has its own count, so that a replay gets the number of the first pass. Checkpointed
+        regions
+        are recomputed last to first: a module that runs in several regions is identified by its tensor.
 
         Args:
             site: the site's name.
-            tensor: what passes, where a replay must get its number right.
+            tensor: the tensor at the site, needed where a replay must get the right number.
         """
         replay = self.replaying()
         place = (site, self.microbatch, replay)
@@ -115,17 +118,17 @@ class Clock:
         return Key(site, self.step, self.iteration, self.microbatch, call)
 
 
-SAMPLE_SIZE = 16  # entries of a tensor by which its pass is known again
+SAMPLE_SIZE = 16  # entries of a tensor that identify its pass
 
 
 def _sample_entries(tensor: Tensor) -> Tensor:
-    """Some entries, of which nothing has to wait."""
+    """Some entries of the tensor, read without synchronization."""
     tensor = tensor.detach()
     step = max(1, tensor.numel() // SAMPLE_SIZE)
     if tensor.is_contiguous():
         return tensor.view(-1)[::step].clone()
     places = torch.arange(0, tensor.numel(), step, device=tensor.device)
-    return tensor[torch.unravel_index(places, tensor.shape)]  # to flatten it would copy all
+    return tensor[torch.unravel_index(places, tensor.shape)]  # flattening would copy the tensor
 
 
 def _list_tensors(output: Any) -> list[Tensor]:

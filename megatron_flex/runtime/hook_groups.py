@@ -1,4 +1,4 @@
-"""Groups of hooks: tags that a hook carries, and which of them are to be active."""
+"""The groups of a hook, and which groups are active."""
 
 from __future__ import annotations
 
@@ -7,50 +7,55 @@ from dataclasses import dataclass
 
 from megatron_flex.errors import HookError, suggest_nearest
 
-ALL_GROUPS = "all"  # every hook is in it, whether it has tags or none
+ALL_GROUPS = "all"  # contains every hook, with or without other groups
 NO_GROUP = "none"
 
 
-def check_tags(tags: Iterable[str]) -> set[str]:
-    """The tags as a set.
+def check_groups(groups: Iterable[str]) -> set[str]:
+    """The groups as a set.
 
     Raises:
-        HookError: one is no name, or the name of the group that every hook is in anyway.
+        HookError: a name is invalid, or is that of the group that contains every hook.
     """
-    found = {tags} if isinstance(tags, str) else set(tags)
-    for tag in found:
-        if not isinstance(tag, str) or not tag or tag.startswith("-"):
-            raise HookError(f"tag {tag!r} must be a name that does not begin with '-', which means without")
-        if tag == ALL_GROUPS:
-            raise HookError(f"every hook is in the group {ALL_GROUPS!r}, and stays there; choose another name")
+    found = {groups} if isinstance(groups, str) else set(groups)
+    for group in found:
+        if not isinstance(group, str) or not group or group.startswith("-"):
+            raise HookError(
+                f"group {group!r} must be a name that does not begin with '-', which means without"
+            )
+        if group == ALL_GROUPS:
+            raise HookError(
+                f"every hook is in the group {ALL_GROUPS!r}, and stays there; choose another name"
+            )
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSelection:
-    """Which groups are active.
+    """A selection of groups.
 
     Attributes:
-        groups: a hook is wanted if it is in one of these.
+        groups: select hooks in one of these groups,
         without: and in none of these.
-        complement: the other hooks instead.
+        complement: select the other hooks instead.
     """
 
     groups: frozenset[str] = frozenset({ALL_GROUPS})
     without: frozenset[str] = frozenset()
     complement: bool = False
 
-    def takes(self, tags: set[str]) -> bool:
-        """Whether a hook with these tags is selected."""
-        of = tags | {ALL_GROUPS}
+    def takes(self, groups: set[str]) -> bool:
+        """Whether a hook in these groups is selected."""
+        of = groups | {ALL_GROUPS}
         return (bool(of & self.groups) and not of & self.without) != self.complement
 
 
 def parse_selection(names: Iterable[str], known: Iterable[str], complement: bool) -> GroupSelection:
-    """What was asked for, `"-steer"` meaning without that group; without any name no hook.
+    """Parse the arguments of `flex.hooks()`; `"-steer"` excludes a group; without any name no hook is
+    selected.
 
     Raises:
-        HookError: a group that no hook is in.
+        HookError: no hook is in a named group.
     """
     names, known = list(names), [ALL_GROUPS, *known]
     plain = [n.removeprefix("-") for n in names]
@@ -64,18 +69,19 @@ def parse_selection(names: Iterable[str], known: Iterable[str], complement: bool
 
 @dataclass(frozen=True, slots=True)
 class Switches:
-    """Which groups are on for as long as nobody says otherwise.
+    """The groups that are switched on, until switched again.
 
     Attributes:
-        words: `+steer`, `-dump`, `all`, `none`, one after the other: of those that mean a hook the last
-            counts. One that none of them means is as it was registered.
+        words: `+steer`, `-dump`, `all`, `none`, in order: the last word that matches a hook decides. A hook
+            that
+            no word matches keeps the state of its registration.
     """
 
     words: tuple[str, ...] = ()
 
-    def takes(self, tags: Iterable[str], enabled: bool = True) -> bool:
-        """Whether a hook with these tags is on."""
-        of, on = {*tags, ALL_GROUPS}, enabled
+    def takes(self, groups: Iterable[str], enabled: bool = True) -> bool:
+        """Whether a hook in these groups is on."""
+        of, on = {*groups, ALL_GROUPS}, enabled
         for word in self.words:
             if word in (ALL_GROUPS, NO_GROUP):
                 on = word == ALL_GROUPS
@@ -85,10 +91,10 @@ class Switches:
 
 
 def parse_switches(words: Iterable[str], known: Iterable[str]) -> Switches:
-    """What words say.
+    """Parse the words of `flex.select()`.
 
     Raises:
-        HookError: one is no such word, or names a group that no hook is in.
+        HookError: a word is invalid, or names a group that no hook is in.
     """
     words, known = tuple(words), [ALL_GROUPS, *known]
     for word in words:

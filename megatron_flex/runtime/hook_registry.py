@@ -1,4 +1,4 @@
-"""The hooks of a session, where each stands, and which are active."""
+"""The hooks of a session, their sites, and which hooks are active."""
 
 from __future__ import annotations
 
@@ -17,50 +17,56 @@ NO_HOOKS: SiteHooks = ([], [])
 
 @dataclass(slots=True)
 class HookEntry:
-    """A hook with the places it stands at, on whichever rank they are."""
+    """A hook with the sites and parameters that it matches, on all ranks."""
 
     hook: HookFunction
-    always: bool = False  # whatever groups are selected
+    always: bool = False  # whichever groups are selected
     sites: list[Site] = field(default_factory=list)
     parameters: list[ParameterSite] = field(default_factory=list)
 
     @property
     def names(self) -> set[str]:
-        """The names of the places."""
+        """The names of the sites and parameters."""
         return {s.name for s in self.sites} | {p.name for p in self.parameters}
 
 
 class HookRegistry:
-    """The hooks of a session in the order of registration; `version` changes whenever they do.
+    """The hooks of a session in the order of registration; each change increments `version`.
 
     Attributes:
-        entries: all that are registered.
-        active: those among them that stand in this step.
-        selection: which groups are wanted in a scope; `adopt` makes it count.
-        switches: which are on, in whatever scope; likewise.
+        entries: all registered hooks.
+        active: the hooks that are active in this step.
+        selection: the groups selected by a context; `adopt` applies the selection.
+        switches: the groups switched on, in any context; `adopt` applies them.
     """
 
-    def __init__(self, sites: SiteTable, parameters: dict[str, ParameterSite]) -> None:
-        self._sites, self._parameters = sites, parameters
+    def __init__(self, sites: SiteTable, parameters: dict[str, ParameterSite], divided: bool) -> None:
+        """Make a registry without hooks; `divided`: whether there are several tensor parallel ranks."""
+        self._sites, self._parameters, self._divided = sites, parameters, divided
         self.entries: list[HookEntry] = []
         self.active: list[HookEntry] = []
         self.selection = GroupSelection()
         self.switches = Switches()
         self._adopted, self._stale = (GroupSelection(), Switches()), False
         self.version = 0
-        self._wanted: list[HookEntry] = []  # of those selected, some of which may rest
+        self._wanted: list[HookEntry] = []  # the selected hooks, some of which may rest
         self._resting: set[HookFunction] = set()
         self._at: dict[str, list[HookFunction]] = {}
         self._standing: dict[str, SiteHooks] = {}
         self._expected: dict[str, tuple[int | None, ...]] = {}
 
     def add(self, hook: HookFunction, always: bool = False) -> HookEntry:
-        """Register a hook everywhere its pattern matches; `always`: active whatever is selected.
+        """Register a hook at every site that its pattern matches.
+
+        Args:
+            hook: the hook.
+            always: whether the hook is active whichever groups are selected.
 
         Raises:
-            SiteError: nothing matches, or the configuration hides the place.
-            HookError: the hook is registered already, wants a gradient on a scale that cannot be, or expects
-                another shape than one at the same place of a plain module.
+            SiteError: nothing matches, or the configuration hides the site.
+            HookError: the hook is registered already, asks for an impossible gradient scale, or expects
+                another
+                shape than another hook at the same site of a plain module.
         """
         if any(e.hook is hook for e in self.entries):
             raise HookError(f"this HookFunction on {hook.where!r} is registered already; make another one")
@@ -86,7 +92,7 @@ class HookRegistry:
                     raise HookError(f"{site.name} {what}: {site.fixed}")
         self._check_scale(entry)
         self._check_kept(entry)
-        hook.stand([*entry.sites, *(Site(p.name, p.layout, p.shape, p.stage) for p in entry.parameters)])
+        hook.bind_sites([*entry.sites, *(Site(p.name, p.layout, p.shape, p.stage) for p in entry.parameters)])
         self._expected |= self._shapes(entry)
         self.entries = [*self.entries, entry]
         self.version += 1
@@ -101,7 +107,7 @@ class HookRegistry:
             raise SiteError(f"{error}; places with names are {points}") from None
 
     def _shapes(self, entry: HookEntry) -> dict[str, tuple[int | None, ...]]:
-        """What is expected at the plain modules' places of a hook, of this one and those before it."""
+        """The shapes expected at the plain modules' sites of a hook, merged with those of earlier hooks."""
         want = entry.hook.expected_shape
         out: dict[str, tuple[int | None, ...]] = {}
         places: list[Site | ParameterSite] = [*entry.sites, *entry.parameters]
@@ -120,35 +126,46 @@ class HookRegistry:
 
     @property
     def expects(self) -> bool:
-        """Whether some hook expects a shape at a plain module's place."""
+        """Whether any hook expects a shape at a plain module's site."""
         return bool(self._expected)
 
     @property
-    def follows(self) -> bool:
-        """Whether a hook stands where layouts are followed, and may turn out not to be known.
+    def compares(self) -> bool:
+        """Whether an active hook is at a site where ranks compare their tensors: the layout is inferred or
+        unknown.
 
-        Of a taker that counts in the first step that it takes, behind which ranks do not meet.
+        Hooks of a sink count only in the sink's first step; afterwards the ranks do not communicate for them.
         """
         asking = (e for e in self.active if e.hook.tensor_sink is None or e.hook.tensor_sink.first)
-        return any(s.followed for e in asking for s in e.sites)
+        return any(s.followed or self._assumed(s) for e in asking for s in e.sites) or any(
+            self._assumed(p) for e in self.active for p in e.parameters
+        )
+
+    def _assumed(self, place: Site | ParameterSite) -> bool:
+        """Whether a site's tensors are assumed replicated over tensor parallel ranks, for lack of
+        information.
+        """
+        return self._divided and place.inferred and not place.followed and place.name not in self._expected
 
     @property
     def selected(self) -> list[HookEntry]:
-        """The hooks that groups and switches let stand, those too that rest in this step."""
+        """The hooks that groups and switches select, including those that rest in this step."""
         return self._wanted
 
     @property
-    def brings(self) -> bool:
-        """Whether an active hook keeps something that is brought to the leader; the same on all ranks."""
-        return any(e.hook.brings for e in self.active)
+    def sends_captures(self) -> bool:
+        """Whether an active hook sends captures to the leader; the same on all ranks."""
+        return any(e.hook.sends_captures for e in self.active)
 
     def expected(self, name: str) -> tuple[int | None, ...] | None:
-        """The whole's shape that hooks, active or not, expect at a plain module's place; None for nothing."""
+        """The full tensor's shape that hooks, active or not, expect at a plain module's site;
+        None for none.
+        """
         return self._expected.get(name)
 
     def _check_scale(self, entry: HookEntry) -> None:
         scale = entry.hook.gradient_scale
-        if entry.hook.tensor_sink is not None:  # which takes the factor out by itself
+        if entry.hook.tensor_sink is not None:  # a sink divides by the factor itself
             return
         if scale != "raw" and not entry.hook.backward:
             raise HookError(
@@ -164,7 +181,7 @@ class HookRegistry:
                 )
 
     def _check_kept(self, entry: HookEntry) -> None:
-        """Two hooks that keep different things of one place must keep them under different names."""
+        """Refuse two hooks that capture different things at one site under the same name."""
         hook = entry.hook
         for other in self.entries if hook.save else ():
             one, two = hook.wanted, other.hook.wanted
@@ -179,10 +196,10 @@ class HookRegistry:
                 )
 
     def remove(self, hook: HookFunction) -> None:
-        """Take a hook out again.
+        """Remove a hook.
 
         Raises:
-            HookError: it is not registered.
+            HookError: the hook is not registered.
         """
         kept = [e for e in self.entries if e.hook is not hook]
         if len(kept) == len(self.entries):
@@ -193,7 +210,7 @@ class HookRegistry:
         self._set(kept)
 
     def clear(self) -> None:
-        """Take all hooks out."""
+        """Remove all hooks."""
         self._expected = {}
         self._set([])
 
@@ -211,8 +228,8 @@ class HookRegistry:
             self._put(entry)
 
     def _put(self, entry: HookEntry) -> None:
-        """Let a hook stand behind those that do, if groups and switches let it."""
-        if not (entry.always or self._takes(entry.hook.tags, entry.hook.enabled)):
+        """Make a hook active, after the active ones, if groups and switches select it."""
+        if not (entry.always or self._takes(entry.hook.groups, entry.hook.enabled)):
             return
         self._wanted.append(entry)
         if entry.hook in self._resting:
@@ -228,37 +245,38 @@ class HookRegistry:
             self._standing[name] = forward, backward
 
     def groups(self) -> dict[str, list[HookFunction]]:
-        """The hooks of each group, in the order of registration; a group without any does not exist."""
+        """The hooks of each group, in the order of registration; groups without hooks are omitted."""
         out: dict[str, list[HookFunction]] = {}
         for entry in self.entries:
-            for tag in sorted(entry.hook.tags):
-                out.setdefault(tag, []).append(entry.hook)
+            for group in sorted(entry.hook.groups):
+                out.setdefault(group, []).append(entry.hook)
         return out
 
-    def retagged(self) -> None:
-        """Tags of hooks have changed, which counts from the next step on."""
+    def groups_changed(self) -> None:
+        """Note that groups of hooks have changed, which is applied from the next step on."""
         self._stale = True
 
     def adopt(self) -> bool:
-        """Make the wanted selection count; whether that changes anything."""
+        """Apply the selection and the switches; return whether that changes anything."""
         if self._adopted == (self.selection, self.switches) and not self._stale:
             return False
         self._adopted, self._stale = (self.selection, self.switches), False
         self._refresh()
         return True
 
-    def takes(self, tags: Iterable[str]) -> bool:
-        """Whether a hook with these tags is selected in this step."""
-        return self._takes(set(tags))
+    def takes(self, groups: Iterable[str]) -> bool:
+        """Whether a hook in these groups is selected in this step."""
+        return self._takes(set(groups))
 
-    def _takes(self, tags: set[str], enabled: bool = True) -> bool:
+    def _takes(self, groups: set[str], enabled: bool = True) -> bool:
         selected, switched = self._adopted
-        return selected.takes(tags) and switched.takes(tags, enabled)
+        return selected.takes(groups) and switched.takes(groups, enabled)
 
     def rest(self, hooks: set[HookFunction]) -> bool:
-        """Let these hooks rest in the step that begins, on every rank alike; whether that changes anything.
+        """Deactivate these hooks for the step that begins, on every rank alike; return whether that is a
+        change.
 
-        It is no change of the hooks that ranks would have to compare.
+        This is not a change of the hooks that ranks would have to compare.
         """
         if hooks == self._resting:
             return False
@@ -271,11 +289,13 @@ class HookRegistry:
         return self._at.get(name, [])
 
     def standing(self, name: str) -> SiteHooks:
-        """Those of them that see the tensor, and those that see its gradient."""
+        """The active hooks at a site, split into those that see the tensor and those that see
+        its gradient.
+        """
         return self._standing.get(name, NO_HOOKS)
 
     def describe(self) -> str:
-        """Return all hooks in words, for comparing ranks."""
+        """Return all selected hooks as text, for comparison between ranks."""
         idle = len(self.entries) - len(self._wanted)
         described = [e.hook.describe() for e in self._wanted] + ([f"{idle} not active"] if idle else [])
         return ", ".join(described)

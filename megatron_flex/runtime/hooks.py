@@ -1,24 +1,64 @@
-"""HookFunction: what a person wants at a place."""
+"""HookFunction, a user's request at a hook point, and the hooks by which dumps and statistics receive
+tensors.
+
+Also here: which tensors cannot be hooked, and why.
+"""
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
-from megatron_flex.errors import FlexError, HookError, described
+from megatron_flex.collectives import Route
+from megatron_flex.errors import FlexError, FlexWarning, HookError, describe_error
+from megatron_flex.layout import Layout
 from megatron_flex.runtime.captures import Key
-from megatron_flex.runtime.hook_groups import check_tags
-from megatron_flex.runtime.selection import INDICES, Reduction, Select, CaptureSelection
-from megatron_flex.runtime.takers import TensorSink
+from megatron_flex.runtime.hook_groups import check_groups
+from megatron_flex.runtime.selection import INDICES, CaptureSelection, Reduction, Select
 from megatron_flex.sites import EDITED_SUFFIX, GRADIENT_SUFFIX, Pattern, Site, describe_pattern
+
+
+class TensorSink(Protocol):
+    """An active dump or statistics on this rank, which receives tensors from hooks.
+
+    Attributes:
+        first: whether no step has been completed yet.
+    """
+
+    first: bool
+
+    @property
+    def asks(self) -> bool:
+        """Whether a tensor that cannot be recorded in this step is an error, which all ranks then raise."""
+
+    def take(self, key: Key, local: Tensor, layout: Layout, route: Route | None, factor: float = 1.0) -> str:
+        """Record what the sink needs of a local tensor. Nothing is communicated, and no error is raised.
+
+        Args:
+            key: the tensor's key; the site name of a gradient ends with GRAD.
+            local: this rank's shard; it may be overwritten later.
+            layout: the layout of the shard.
+            route: the route of expert rows, whose `layout` is that of each row.
+            factor: divides a gradient to get the gradient of the microbatch's own loss.
+
+        Returns:
+            Why the tensor cannot be recorded, if that is an error of the step (see `omits_site`); otherwise
+            empty.
+        """
+
+    def omits_site(self, name: str, why: str) -> bool:
+        """Whether a site that cannot be recorded is omitted with a warning; otherwise it is an error."""
+
 
 HookType = Literal["forward", "forward_pre", "full_backward", "full_backward_pre", "tensor"]
 GradientScale = Literal["raw", "loss"]
-Run = Literal["replicated", "leader"]
+Run = Literal["replicated", "once"]
 OnError = Literal["raise", "skip"]
 EditingFunction = Callable[[nn.Module | None, Tensor, Namespace, nn.ModuleDict], Tensor]
 POINT_OF_TYPE = {
@@ -31,54 +71,68 @@ POINT_OF_TYPE = {
 
 
 class HookFunction:
-    """What is wanted at a place: read the whole tensor, and edit it if an editing function is given.
+    """A request at a hook point: capture the full tensor, and edit it if an editing function is given.
 
     Args:
         module_name: a module's name (`decoder.layers.17.mlp.linear_fc1`), a site's name with its point
-            (`...linear_proj:partial`), or a pattern over either: a glob (`*` within one step of the path,
-            `**` across), a compiled regular expression, or a function of a Site that says yes or no (it is
-            asked about every point).
-        expected_shape: the whole's shape, None for a dim that may have any length. Checked, never needed,
-            but in a plain module whose tensors are cut: a dim that is a tensor parallel rank's part of the
-            expected one is taken as cut.
+            (`...linear_proj:partial`), or a pattern over either: a glob (`*` within one component of the
+            path,
+            `**` across components), a compiled regular expression, or a predicate on a Site (called for every
+            point).
+        expected_shape: the full tensor's shape, None for a dim of any length. Optional, and checked; required
+            only
+            for a plain module with sharded tensors: a dim whose local length is the expected length divided
+            by
+            the tensor parallel size is inferred to be sharded.
         editing_function: single-device code `(current_module, inputs, save_ctx, modules) -> Tensor`, which
-            returns a tensor of the shape and dtype it got. `run` says where. One with a method
-            `for_site(site)` is asked for one to use at each site, and one with `for_pass(key)` at each pass.
-        unpack_idx: which of the tensors that pass there, counted depth first through tuples, lists, mappings
-            and dataclasses; arguments given by keyword come behind the others, and a negative number counts
-            from the end. Not every one of a framework's has a known layout.
+            returns a tensor of the shape and dtype of `inputs`. `run` selects the ranks that run it. An
+            object
+            with a method `for_site(site)` returns a function for each site, with `for_pass(key)` for each
+            pass.
+        unpack_idx: the index of the tensor at the hook point, counted depth first through tuples, lists,
+            mappings
+            and dataclasses; keyword arguments follow the positional ones, and a negative index counts from
+            the
+            end. Not every tensor of a framework's modules has a known layout.
         hook_type: `forward` and `forward_pre` see a module's output and input, `full_backward` and
             `full_backward_pre` the gradients of its input and output, `tensor` the gradient of a site or of
             a parameter.
-        save: whether what was seen, before the edit, is kept in `output_dict`.
-        gradient_scale: of hooks on gradients. `raw` gives what the framework sends back: under Megatron's
+        save: whether the tensor before the edit is captured in `output_dict`.
+        gradient_scale: for hooks on gradients. `raw` is the gradient that the framework propagates: under
+            Megatron's
             schedules the gradient of the microbatch's loss times loss scale and context parallel size over
             the number of microbatches (with `calculate_per_token_loss`, times loss scale alone). `loss`
-            gives that of the microbatch's own loss, as one device without a schedule has it, and an edit's
-            result goes back with the factor; fp16 gradients then come in fp32.
-        run: `replicated`: every rank that holds a part of the tensor runs the editing function on the same
-            whole tensor and the same random stream, and nothing is sent back. `leader`: one rank of each
-            model replica's stage runs it, with its side effects, and the others get what it returns. Under
+            is the gradient of the microbatch's own loss, as on one device without a schedule; the result of
+            an
+            edit is multiplied by the factor again. fp16 gradients are then fp32.
+        run: `replicated`: every rank that holds a shard of the tensor runs the editing function on the same
+            full tensor with the same random stream, and nothing is sent back. `once`: one rank of each
+            model replica's stage runs it, with its side effects, and the other ranks receive the result.
+            Under
             activation recomputation either runs again in the backward pass.
-        tags: names of groups that the hook belongs to; `flex.hooks()` chooses among them.
-        on_error: what becomes of an exception in the editing function, or of a result of another shape, dtype
-            or device. `raise`: all ranks raise it when the step is over. `skip`: that pass goes on unedited,
-            on all ranks that hold the tensor (they tell each other, one flag for each pass), is counted in
-            `flex.skipped`, and so goes its recomputation; what the function did to `save_ctx` and trainable
-            modules is taken back, but for objects that it changed in place. Once the edited tensor has been
-            used it is too late: an error in its backward pass, or in its recomputation alone, is raised.
+        groups: names of groups that the hook belongs to; `flex.hooks()` selects groups.
+        on_error: the handling of an exception in the editing function, or of a result of another shape, dtype
+            or device. `raise`: all ranks raise it at the end of the step. `skip`: all ranks that hold the
+            tensor
+            leave it unedited in that pass and in its recomputation (they exchange one flag for each pass),
+            and
+            `flex.skipped` counts the pass; changes of `save_ctx` and trainable modules by the function are
+            undone, except for objects changed in place. Once the edited tensor has been used this is no
+            longer
+            possible: an error in its backward pass, or in its recomputation alone, is raised.
         enabled: whether the hook is on before `flex.select()` switches it on.
-        select: which entries of the whole are kept, all if None; it is taken from the shard, and no more is
-            sent. An edit at the place has the whole all the same.
-        reduce: what is kept of these, such as `reduce.mean("s")`.
-        keep_as: kept under the site's name and this, `...:output.NAME`, so that several hooks may keep
-            different things of one place.
+        select: the entries of the full tensor to capture, None for all. Each rank selects from its shard and
+            sends no more than that. An edit at the hook point still sees the full tensor.
+        reduce: the reduction of the selected entries to capture, such as `reduce.mean("s")`.
+        keep_as: the suffix of the capture's name, `...:output.NAME`, so that several hooks may capture
+            different
+            things at one hook point.
 
     Attributes:
-        wanted: `select` and `reduce`; None if all is kept.
-        taker: the dump or statistics at work that is handed what passes, if the hook stands for one.
-        behind: whether what leaves the edits at its place is kept too, under the site's name with EDITED.
-        records: whether its editing function has tensors kept by itself.
+        wanted: `select` and `reduce`; None if the full tensor is captured.
+        tensor_sink: the dump or statistics that receives the tensors, if the hook belongs to one.
+        behind: whether the tensor after all edits of the hook point is captured too, with the suffix EDITED.
+        records: whether the editing function itself captures tensors.
     """
 
     def __init__(
@@ -92,7 +146,7 @@ class HookFunction:
         save: bool = True,
         gradient_scale: GradientScale = "raw",
         run: Run = "replicated",
-        tags: Iterable[str] = (),
+        groups: Iterable[str] = (),
         on_error: OnError = "raise",
         enabled: bool = True,
         select: Select | None = None,
@@ -107,8 +161,8 @@ class HookFunction:
             check_signature(editing_function)
         if gradient_scale not in ("raw", "loss"):
             raise HookError(f"gradient_scale {gradient_scale!r} is none of raw, loss")
-        if run not in ("replicated", "leader"):
-            raise HookError(f"run {run!r} is none of replicated, leader")
+        if run not in ("replicated", "once"):
+            raise HookError(f"run {run!r} is none of replicated, once")
         if on_error not in ("raise", "skip"):
             raise HookError(f"on_error {on_error!r} is none of raise, skip")
         if on_error == "skip" and editing_function is None:
@@ -117,7 +171,8 @@ class HookFunction:
             raise HookError(f"unpack_idx {unpack_idx!r} is not a number; count tensors from 0")
         if not save and editing_function is None:
             raise HookError(
-                f"hook on {describe_pattern(module_name)!r} neither saves nor edits; give it an editing_function"
+                f"hook on {describe_pattern(module_name)!r} neither saves nor edits; give it an "
+                "editing_function"
             )
         check_capture(select, reduce, keep_as, save)
         self.module_name = module_name
@@ -129,40 +184,41 @@ class HookFunction:
         self.gradient_scale: GradientScale = gradient_scale
         self.run: Run = run
         self.on_error: OnError = on_error
-        self.tags = check_tags(tags)
+        self.groups = check_groups(groups)
         self.enabled = enabled
         self.behind = self.records = False
         self.tensor_sink: TensorSink | None = None
-        self.wanted = None if select is None and reduce is None else CaptureSelection(select or Select(), reduce)
+        self.wanted = (
+            None if select is None and reduce is None else CaptureSelection(select or Select(), reduce)
+        )
         self.keep_as = keep_as
-        self._sure = True
         self._at: dict[str, EditingFunction] = {}
 
-    def stand(self, sites: Iterable[Site]) -> None:
-        """Let an editing function that asks for it know where it stands.
+    def bind_sites(self, sites: Iterable[Site]) -> None:
+        """Bind the hook's sites: call `for_site` of the editing function, and check `select` and `reduce`.
 
         Raises:
-            HookError: it says that it cannot stand there.
+            HookError: the editing function cannot be used at a site.
         """
         edit, sites = self.editing_function, list(sites)
         if self.wanted is not None:
-            checked = [self.wanted.check(s) for s in sites]
-            self._sure = all(checked)
+            for site in sites:
+                self.wanted.check(site)
         if edit is not None and hasattr(edit, "for_site"):
             self._at = {s.name: for_site(edit, s) for s in sites}
 
     def editing_at(self, key: Key) -> EditingFunction | None:
-        """The editing function for one pass through a place."""
+        """The editing function for one pass through a site."""
         edit = self.editing_of(key.site)
         return edit and for_pass(edit, key)
 
     def editing_of(self, site: str) -> EditingFunction | None:
-        """The editing function at a place, for whichever pass."""
+        """The editing function at a site, for any pass."""
         return self._at.get(site.removesuffix(GRADIENT_SUFFIX), self.editing_function)
 
     @property
     def where(self) -> str:
-        """The pattern in words."""
+        """The pattern as text."""
         return describe_pattern(self.module_name)
 
     @property
@@ -171,26 +227,28 @@ class HookFunction:
         return self.hook_type in ("full_backward", "full_backward_pre", "tensor")
 
     @property
-    def brings(self) -> bool:
-        """Whether something that passes is kept for the leader; what a taker has stays on its rank."""
+    def sends_captures(self) -> bool:
+        """Whether captures are sent to the leader; what a sink records stays on its rank."""
         return self.tensor_sink is None and (self.save or self.behind or self.records)
 
     @property
     def can_fail(self) -> bool:
-        """Whether the hook does something that may go wrong on some rank: all ranks then ask each other."""
-        asks = self.expected_shape is not None or self.unpack_idx != 0 or self.on_error == "skip"
-        return asks or not self._sure or (self.editing_function is not None and not self._sure_edit)
+        """Whether ranks exchange at the end of a step whether the hook failed. True for a user's hooks.
 
-    @property
-    def _sure_edit(self) -> bool:
-        known = bool(self._at) and all(getattr(e, "sure", False) for e in self._at.values())
-        return known and self.run == "replicated"
+        False for a dump or statistics: a tensor that cannot be recorded is omitted, or the sink reports the
+        failure
+        itself. Exception: the first step of a site that the user named.
+        """
+        return self.tensor_sink is None or self.unpack_idx != 0 or self.tensor_sink.asks
+
+    def __repr__(self) -> str:
+        return f"<HookFunction {self.describe()}>"
 
     def describe(self) -> str:
-        """Return what all ranks must have in common of this hook, in words."""
+        """Return a text that must be the same for this hook on all ranks."""
         edit = describe_edit(self.editing_function)
         scale = " on the loss's scale" if self.gradient_scale == "loss" else ""
-        place = " on the leader" if self.run == "leader" else ""
+        place = " once" if self.run == "once" else ""
         place += ", left out where it fails" if self.on_error == "skip" else ""
         wording = f" editing by {edit}{place}" if self.editing_function else ""
         leaf = f"[{self.unpack_idx}]" if self.unpack_idx else ""
@@ -200,10 +258,10 @@ class HookFunction:
         return f"{self.hook_type} on {self.where}{leaf}{scale}{shape}{wording}{kept}"
 
     def check_shape(self, shape: Sequence[int]) -> None:
-        """Compare a whole tensor's shape with the expected one.
+        """Compare a full tensor's shape with the expected one.
 
         Raises:
-            HookError: they differ.
+            HookError: the shapes differ.
         """
         want = self.expected_shape
         if want is None:
@@ -215,35 +273,35 @@ class HookFunction:
 
 
 def for_site(edit: EditingFunction, site: Site) -> EditingFunction:
-    """The editing function for a site, if it has a method `for_site(site)` that makes one; else itself."""
+    """The editing function for a site: the result of its method `for_site(site)`, or itself without one."""
     bind = getattr(edit, "for_site", None)
     try:
         return edit if bind is None else cast(EditingFunction, bind(site))
     except FlexError:
         raise
-    except Exception as error:  # what a person wrote, before any step: it never stands, whatever on_error
+    except Exception as error:  # a user's code: the hook is not registered, whatever on_error
         raise HookError(
-            f"{describe_edit(edit)} cannot stand at {site.name}: for_site raised {described(error)}"
+            f"{describe_edit(edit)} cannot be used at {site.name}: for_site raised {describe_error(error)}"
         ) from error
 
 
 def for_pass(edit: EditingFunction, key: Key) -> EditingFunction:
-    """The editing function for one pass, if it has a method `for_pass(key)` that makes one; else itself."""
+    """The editing function for one pass: the result of its method `for_pass(key)`, or itself without one."""
     bind = getattr(edit, "for_pass", None)
     return edit if bind is None else cast(EditingFunction, bind(key))
 
 
 def describe_edit(edit: EditingFunction | None) -> str:
-    """An editing function in words: what it says of itself, or its name."""
+    """An editing function as text: the result of its method `in_words()`, or its name."""
     wording = getattr(edit, "in_words", None)
     return str(wording()) if wording else getattr(edit, "__qualname__", type(edit).__name__)
 
 
 def check_capture(select: object, reduce: object, keep_as: str, save: bool) -> None:
-    """See whether what a hook is to keep can be understood.
+    """Validate what a hook captures.
 
     Raises:
-        HookError: it cannot.
+        HookError: an argument is invalid.
     """
     if select is not None and not isinstance(select, Select):
         raise HookError(f"select={select!r} is no Select; give one, as Select(positions=-1)")
@@ -260,14 +318,14 @@ def check_capture(select: object, reduce: object, keep_as: str, save: bool) -> N
 
 
 def check_signature(editing_function: EditingFunction) -> None:
-    """See whether a function takes what it will be given, before a step has begun.
+    """Check, before a step begins, that a function accepts the four arguments of an editing function.
 
     Raises:
-        HookError: it does not.
+        HookError: it does not accept them.
     """
     try:
         signature = inspect.signature(editing_function)
-    except (TypeError, ValueError):  # something built in that does not tell
+    except (TypeError, ValueError):  # a builtin without a signature
         return
     try:
         signature.bind(None, None, None, None)
@@ -277,3 +335,80 @@ def check_signature(editing_function: EditingFunction) -> None:
             f"editing function {name}{signature} cannot be called with the four arguments (current_module, "
             f"inputs, save_ctx, modules): {error}; take all four, by position"
         ) from None
+
+
+class SinkHook(HookFunction):
+    """A hook that captures nothing and edits nothing, and passes each tensor to its sink."""
+
+    def __init__(
+        self,
+        tensor_sink: TensorSink,
+        description: str,
+        places: frozenset[str],
+        hook_type: HookType,
+        index: int,
+        groups: Iterable[str],
+    ) -> None:
+        def chosen(site: Site) -> bool:
+            return site.name in places
+
+        chosen.__qualname__ = f"{description}: {len(places)} places"
+        super().__init__(chosen, hook_type=hook_type, groups=groups, unpack_idx=index)
+        self.save, self.tensor_sink = False, tensor_sink
+
+
+def make_sink_hooks(
+    tensor_sink: TensorSink,
+    description: str,
+    values: Sequence[Site],
+    gradients: Sequence[Site],
+    groups: Iterable[str],
+) -> list[HookFunction]:
+    """Make the hooks of a sink, as few as possible.
+
+    Args:
+        tensor_sink: the sink that receives the tensors.
+        description: a text for the sink, the same on all ranks.
+        values: the sites whose tensors the sink receives.
+        gradients: the sites whose gradients the sink receives.
+        groups: groups that the hooks belong to.
+    """
+    out: list[HookFunction] = []
+    kinds: tuple[tuple[HookType, Sequence[Site]], ...] = (("forward", values), ("tensor", gradients))
+    for kind, sites in kinds:
+        for index in sorted({s.index for s in sites}):
+            places = frozenset(s.place for s in sites if s.index == index)
+            out.append(SinkHook(tensor_sink, description, places, kind, index, groups))
+    return out
+
+
+FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)  # not in every version of torch
+
+
+def explain_unhookable(tensor: Tensor) -> str:
+    """Why a tensor cannot be hooked; empty if it can. An edit alone may get a tensor without values."""
+    if tensor.is_nested:
+        return f"it is a nested tensor of {tensor.dtype}, whose parts have shapes of their own"
+    if tensor.layout is not torch.strided:
+        return f"it is a sparse tensor ({tensor.layout}, {tensor.dtype}); make it dense (to_dense())"
+    if tensor.is_quantized:
+        return f"it is a quantised tensor ({tensor.dtype}); hook what dequantize() gives"
+    if tensor.dtype is FLOAT4:
+        return f"it is of {FLOAT4}, two values in a byte, of which torch computes nothing"
+    if tensor.is_meta:
+        return f"it is on the meta device ({tensor.dtype}) and has no values"
+    return ""
+
+
+def explain_unmeasurable(tensor: Tensor) -> str:
+    """Why a tensor cannot have statistics; empty if it can."""
+    if tensor.is_complex():
+        return f"it is of {tensor.dtype}, which has no order"
+    return ""
+
+
+def warn_unhookable(site: str, why: str, known: set[str]) -> None:
+    """Warn, once for each site, that its hooks are omitted."""
+    if site not in known:
+        known.add(site)
+        warnings.warn(f"hooks at {site} are left out: {why}", FlexWarning, stacklevel=2)

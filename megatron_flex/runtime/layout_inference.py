@@ -1,8 +1,13 @@
-"""Layouts that places have not by themselves: of `expected_shape` or told at run time; whether they hold."""
+"""Layouts for sites without a declared one: from `expected_shape`, from layouts noted at run time, or none.
+
+Without any information a tensor is assumed to be the full tensor, replicated over tensor parallel ranks. The
+ranks compare their tensors in the first pass, so that no shard is passed to a hook as the full tensor.
+"""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,36 +15,44 @@ import torch
 from torch import Tensor
 
 from megatron_flex.adapters import ParameterSite
-from megatron_flex.collectives import SAMPLE_AXES, max_over_ranks, gather_objects
+from megatron_flex.collectives import SAMPLE_AXES, gather_objects, max_over_ranks
 from megatron_flex.errors import HookError
 from megatron_flex.layout import TENSOR_AXIS, Layout, infer_layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
-from megatron_flex.runtime.editing import EditRunner
+from megatron_flex.runtime.edit_runner import EditRunner
 from megatron_flex.runtime.hook_registry import HookRegistry
 from megatron_flex.sites import Site
 
-CODE_MASK = 0x7FFFFFFF  # of a number that ranks compare
+CODE_MASK = 0x7FFFFFFF  # bounds the number that ranks compare
 SHAPES_DIFFER = (
-    "tensor parallel ranks have parts of different shapes, not all the whole and not all equal parts of the "
-    "expected_shape; hook a place where they have"
+    "tensor parallel ranks have parts of different shapes or dtypes, not all the whole and not all equal "
+    "parts of the expected_shape; hook a place where they have"
 )
-BLOCK_ENTRIES = 1 << 20  # entries that are looked at together
+TENSORS_DIFFER = (
+    "tensor parallel ranks hold different tensors at {place}, of shapes {one} and {other}, and no rule tells "
+    "how they make up the full one; give the full tensor's expected_shape where each rank has a shard, hook "
+    "behind the reduction where each has a partial sum, or register an adapter with a rule for the layer "
+    "(docs/adapters.md); where each rank has a full tensor of its own, as under dropout, say so by "
+    "expected_shape={local}"
+)
+BLOCK_ENTRIES = 1 << 20  # entries processed together
 FREQUENCIES = (0.7391, 1.3547, 2.2361, 2.9713)
 
 
 @dataclass(frozen=True)
 class TensorSketch:
-    """What ranks compare of a tensor that they should have alike.
+    """What ranks compare of a tensor that should be the same on all of them.
 
     Attributes:
-        place: where it passed.
-        axes: along which it should be alike; empty if only its shape should.
-        layout: what was told of it, in words.
-        shape: its own.
+        place: the name of the site.
+        axes: the axes along which the tensor should be replicated; empty if only its shape should be the
+            same.
+        layout: the noted layout, as text.
+        shape: the tensor's shape.
         norm: the root of the sum of its squares.
         waves: sums of its entries, weighted by waves.
-        bound: by how much of the norm these may differ, as rounding may.
+        bound: the allowed difference of these sums, relative to the norm, to permit rounding.
     """
 
     place: str
@@ -51,7 +64,7 @@ class TensorSketch:
     bound: float
 
     def fits(self, other: TensorSketch, axis: str) -> bool:
-        """Whether this may be of the same tensor along an axis; ranks cannot say so exactly."""
+        """Whether both sketches may be of the same tensor along an axis, up to rounding."""
         if (self.place, self.layout, self.shape) != (other.place, other.layout, other.shape):
             return False
         if axis not in self.axes or not all(map(_is_finite, (*self.waves, *other.waves))):
@@ -61,7 +74,7 @@ class TensorSketch:
 
 
 def sketch_tensor(place: str, axes: tuple[str, ...], layout: Layout, local: Tensor) -> TensorSketch:
-    """Look at a tensor."""
+    """Make the sketch of a tensor."""
     shape = () if any(d.uneven for d in layout.dims) else tuple(local.shape)
     if not axes or local.is_meta:
         return TensorSketch(place, (), layout.describe(), shape, 0.0, (), 0.0)
@@ -71,7 +84,9 @@ def sketch_tensor(place: str, axes: tuple[str, ...], layout: Layout, local: Tens
     for start in range(0, flat.numel(), BLOCK_ENTRIES):
         block = flat[start : start + BLOCK_ENTRIES].double()
         count = torch.arange(start, start + block.numel(), dtype=torch.float64, device=flat.device)
-        sums += torch.stack([block.square().sum(), *((block * torch.cos(count * w)).sum() for w in FREQUENCIES)])
+        sums += torch.stack(
+            [block.square().sum(), *((block * torch.cos(count * w)).sum() for w in FREQUENCIES)]
+        )
     square, *waves = sums.tolist()
     exact = not local.dtype.is_floating_point and not local.dtype.is_complex
     bound = 1e-9 if exact else max(1e-4, 8 * torch.finfo(local.dtype).eps)
@@ -83,10 +98,11 @@ def _is_finite(value: float) -> bool:
 
 
 class LayoutInference:
-    """Infers layouts where no framework tells them, and looks whether what was told can be.
+    """Infers layouts that no framework declares, and validates the layouts noted at run time.
 
-    A layout follows from a rank's own tensor. Before an edit the ranks compare what they inferred, as they
-    go on to send by it; what is only read is compared when the step is over.
+    Each rank infers a layout from its own tensor. Before an edit the ranks compare the inferred layouts,
+    because
+    the edit's collectives use them; for tensors that are only captured, they compare at the end of the step.
     """
 
     def __init__(self, registry: HookRegistry, editing: EditRunner, mesh: Mesh) -> None:
@@ -97,61 +113,134 @@ class LayoutInference:
         self._samples = Mesh(tuple(mesh[n] for n in SAMPLE_AXES))
         self._seen: set[tuple[str, Layout]] = set()
         self._sketches: list[TensorSketch] = []
+        self._assumed: dict[str, TensorSketch] = {}
 
-    def told(self, place: str, layout: Layout, local: Tensor) -> None:
-        """A layout was told of a tensor; the first time the ranks compare at the end of the step."""
+    def note_layout(self, place: str, layout: Layout, local: Tensor) -> None:
+        """Note a tensor's layout at run time; after the first pass the ranks compare it at the end of the
+        step.
+        """
         if (place, layout) in self._seen:
             return
         self._seen.add((place, layout))
         axes = tuple(a.name for a in self._samples if a.size > 1 and a.name not in layout.axes)
         self._sketches.append(sketch_tensor(place, axes, layout, local))
 
-    def layout(self, site: Site | ParameterSite, key: Key, local: Tensor) -> Layout:
-        """The layout of a tensor at a site, alike on all tensor parallel ranks.
+    def is_assumed(self, site: Site | ParameterSite) -> bool:
+        """Whether the layout of a tensor that may be sharded over tensor parallel ranks is unknown."""
+        plain = site.inferred and not site.followed
+        return plain and self._size > 1 and self._registry.expected(site.name) is None
 
-        Collective over `tp` if a hook with an editing function stands there and one expects a shape.
+    def compare_ranks(self, site: str, key: Key, local: Tensor, edits: bool) -> bool:
+        """Whether a tensor of unknown layout may be replicated over all tensor parallel ranks.
+
+        Compared in the first pass. For a tensor that is only captured the ranks compare at the end of the
+        step, and
+        this call does not wait. For an edited tensor they compare at once, because the edit must not see a
+        shard;
+        the call is then collective over `tp`.
+
+        Args:
+            site: the name of the site or parameter.
+            key: the key of the tensor, or of its gradient.
+            local: this rank's tensor.
+            edits: whether a hook edits the tensor.
+        """
+        layout = infer_layout(local.shape, None, 1)
+        if (key.site, layout) in self._seen:
+            return True
+        self._seen.add((key.site, layout))
+        mine = sketch_tensor(key.site, (TENSOR_AXIS,), layout, local)
+        if not edits:
+            self._assumed.setdefault(key.site, mine)
+            return True
+        wrong = self._describe_unlike(gather_objects({key.site: mine}, self._tp, [TENSOR_AXIS]))
+        for hook in self._registry.at(site) if wrong else ():
+            self._editing.fired.add(hook)
+            self._editing.guard(hook, key, partial(_raise_hook_error, wrong))
+        return not wrong
+
+    def _describe_unlike(self, told: Sequence[Mapping[str, TensorSketch]]) -> str:
+        """Describe what differs in tensors of all tensor parallel ranks that should be equal; the same on all
+        ranks.
+        """
+        wrong = ""
+        for place in dict.fromkeys(place for one in told for place in one):
+            first, *others = (one[place] for one in told if place in one)
+            other = next((o for o in others if not first.fits(o, TENSOR_AXIS)), None)
+            if other is not None:
+                shapes = {"one": first.shape, "other": other.shape, "local": (None,) * len(first.shape)}
+                wrong = wrong or TENSORS_DIFFER.format(place=place, **shapes)
+            if other is not None or first.norm == 0.0:  # zeros are equal whatever they are a shard of
+                self._seen = {(name, layout) for name, layout in self._seen if name != place}
+        return wrong
+
+    def layout(self, site: Site | ParameterSite, key: Key, local: Tensor) -> Layout | None:
+        """The layout of a tensor at a site, the same on all tensor parallel ranks; None if no hook may see
+        the tensor.
+
+        Collective over `tp` if a hook with an editing function is at the site and one expects a shape, or in
+        the
+        first pass.
         """
         full = self._registry.expected(site.name)
+        hooks = self._registry.at(site.name)
+        if full is None and self.is_assumed(site):
+            parameter = isinstance(site, ParameterSite)
+            edits = any(h.editing_function and (parameter or not h.backward) for h in hooks)
+            if not self.compare_ranks(site.name, key, local, edits):
+                return None
         if full is None or self._size == 1:
             return infer_layout(local.shape, None, 1)
-        hooks = self._registry.at(site.name)
         hook = next((h for h in hooks if h.expected_shape is not None), hooks[0])
         found = self._editing.guard(hook, key, partial(infer_layout, local.shape, full, self._size))
-        code = _encode_cuts(found)
+        code = _encode_cuts(found, local)
         if not any(h.editing_function for h in hooks):
             self._inferred = zlib.crc32(f"{self._inferred} {key.site} {code}".encode()) & CODE_MASK
         elif self._differ(code):
-            self._editing.guard(hook, key, _raise_hook_error)
+            self._editing.guard(hook, key, partial(_raise_hook_error, SHAPES_DIFFER))
             found = None
         return found or infer_layout(local.shape, None, 1)
 
-    def differ(self) -> str:
-        """What is wrong with the layouts of what was read in this step; empty if nothing is.
+    def differ(self, at: str, watch: Callable[[], None]) -> str:
+        """Describe what is wrong with the layouts of this step's captures; empty if nothing is.
 
-        Collective over `tp` and `cp`.
+        Collective over `tp` and `cp`; `at` and `watch` as in `max_over_ranks`.
         """
         code, self._inferred = self._inferred, 0
-        if self._registry.expects and self._differ(code):
+        if self._registry.expects and self._differ(code, at, watch):
             return SHAPES_DIFFER
         mine, self._sketches = self._sketches, []
-        if not self._registry.follows or not max_over_ranks([len(mine)], self._samples)[0]:
+        assumed, self._assumed = self._assumed, {}
+        count = [len(mine) + len(assumed)]
+        if not self._registry.compares or not max_over_ranks(count, self._samples, at, watch)[0]:
             return ""
         for axis in self._samples:
-            told = gather_objects(mine, self._samples, [axis.name]) if axis.size > 1 else []
-            for theirs in told:
+            told = gather_objects((mine, assumed), self._samples, [axis.name]) if axis.size > 1 else []
+            if axis.name == TENSOR_AXIS and (wrong := self._describe_unlike([theirs for _, theirs in told])):
+                return wrong
+            for theirs, _ in told:
                 for one, other in zip(mine, theirs, strict=False):
                     if not one.fits(other, axis.name):
                         return _describe_difference(one, other, axis.name)
         return ""
 
-    def _differ(self, code: int) -> bool:
-        most, least = max_over_ranks([code, -code], self._tp)
+    def forget(self) -> None:
+        """Forget a failed step: its sites are compared again in their next pass, as other ranks may not have
+        failed.
+        """
+        again = {*self._assumed, *(s.place for s in self._sketches)}
+        self._seen = {(place, layout) for place, layout in self._seen if place not in again}
+        self._assumed, self._sketches, self._inferred = {}, [], 0
+
+    def _differ(self, code: int, at: str = "", watch: Callable[[], None] | None = None) -> bool:
+        most, least = max_over_ranks([code, -code], self._tp, at, watch)
         return most != -least
 
 
-def _encode_cuts(layout: Layout | None) -> int:
-    """A number that says which dims are cut."""
-    return 0 if layout is None else 1 + sum(2**i for i, d in enumerate(layout.dims) if d.cuts)
+def _encode_cuts(layout: Layout | None, local: Tensor) -> int:
+    """Encode, as one number, the sharded dims of a tensor, its shape and its dtype."""
+    cut = None if layout is None else [i for i, d in enumerate(layout.dims) if d.cuts]
+    return zlib.crc32(f"{cut} {tuple(local.shape)} {local.dtype}".encode()) & CODE_MASK
 
 
 def _describe_difference(one: TensorSketch, other: TensorSketch, axis: str) -> str:
@@ -167,5 +256,5 @@ def _describe_difference(one: TensorSketch, other: TensorSketch, axis: str) -> s
     )
 
 
-def _raise_hook_error() -> None:
-    raise HookError(SHAPES_DIFFER)
+def _raise_hook_error(why: str) -> None:
+    raise HookError(why)

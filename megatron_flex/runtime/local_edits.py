@@ -1,7 +1,8 @@
-"""Edits that run on a rank's part of a tensor and send nothing: whether they can, decided once for a place.
+"""Edits that run on a rank's shard and communicate nothing: whether they can, decided once for each site.
 
-All edits at a place must be able to, or the whole is gathered for all of them. The decision follows from
-hooks, layout and mesh alone, so that all ranks decide alike.
+All edits at a site must be local, or the full tensor is gathered for all of them. The decision depends only
+on
+hooks, layout and mesh, so that all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -15,35 +16,36 @@ from torch import Tensor
 
 from megatron_flex.collectives import Route, Shard, is_leader_for, replica_mesh
 from megatron_flex.errors import HookError
-from megatron_flex.layout import Layout, padded_shape, count_parts
+from megatron_flex.layout import Layout, count_parts, padded_shape
+from megatron_flex.layout.gradient_layout import conjugate_layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
-from megatron_flex.runtime.hooks import EditingFunction, HookFunction, for_pass, describe_edit
-from megatron_flex.runtime.sharing.functions import uses_argument, uses_context
+from megatron_flex.runtime.function_analysis import uses_argument, uses_context
+from megatron_flex.runtime.hooks import EditingFunction, HookFunction, describe_edit, for_pass
 
-MODULES_ARGUMENT = 3  # the place of the trainable modules among an editing function's arguments
-MAX_EDIT_PLANS = 4096  # places and shapes that are remembered
+MODULES_ARGUMENT = 3  # index of the trainable modules in an editing function's arguments
+MAX_EDIT_PLANS = 4096  # bounds the cache of sites and shapes
 
 
 def on_shard(edit: EditingFunction, shard: Shard) -> EditingFunction | None:
-    """What an editing function's method `on_shard` gives to run on a rank's part; None if there is none."""
+    """Return what an editing function's method `on_shard` returns for a shard; None without such a method."""
     bind = getattr(edit, "on_shard", None)
     return None if bind is None else cast(EditingFunction | None, bind(shard))
 
 
 @dataclass
 class LocalEditPlan:
-    """How the edits at a place run on a rank's part.
+    """How the edits at a site run on a rank's shard.
 
     Attributes:
-        shard: the part.
-        edits: what runs there, by hook; without those that only read.
-        given: what these are of the hooks' own.
-        fresh: whether none of them changes what it gets, or keeps what it returns.
-        layout: of the local tensor.
-        padded: whether some of the ranks' entries are padding that the whole has not.
-        alone: whether each rank has the whole, and of its gradient too.
-        holders: the axes of the ranks that have parts of the same whole.
+        shard: the shard.
+        edits: the functions to run on the shard, by hook; without hooks that only capture.
+        given: the hooks' own editing functions that these were made from.
+        fresh: whether none of them changes its input in place, or keeps a reference to its result.
+        layout: the layout of the local tensor.
+        padded: whether some entries of the ranks are padding, which the full tensor lacks.
+        alone: whether each rank holds the full tensor and its full gradient.
+        holders: the axes of the ranks that hold shards of the same full tensor.
         leads: whether this rank counts for all of them.
     """
 
@@ -59,10 +61,10 @@ class LocalEditPlan:
     _real: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def at(self, hook: HookFunction, key: Key) -> EditingFunction:
-        """What a hook runs in one pass.
+        """The function that a hook runs in one pass.
 
         Raises:
-            HookError: in this one it needs the whole, which is not known early enough to gather it.
+            HookError: the pass needs the full tensor, and it is too late to gather it.
         """
         edit = self.given[hook]
         mine = for_pass(edit, key)
@@ -70,11 +72,13 @@ class LocalEditPlan:
             return self.edits[hook]
         bound = mine if self.alone else on_shard(mine, self.shard)
         if bound is None:
-            raise HookError(f"{describe_edit(mine)} needs the whole, unlike {describe_edit(edit)}, of which it is a pass")
+            raise HookError(
+                f"{describe_edit(mine)} needs the whole, unlike {describe_edit(edit)}, of which it is a pass"
+            )
         return bound
 
     def real(self, device: torch.device) -> Tensor:
-        """Which of the part's entries the whole has too, as booleans that broadcast."""
+        """A boolean mask, broadcastable to the shard, of the entries that are not padding."""
         if device not in self._real:
             shape = [
                 n if d.keep else 1 for n, d in zip(self.shard.whole, self.shard.layout.dims, strict=True)
@@ -84,7 +88,7 @@ class LocalEditPlan:
         return self._real[device]
 
     def into(self, local: Tensor) -> Tensor:
-        """What editing functions are given: dims in the whole's order, zeros for padding."""
+        """The input of editing functions: dims in the order of the full tensor, zeros for padding."""
         order = self.layout.permute
         part = local if order is None else local.permute(order)
         if self.padded:
@@ -92,7 +96,7 @@ class LocalEditPlan:
         return part if self.fresh else part.clone(memory_format=torch.contiguous_format)
 
     def outof(self, made: Tensor, local: Tensor) -> Tensor:
-        """What goes on in place of the local tensor: contiguous, and nobody else's."""
+        """The tensor that replaces the local tensor: contiguous, and shared with no other code."""
         order = self.layout.permute
         out, ours = made, False
         if self.padded:
@@ -104,31 +108,16 @@ class LocalEditPlan:
             return local
         if not out.is_contiguous() or (not ours and (not self.fresh or out._is_view())):
             out = out.clone(memory_format=torch.contiguous_format)
-        if local.requires_grad and torch.is_grad_enabled() and not out.requires_grad:
-            # torch does not type `apply`
-            out = cast(Tensor, _Joined.apply(out, local))  # type: ignore[no-untyped-call]
         return out
 
 
-class _Joined(torch.autograd.Function):
-    """A tensor that does not depend on another one, in whose place it goes on and needs a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, made: Tensor, local: Tensor) -> Tensor:
-        return made.detach()  # no view, which could not be edited in place
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        return None, None
-
-
 class LocalEditPlanner:
-    """Decides, and remembers it.
+    """Decides how edits run, and caches the decision.
 
     Args:
         mesh: the run's axes.
         trains: whether there are trainable modules now.
-        version: of the hooks; what was decided for others is forgotten.
+        version: the version of the hooks; a new version clears the cache.
     """
 
     def __init__(self, mesh: Mesh, trains: Callable[[], bool], version: Callable[[], int]) -> None:
@@ -136,10 +125,12 @@ class LocalEditPlanner:
         self._known: dict[tuple[str, tuple[int, ...]], tuple[Any, ...]] = {}
         self._told: tuple[int, bool] | None = None
 
-    def way(
+    def find_plan(
         self, hooks: Sequence[HookFunction], key: Key, local: Tensor, layout: Layout, route: Route | None
     ) -> LocalEditPlan | None:
-        """How the edits of these hooks run on this rank's part in one pass; None: on the whole."""
+        """Return the plan by which these hooks edit this rank's shard in one pass; None: gather the full
+        tensor.
+        """
         if route is not None:
             return None
         state = self._version(), self._trains()
@@ -165,12 +156,12 @@ def plan_local_edits(
     mesh: Mesh,
     trains: bool,
 ) -> tuple[LocalEditPlan | None, str]:
-    """How edits run on ranks' parts; or None, and why they need the whole.
+    """Decide how edits run on shards; return the plan, or None and the reason for a gather.
 
     Args:
-        edits: the editing functions at a place, by hook.
-        layout: of the tensor there.
-        shape: of the local tensor.
+        edits: the editing functions at a site, by hook.
+        layout: the layout of the tensor at the site.
+        shape: the shape of the local tensor.
         mesh: the run's axes.
         trains: whether there are trainable modules.
     """
@@ -181,15 +172,15 @@ def plan_local_edits(
         return None, "its parts may differ in length"
     shard = Shard.of(torch.empty(shape, device="meta"), layout, mesh)
     padded = _has_padding(shard)
-    alone = not layout.live(sizes) and not layout.gradient().live(sizes) and not padded
+    alone = not layout.live(sizes) and not conjugate_layout(layout).live(sizes) and not padded
     found: dict[HookFunction, EditingFunction] = {}
     for hook, edit in edits.items():
         name = describe_edit(edit)
-        if hook.run == "leader":
-            return None, "the leader edits the whole"
+        if hook.run == "once":
+            return None, "one rank edits the full tensor"
         if uses_context(edit):
             return None, f"{name} uses save_ctx"
-        if trains and asks_modules(edit):
+        if trains and uses_modules(edit):
             return None, f"{name} is given trainable modules"
         bound = edit if alone else on_shard(edit, shard)
         if bound is None:
@@ -207,12 +198,12 @@ def explain_gather(
     mesh: Mesh,
     trains: bool,
 ) -> str:
-    """Why edits at a place need the whole; empty if they run on ranks' parts.
+    """Why edits at a site need the full tensor; empty if they run on shards.
 
     Args:
-        edits: by hook.
-        layout: of the tensor there.
-        shape: of the whole, with names for lengths that only the data tell.
+        edits: the editing functions, by hook.
+        layout: the layout of the tensor at the site.
+        shape: the shape of the full tensor, with names for lengths that depend on the data.
         mesh: the run's axes.
         trains: whether there are trainable modules.
     """
@@ -223,15 +214,15 @@ def explain_gather(
     for length, at in zip(shape, order, strict=True):
         dim = layout.dims[at]
         shards = count_parts(dim, mesh.sizes)
-        smallest = 2 * sum(dim.segments)  # zigzag has two pieces of each
+        smallest = 2 * sum(dim.segments)  # zigzag has two pieces of each segment
         known = -(-length // shards) if isinstance(length, int) else smallest
         local[at] = known
     return plan_local_edits(edits, layout, tuple(local), mesh, trains)[1]
 
 
-def asks_modules(edit: Any) -> bool:
-    """Whether it may use trainable modules; one with an attribute `asks_modules` says so itself."""
-    state = getattr(edit, "asks_modules", None)
+def uses_modules(edit: Any) -> bool:
+    """Whether an edit may use trainable modules; its attribute `uses_modules`, if there is one, decides."""
+    state = getattr(edit, "uses_modules", None)
     return uses_argument(edit, MODULES_ARGUMENT) if state is None else bool(state)
 
 

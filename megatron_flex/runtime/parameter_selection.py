@@ -1,4 +1,4 @@
-"""Parameters of a dump, as they are when a step begins, and their gradients when it is over."""
+"""The parameters of a dump at the beginning of a step, and their gradients at its end."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from megatron_flex.dump import PARAMETER, PARAMETER_GRADIENT, ShardEntry, SiteRe
 from megatron_flex.errors import FlexError, FlexWarning, SiteError
 from megatron_flex.layout import TENSOR_AXIS, Layout
 from megatron_flex.mesh import Axis
+from megatron_flex.runtime.full_parameters import (
+    EXPERT_AXES,
+    ParameterIndex,
+    ParameterRequest,
+    find_copy_axes,
+)
 from megatron_flex.runtime.shard_recorder import ShardRecorder
-from megatron_flex.runtime.survey import EXPERT_AXES, ParameterIndex, ParameterRequest, find_copy_axes
 from megatron_flex.sites import Pattern, Site, SiteTable
 
-MAX_NAMES = 3  # names in one warning
-OPTIMIZER_AXES = {"dp", "cp", "edp"}  # by a distributed optimizer, which leaves each rank a part
+MAX_NAMES = 3  # bounds the names in one warning
+OPTIMIZER_AXES = {"dp", "cp", "edp"}  # a distributed optimizer leaves each of their ranks a part
 CALL_HAS_NO_GRADIENTS = (
     "gradients of parameters are taken once the backward pass is over, which a call of the model by itself "
     "does not tell: run forward and backward in `with flex.step():`, or by the framework's schedule"
@@ -27,14 +32,14 @@ CALL_HAS_NO_GRADIENTS = (
 
 
 class LocalParameterGradient(NamedTuple):
-    """A gradient, as far as this rank has it.
+    """The part of a gradient on this rank.
 
     Attributes:
         site: the parameter.
-        name: its global one, or that of the parameter that it is a copy of.
+        name: its global name, or that of the parameter that it is a copy of.
         local: the gradient of the local parameter.
-        part: the entries of that, flattened, which are this rank's; None for all.
-        layout: of the local one.
+        part: the range of this rank's entries in the flattened gradient; None for all.
+        layout: the layout of `local`.
     """
 
     site: ParameterSite
@@ -45,22 +50,25 @@ class LocalParameterGradient(NamedTuple):
 
 
 class ParameterSelection:
-    """Those that a dump is of.
+    """The parameters that a dump records.
 
     Attributes:
-        names: in model order; of copies on several stages the first one's.
+        names: the names in model order; copies on several stages have the name of the first.
     """
 
     def __init__(self, survey: ParameterIndex, names: Sequence[str]) -> None:
         self.survey, self.names = survey, list(names)
 
     def places(self) -> list[SiteRecord]:
-        """What the manifest says of them."""
+        """Their records in the manifest."""
         found = [self.survey.sites[n][0] for n in self.names]
-        return [SiteRecord(p.name, layout_to_json(p.layout), tuple(p.shape), p.stage, p.chunk, p.inferred) for p in found]
+        return [
+            SiteRecord(p.name, layout_to_json(p.layout), tuple(p.shape), p.stage, p.chunk, p.inferred)
+            for p in found
+        ]
 
     def values(self, taking: ShardRecorder, iteration: int) -> None:
-        """Write them. All data parallel ranks of a stage call it alike."""
+        """Write the parameters. All data parallel ranks of a stage make the same call."""
         self.survey.adapter.settle()
         for name, held in self._held():
             site, parameter = held[0]
@@ -70,20 +78,20 @@ class ParameterSelection:
             self._write(taking, entry, site, local, layout, iteration)
 
     def gradients(self, taking: ShardRecorder, iteration: int) -> None:
-        """Write theirs, as far as they have some. All data parallel ranks of a stage call it alike.
+        """Write the gradients that exist. All data parallel ranks of a stage make the same call.
 
         Raises:
-            FlexError: on all ranks: they are not reduced, or nobody knows.
+            FlexError: on all ranks: the gradients are not reduced, or that is not known.
         """
         for site, name, local, part, layout in self.found():
             entry = ShardEntry(name, PARAMETER_GRADIENT, 0, 0, 0, (), "", span=part)
             self._write(taking, entry, site, local, layout, iteration)
 
     def found(self) -> Iterator[LocalParameterGradient]:
-        """The gradients that this rank has some of, in model order.
+        """The gradients of which this rank holds a part, in model order.
 
         Raises:
-            FlexError: on all ranks: they are not reduced, or nobody knows.
+            FlexError: on all ranks: the gradients are not reduced, or that is not known.
         """
         want = self._want()
         for name, held in self._held():
@@ -103,7 +111,13 @@ class ParameterSelection:
                 yield name, held
 
     def _write(
-        self, taking: ShardRecorder, entry: ShardEntry, site: ParameterSite, local: Tensor, layout: Layout, iteration: int
+        self,
+        taking: ShardRecorder,
+        entry: ShardEntry,
+        site: ParameterSite,
+        local: Tensor,
+        layout: Layout,
+        iteration: int,
     ) -> None:
         first, over = self.survey.stages(entry.site)[0], self.over(site)
         if site.stage != first:
@@ -115,7 +129,7 @@ class ParameterSelection:
             taking.take(entry, local, layout, iteration, over=over)
 
     def over(self, site: ParameterSite) -> list[Axis]:
-        """The axes along which ranks may hold the same of a parameter."""
+        """The axes along which ranks may hold equal copies of a parameter."""
         mesh, found = self.survey.mesh, find_copy_axes(site, False)
         named = {c.axis for d in site.layout.dims for c in d.cuts if c.copies > 1}  # copies along an axis
         expert = bool(site.owner) or bool({*site.layout.axes, *site.layout.shared} & EXPERT_AXES)
@@ -123,7 +137,9 @@ class ParameterSelection:
 
     @staticmethod
     def apart(over: Sequence[Axis]) -> list[Axis]:
-        """Of those axes the ones along which ranks hold the same part of a gradient that is in parts."""
+        """The axes among these along which ranks hold the same part of a gradient that is split into
+        parts.
+        """
         return [a for a in over if a.name not in OPTIMIZER_AXES]
 
     def _want(self) -> ParameterRequest:
@@ -154,10 +170,10 @@ class ParameterSelection:
 def select_parameters(
     survey: ParameterIndex, patterns: Sequence[Pattern], what: str = "the dump"
 ) -> ParameterSelection | None:
-    """The parameters that patterns name; None for none. `what` they are for is said in warnings.
+    """Select the parameters that patterns match; None if there are none. Warnings name the purpose `what`.
 
     Raises:
-        SiteError: a pattern matches nothing, or a name stands for one whose layout is not known.
+        SiteError: a pattern matches nothing, or a name is that of a parameter without a known layout.
     """
     table = SiteTable(Site(n, found[0].layout, found[0].shape) for n, found in survey.sites.items())
     wanted: set[str] = set()
@@ -166,7 +182,10 @@ def select_parameters(
         if isinstance(pattern, str) and not set(pattern) & set("*?["):
             wanted.add(survey.resolve(pattern))
             continue
-        unknown = {name: f"is of a {kind}" for name, kind in _match_pattern(SiteTable(_list_unknown(survey)), pattern)}
+        unknown = {
+            name: f"is of a {kind}"
+            for name, kind in _match_pattern(SiteTable(_list_unknown(survey)), pattern)
+        }
         left |= {name: f"{why}, whose layout is not known" for name, why in unknown.items()}
         try:
             wanted |= {s.name for s in table.match(pattern)}
@@ -194,7 +213,7 @@ def _match_pattern(table: SiteTable, pattern: Pattern) -> list[tuple[str, str]]:
 
 
 def _explain_omission(survey: ParameterIndex, name: str) -> str:
-    """Why it cannot be dumped; empty if it can."""
+    """Why the parameter cannot be dumped; empty if it can."""
     site = survey.sites[name][0]
     if site.inferred and survey.mesh[TENSOR_AXIS].size > 1:
         return "is of a plain module, and how tensor parallel ranks cut it is not known"

@@ -1,9 +1,12 @@
-"""A session: one model with hooks. It puts taps in and out and runs what stands at each of them."""
+"""A session: one model with hooks, dumps and statistics. The session installs and removes taps, and begins
+and ends steps.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -12,46 +15,64 @@ from torch import Tensor, nn
 
 from megatron_flex.adapters import Adapter, Undo
 from megatron_flex.collectives import Agreement, gather_objects, is_leader
-from megatron_flex.errors import HookError
 from megatron_flex.config import flex_config
-from megatron_flex.layout import shard_over_data
+from megatron_flex.errors import HookError
+from megatron_flex.layout import TENSOR_AXIS, shard_over_data
 from megatron_flex.mesh import Mesh
-from megatron_flex.runtime.captures import Captures
+from megatron_flex.runtime.captures import Captures, Key
 from megatron_flex.runtime.clock import Clock
+from megatron_flex.runtime.context.context_relay import ContextPlan
 from megatron_flex.runtime.debug.dry_run import DryRun
 from megatron_flex.runtime.debug.hook_trace import Tracer
-from megatron_flex.runtime.editing import EditRunner
-from megatron_flex.runtime.failing import raise_on_all_ranks
-from megatron_flex.runtime.firing import HookDispatcher
-from megatron_flex.runtime.hooks import HookFunction
-from megatron_flex.runtime.recorder import Recorder
+from megatron_flex.runtime.edit_failures import SkipCount, raise_on_all_ranks
+from megatron_flex.runtime.edit_runner import EditRunner
+from megatron_flex.runtime.full_parameters import ParameterIndex
+from megatron_flex.runtime.function_agreement import FunctionAgreement
+from megatron_flex.runtime.hook_dispatcher import HookDispatcher
+from megatron_flex.runtime.hook_groups import Switches, parse_switches
 from megatron_flex.runtime.hook_registry import HookRegistry
-from megatron_flex.runtime.context.context_relay import ContextPlan
+from megatron_flex.runtime.hooks import HookFunction
+from megatron_flex.runtime.model_verification import VerificationRequest, make_verify_error
+from megatron_flex.runtime.recorder import Recorder
 from megatron_flex.runtime.session_sinks import SessionSinks
 from megatron_flex.runtime.session_taps import SessionTaps
-from megatron_flex.runtime.survey import ParameterIndex
 from megatron_flex.runtime.trainable_modules import NO_GRADIENT, TrainableModules
-from megatron_flex.runtime.verify import VerificationRequest, make_verify_error
 from megatron_flex.sites import SiteTable, model_order
+
+CALLED_OUTSIDE_STEP = (
+    "the model is on {size} pipeline stages and was called outside the framework's schedule, where hooks "
+    "would have stages wait for each other for ever: on every rank, put all calls of a batch, and their "
+    "backward passes, into one `with flex.step():`, or take the hooks out"
+)
+STEP_END = "the end of a step"
+LATE_GRADIENT = (
+    "a gradient reached a hook outside the step that its forward pass was in, and {size} pipeline stages do "
+    "not meet there: run the backward pass too in `with flex.step():`"
+)
+PACKED_SEQUENCES = (
+    "packed sequences (packed_seq_params) have no batch dim along which gather_data_parallel could put the "
+    "samples of data parallel ranks together; attach without it"
+)
 
 
 class Session:
     """The hooks of one model.
 
-    Making one is collective over the pipeline stages, which tell each other their sites. While no hook is
-    registered nothing inside the model is touched; what stands is an entry in front of the schedule.
+    To make a session is collective over the pipeline stages, which exchange their sites. While no hook is
+    registered, no module of the model is changed; only the framework's schedule is wrapped.
 
-    An error in a hook does not stop the rank that has it, whose peers would wait for it: the tensor goes on
-    unedited, and at the end of the step all ranks raise.
+    An error in a hook is not raised where it occurs, because the other ranks would wait for the rank that
+    stopped. The rank continues with the unedited tensor, and all ranks raise at the end of the step.
 
     Attributes:
-        over_data: whether the samples of all data parallel ranks are put together.
-        delivered: called on every rank whenever what was read has arrived in the leader's `captures`.
-        probing: while the model is run for what is read, how many of the step's microbatches count; hooks
-            that do not fire then are not found to be wrong.
+        over_data: whether captures concatenate the samples of all data parallel ranks.
+        delivered: called on every rank after new captures have arrived in the leader's `captures`.
+        probing: the number of the step's microbatches that count while the model runs only to be captured;
+            hooks
+            that are not called in such a run are no error. None otherwise.
     """
 
-    _counts: ClassVar[Counter[tuple[int, ...]]] = Counter()  # of sessions on the same ranks
+    _counts: ClassVar[Counter[tuple[int, ...]]] = Counter()  # number of sessions, by their ranks
 
     def __init__(self, adapter: Adapter, gather_data_parallel: bool = False) -> None:
         adapter.check()
@@ -65,30 +86,36 @@ class Session:
         told = gather_objects(mine, self.mesh, ["pp"])
         self.sites = SiteTable(sorted((s for sites, _, _ in told for s in sites), key=model_order))
         everywhere = [p for _, ps, _ in told for p in ps]
-        self.registry = HookRegistry(self.sites, {p.name: p for p in everywhere})
+        self.registry = HookRegistry(
+            self.sites, {p.name: p for p in everywhere}, self.mesh[TENSOR_AXIS].size > 1
+        )
         unknown = {name: kind for _, _, names in told for name, kind in names.items()}
         self.rehearsal = DryRun(adapter, parameters, self.mesh)
         self.survey = ParameterIndex(adapter, parameters, everywhere, unknown)
         self.captures = Captures()
         self.clock = Clock()
-        self._recorder = Recorder(self.mesh, self.captures)
+        self._recorder = Recorder(self.mesh, self.captures, self._check_waiting_ranks)
         ranks = self.mesh.ranks
         name = f"session{Session._counts[ranks]}"
         Session._counts[ranks] += 1
         meeting = Agreement(f"{name}/gradients", flex_config.agree_seconds, ranks, NO_GRADIENT)
-        self.trainable = TrainableModules(adapter, self.clock, meeting, gather_data_parallel, self._await_backward)
+        self.trainable = TrainableModules(
+            adapter, self.clock, meeting, gather_data_parallel, self._await_backward
+        )
         self.editing = EditRunner(self.mesh, self.clock, self.trainable, name, gather_data_parallel)
-        self.passing = self.editing.passing
+        self.passing, self._skips = self.editing.passing, self.editing.skipping
         common = self.clock, self._recorder, self.editing, self.mesh, gather_data_parallel
         self.firing = HookDispatcher(self.registry, *common, self._await_backward)
         self.standing = SessionTaps(own, parameters, self.registry, self.firing, self.mesh)
         self.tracer: Tracer | None = None
         self.trace(flex_config.debug)
         self._agreement = Agreement(name, flex_config.agree_seconds, ranks)
+        self._functions = FunctionAgreement(self._agreement, self._list_model_ids)
         self.sinks = SessionSinks(self.registry, self.mesh, self.clock, name, self.standing.update_taps)
         self._agreed = -1
         self._objection = ""
-        self._in_schedule, self._in_call, self._calls = False, False, 0
+        self._in_schedule, self._in_call, self._apart = False, False, False
+        self._calls: Counter[int] = Counter()  # calls of each of this rank's chunks in this step
         self.probing: int | None = None
         self._awaits_backward = False
         self.watch = VerificationRequest()
@@ -97,71 +124,140 @@ class Session:
 
     @property
     def is_leader(self) -> bool:
-        """Whether what is read arrives here: on the first rank of the first stage of its model replica.
+        """Whether this rank receives captures: the first rank of the first stage of its model replica.
 
-        Where data parallel ranks are gathered too, of the first replica only.
+        With `gather_data_parallel` only the first replica has such a rank.
         """
         first = not self.over_data or self.mesh["dp"].coord == 0
         return is_leader(self.mesh) and self.mesh["pp"].coord == 0 and first
 
     @property
     def running(self) -> bool:
-        """Whether a step is under way, in which no other can begin."""
+        """Whether a step is running; no other step can begin then."""
         return self._in_schedule or self._in_call
 
     # -- registering -----------------------------------------------------------------------------------
 
+    @property
+    def open(self) -> bool:
+        """Whether the session can have hooks; false once the model is restored."""
+        return self._unwatch is not None
+
     def check_open(self) -> None:
-        """Refuse what needs the model, once it is restored.
+        """Raise if the model has been restored.
 
         Raises:
-            HookError: it is.
+            HookError: the model has been restored.
         """
-        if self._unwatch is None:
-            raise HookError("the model was restored, and nothing can be registered any more; attach it again")
+        if not self.open:
+            raise HookError(
+                "the model was restored, and this FlexModel does nothing to it any more; attach it again"
+            )
 
     def add(self, hook: HookFunction, always: bool = False) -> None:
-        """Register a hook, on every rank alike; `always`: active whatever groups are selected.
+        """Register a hook. Every rank makes the same call.
+
+        Args:
+            hook: the hook.
+            always: whether the hook is active whichever groups are selected.
 
         Raises:
-            HookError: it cannot stand there, its editing function would not do, or the model was restored.
+            HookError: the hook cannot be at this hook point, the dry run rejects its editing function, or the
+                model
+                was restored.
         """
         self.check_open()
         entry = self.registry.add(hook, always)
-        self.editing.skipping.expect(hook)
+        self._skips.expect(hook)
         try:
             self.rehearsal.consider(entry)
-        except Exception:
+        except Exception:  # raised again
             self.registry.remove(hook)
             raise
         if any(e is entry for e in self.registry.active[-1:]):
             self.standing.tap(entry)
 
     def remove(self, hook: HookFunction) -> None:
-        """Take a hook out, on every rank alike; a tap that no hook needs goes with it."""
+        """Remove a hook, and the taps that no other hook needs. Every rank makes the same call."""
         self.registry.remove(hook)
         self.standing.update_taps()
 
+    def has_hook(self, hook: HookFunction) -> bool:
+        """Whether the hook is registered in this session and the model is not restored."""
+        return self.open and any(entry.hook is hook for entry in self.registry.entries)
+
+    @property
+    def skipped(self) -> dict[HookFunction, SkipCount]:
+        """The hooks with `on_error="skip"` that failed, and the number of passes skipped on this rank."""
+        return dict(self._skips.skipped)
+
+    def parse_switches(self, words: Sequence[str]) -> Switches:
+        """Return the switches that the arguments of `FlexModel.select()` name.
+
+        Raises:
+            HookError: a named group has no hook, or the model was restored.
+        """
+        self.check_open()
+        groups = self.registry.groups()
+        return parse_switches(words, [*groups, *sorted(self.sinks.groups - set(groups))])
+
     def register_trainable(self, name: str, module: nn.Module) -> None:
-        """Register a trainable module, on every rank alike."""
+        """Register a trainable module. Every rank makes the same call."""
         self.check_open()
         self._agreement.compare(self.trainable.check(name, module))
         self.trainable.add(name, module)
 
+    def remove_trainable(self, name: str) -> None:
+        """Remove a trainable module. Every rank makes the same call."""
+        self.check_open()
+        self._agreement.compare(f"remove trainable module {name}")
+        self.trainable.remove(name)
+
+    def record_inner_tensor(self, label: str, tensor: Tensor, replays: bool) -> Key:
+        """Capture a full tensor inside an edit, as `CaptureDispatcher.record_inner_tensor` does."""
+        return self.firing.captures.record_inner_tensor(label, tensor, replays)
+
     def trace(self, on: bool) -> None:
-        """Tell of each firing from now on, or no longer."""
+        """Start or stop printing each call of a hook."""
         if self.tracer is not None:
             self.tracer.stop()
         self.tracer = Tracer(self.firing) if on else None
 
     def verify(self, steps: int) -> None:
-        """Watch all sites for the next steps, on every rank alike."""
+        """Verify all sites during the next `steps` steps. Every rank makes the same call."""
         self.check_open()
         self.watch.begin(self._plain, self.survey, self.firing, steps)
         self._agreed = -1
 
+    def restore(self) -> None:
+        """Wait until all ranks call `restore()`, then remove everything from the model. Collective.
+
+        Raises:
+            HookError: as for `FlexModel.restore()`; the model is restored nevertheless.
+        """
+        try:
+            self.meet("restore()")
+        except Exception:  # raised again: the model is restored whatever the other ranks do
+            self.close(failed=True)
+            raise
+        silent, unverified = self.standing.silent(), self.watch.missed
+        self._skips.warn_of_skips()
+        self.close()
+        if silent:
+            names = ", ".join(h.describe() + (f" ({why})" if why else "") for h, why in silent)
+            raise HookError(
+                f"never fired on any rank: {names}; the path did not run (no labels, no backward pass, a "
+                "frozen part, a fused kernel): hook another place, or remove the hook before the end"
+            )
+        if unverified:
+            raise HookError("verify() was asked for and no step ran after it; call it before a step")
+
     def close(self, failed: bool = False) -> None:
-        """Take everything out of the model and its schedule; `failed`: perhaps not on all ranks."""
+        """Remove everything from the model and its schedule.
+
+        Args:
+            failed: whether other ranks may not do the same.
+        """
         self.watch.stop()
         self.trace(False)
         self.standing.take_out()
@@ -176,10 +272,24 @@ class Session:
 
     @property
     def in_schedule(self) -> bool:
-        """Whether a run of the framework's schedule is under way."""
+        """Whether the framework's schedule is running."""
         return self._in_schedule
 
-    # -- what the adapter tells ------------------------------------------------------------------------
+    # -- calls from the adapter ------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Count all calls of the model inside the context as microbatches of one step, as `FlexModel.step()`
+        does.
+        """
+        self.check_open()
+        self.step_begins(None, microbatches=0)
+        try:
+            yield
+        except BaseException:
+            self.step_ends(True)
+            raise
+        self.step_ends(False)
 
     def step_begins(
         self,
@@ -187,7 +297,7 @@ class Session:
         gradient_factor: Callable[[], float] | None = None,
         microbatches: int = 1,
     ) -> None:
-        """A schedule starts."""
+        """Begin a step: the adapter calls this when a schedule starts."""
         if self._in_schedule:
             raise HookError(
                 "a schedule is a step of its own, and so is step(); do not run one inside the other"
@@ -199,59 +309,88 @@ class Session:
         self.sinks.begins(microbatches, self.mesh, probing=self.probing is not None)
         self.trainable.begins(microbatches or 1)
         self.passing.begin()
-        self._in_schedule, self._calls = True, 0
+        self._in_schedule = True
+        self._calls.clear()
 
     def step_ends(self, failed: bool) -> None:
-        """It is over: bring what was read to the leader, or forget it."""
-        self._in_schedule, self._calls = False, 0
+        """End the step: send the captures to the leader, or drop them if the step failed."""
+        self._in_schedule = False
         try:
             self._end(failed, self.mesh)
         finally:
             self.passing.begin()
 
     def forward_begins(self, microbatch: int, chunk: int) -> None:
-        """A microbatch goes forward through one of this rank's chunks."""
+        """Note that a microbatch's forward pass through one of this rank's chunks begins."""
         self.clock.forward(microbatch, chunk)
-        self.passing.forward_begins()
+        if self.registry.active:
+            self.editing.apart("forward pass", self.passing.forward_begins)
 
     def forward_ends(self, output: Any, tokens: Tensor | None = None) -> None:
-        """It did."""
+        """Note that the forward pass ends."""
         self.clock.mark(output)
         if tokens is not None:
             self.clock.count(tokens)
-        self.passing.forward_ends()
+        if self.registry.active:
+            self.editing.apart("forward pass", self.passing.forward_ends)
         self._recorder.gather_if_large()
 
     def backward_begins(self, output: Any) -> None:
-        """A microbatch goes backward."""
+        """Note that a microbatch's backward pass begins."""
         self.clock.backward(output)
-        self.passing.backward_begins()
+        if self.registry.active:
+            self.editing.apart("backward pass", self.passing.backward_begins)
 
     def backward_ends(self) -> None:
-        """It did."""
-        self.passing.backward_ends()
+        """Note that the backward pass ends."""
+        if self.registry.active:
+            self.editing.apart("backward pass", self.passing.backward_ends)
 
     def cannot(self, why: str) -> None:
-        """What this step does cannot be hooked. Raising now would leave other stages waiting."""
+        """Record why this step cannot be hooked. All ranks raise at its end; now, other stages would wait."""
         self._objection = why
 
+    def unbatched(self) -> None:
+        """Note packed sequences: the samples of data parallel ranks cannot be concatenated."""
+        if self.over_data:
+            self.cannot(PACKED_SEQUENCES)
+
     def fails(self, why: str) -> None:
-        """An edit made what the schedule cannot go on with."""
+        """Record that an edit returned something that the schedule cannot use."""
         self.editing.failure = self.editing.failure or (why, HookError(why))
 
     def hooked(self) -> bool:
-        """Whether there is a hook that counts now."""
+        """Whether any hook is active."""
         return bool(self.registry.active)
 
-    def call_begins(self, gradient_factor: Callable[[], float] | None = None) -> None:
-        """The model is called outside a schedule; each such call is a step, or a microbatch of one."""
+    def check_call(self) -> None:
+        """Refuse a call outside a step where hooks are active on several pipeline stages.
+
+        Ranks communicate at the end of the call, and later stages wait for the output of the call before they
+        begin.
+
+        Raises:
+            HookError: on this rank, before it waits for another rank.
+        """
+        if self._in_schedule or self._in_call or self.mesh["pp"].size == 1:
+            return
+        if self.registry.adopt():
+            self.standing.update_taps()
+        if self.registry.active or self.watch.on:
+            raise HookError(CALLED_OUTSIDE_STEP.format(size=self.mesh["pp"].size))
+
+    def call_begins(self, gradient_factor: Callable[[], float] | None = None, chunk: int = 0) -> None:
+        """Begin a call of the model outside a schedule: a step of its own, or a microbatch of `step()`."""
         if self._in_schedule:
             self.clock.scale(gradient_factor)
-            self.forward_begins(self._calls, 0)
-            self._calls += 1
+            self.forward_begins(self._calls[chunk], chunk)
+            self._calls[chunk] += 1
             return
-        self._compare()
-        self._awaits_backward = False  # of a backward pass that raised
+        self.check_call()
+        met = self._compare(apart=True)
+        if met and self._replica() is not self.mesh:  # the replicas may not communicate again in this call
+            self.watch.compare_copies(self.mesh)
+        self._awaits_backward = False  # left over if a backward pass raised
         self.survey.called = torch.is_grad_enabled() or self.survey.called
         self.clock.begin(None, gradient_factor)
         self.sinks.begins(1, self._replica(), called=True)
@@ -261,7 +400,7 @@ class Session:
         self._in_call = True
 
     def call_ends(self, failed: bool) -> None:
-        """That call is over; its backward pass may follow."""
+        """End a call of the model outside a schedule; its backward pass may follow."""
         if self._in_schedule:
             self.passing.forward_ends()
             self._recorder.gather_if_large()
@@ -270,27 +409,83 @@ class Session:
         try:
             self._end(failed, self._replica(), torch.is_grad_enabled())
         finally:
-            if failed or not torch.is_grad_enabled():  # else its backward pass may need the values
+            if failed or not torch.is_grad_enabled():  # otherwise the backward pass may need the values
                 self.passing.begin()
 
-    def _compare(self) -> None:
-        # A selection counts from the start of a step to that of the next one, the backward pass included.
+    def _compare(self, apart: bool = False) -> bool:
+        """Compare the hooks of all ranks if they may have changed; return whether they were compared.
+
+        Args:
+            apart: whether data parallel replicas may run different numbers of steps, as calls outside a
+                schedule do.
+        """
+        # A selection is valid from the start of a step to the start of the next one, backward pass included.
         if self.registry.adopt():
             self.standing.update_taps()
-        if self.registry.version != self._agreed or self._agreement.wanted():
+        self._apart = apart
+        due = self.registry.version != self._agreed
+        due = due or self._agreement.wanted(self.clock.step + 1, self._alone())
+        if due:
             plan = ContextPlan.of(self.registry.active, self.mesh["pp"].size)
             more = plan.describe() + (", verify()" if self.watch.on else "")
-            self._agreement.compare(self.registry.describe() + more)
+            selected = [e.hook for e in self.registry.selected]
+            where = f"step {self.clock.step + 1}"
+            self._functions.compare(self.registry.describe() + more, selected, where)
             self.passing.adopt(plan)
             if any(e.hook.save and e.hook.tensor_sink is None for e in self.registry.active):
                 self._recorder.prepare()
             self._agreed = self.registry.version
+        if self.registry.active:
+            self._agreement.note(f"step {self.clock.step + 1}")
+        return due
+
+    def meet(self, place: str) -> None:
+        """Wait, if hooks are registered, until all ranks reach a point that every rank has to reach.
+
+        This precedes any other collective: a rank still inside a step would match that collective with a
+        different
+        one.
+
+        Raises:
+            HookError: some ranks are elsewhere; raised on all ranks that do not wait in the framework's
+                collectives.
+        """
+        if self.registry.entries and self._agreed >= 0:
+            # Without a schedule, data parallel replicas may call the model different numbers of times.
+            alike = self.mesh["dp"].size == 1
+            after = self.clock.step, self.mesh["dp"].coord
+            self._agreement.meet(place, f"after step {self.clock.step}", after, alike)
+
+    def _check_waiting_ranks(self) -> None:
+        """While this rank waits at the end of a step, raise if another rank waits elsewhere."""
+        if self._agreement.wanted(self.clock.step, self._alone()):
+            self._agreement.meet(STEP_END, self._now())
+
+    def _alone(self) -> int | None:
+        """The data parallel coordinate if only this replica's ranks run the same number of steps; None if all
+        do.
+        """
+        return self.mesh["dp"].coord if self._apart else None
+
+    def _now(self) -> str:
+        return f"in step {self.clock.step}, iteration {self.clock.iteration}"
+
+    def _list_model_ids(self) -> set[int]:
+        """The ids of the modules and parameters of the model on this rank."""
+        modules = [m for s in self.standing.own.values() if (m := getattr(s.tap, "module", None)) is not None]
+        parameters = [p.parameter for sites in self.survey.own.values() for p in sites]
+        parameters += [t for m in modules for t in m.parameters(recurse=False)]
+        return {
+            id(one) for one in (*modules, *parameters, *self.trainable.modules.modules()) if one is not None
+        }
 
     def _replica(self) -> Mesh:
-        """The mesh without data parallelism, whose ranks need not call a model equally often.
+        """The mesh without the data parallel axis, whose replicas may call a model different numbers of
+        times.
 
-        Unless they are gathered, or share experts or trainable modules: then they do, and what one of them
-        drops the others must not wait for.
+        The full mesh if samples are gathered over data parallel ranks, or replicas share experts or trainable
+        modules: all replicas then make the same calls, and a rank must not wait for captures that another
+        dropped.
         """
         if self.mesh["ep"].size > 1 or self.over_data or self.trainable.modules:
             return self.mesh
@@ -310,28 +505,31 @@ class Session:
         failure, self.editing.failure = self.editing.failure, None
         objection, self._objection = self._objection, ""
         hooks = [e.hook for e in self.registry.active]
+        self.firing.edits.stand_ins.step_ends(failed)
         if failed or not hooks or objection:
             refused = bool(hooks and objection) and not failed
+            self.firing.inference.forget()
             self._recorder.drop(failed or refused)
             self.sinks.ends(failed or refused, mesh, called)
             if refused:
                 raise HookError(objection)
             return
-        if self.probing is None:  # which may not pass where a step does: no labels, no backward pass
-            self.standing.judge(h for h in hooks if torch.is_grad_enabled() or not (h.tensor_sink and h.backward))
-        differ = self.firing.declared.differ()
+        if self.probing is None:  # a probing run may have no labels and no backward pass
+            self.standing.judge(
+                h for h in hooks if torch.is_grad_enabled() or not (h.tensor_sink and h.backward)
+            )
+        at = f"{STEP_END}, {self._now()}"
+        differ = self.firing.inference.differ(at, self._check_waiting_ranks)
         if differ:
             failure = failure or (differ, HookError(differ))
-        can_fail = self.registry.follows or any(h.can_fail for h in hooks)
-        if failure is not None and not can_fail:  # such as no memory left, which ends a rank anyhow
-            raise HookError(failure[0]) from failure[1]
-        wrong = can_fail and self.editing.skipping.settle(failure is not None, mesh)
+        can_fail = self.registry.compares or any(h.can_fail for h in hooks)
+        wrong = can_fail and self._skips.settle(failure is not None, mesh, at, self._check_waiting_ranks)
         self.passing.settle()
         self.sinks.ends(wrong, mesh, called)
         if wrong:
             self._recorder.drop()
             raise_on_all_ranks(failure, mesh)
-        if not self.registry.brings:  # as every rank knows: nothing to bring to the leader
+        if not self.registry.sends_captures:  # on all ranks alike: nothing to send to the leader
             self._recorder.forget()
             return
         self._recorder.flush()
@@ -339,13 +537,16 @@ class Session:
             self.delivered()
 
     def _await_backward(self) -> None:
-        """Outside a schedule, send what this backward pass records when it is through."""
+        """Outside a schedule, send the captures of this backward pass when it ends."""
         if not self._in_schedule and not self._awaits_backward:
             self._awaits_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
         self._awaits_backward = False
+        if self.mesh["pp"].size > 1:
+            self._recorder.drop()
+            raise HookError(LATE_GRADIENT.format(size=self.mesh["pp"].size))
         self.trainable.meet()
         self._finish(False, self._replica())
         self.trainable.synchronize()

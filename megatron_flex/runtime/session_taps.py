@@ -1,18 +1,26 @@
-"""Where hooks stand on this rank: taps in and out, and which hooks nothing has passed."""
+"""The taps on this rank: install, remove, and find hooks that were never called.
+
+Several sites of one module may see the same tensor: the partial sum and the output where there is no
+reduction between them, or an output and the tensors that it packs. Such taps run in the order of
+installation,
+which must depend neither on the order in which hooks were registered nor on the layout. The taps of one
+module
+are therefore always installed in the order of the adapter's sites, which is that of the data flow.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_flex.adapters import ParameterSite, Undo
-from megatron_flex.collectives import max_over_ranks, gather_objects
+from megatron_flex.collectives import gather_objects, max_over_ranks
 from megatron_flex.mesh import Mesh
-from megatron_flex.runtime.firing import HookDispatcher, TapCallback
-from megatron_flex.runtime.hooks import HookFunction
+from megatron_flex.runtime.hook_dispatcher import HookDispatcher, TapCallback
 from megatron_flex.runtime.hook_registry import HookEntry, HookRegistry
+from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.sites import Site
 
 
@@ -33,32 +41,62 @@ class SessionTaps:
     ) -> None:
         self.registry, self.firing, self.editing, self._mesh = registry, firing, firing.editing, mesh
         self.own = {s.name: s for s in sites}
+        self._positions = {name: position for position, name in enumerate(self.own)}
         self._own_parameters = {p.name: p for p in parameters}
         self._taps: dict[str, Undo] = {}
+        self._tapped: dict[nn.Module, list[Site]] = {}  # for each module, in the order of the data flow
         self._hooks_due: set[HookFunction] = set()
 
     def update_taps(self) -> None:
-        """Have taps where active hooks stand, and nowhere else."""
+        """Install taps where active hooks need them, and remove all others."""
         for name in [n for n in self._taps if not self.registry.at(n)]:
             self._taps.pop(name)()
+        self._tapped = {
+            module: left
+            for module, sites in self._tapped.items()
+            if (left := [s for s in sites if s.name in self._taps])
+        }
         for entry in self.registry.active:
             self.tap(entry)
 
     def tap(self, entry: HookEntry) -> None:
-        """Have taps where a hook stands that is active."""
+        """Install the taps of an active hook."""
         for site in entry.sites:
             first = self.own.get(site.place)
             own = first and first.leaf(site.index)
             if own is not None and own.tap is not None and own.name not in self._taps:
-                self._taps[own.name] = own.tap.install(TapCallback(self.firing, own))
+                self._install(own)
         for reported in entry.parameters:
             mine = self._own_parameters.get(reported.name)
             if mine is not None and mine.parameter is not None and mine.name not in self._taps:
                 self._taps[mine.name] = self._hooked(mine, mine.parameter)
 
+    def _install(self, site: Site) -> None:
+        """Install a tap, and reinstall those of the same module that come later in the data flow."""
+        module = getattr(site.tap, "module", None)
+        here = [site] if module is None else [*self._tapped.get(module, ()), site]
+        here.sort(key=self._order)
+        later = here[here.index(site) :]
+        for other in later[1:]:
+            self._taps.pop(other.name)()
+        for one in later:
+            assert one.tap is not None
+            self._taps[one.name] = one.tap.install(TapCallback(self.firing, one))
+        if module is not None:
+            self._tapped[module] = here
+
+    def _order(self, site: Site) -> tuple[int, bool, int]:
+        """The order of a site in the data flow, among the sites of its module.
+
+        Among the tensors of one hook point, those indexed from the start come before those indexed from the
+        end,
+        which may be the same tensors.
+        """
+        return self._positions[site.place], site.index < 0, site.index
+
     def _hooked(self, site: ParameterSite, parameter: Tensor) -> Undo:
-        """Pass a parameter's gradients on, and have the calls followed that tell their layout."""
-        undo = parameter.register_hook(partial(self.firing.parameter, site)).remove
+        """Install a hook on a parameter's gradients, and track the calls that determine their layout."""
+        undo = parameter.register_hook(partial(self.firing.gradients.dispatch_parameter, site)).remove
         forget = None if site.followed is None else site.followed.want()
 
         def remove() -> None:
@@ -69,19 +107,20 @@ class SessionTaps:
         return remove
 
     def take_out(self) -> None:
-        """Take all taps out."""
+        """Remove all taps."""
         for undo in self._taps.values():
             undo()
         self._taps.clear()
+        self._tapped.clear()
 
     def judge(self, hooks: Iterable[HookFunction]) -> None:
-        """Hooks have stood through a whole step: something should have passed them."""
+        """Note hooks that were active through a complete step and should have been called."""
         self._hooks_due.update(hooks)
 
     def silent(self) -> list[tuple[HookFunction, str]]:
-        """The hooks that have stood through a whole step and fired on no rank, and why if that is known.
+        """The hooks that were active through a complete step and called on no rank, with the reason if known.
 
-        The same list on every rank. Collective over the mesh, if there are such hooks at all.
+        The same list on every rank. Collective over the mesh, if there are such hooks.
         """
         judged = [e for e in self.registry.entries if e.hook in self._hooks_due]
         if not judged:
@@ -96,7 +135,9 @@ class SessionTaps:
         return [(e.hook, why) for e, why in zip(silent, known, strict=True)]
 
     def list_uncalled_hooks(self) -> list[HookFunction]:
-        """The hooks that stood on this rank's stage through a whole step and never fired. Not collective."""
+        """The hooks of this rank's stage that were active through a complete step and never called. Not
+        collective.
+        """
         quiet = [
             e for e in self.registry.entries if e.hook in self._hooks_due and e.hook not in self.editing.fired
         ]

@@ -1,4 +1,4 @@
-"""What a rank writes of a tensor that passes: nothing, all of its shard, or what is wanted of it."""
+"""What a rank writes of a captured tensor: nothing, its shard, or the selected entries of its shard."""
 
 from __future__ import annotations
 
@@ -13,32 +13,31 @@ from torch import Tensor
 from megatron_flex.dump import (
     REPLICA,
     Dump,
-    ShardEntry,
-    Ownership,
-    EntrySelection,
     DumpWriter,
+    EntrySelection,
+    Ownership,
+    ShardEntry,
     compute_partial_mean,
     make_mean_layout,
     select_entries,
 )
 from megatron_flex.dump.part_format import DTYPE_NAMES
-from megatron_flex.dump.numbering import number_first_sample
-from megatron_flex.dump.selection import SAMPLE_DIM, TOKEN_DIM, find_dim
+from megatron_flex.dump.token_selection import SAMPLE_DIM, TOKEN_DIM, find_dim, number_first_sample
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.sites import GRADIENT_SUFFIX
 
-HALF_DTYPES = (torch.float16,)  # whose range a loss scale is there for
+HALF_DTYPES = (torch.float16,)  # their range requires a loss scale
 
 
 class ShardSelection(NamedTuple):
-    """What of a shard is wanted.
+    """The selected entries of a shard.
 
     Attributes:
         tensor: the shard, or its mean.
-        layout: of that.
-        picked: which entries; None for all.
+        layout: the layout of `tensor`.
+        picked: the selected indices; None for all.
     """
 
     tensor: Tensor
@@ -47,7 +46,7 @@ class ShardSelection(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """How many bytes there are to write."""
+        """The number of bytes to write."""
         if self.picked is None:
             return self.tensor.nbytes
         found = self.picked.sample if self.picked.token is None else self.picked.token
@@ -57,10 +56,10 @@ class ShardSelection(NamedTuple):
 
 
 class ShardRecorder:
-    """Hands the writer of a dump what this rank is to write.
+    """Passes this rank's entries to the writer of a dump.
 
     Attributes:
-        microbatches: how many this rank has in the step; 0 if that is not known.
+        microbatches: the number of microbatches of this rank in the step; 0 if not known.
     """
 
     def __init__(self, dump: Dump, mesh: Mesh, writer: DumpWriter) -> None:
@@ -77,25 +76,25 @@ class ShardRecorder:
         factor: float = 1.0,
         over: Sequence[Axis] | None = None,
     ) -> None:
-        """Write this rank's shard, or what is wanted of it, if it is this rank that writes it.
+        """Write this rank's shard, or the selected entries of the shard, if this rank owns them.
 
         Args:
-            entry: what it is; its shape is filled in here.
+            entry: the entry of the shard; its shape is filled in here.
             local: the shard.
-            layout: of it.
-            iteration: of the run.
-            factor: what it is divided by.
-            over: the axes along which ranks may hold the same; None for those of a site.
+            layout: the layout of the shard.
+            iteration: the iteration of the run.
+            factor: the divisor of the tensor.
+            over: the axes along which ranks may hold the same entries; None for those of a site.
 
         Raises:
-            DumpError: no file has tensors of its dtype.
+            DumpError: no file format stores this dtype.
         """
         found = self._wanted(entry.microbatch, local.detach(), layout, iteration)
         mine = self._ownership.mine(found.layout, found.kept, over=over)
         self._put(entry, found, factor, mine, given=local)
 
     def part(self, entry: ShardEntry, local: Tensor, layout: Layout, over: Sequence[Axis]) -> None:
-        """Write those entries of a shard that lie in the entry's span."""
+        """Write the entries of a shard that lie in the entry's span."""
         assert entry.span is not None
         if entry.span[0] < entry.span[1]:
             flat = ShardSelection(local.detach().reshape(-1)[slice(*entry.span)], layout, None)
@@ -103,7 +102,7 @@ class ShardRecorder:
             self._put(entry, flat, 1.0, mine, tuple(local.shape))
 
     def copy(self, entry: ShardEntry, local: Tensor, layout: Layout) -> None:
-        """Write the checksum of what another rank writes, if that is wanted."""
+        """Write the checksum of a copy that another rank writes, if checksums are requested."""
         self._put(entry, ShardSelection(local.detach(), layout, None), 1.0, False)
 
     def _put(
@@ -134,21 +133,21 @@ class ShardRecorder:
         self.writer.put(replace(entry, **changes), layout, local, owned)
 
     def _wanted(self, microbatch: int, local: Tensor, layout: Layout, iteration: int) -> ShardSelection:
-        """What is picked, and the mean over the sequence if that is wanted."""
+        """The selected entries, or their mean over the sequence if the dump asks for it."""
         dump, mesh = self.dump, self.mesh
         if dump.tokens is None and dump.samples is None and dump.reduce is None:
             return ShardSelection(local, layout, None)
         numbers, tokens = self._numbers(microbatch, local, layout), dump.tokens
         if dump.reduce == "mean" and find_dim(layout, TOKEN_DIM) is not None:
             found = compute_partial_mean(local, layout, mesh.sizes, mesh.coords, tokens, iteration, numbers)
-            if found is None:  # the reader takes it
+            if found is None:  # the reader selects
                 return ShardSelection(local, layout, None)
             local, layout, tokens = found, make_mean_layout(layout), None
         where = layout, local.shape, mesh.sizes, mesh.coords, iteration, numbers, local.device
         return ShardSelection(local, layout, select_entries(tokens, dump.samples, *where))
 
     def _numbers(self, microbatch: int, local: Tensor, layout: Layout) -> list[int] | None:
-        """The numbers of the local samples in the global batch."""
+        """The indices of the local samples in the global batch."""
         dim, replica = find_dim(layout, SAMPLE_DIM), self.mesh["dp"]
         if dim is None:
             return None

@@ -1,7 +1,8 @@
-"""Trainable modules that editing functions use: replicas on every rank, their gradients put together by step.
+"""Trainable modules that editing functions use: replicated on every rank, gradients summed at the end of a
+step.
 
-A gradient does not go to `p.grad` as it comes, but is kept aside; when the step is over, the sum of all ranks
-is added there.
+A gradient is not accumulated in `p.grad` at once but stored; at the end of the step the sum over all ranks is
+added to `p.grad`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.adapters import Adapter, Undo
-from megatron_flex.collectives import Agreement, max_over_ranks, checksum, combine_replicas, find_differing_axes, broadcast_copies, sum_over_ranks
+from megatron_flex.collectives import (
+    Agreement,
+    broadcast_copies,
+    checksum,
+    combine_replicas,
+    find_differing_axes,
+    max_over_ranks,
+    sum_over_ranks,
+)
 from megatron_flex.errors import HookError
+from megatron_flex.runtime.autograd_graph import weak_hook
 from megatron_flex.runtime.clock import Clock
-from megatron_flex.runtime.weak import weakly
 
 OUTSIDE_SCHEDULE = (
     "a gradient reached trainable parameter {name} outside the schedule, where it is not known which of "
@@ -38,7 +47,7 @@ class TrainableModules:
     """The trainable modules of a session.
 
     Attributes:
-        modules: by name.
+        modules: the modules, by name.
     """
 
     def __init__(
@@ -55,10 +64,10 @@ class TrainableModules:
         self._over_data = gather_data_parallel
         self._await_backward = await_backward
         self._doing: Literal["", "first", "replay"] = ""
-        self._own: dict[str, Tensor] = {}  # by losses of editing functions
-        self._through: dict[str, Tensor] = {}  # by the model's loss
-        self._buffers: dict[str, Tensor] = {}  # as they were when the step began
-        self._microbatches: int | None = None  # of the schedule that runs; None outside one
+        self._own: dict[str, Tensor] = {}  # gradients of the losses of editing functions
+        self._through: dict[str, Tensor] = {}  # gradients of the model's loss
+        self._buffers: dict[str, Tensor] = {}  # buffers at the beginning of the step
+        self._microbatches: int | None = None  # of the running schedule; None outside one
         self._watched: dict[str, tuple[Any, Any]] = {}
         self._undos: list[Undo] = []
         self._frozen: Undo | None = None
@@ -66,10 +75,10 @@ class TrainableModules:
     # -- registering -----------------------------------------------------------------------------------
 
     def check(self, name: str, module: nn.Module) -> str:
-        """Look at a module that is to be registered; return what ranks must have in common of it.
+        """Check a module before registration; return a text that must be the same on all ranks.
 
         Raises:
-            HookError: it is no module, or cannot have that name.
+            HookError: the object is no module, or the name is not allowed.
         """
         if not isinstance(module, nn.Module):
             raise HookError(f"trainable module {name!r} is a {type(module).__name__}; pass an nn.Module")
@@ -88,7 +97,7 @@ class TrainableModules:
         return f"trainable module {name} {signature}"
 
     def add(self, name: str, module: nn.Module) -> None:
-        """Register a module, with the first rank's values everywhere. Collective over the mesh."""
+        """Register a module, and broadcast the first rank's values. Collective over the mesh."""
         held = [site.parameter for site in self.adapter.parameters()]
         module.to(next((p.device for p in held if p is not None and not p.is_meta), None))  # or offloaded
         broadcast_copies(list(_list_module_tensors(module).values()), self.mesh)
@@ -97,19 +106,38 @@ class TrainableModules:
         self.modules[name] = module
         self._watch()
 
+    def remove(self, name: str) -> None:
+        """Remove a module; its parameters keep their gradients.
+
+        Raises:
+            HookError: no module has that name.
+        """
+        if name not in self.modules:
+            known = ", ".join(self.modules) or "none"
+            raise HookError(f"no trainable module {name!r} is registered; those that are: {known}")
+        del self.modules[name]
+        self._watch()
+        for kept in (self._own, self._through, self._buffers):
+            for own in [n for n in kept if n.startswith(f"{name}.")]:
+                del kept[own]
+        if not self.modules:
+            for undo in self._undos:
+                undo()
+            self._undos.clear()
+
     def freeze(self) -> None:
-        """Let no parameter of the model get a gradient."""
+        """Set `requires_grad` of all parameters of the model to False."""
         if self._frozen is None:
             self._frozen = self.adapter.freeze()
 
     def unfreeze(self) -> None:
-        """Put back what `freeze` changed."""
+        """Undo `freeze`."""
         if self._frozen is not None:
             self._frozen()
             self._frozen = None
 
     def close(self) -> None:
-        """Leave modules and model as they would be without us."""
+        """Remove all hooks from the modules, and undo `freeze` on the model."""
         self.unfreeze()
         for undo in self._undos:
             undo()
@@ -123,9 +151,9 @@ class TrainableModules:
 
     @contextmanager
     def editing(self, replay: bool) -> Iterator[None]:
-        """An editing function runs; `replay` if it has run on this tensor before.
+        """The context of an editing function; `replay` if the function has run on this tensor before.
 
-        With trainable modules gradients are on, even where the model runs without.
+        With trainable modules, gradients are enabled even if the model runs without them.
         """
         before, self._doing = self._doing, "replay" if replay else "first"
         kept = {n: b.clone() for n, b in self.modules.named_buffers()} if replay else {}
@@ -135,35 +163,37 @@ class TrainableModules:
         finally:
             self._doing = before
             for name, buffer in self.modules.named_buffers() if replay else ():
-                buffer.data.copy_(kept[name])  # the data alone: a graph may have saved the buffer
+                buffer.data.copy_(kept[name])  # `data` only: a graph may have saved the buffer
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """An editing function runs that may fail: if this raises, gradients and buffers are as before."""
+        """The context of an editing function that may fail: on an exception, restore gradients and
+        buffers.
+        """
         before, self._own = self._own, {}
         buffers = {n: b.clone() for n, b in self.modules.named_buffers()}
         try:
             yield
-        except Exception:
+        except Exception:  # raised again
             self._own = before
             for name, buffer in self.modules.named_buffers():
-                buffer.data.copy_(buffers[name])  # the data alone, as above
+                buffer.data.copy_(buffers[name])  # `data` only, as above
             raise
         received, self._own = self._own, before
         for name, grad in received.items():
             before[name] = before[name] + grad if name in before else grad
 
     def contain(self, full: Tensor) -> None:
-        """Make it an error that the loss of an editing function goes backward beyond what it was given."""
+        """Raise if the loss of an editing function propagates backward beyond the function's input."""
         if full.grad_fn is not None:
-            full.grad_fn.register_prehook(weakly(self._contained))
+            full.grad_fn.register_prehook(weak_hook(self._contained))
 
     def _contained(self, _: Any) -> None:
         if self._doing:
             raise HookError(INTO_THE_MODEL)
 
     def _watch(self) -> None:
-        """Stand before the places where gradients are added to parameters, which now and then change."""
+        """Install hooks where gradients are accumulated in parameters; these nodes may change."""
         found = dict(self.modules.named_parameters())
         for name in [n for n in self._watched if n not in found or not found[n].requires_grad]:
             self._watched.pop(name)[1].remove()
@@ -181,7 +211,7 @@ class TrainableModules:
                 self._watched[name] = node, node.register_prehook(partial(self._arrives, name))
 
     def _arrives(self, name: str, grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
-        """Keep a gradient aside that would be added to a parameter's."""
+        """Store a gradient that would be accumulated in a parameter's."""
         grad = grads[0]
         if grad is None:
             return None
@@ -200,7 +230,7 @@ class TrainableModules:
         return (None,)
 
     def begins(self, microbatches: int | None) -> None:
-        """A schedule over so many microbatches begins, or (None) a call of the model."""
+        """Begin a schedule with that number of microbatches, or (None) a call of the model."""
         self._forget()
         self._microbatches = microbatches
         if self.modules:
@@ -212,23 +242,24 @@ class TrainableModules:
         self._through.clear()
         self._buffers.clear()
 
-    # -- putting together ------------------------------------------------------------------------------
+    # -- synchronization -------------------------------------------------------------------------------
 
     def meet(self) -> None:
-        """Wait for the other ranks at the end of a backward pass that a person has called on each of them.
+        """Wait for the other ranks at the end of a backward pass that the user runs on each of them.
 
         Raises:
-            HookError: some rank does not come.
+            HookError: some rank does not arrive.
         """
         if self.modules:
             self._meeting.compare("gradients")
 
     def synchronize(self) -> None:
-        """Add to each parameter's gradient what all ranks have for it since the last time.
+        """Add to each parameter's gradient the contributions of all ranks since the last synchronization.
 
-        That is the gradient of the mean over microbatches and data parallel ranks of a microbatch's own loss;
-        for the model's loss, where the framework divides that by all tokens, of the mean over those. What
-        editing functions did to buffers is summed and averaged alike.
+        The result is the gradient of the mean, over microbatches and data parallel ranks, of a microbatch's
+        own
+        loss; for the model's loss, where the framework divides it by all tokens, of the mean over tokens. The
+        changes that editing functions made to buffers are summed and averaged likewise.
 
         Collective over the mesh, if there are trainable modules.
         """
@@ -253,9 +284,11 @@ class TrainableModules:
         self._microbatches = None
 
     def _scales(self) -> tuple[float, float]:
-        """What gradients of own losses, and of the model's loss, are multiplied by before averaging."""
+        """The factors of the gradients of the functions' losses, and of the model's loss, before
+        averaging.
+        """
         count = self._microbatches
-        # Where an edit sees all replicas' samples, each replica has the gradient of the sum of their losses.
+        # Where an edit sees the samples of all replicas, each replica has the gradient of the sum of losses.
         joint = self.mesh["dp"].size if self._over_data else 1
         if count is None:
             return 1.0, 1.0 / joint
@@ -270,7 +303,7 @@ class TrainableModules:
         return sum(parts[1:], parts[0]) if parts else None
 
     def _moved(self) -> dict[str, Tensor | None]:
-        """By how much buffers changed in this step, of those that changed on some rank."""
+        """The changes of buffers in this step, for buffers that changed on some rank."""
         kept = {n: b for n, b in self.modules.named_buffers() if n in self._buffers and b.dtype != torch.bool}
         if not kept:
             return {}
@@ -284,7 +317,7 @@ class TrainableModules:
         }
 
     def _combined(self, pieces: dict[str, Tensor | None]) -> tuple[dict[str, Tensor], set[str]]:
-        """The sums of all ranks, and the names of those that some rank has something for."""
+        """The sums over all ranks, and the names of the entries that some rank contributes to."""
         shapes = {n: t.shape for n, t in _list_module_tensors(self.modules).items() if n in pieces}
         if not pieces:
             return {}, set()
@@ -305,12 +338,14 @@ class TrainableModules:
         return sums, {n for n, there in zip(pieces, flags.tolist(), strict=True) if there}
 
     def unequal(self) -> list[str]:
-        """What is not the same on all ranks, in words. Collective over the mesh."""
+        """What differs between ranks, as text. Collective over the mesh."""
         tensors = _list_module_tensors(self.modules)
         if not tensors:
             return []
         axes = [a.name for a in self.mesh]
-        found = find_differing_axes([dict.fromkeys(axes, checksum(t)) for t in tensors.values()], self.mesh, axes)
+        found = find_differing_axes(
+            [dict.fromkeys(axes, checksum(t)) for t in tensors.values()], self.mesh, axes
+        )
         return [
             f"trainable_modules.{name} differs between ranks along {', '.join(along)}; load it on every rank"
             for name, along in zip(tensors, found, strict=True)
@@ -323,5 +358,5 @@ def _list_module_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _choose_sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What gradients of a dtype are added up in."""
+    """The dtype in which gradients of a dtype are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32

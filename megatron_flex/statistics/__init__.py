@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_flex.statistics.header import StatisticsHeader, MeasuredSite
+from megatron_flex.statistics.statistics_records import MeasuredSite, StatisticsHeader
 from megatron_flex.statistics.statistics_settings import Statistics
-from megatron_flex.statistics.writing import StatisticsWriters, open_writers
+from megatron_flex.statistics.statistics_writers import StatisticsWriters, open_writers
 
-__all__ = ["StatisticsHeader", "MeasuredSite", "Statistics", "StatisticsWriters", "open_writers"]
+__all__ = ["MeasuredSite", "Statistics", "StatisticsHeader", "StatisticsWriters", "open_writers"]

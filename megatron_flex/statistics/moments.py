@@ -1,9 +1,10 @@
-"""Sums over the values of a tensor, from which its statistics follow, and which add up over parts of it.
+"""Sums over the values of a tensor, which add up over shards and ranks, and the statistics from them.
 
 On a CPU values in up to 32 bits go through blocks that stay in its cache, in fp32, about each block's mean;
 what was summed becomes sums of powers in fp64. Everything else is summed in fp64, without waiting for it.
 Sums of powers of the values themselves lose the fourth power of |mean| / std: the kurtosis has six digits up
-to a ratio of 300, the standard deviation up to 10000.
+to a ratio of 300, the standard deviation up to 10000. A table has the sums of all tensors of a step side by
+side, as ranks add them up.
 """
 
 from __future__ import annotations
@@ -11,17 +12,26 @@ from __future__ import annotations
 import math
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_flex.statistics.measured import HIGHEST_EXPONENT, LOWEST_EXPONENT, BINS_PER_SIGN
+from megatron_flex.statistics.statistics_records import (
+    BINS_PER_SIGN,
+    HIGHEST_EXPONENT,
+    LOWEST_EXPONENT,
+    StatisticsKind,
+    TensorStatistics,
+)
 
 COUNT, NANS, INFINITIES, ZEROS, FIRST_POWER, SECOND_POWER, THIRD_POWER, FOURTH_POWER, HISTOGRAM = range(9)
-MOMENTS_WIDTH = HISTOGRAM + 2 * BINS_PER_SIGN  # numbers of a tensor that add up: those above, and the bins of nonzero values
+MOMENTS_WIDTH = (
+    HISTOGRAM + 2 * BINS_PER_SIGN
+)  # numbers of a tensor that add up: those above, and the bins of nonzero values
 CPU_BLOCK = 1 << 17  # values: few calls, and what is made of them stays in the cache
 DEVICE_BLOCK = 1 << 24  # values of a block on another device
 SAFE_MAGNITUDES = 1e-8, 1e8  # magnitudes whose fourth powers are far from the ends of fp32
@@ -94,7 +104,9 @@ class MomentSums:
             zeros = sum(_count_zeros(b, scratch) for b in flat.split(CPU_BLOCK)) if tiny else 0
             if zeros != tiny:
                 return False
-            bins = torch.zeros(2 * BINS_PER_SIGN + 1, dtype=torch.int64).index_add_(0, _make_bin_table(), tops)
+            bins = torch.zeros(2 * BINS_PER_SIGN + 1, dtype=torch.int64).index_add_(
+                0, _make_bin_table(), tops
+            )
         powers = [math.fsum(p) for p in zip(*(_compute_raw_moments(f) for f in found), strict=True)]
         self.row[:HISTOGRAM] += torch.tensor(
             [float(len(flat)), 0.0, 0.0, float(zeros), *powers], dtype=torch.float64
@@ -160,7 +172,9 @@ def _sum_block(values: Tensor, scratch: ScratchMemory, zeros: bool) -> BlockMome
     if absmax == 0:
         return BlockMoments(count, none, 0.0, 1.0, (0.0, 0.0, 0.0, 0.0), 0.0)
     moved, more = scratch.moved[:count], scratch.more[:count]
-    scale = 1.0 if SAFE_MAGNITUDES[0] < absmax < SAFE_MAGNITUDES[1] else 2.0 ** min(127, math.frexp(absmax)[1])
+    scale = (
+        1.0 if SAFE_MAGNITUDES[0] < absmax < SAFE_MAGNITUDES[1] else 2.0 ** min(127, math.frexp(absmax)[1])
+    )
     if scale != 1.0:
         values = torch.div(values, scale, out=moved)
     # Not by products of vectors, which in 16 bits come out at round numbers and are rounded one way.
@@ -194,12 +208,18 @@ def _count_exponents(values: Tensor, scratch: ScratchMemory) -> Tensor:
 
 @cache
 def _make_bin_table() -> Tensor:
-    """The bin of each sign and exponent; the one behind the last for zeros, NaNs and infinities."""
+    """The bin of each sign and exponent; the one after the last for zeros, NaNs and infinities."""
     out = []
     for code in range(CODES):
         exponent, none = code % (CODES // 2) - 127, code % (CODES // 2) in (0, 255)
         place = min(max(exponent, LOWEST_EXPONENT), HIGHEST_EXPONENT) - LOWEST_EXPONENT
-        out.append(2 * BINS_PER_SIGN if none else BINS_PER_SIGN + place if code >= CODES // 2 else BINS_PER_SIGN - 1 - place)
+        out.append(
+            2 * BINS_PER_SIGN
+            if none
+            else BINS_PER_SIGN + place
+            if code >= CODES // 2
+            else BINS_PER_SIGN - 1 - place
+        )
     return torch.tensor(out)
 
 
@@ -212,3 +232,148 @@ def _count_bins(values: Tensor, finite: Tensor) -> Tensor:
         return torch.bincount(where, minlength=2 * BINS_PER_SIGN + 1)[:-1]
     edges = 2 * BINS_PER_SIGN + 1  # the GPU's bincount waits for the greatest value
     return torch.histc(where.float(), bins=edges, min=0, max=edges)[:-1]
+
+
+# How many add up, the sum of their iterations, of their microbatches, and how many could not measure.
+HEAD_RANKS, HEAD_ITERATION, HEAD_MICROBATCHES, FAILED, HEAD_WIDTH = range(5)
+MOST_SEPARATE_RANKS = 64  # up to so many ranks of a stage have a place each for their greatest magnitudes
+
+
+class MomentEntry(NamedTuple):
+    """A tensor that is measured.
+
+    Attributes:
+        name: of its site or parameter, with `.grad` appended for a gradient.
+        kind: what it is.
+        stage: the pipeline stage that has it.
+    """
+
+    name: str
+    kind: StatisticsKind
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class MomentTable:
+    """Where in a vector of fp64 which number is; the same on all ranks.
+
+    Attributes:
+        entries: all that is measured, over all stages.
+        ranks: how many hold a stage; each has a place for its greatest magnitudes, which no sum tells, or,
+            where they are many, none has, and the maxima need a collective of their own.
+        histogram: whether there are bins.
+    """
+
+    entries: tuple[MomentEntry, ...]
+    ranks: int
+    histogram: bool
+
+    @property
+    def apart(self) -> bool:
+        """Whether ranks have places of their own for their greatest magnitudes."""
+        return self.ranks <= MOST_SEPARATE_RANKS
+
+    @property
+    def width(self) -> int:
+        """How many numbers a tensor has."""
+        return (MOMENTS_WIDTH if self.histogram else HISTOGRAM) + 1 + (self.ranks if self.apart else 0)
+
+    @property
+    def sends(self) -> list[int]:
+        """The bytes of each all-reduce of a step."""
+        sizes = [HEAD_WIDTH + len(self.entries) * self.width] + ([] if self.apart else [len(self.entries)])
+        return [torch.float64.itemsize * n for n in sizes]
+
+    def pack(
+        self, sums: dict[int, MomentSums], unknown: set[int], head: Sequence[float], rank: int
+    ) -> Tensor:
+        """What this rank adds: `[HEAD + entries * width]`, on the device of the sums.
+
+        Args:
+            sums: by the place of the entry.
+            unknown: entries that cannot be measured, as this rank found.
+            head: of the vector.
+            rank: this rank's place among those of its stage.
+        """
+        device = next((s.row.device for s in sums.values()), torch.device("cpu"))
+        sums_width = self.width - 1 - (self.ranks if self.apart else 0)
+        out = torch.zeros(HEAD_WIDTH + len(self.entries) * self.width, dtype=torch.float64)
+        out[:HEAD_WIDTH] = torch.tensor(head, dtype=torch.float64)
+        rows = out[HEAD_WIDTH:].view(len(self.entries), self.width)
+        for place in unknown:
+            rows[place, sums_width] = 1
+        if sums:
+            # Neither copy makes the host wait for the device.
+            at = torch.tensor(list(sums)).to(device, non_blocking=True)
+            out = out.to(device, non_blocking=True)
+            rows = out[HEAD_WIDTH:].view(len(self.entries), self.width)
+            rows[at, :sums_width] = torch.stack([s.row[:sums_width] for s in sums.values()])
+            if self.apart:
+                rows[at, sums_width + 1 + rank] = torch.stack([s.absmax for s in sums.values()])
+        return out
+
+    def maxima(self, sums: dict[int, MomentSums], like: Tensor) -> Tensor | None:
+        """`[entries]`: this rank's greatest magnitudes, where they go by themselves."""
+        if self.apart:
+            return None
+        out = like.new_zeros(len(self.entries))
+        for place, found in sums.items():
+            out[place] = found.absmax
+        return out
+
+    def measured(self, iteration: int, vector: Tensor, maxima: Tensor | None) -> list[TensorStatistics]:
+        """What follows from the sum of all ranks' vectors; of tensors that no values passed of, nothing."""
+        sums_width = self.width - 1 - (self.ranks if self.apart else 0)
+        rows = vector[HEAD_WIDTH:].view(len(self.entries), self.width)
+        magnitudes = rows[:, sums_width + 1 :].amax(1) if maxima is None else maxima
+        microbatches = round(float(vector[HEAD_MICROBATCHES]))
+        out = []
+        lists = zip(self.entries, rows[:, : sums_width + 1].tolist(), magnitudes.tolist(), strict=True)
+        for order, (entry, row, absmax) in enumerate(lists):
+            if row[sums_width] or not row[COUNT]:
+                continue
+            bins = tuple(self._bins(row, sums_width)) if self.histogram else ()
+            numbers = _derive_statistics(row, absmax)
+            count, nans, infinities = (round(row[i]) for i in (COUNT, NANS, INFINITIES))
+            out.append(
+                TensorStatistics(
+                    iteration=iteration,
+                    site=entry.name,
+                    kind=entry.kind,
+                    order=order,
+                    stage=entry.stage,
+                    count=count,
+                    nans=nans,
+                    infinities=infinities,
+                    zeros=row[ZEROS] / count,
+                    histogram=bins,
+                    microbatches=microbatches,
+                    **numbers,
+                )
+            )
+        return out
+
+    @staticmethod
+    def _bins(row: list[float], sums_width: int) -> Iterator[int]:
+        for bin_, number in enumerate(row[HISTOGRAM:sums_width]):
+            if bin_ == BINS_PER_SIGN:
+                yield round(row[ZEROS])
+            yield round(number)
+
+
+def _derive_statistics(row: list[float], absmax: float) -> dict[str, float | None]:
+    """Moments and what follows from them; None of no finite values, or beyond fp64."""
+    out: dict[str, float | None] = dict.fromkeys(("mean", "std", "rms", "absmax", "kurtosis", "norm"))
+    count = row[COUNT] - row[NANS] - row[INFINITIES]
+    if not count:
+        return out
+    first, second, third, fourth = (s / count for s in row[FIRST_POWER:HISTOGRAM])
+    variance = max(0.0, second - first * first)
+    if variance < second * 1e-14:  # what rounding leaves of equal values
+        variance = 0.0
+    out["mean"], out["absmax"], out["rms"] = first, absmax, math.sqrt(second)
+    out["norm"], out["std"] = math.sqrt(row[FIRST_POWER + 1]), math.sqrt(variance)
+    if variance:
+        about = fourth - 4 * first * third + 6 * first * first * second - 3 * first**4
+        out["kurtosis"] = about / variance / variance
+    return {name: v if v is not None and math.isfinite(v) else None for name, v in out.items()}

@@ -1,4 +1,4 @@
-"""Statistics: of which tensors, how often, and where they go."""
+"""The settings of statistics: which tensors are measured, how often, and where the numbers are written."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ FileFormat = Literal["jsonl", "parquet"]
 class Statistics:
     """Mean, std, RMS, abs-max, fraction of zeros, kurtosis and a histogram of tensors, step by step.
 
-    Each rank measures what it holds, and one small all-reduce in a step puts the numbers together: over
-    tensor, sequence, context, expert and data parallel ranks and over microbatches they are those of the
-    whole tensor. Every rank makes one alike, for `attach` or `FlexModel.register_statistics`.
+    Each rank measures its local shards, and one small all-reduce in a step combines the numbers over tensor,
+    sequence, context, expert and data parallel ranks and over microbatches into those of the full tensor.
+    Every rank makes Statistics with the same settings, for `attach` or `FlexModel.register_statistics`.
 
     Args:
-        path: the folder that they are written to.
-        sites: names or patterns of modules and places; a module's output where no place is named.
-        every: measure iterations whose number is a multiple of it.
-        gradients: of the gradients at the sites too, at the scale of a microbatch's own loss.
-        parameters: names or patterns of parameters whose reduced gradients' norms are wanted.
+        path: the folder that the statistics are written to.
+        sites: names or patterns of modules and hook points; a module's name selects its output.
+        every: measure iterations whose number is a multiple of `every`.
+        gradients: also measure the gradients at the hook points, at the scale of a microbatch's own loss.
+        parameters: names or patterns of parameters whose reduced gradients' norms are measured.
         histogram: whether to count values by powers of two.
-        format: of the files.
-        writers: whether they go to the TensorBoard and W&B writers of the framework too, where it has those.
-        tags: groups that the hooks belong to.
+        format: the format of the files.
+        writers: whether to send the numbers to the framework's TensorBoard and W&B writers too, if present.
+        groups: groups that the hooks belong to.
 
     Raises:
-        FlexError: a setting that cannot be.
+        FlexError: a setting is invalid.
+
+    Example:
+        `Statistics("stats/run", "decoder.layers.*", every=10, gradients=True)`
     """
 
     def __init__(
@@ -46,13 +49,13 @@ class Statistics:
         histogram: bool = True,
         format: FileFormat = "jsonl",
         writers: bool = True,
-        tags: Iterable[str] = (),
+        groups: Iterable[str] = (),
     ) -> None:
         self.path = fspath(path)
         self.sites, self.parameters = _list_patterns(sites), _list_patterns(parameters)
         self.every, self.gradients, self.histogram = every, gradients, histogram
         self.format, self.writers = format, writers
-        self.tags = tuple(tags)
+        self.groups = tuple(groups)
         if not self.sites and not self.parameters:
             raise FlexError("Statistics of nothing: name sites, such as 'decoder.layers.*', or parameters")
         if every < 1:
@@ -60,8 +63,12 @@ class Statistics:
         if format not in FILE_FORMATS:
             raise FlexError(f"format={format!r} is none of {', '.join(FILE_FORMATS)}")
 
+    def __repr__(self) -> str:
+        names = ", ".join(describe_pattern(p) for p in (*self.sites, *self.parameters)) or "nothing"
+        return f"<Statistics of {names} in {self.path}>"
+
     def describe(self) -> str:
-        """What all ranks must have in common, in words."""
+        """Return the settings that must be equal on all ranks, as text."""
         names = [describe_pattern(p) for p in (*self.sites, *self.parameters)]
         return f"statistics in {self.path} of {names}, every={self.every}, gradients={self.gradients}"
 

@@ -1,16 +1,25 @@
-"""View: the model as a tree of places where hooks can be, in words, for a terminal or a program."""
+"""View: the model as a tree of hook points, as text, for a terminal or a program."""
 
-from megatron_flex.view.tree import TreeHook, TreeNode, TreePoint, sites_of_stage, fold_layers, build_tree
-from megatron_flex.view.words import describe_layout, describe_numbers, describe_shape
+from megatron_flex.view.model_tree import (
+    TreeHook,
+    TreeNode,
+    TreePoint,
+    build_tree,
+    describe_layout,
+    describe_numbers,
+    describe_shape,
+    fold_layers,
+    sites_of_stage,
+)
 
 __all__ = [
     "TreeHook",
     "TreeNode",
     "TreePoint",
-    "sites_of_stage",
-    "fold_layers",
+    "build_tree",
     "describe_layout",
     "describe_numbers",
     "describe_shape",
-    "build_tree",
+    "fold_layers",
+    "sites_of_stage",
 ]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from megatron_flex.notebook_html import WARN_COLOUR, Markup, html_details, html_fragment, html_line, html_text
-from megatron_flex.view.tree import TreeNode, TreePoint
-from megatron_flex.view.words import describe_numbers
+from megatron_flex.view.model_tree import TreeNode, TreePoint, describe_numbers
 
-MAX_TREE_ROWS = 600  # modules and points in all
+MAX_TREE_ROWS = 600  # modules and points in total
 OPEN_LEVELS = 2  # levels that are unfolded at first
 FREE, FULL, HIDDEN, OFF = "○", "●", "×", "◌"
 GREEN, YELLOW = "#2a9d4a", "#c08a00"  # seen on white and on black
 
 
 class _RowBudget:
-    """How many rows may still be shown, and how many could not be."""
+    """How many rows may still be shown, and how many were left out."""
 
     def __init__(self, left: int) -> None:
         self.left, self.out = left, 0
@@ -28,19 +27,21 @@ class _RowBudget:
 
 
 def tree_html(root: TreeNode, head: str, *notes: Markup) -> Markup:
-    """A tree below a line that says what it is of.
+    """A tree below a title line.
 
     Args:
-        root: what `tree` gave, folded or not; it is not shown itself.
-        head: the line.
-        notes: what stands below the line.
+        root: the result of `tree`, folded or not; not shown itself.
+        head: the title line.
+        notes: lines below the title.
     """
     room = _RowBudget(MAX_TREE_ROWS)
     body = [_node_html(child, root.stages, room, 0) for child in root.children]
     if room.out:
         body.append(
             html_line(
-                f"and {room.out:,} more rows; flex.show() prints all, flex.show('PATTERN') some of them", WARN_COLOUR
+                f"and {room.out:,} more rows; flex.report.show() prints all, "
+                "flex.report.show('PATTERN') some of them",
+                WARN_COLOUR,
             )
         )
     return html_fragment(head, *notes, *body)
@@ -70,12 +71,12 @@ def _label_text(node: TreeNode) -> str:
 
 
 def _count_rows(node: TreeNode) -> int:
-    """How many rows are in it."""
+    """The number of rows in it."""
     return len(node.places) + sum(1 + _count_rows(child) for child in node.children)
 
 
 def _count_hooks(node: TreeNode) -> int:
-    """How many hooks stand in it."""
+    """The number of hooks in it."""
     return sum(len(p.hooks) for p in node.places) + sum(map(_count_hooks, node.children))
 
 

@@ -11,8 +11,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from megatron_flex.view.tree import TreeNode, TreePoint
-from megatron_flex.view.words import describe_numbers
+from megatron_flex.view.model_tree import TreeNode, TreePoint, describe_numbers
 
 PIPE_COLUMNS = 4000  # columns of what is no terminal: nothing is cut for a program that reads on
 FREE, FULL, HIDDEN, OFF = "○", "●", "x", "◌"

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_flex import open_dump
 from megatron_flex.compare import compare
-from megatron_flex.dump.layouts import layout_from_json
+from megatron_flex.dump.schema import layout_from_json
 from megatron_flex.layout import spans
 from megatron_flex.view import describe_layout, describe_shape
 from tests.browser.conftest import Make, Open

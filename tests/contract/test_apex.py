@@ -56,6 +56,15 @@ def test_names_that_the_adapter_uses() -> None:
         assert {"skip_bias_add", "gradient_accumulation_fusion", adapter.SEQUENCE_PARALLEL} <= set(switches)
 
 
+def test_the_wrapper_that_is_refused() -> None:
+    from apex.parallel import DistributedDataParallel
+
+    from megatron_flex.adapters.detection import UNSUPPORTED
+
+    package = UNSUPPORTED[DistributedDataParallel.__name__].package
+    assert DistributedDataParallel.__module__.startswith(f"{package}.")
+
+
 def test_norms_have_these_names() -> None:
     from apex import normalization
     from apex.transformer import layers

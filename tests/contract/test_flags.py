@@ -8,8 +8,7 @@ import pytest
 
 import megatron_flex as mf
 from megatron_flex.launch import settings_of
-from megatron_flex.launch.flags import settings_from_argv
-from megatron_flex.launch.table import FLAGS
+from megatron_flex.launch.flags import FLAGS, settings_from_argv
 from tests.support import pages, typed
 
 

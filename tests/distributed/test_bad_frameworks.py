@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import megatron_flex as mf
-from megatron_flex.adapters.adapter_registry import Found
+from megatron_flex.adapters.adapter_base import FrameworkMatch
 from megatron_flex.config import flex_config
 from tests.distributed import test_dtensor
 from tests.distributed.test_errors import told
@@ -81,10 +81,10 @@ def test_a_version_that_no_test_ran_on() -> None:
 
 
 def broken_adapter() -> dict[str, str]:
-    def broken(chunks: list[nn.Module], said: Any, process_group: Any) -> Found | None:
+    def broken(chunks: list[nn.Module], said: Any, process_group: Any) -> FrameworkMatch | None:
         raise ImportError("cannot import name 'x' from 'toy'")
 
-    undo = mf.register_adapter(broken)
+    handle = mf.register_adapter(broken)
     out = {"plain": told(lambda: mf.FlexModel(nn.Linear(2, 2)))}
     out["in DDP"] = told(lambda: mf.FlexModel(DistributedDataParallel(nn.Linear(2, 2))))
     llama_fairscale.initialize(2)
@@ -95,7 +95,7 @@ def broken_adapter() -> dict[str, str]:
     flex_config.adapters_off = "broken"
     out["off"] = told(lambda: mf.FlexModel(nn.Linear(2, 2)).restore())
     flex_config.adapters_off = ""
-    undo()
+    handle.remove()
     out["out"] = told(lambda: mf.FlexModel(nn.Linear(2, 2)).restore())
     return out
 

@@ -105,8 +105,8 @@ def train(fire: Any, chunks: list[nn.Module], state: Any, until: int) -> list[fl
 
 def bridged(case: Case, real: bool, folder: Path) -> dict[str, Any]:
     import megatron_flex as mf
-    from megatron_flex.launch.megatron_bridge import FlexCallback
     from megatron_flex.launch.launch_settings import DumpSettings, EditSettings, Settings
+    from megatron_flex.launch.megatron_bridge import FlexCallback
 
     chunks = ranks.start(case)
     state = SimpleNamespace(train_state=SimpleNamespace(step=0))
@@ -160,8 +160,8 @@ def test_a_training_by_bridges_events(real: bool, tmp_path: Path) -> None:
 
 def test_settings_that_bridge_has_no_use_for() -> None:
     import megatron_flex as mf
-    from megatron_flex.launch.megatron_bridge import FlexCallback
     from megatron_flex.launch.launch_settings import Settings
+    from megatron_flex.launch.megatron_bridge import FlexCallback
 
-    with pytest.raises(mf.FlexError, match="megatron-flex plan"):
-        FlexCallback(Settings(plan=True))
+    with pytest.raises(mf.FlexError, match="megatron-flex estimate"):
+        FlexCallback(Settings(estimate=True))

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_flex.collectives import leader_gather
-from megatron_flex.collectives.edit import GATHER
+from megatron_flex.collectives.gather_scatter import GATHER
 from megatron_flex.config import flex_config
 from megatron_flex.layout import Cut, Dim, Layout, coordinates, extract, replicated
+from megatron_flex.runtime import Key
 from megatron_flex.runtime.recorder import Recorder
 from tests.distributed.test_collectives import _counted, make_mesh
 from tests.support.pool import run
@@ -60,6 +61,10 @@ def lengths_of(layout: Layout, sizes: Any, equal: bool) -> dict[int, list[int]]:
     return {0: odd}
 
 
+def key_of(step: int, number: int) -> Key:
+    return Key(f"site {number}", step, step, 0, 0)
+
+
 def read(recorder: Recorder, sites: list[tuple[Layout, torch.dtype]], step: int, equal: bool) -> None:
     mesh = recorder.mesh
     for number, (layout, dtype) in enumerate(sites):
@@ -71,7 +76,7 @@ def read(recorder: Recorder, sites: list[tuple[Layout, torch.dtype]], step: int,
         padded = (16, 16 // mesh["tp"].size) if layout.dims[-1].keep else None
         lengths = lengths_of(layout, mesh.sizes, equal)
         local = extract(layout, whole, mesh.coords, mesh.sizes, padded, lengths)
-        recorder.shard((step, number), local, layout)
+        recorder.shard(key_of(step, number), local, layout)
         local.fill_(1)  # a framework may do so
 
 
@@ -80,7 +85,7 @@ def right(kept: Kept, sites: list[tuple[Layout, torch.dtype]], steps: int) -> bo
         for number, (layout, dtype) in enumerate(sites):
             whole = whole_of(number, step, dtype)
             whole = whole[:, :13] if layout.dims[-1].keep else whole.T if layout.permute else whole
-            got = kept[step, number]
+            got = kept[key_of(step, number)]
             assert got.dtype == dtype
             assert torch.equal(got, whole), (step, layout.describe())
     return len(kept) == steps * len(sites)
@@ -175,7 +180,7 @@ def test_what_is_on_its_way_is_not_overwritten() -> None:
 
 
 def test_memory_of_a_tape() -> None:
-    from megatron_flex.runtime.buffers import CopyTapes
+    from megatron_flex.collectives.transport.process_group import CopyTapes
 
     buffers, made = CopyTapes(), []
     for _ in range(4):

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from megatron_flex.collectives import (
     PendingShard,
-    max_over_ranks,
-    gather_objects,
     gather_full,
-    is_leader,
-    plan_read,
-    scatter_full,
+    gather_objects,
     gather_to_leader,
     gather_up_pipeline,
+    is_leader,
+    max_over_ranks,
+    plan_read,
+    scatter_full,
     takes_part,
 )
-from megatron_flex.collectives.edit import GATHER
+from megatron_flex.collectives.gather_scatter import GATHER
 from megatron_flex.layout import Cut, Dim, Layout, assemble, coordinates, extract, replicated
 from megatron_flex.mesh import Axis, Mesh
 from tests.support.pool import run

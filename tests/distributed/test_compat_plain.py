@@ -212,11 +212,14 @@ def sharded() -> list[Any]:
     output: dict[str, list[Tensor]] = {}
     flex = FlexModel(Columns(size, dist.get_rank()), output, tensor_parallel_size=size)
     flex.register_forward_hook(HookFunction("fc1", (None, 20), plain.edit))
-    flex.register_forward_hook(HookFunction("fc2"))
     with torch.no_grad():
         made = flex(plain.data())
     weight = flex.get_module_parameter("fc1.weight", (20, None))
-    return [output.get("fc1", []), made, weight]
+    answer = [list(output.get("fc1", [])), made, weight]
+    flex.register_forward_hook(HookFunction("fc2"))  # a partial sum on each rank
+    with pytest.raises(ValueError, match="hold different tensors at fc2:output"), torch.no_grad():
+        flex(plain.data())
+    return answer
 
 
 def test_expected_shape_says_what_tensor_parallel_ranks_share() -> None:

@@ -348,12 +348,11 @@ def wrapping(case: Case | None) -> list[tuple[int, int, int]]:
         make = lambda: compat.wrap(case, chunks, {})  # noqa: E731
         name = "decoder.layers.0"
     found = []
-    for number in range(20):
+    for _ in range(20):
         flex = make()
         flex.register_forward_hook(HookFunction(name, editing_function=plain.edit))
         call(flex)
-        if number % 2:
-            flex.restore()
+        flex.restore()
         del flex
         found.append(_open())
     return found

@@ -19,8 +19,8 @@ pytest.importorskip("megatron.core")
 
 ALL = list(sharing.SCENARIOS)
 FORWARD = [n for n in ALL if n != "gradients"]
-EVERYWHERE, LEADER = ["replicated"], ["leader"]
-MIXED, OTHERWISE = ["replicated", "leader"], ["leader", "replicated"]
+EVERYWHERE, ONCE = ["replicated"], ["once"]
+MIXED, OTHERWISE = ["replicated", "once"], ["once", "replicated"]
 
 CASES = [
     (Case("one rank"), ALL, [EVERYWHERE]),
@@ -28,13 +28,13 @@ CASES = [
     (Case("pp2", pp=2, microbatches=4), ALL, [EVERYWHERE]),
     (Case("pp4", pp=4, microbatches=4), ALL, [EVERYWHERE]),
     (Case("pp2 vpp2", pp=2, vpp=2, microbatches=4), ALL, [EVERYWHERE]),
-    (Case("tp2 sp", tp=2, sp=True), ALL, [MIXED, OTHERWISE, LEADER]),
-    (Case("tp2 sp pp2", tp=2, sp=True, pp=2), ALL, [EVERYWHERE, LEADER, MIXED, OTHERWISE]),
-    (Case("cp2 pp2", cp=2, pp=2), [n for n in FORWARD if n != "attention"], [EVERYWHERE, LEADER]),
+    (Case("tp2 sp", tp=2, sp=True), ALL, [MIXED, OTHERWISE, ONCE]),
+    (Case("tp2 sp pp2", tp=2, sp=True, pp=2), ALL, [EVERYWHERE, ONCE, MIXED, OTHERWISE]),
+    (Case("cp2 pp2", cp=2, pp=2), [n for n in FORWARD if n != "attention"], [EVERYWHERE, ONCE]),
     (
         Case("tp2 sp pp2, all recomputed", tp=2, sp=True, pp=2, recompute=("full",)),
         FORWARD,
-        [EVERYWHERE, LEADER, MIXED, OTHERWISE],
+        [EVERYWHERE, ONCE, MIXED, OTHERWISE],
     ),
     (Case("pp2 vpp2, all recomputed", pp=2, vpp=2, recompute=("full",)), FORWARD, [EVERYWHERE]),
     (Case("pp2 dp2, attention recomputed", pp=2, dp=2, recompute=("core_attn",)), FORWARD, [EVERYWHERE]),
@@ -107,7 +107,7 @@ def _filed(cell: matrix.Cell) -> matrix.Cell:
 
 def left_behind() -> list[Any]:
     """A message that nobody took, and a later one with the same tag."""
-    from megatron_flex.collectives import StageMessage, PipelineRelay, pack_values, unpack_values
+    from megatron_flex.collectives import PipelineRelay, StageMessage, pack_values, unpack_values
     from megatron_flex.mesh import Axis, Mesh
 
     rank = torch.distributed.get_rank()
@@ -121,7 +121,9 @@ def left_behind() -> list[Any]:
             half = torch.arange(5).bfloat16()
             items = {"step": message.step, "x": [half, {"y": half[1]}, half.bool(), torch.empty(0, 3)]}
             items["f"] = lambda: 0
-            relay.send(pack_values(items, lambda key, error: found.append((key, type(error).__name__))), 1, message)
+            relay.send(
+                pack_values(items, lambda key, error: found.append((key, type(error).__name__))), 1, message
+            )
             if message is old:
                 relay.abandon()
         relay.settle()
@@ -301,7 +303,7 @@ def live(case: Case) -> list[int]:
     chunks = ranks.start(case)
     hooks = [
         mf.HookFunction(f"decoder.layers.{n}", editing_function=hoard, save=False, run=where)
-        for n, where in ((0, "replicated"), (1, "leader"), (3, "replicated"))
+        for n, where in ((0, "replicated"), (1, "once"), (3, "replicated"))
     ]
     counts = []
     with mf.attach(chunks, [*hooks, *sharing.hooks("skip", EVERYWHERE)]):
@@ -358,9 +360,9 @@ def wrong(case: Case) -> dict[str, str]:
     late = mf.HookFunction("decoder.layers.3", editing_function=sharing.skip)
     for name, function, where in (
         ("misspelt", misspelt, "replicated"),
-        ("misspelt on the leader", misspelt, "leader"),
+        ("misspelt on one rank", misspelt, "once"),
         ("lambdas", lambdas, "replicated"),
-        ("lambdas on the leader", lambdas, "leader"),
+        ("lambdas on one rank", lambdas, "once"),
         ("in place", in_place, "replicated"),
         ("own name", own_name, "replicated"),
         ("fails", fails_after_saving, "replicated"),
@@ -386,9 +388,9 @@ def wrong(case: Case) -> dict[str, str]:
 
 WRONG = {
     "misspelt": ["has no 'straem' in microbatch 0 of iteration", "it has stream", "nearest: stream"],
-    "misspelt on the leader": ["has no 'straem'", "on the leader", "it has stream"],
+    "misspelt on one rank": ["has no 'straem'", " once", "it has stream"],
     "lambdas": ["save_ctx.function cannot be sent to the next pipeline stage", "pickle"],
-    "lambdas on the leader": ["save_ctx.function cannot be sent", "other ranks of the stage"],
+    "lambdas on one rank": ["save_ctx.function cannot be sent", "other ranks of the stage"],
     "in place": ["save_ctx.stream was changed in place", "write save_ctx.stream = ..."],
     "own name": ["save_ctx.kept is its own"],
     "fails": ["RuntimeError: on purpose", "has no 'stream' in microbatch 0", "it has all"],

@@ -63,7 +63,7 @@ def sharded(case: Case, state: dict[str, Tensor], runs: tuple[str, ...]) -> dict
 def test_samples_of_all_replicas_equal_one_process(case: Case, cells: list[Any]) -> None:
     whole = replace(case.single(), microbatches=case.microbatches, joint=case.dp)
     truth = truths.of(whole, list(READ), list(READ[:-2]))
-    hows = ("replicated", "leader")
+    hows = ("replicated", "once")
     answers = run(case.world, sharded, case, truth["state"], hows, timeout=300)
     (leader,) = [a for a in answers if a["leader"]]
     assert not [n for a in answers if a is not leader for n, r in a["read"].items() if r]
@@ -98,7 +98,7 @@ def _effects(case: Case, how: str, site: str, wanted: Any, answers: list[dict[st
     found = matrix.whole_gradients(answers, lambda a: a["edited"][how, site][1])
     assert set(found) == set(parameters)
     gradients = greatest(matrix.relative(found[n], parameters[n]) for n in parameters)
-    name = case.name if how == "replicated" else f"{case.name}, edits on the leader"
+    name = case.name if how == "replicated" else f"{case.name}, edits on one rank"
     return [
         Cell(name, site, "edited loss", loss),
         Cell(name, site, "edited parameter gradients", gradients),

@@ -15,6 +15,7 @@ import megatron_flex as mf
 from tests.distributed.matrix import relative
 from tests.support import gpt, llama, proof, ranks, truths, wrapping
 from tests.support.pool import run
+from tests.support.rank import changes
 
 BOUND = 1e-5
 NAME = "layers.1.attention.wq.weight"
@@ -154,6 +155,126 @@ def test_what_a_wrapper_does_not_do() -> None:
     assert "train one step before freezing" in told["static"]
     assert " norm.weight" in told["names"]
     assert "leaves out tok_embeddings.weight and" in told["left out"]
+
+
+# -- communication hooks, sharded optimizers ---------------------------------------------------------
+
+
+def under(kind: str) -> dict[str, Any]:
+    """What is said of gradients behind a step whose communication hook reduces them, and these."""
+    from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+        PostLocalSGDState,
+        post_localSGD_hook,
+    )
+
+    model, power = DistributedDataParallel(llama.single()), powerSGD_hook.PowerSGDState
+    local = PostLocalSGDState(None, dist.new_subgroups(1)[0], start_localSGD_iter=2)
+    registered: dict[str, tuple[Any, Any]] = {
+        "averages": (None, default_hooks.allreduce_hook),
+        "compresses": (None, default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)),  # type: ignore[arg-type]
+        "compresses by rank": (power(None, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook),
+        "does nothing": (None, debugging_hooks.noop_hook),
+        "averages in subgroups": (local, post_localSGD_hook),
+    }
+    model.register_comm_hook(*registered[kind])
+    rank = dist.get_rank()
+    told: dict[str, Any] = {}
+    with mf.FlexModel(model) as flex:
+
+        def read(reduced: bool | None = None) -> Tensor | None:
+            return flex.get_module_parameter(NAME, gradient=True, reduced=reduced, everywhere=True)
+
+        for step in range(3):
+            model.zero_grad()
+            tokens, labels = llama.batch(rank)
+            llama.loss_of(model(tokens), labels).backward()
+            told[f"error {step}"] = said(read)
+            if told[f"error {step}"]:
+                told[f"promised {step}"], told[f"own {step}"] = said(lambda: read(True)), read(False)
+            else:
+                told[f"mean {step}"] = read()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("kind", "bound", "knows"),
+    [
+        ("averages", BOUND, True),
+        ("compresses", 1e-2, True),
+        ("compresses by rank", 2.0, True),
+        ("does nothing", 0.0, False),
+        ("averages in subgroups", BOUND, False),
+    ],
+)
+def test_gradients_that_a_communication_hook_reduces(kind: str, bound: float, knows: bool) -> None:
+    """Only of hooks that are known to average, gradients are given as averages."""
+    wanted = [t["parameter gradients"][NAME] for t in llama.truth(2, (), ())]
+    for rank, told in enumerate(run(2, under, kind)):
+        for step in (0, 2):  # between these post_localSGD_hook changes over
+            if knows or (step == 0 and kind == "averages in subgroups"):
+                assert relative(told[f"mean {step}"], torch.stack(wanted).mean(0)) < bound
+                continue
+            assert "_hook" in told[f"error {step}"]
+            assert "say reduced=True if" in told[f"error {step}"]
+            assert "said to be reduced differ" in told[f"promised {step}"]
+            assert relative(told[f"own {step}"], wanted[rank]) < BOUND
+
+
+def sharded_steps(kind: str, hooked: bool) -> dict[str, Tensor]:
+    """Five steps of an optimizer whose state is sharded over the replicas, with hooks and without."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(llama.single())
+    optimizer: Any
+    if kind == "OSS":
+        oss: Any = pytest.importorskip("fairscale.optim").OSS
+        changes.setattr(oss, "step", oss.step)  # into which torch puts a profiler's record when one is made
+        optimizer = oss(model.parameters(), optim=torch.optim.AdamW, lr=0.02)
+    else:
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, lr=0.02, parameters_as_bucket_view=kind.endswith("views")
+        )
+    flex = mf.FlexModel(model)
+    if hooked:
+        flex.register_forward_hook(mf.HookFunction("layers.1:output"))
+        flex.verify(5)
+    out = {}
+    for step in range(5):
+        optimizer.zero_grad()
+        tokens, labels = llama.batch(10 * step + dist.get_rank())
+        llama.loss_of(model(tokens), labels).backward()
+        whole = flex.get_module_parameter(NAME, gradient=True, everywhere=True)
+        assert whole is not None
+        out[f"gradient {step}"] = whole.clone()
+        optimizer.step()
+    out |= {n: t.clone() for n, t in flex.named_full_parameters(everywhere=True)}
+    flex.restore()
+    return out
+
+
+def one_steps() -> dict[str, Tensor]:
+    """The same on one process."""
+    model = llama.single()
+    optimizer, out = torch.optim.AdamW(model.parameters(), lr=0.02), {}
+    for step in range(5):
+        optimizer.zero_grad()
+        for replica in range(2):
+            tokens, labels = llama.batch(10 * step + replica)
+            (llama.loss_of(model(tokens), labels) / 2).backward()
+        out[f"gradient {step}"] = model.get_parameter(NAME).grad.clone()  # type: ignore[union-attr]
+        optimizer.step()
+    return out | {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["ZeRO", "ZeRO, views", "OSS"])
+def test_optimizers_whose_state_is_sharded(kind: str) -> None:
+    wanted = one_steps()
+    for hooked in (False, True):
+        for found in run(2, sharded_steps, kind, hooked):
+            assert found.keys() == wanted.keys()
+            for name, tensor in wanted.items():
+                assert relative(found[name], tensor) < 10 * BOUND, name
 
 
 # -- Megatron's model in it ----------------------------------------------------------------------------

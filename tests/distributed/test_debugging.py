@@ -45,7 +45,7 @@ def planned(
 ) -> dict[str, tuple[list[Any], list[Any], list[Any], list[Any]]]:
     """Of each site what was planned and what was sent, there and back."""
     import megatron_flex as mf
-    from megatron_flex.collectives import plan_result_broadcast, plan_full_gather
+    from megatron_flex.collectives import plan_full_gather, plan_result_broadcast
 
     chunks = ranks.start(case)
     known = {"s": gpt.SEQUENCE, "b": gpt.BATCH}
@@ -60,7 +60,7 @@ def planned(
             mesh, backward = flex.session.mesh, kind == "tensor"
             seen = flex.session.tracer.last[place + (".grad" if backward else "")]
             layout = site.layout.gradient() if backward else site.layout
-            lead = plan_result_broadcast(layout, site.shape, 4, mesh) if run_on == "leader" else []
+            lead = plan_result_broadcast(layout, site.shape, 4, mesh) if run_on == "once" else []
             there = [*plan_full_gather(layout, site.shape, 4, mesh), *lead]
             back = [] if backward else [*plan_full_gather(layout.gradient(), site.shape, 4, mesh), *lead]
             told = flex.explain(hook)
@@ -76,13 +76,13 @@ def planned(
     ("case", "run_on", "kind"),
     [
         (TP2, "replicated", "forward"),
-        pytest.param(TP2, "leader", "forward", marks=pytest.mark.versions),
+        pytest.param(TP2, "once", "forward", marks=pytest.mark.versions),
         (TP2, "replicated", "tensor"),
-        (Case("tp2 sp cp2", tp=2, sp=True, cp=2, layers=2), "leader", "forward"),
+        (Case("tp2 sp cp2", tp=2, sp=True, cp=2, layers=2), "once", "forward"),
         pytest.param(
             Case("tp4 of 2 groups", tp=4, groups=2, layers=2), "replicated", "forward", marks=FEW_GROUPS
         ),
-        (Case("one", layers=2), "leader", "forward"),
+        (Case("one", layers=2), "once", "forward"),
     ],
     ids=lambda v: getattr(v, "name", v),
 )
@@ -115,7 +115,8 @@ def counted(case: Case) -> tuple[int, int, int]:
             gpt.step(case, chunks, rank)
         asked = sum(a.size > 1 for a in flex.session.mesh)  # at the end of a step, whether a hook failed
         flex.debug(False)
-        left = len({"edited", "read"} & vars(flex.session.firing).keys())
+        firing = flex.session.firing
+        left = len({"edit", "capture"} & {*vars(firing.edits), *vars(firing.captures)})
     moving = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "broadcast")
     by_torch = sum(counts[n] - plain[n] for n in moving) - asked
     by_trace = sum(len(re.findall(r"(?:all_gather|all_reduce|all_to_all|broadcast) along", t)) for t in told)
@@ -142,7 +143,7 @@ def spoken(case: Case, capture: str) -> list[str]:
 
         sys.stderr, kept = file, sys.stderr
         hooks = [
-            mf.HookFunction(f"{LAYER}:mid", editing_function=mf.edits.scale(0.5), run="leader"),
+            mf.HookFunction(f"{LAYER}:mid", editing_function=mf.edits.scale(0.5), run="once"),
             mf.HookFunction(f"{LAYER}.mlp.linear_fc2"),
         ]
         with mf.attach(chunks, hooks) as flex:
@@ -240,12 +241,12 @@ def debugged(
     """A step with a debugger in it: losses, what the person saw, what was told, and the step's error."""
     import megatron_flex as mf
     from megatron_flex.config import flex_config
-    from megatron_flex.runtime.debug import stopping
+    from megatron_flex.runtime.debug import edit_debugger
 
     chunks = ranks.start(case)
     told: list[str] = []
     heard: list[str] = []
-    stopping.to_stderr = told.append
+    edit_debugger.to_stderr = told.append
     person = None
     if torch.distributed.get_rank() == 0 and way == "terminal":
         master, slave = pty.openpty()
@@ -298,7 +299,7 @@ COMMANDS = ["p inputs.shape", "factor = 3.0", "p factor", "c"]
 
 @pytest.mark.parametrize("way", ["terminal", "port"])
 def test_a_debugger_in_an_edit_of_the_leader(way: str) -> None:
-    (losses, heard, told, _), (others, _, said, _) = run(2, debugged, TP2, way, "leader", COMMANDS)
+    (losses, heard, told, _), (others, _, said, _) = run(2, debugged, TP2, way, "once", COMMANDS)
     assert "return inputs * factor" in heard[0]
     assert "torch.Size([16, 2, 32])" in heard[1]
     assert heard[3].replace("p factor", "").strip().startswith("3.0")
@@ -321,7 +322,7 @@ def test_a_debugger_in_an_edit_of_all_ranks_stops_on_one() -> None:
 
 @pytest.mark.versions
 def test_to_quit_is_an_error_on_all_ranks() -> None:
-    first, second = run(2, debugged, TP2, "port", "leader", ["q"])
+    first, second = run(2, debugged, TP2, "port", "once", ["q"])
     assert first[3] == second[3]
     assert "BdbQuit" in first[3]
     assert "(on rank 0)" in first[3]
@@ -339,10 +340,10 @@ def test_without_a_terminal_or_a_port() -> None:
 
 def nowhere(case: Case) -> str:
     import megatron_flex as mf
-    from megatron_flex.runtime.debug import stopping
+    from megatron_flex.runtime.debug import edit_debugger
 
-    stopping.to_stderr = lambda line: None
+    edit_debugger.to_stderr = lambda line: None
     os.setsid()  # a session without a terminal
     chunks = ranks.start(case)
-    flex = mf.attach(chunks, [mf.HookFunction(f"{LAYER}:mid", editing_function=stops, run="leader")])
+    flex = mf.attach(chunks, [mf.HookFunction(f"{LAYER}:mid", editing_function=stops, run="once")])
     return ranks.step_says(case, chunks, flex)

@@ -188,7 +188,7 @@ def microbatches() -> Any:
         engine.train_batch(iter(data))
         read = dict(flex.output_dict)
         gradients = dict(flex.named_full_parameters(gradients=True, everywhere=True))
-        with flex.trace(torch.cat([tokens for tokens, _ in data]), microbatch_size=llama.SAMPLES):
+        with flex.interp.trace(torch.cat([tokens for tokens, _ in data]), microbatch_size=llama.SAMPLES):
             pass
         evaluated = dict(flex.output_dict).get(names[0])
         engine.train_batch(iter(data))

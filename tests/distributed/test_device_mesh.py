@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_flex.adapters.device_mesh import axes_of_device_mesh, mesh_of_device_meshes
+from megatron_flex.adapters.mesh_axes import axes_of_device_mesh, mesh_of_device_meshes
 from megatron_flex.errors import FlexError
 from tests.support.pool import run
 
@@ -34,7 +34,10 @@ def _meshes() -> dict[str, Any]:
     dist.all_gather_object(gathered, dist.get_rank(), group=mesh["dp"].group)
     out["flat group"] = gathered
     nameless = init_device_mesh("cpu", (4,))
-    out["nameless"] = mesh_of_device_meshes([(nameless, "tp")], {}).describe(), mesh_of_device_meshes([(nameless, "dp")], {}).describe()
+    out["nameless"] = (
+        mesh_of_device_meshes([(nameless, "tp")], {}).describe(),
+        mesh_of_device_meshes([(nameless, "dp")], {}).describe(),
+    )
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     half = DeviceMesh.from_group(groups[dist.get_rank() // 2], "cpu")
     out["replicas"] = mesh_of_device_meshes([(half, "tp")], {"dp": 2}).describe()

@@ -44,9 +44,28 @@ def execute(code: str, case: Case = CASE) -> list[str]:
 
 
 @pytest.mark.versions
-def test_the_readme_runs() -> None:
+def test_the_readme_runs(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     (code,) = blocks(ROOT / "README.md")
+    (tmp_path / "example.py").write_text(code, encoding="utf-8")
+    launcher = [sys.executable, "-m", "torch.distributed.run"]
+    done = subprocess.run(
+        [*launcher, "--standalone", "--nproc-per-node", "2", "example.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    wanted = [f"decoder.layers.{n}.mlp.linear_fc1:output (32, 2, 256)" for n in range(4)]
+    assert sorted(done.stdout.splitlines()) == wanted
+
+
+@pytest.mark.versions
+def test_the_page_on_features_runs() -> None:
+    pytest.importorskip("megatron.core")
+    (code,) = blocks(ROOT / "docs" / "features.md")
     answers = run(4, execute, code)
     wide = f"({gpt.SEQUENCE}, {gpt.BATCH}, {2 * gpt.FFN})"
     stream = f"({gpt.SEQUENCE}, {gpt.BATCH}, {gpt.HIDDEN})"
@@ -329,9 +348,9 @@ def test_the_page_on_words_runs(tmp_path: Path) -> None:
     assert others == [["[]"]] * 3
 
 
-def test_the_page_on_costs_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_on_estimates_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("megatron.training", exc_type=ImportError)
-    (code,) = blocks(ROOT / "docs" / "costs.md")
+    (code,) = blocks(ROOT / "docs" / "estimate.md")
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,

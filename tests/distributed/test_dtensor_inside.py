@@ -19,9 +19,9 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import megatron_flex as mf
-from megatron_flex.adapters import dtensor
-from megatron_flex.adapters.device_mesh import mesh_of_device_meshes
-from megatron_flex.adapters.spread import Spread, Unknown
+from megatron_flex.adapters import dtensor_placements
+from megatron_flex.adapters.layout_rules import Spread, UnknownLayout
+from megatron_flex.adapters.mesh_axes import mesh_of_device_meshes
 from tests.distributed.test_dtensor import Plan, build, parallel
 from tests.support import llama
 from tests.support.pool import run
@@ -71,19 +71,19 @@ def _spreads() -> list[Any]:
     tp = device_mesh["tp"]
 
     def of(placement: Any, **more: Any) -> Any:
-        return dtensor.spread_of_placements([placement], tp, mesh, **more)
+        return dtensor_placements.spread_of_placements([placement], tp, mesh, **more)
 
     return [
         of(Shard(1)),
         of(Shard(0), shape=(5, 2)),
         of(Partial()),
         of(Replicate(), grad_placements=[Partial()]),
-        dtensor.spread_of_placements([Shard(0), Shard(0)], device_mesh, mesh),
-        dtensor.spread_of_placements([Replicate(), Replicate()], device_mesh, mesh),
+        dtensor_placements.spread_of_placements([Shard(0), Shard(0)], device_mesh, mesh),
+        dtensor_placements.spread_of_placements([Replicate(), Replicate()], device_mesh, mesh),
         of(Partial("avg")),
         of(_StridedShard(0, split_factor=2)),
-        dtensor.spread_of_placements([Partial(), Replicate()], device_mesh, mesh),
-        dtensor.spread_of_placements([Shard(1), Replicate()], device_mesh, mesh),
+        dtensor_placements.spread_of_placements([Partial(), Replicate()], device_mesh, mesh),
+        dtensor_placements.spread_of_placements([Shard(1), Replicate()], device_mesh, mesh),
     ]
 
 
@@ -97,7 +97,7 @@ def test_placements() -> None:
         Spread(((0, "tp"),)),  # of the samples of one replica
         Spread(),
     ]
-    assert all(isinstance(f, Unknown) for f in found[6:])
+    assert all(isinstance(f, UnknownLayout) for f in found[6:])
     assert "avg" in found[6].why
     assert "_StridedShard" in found[7].why
 

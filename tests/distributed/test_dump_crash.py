@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.dump.part_format import ShardEntry
+from megatron_flex.dump.schema import ShardEntry
 from tests.support import gpt, killing, ranks
 from tests.support.gpt import Case
 

@@ -37,7 +37,7 @@ def trained(net: nn.Module, number: int) -> None:
 
 def broken(what: str, iterations: range) -> None:
     """From now on `os.what` fails on this rank for files of these iterations."""
-    from megatron_flex.dump.writer.dump_writer import part_writer
+    from megatron_flex.dump.writer import part_writer
 
     good = getattr(os, what)
 
@@ -78,7 +78,7 @@ def with_a_full_disk(path: str, on_error: str) -> dict[str, Any]:
 
 
 def _drain(flex: mf.FlexModel) -> None:
-    for dumped in flex.session.sinks.dumping.dumps:
+    for dumped in flex.session.sinks.dumps:
         back = dumped._taking.writer._back  # type: ignore[union-attr]
         assert back._until(lambda b=back: not b._queue and not b._busy)
 
@@ -107,7 +107,7 @@ def test_a_full_disk_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
 
 
 def with_a_slow_disk(path: str) -> list[int]:
-    from megatron_flex.dump.writer.dump_writer import part_writer
+    from megatron_flex.dump.writer import part_writer
 
     net, gate, rename = model(), threading.Event(), os.rename
 
@@ -123,7 +123,7 @@ def with_a_slow_disk(path: str) -> list[int]:
             with flex.step():
                 trained(net, number)
         gate.set()
-        writer = flex.session.sinks.dumping.dumps[0]._taking.writer  # type: ignore[union-attr]
+        writer = flex.session.sinks.dumps[0]._taking.writer  # type: ignore[union-attr]
         _drain(flex)
         assert writer.tally.waited == 0
         dist.barrier()

@@ -13,12 +13,13 @@ import torch
 import megatron_flex as mf
 from megatron_flex.dump import ROUTING, ShardEntry
 from megatron_flex.dump.reader import open_damaged_dump
-from megatron_flex.dump.reading.shards import PartFiles
+from megatron_flex.dump.reader.shard_files import PartFiles
 from tests.distributed.matrix import BOUND, judge, relative
 from tests.distributed.test_matrix import VERSION
 from tests.distributed.test_moe import GROUPED, of
 from tests.support import design, gpt, oracle, ranks
 from tests.support.dump_cells import compare
+from tests.support.dumps import healthy
 from tests.support.gpt import Case
 from tests.support.pool import run
 
@@ -106,6 +107,8 @@ def test_what_is_kept_of_experts(case: Case, tmp_path: Path) -> None:
     """Ranks write their rows whole, and the reader picks: as from tensors that were dumped whole."""
     (state,) = run(1, weights, case.single())
     run(case.world, dumped, case, state, str(tmp_path), WAYS)
+    for way in WAYS:
+        healthy(tmp_path / way)
     with ExitStack() as stack:
         ways = {way: stack.enter_context(mf.open_dump(tmp_path / way)) for way in WAYS}
         for name in [*FEW, *(f"{site}.grad" for site in FEW)]:
@@ -169,5 +172,5 @@ def test_experts_of_a_dump_that_lost_a_rank(tmp_path: Path) -> None:
             why = (
                 "nothing of it is left" if "local_experts.2" in site else "rows of experts are read of whole"
             )
-            with pytest.raises(mf.DumpError, match=f"is not whole, and {why}"):
+            with pytest.raises(mf.DumpError, match=f"is incomplete, and {why}"):
                 rest[site].torch()

@@ -23,7 +23,7 @@ from tests.distributed import (
     test_pipelining,
 )
 from tests.distributed.matrix import Cell, greatest, judge, relative
-from tests.distributed.test_same_hooks import ddp, fsdp1, fsdp2, single
+from tests.distributed.test_same_hooks import ddp, fairscale_replicas, fsdp1, fsdp2, single
 from tests.support import llama, proof, wrapping
 from tests.support.pool import run
 
@@ -117,6 +117,7 @@ FRAMEWORKS: dict[str, tuple[int, proof.Build, tuple[Any, ...], str]] = {
     "DTensor tp2 sp": (2, dtensor, (2, 1, True), "torch"),
     "DTensor tp2, FSDP2 dp2": (4, dtensor, (2, 2), "torch"),
     "fairscale mp2 dp2, DDP": (4, test_fairscale.build, (2, True), "fairscale"),
+    "fairscale ShardedDataParallel dp2": (2, fairscale_replicas, (), "fairscale"),
     "pipelining pp2 GPipe": (2, test_pipelining.build, ("GPipe",), "torch"),
     "pipelining pp2 1F1B dp2, FSDP2": (4, test_pipelining.replicated, ("FSDP2", "1F1B"), "torch"),
     "DeepSpeed ZeRO-1 dp2": (2, test_deepspeed.build, (1,), "deepspeed"),

@@ -91,11 +91,12 @@ def test_replicas_have_the_checksum_of_what_was_written(case: Case, tmp_path: Pa
     written = {}
     for one in found:
         if one.entry.kind != "replica":
-            written.setdefault((one.name, one.entry.microbatch, one.entry.call), set()).add(one.entry.crc)
+            key = one.name, one.entry.microbatch, one.entry.call
+            written.setdefault(key, set()).add(one.entry.checksum)
     replicas = [one for one in found if one.entry.kind == "replica"]
     assert len(replicas) > 20
     for one in replicas:
-        assert one.entry.crc in written[one.name, one.entry.microbatch, one.entry.call], one.name
+        assert one.entry.checksum in written[one.name, one.entry.microbatch, one.entry.call], one.name
 
 
 # -- what it costs -----------------------------------------------------------------------------------
@@ -192,8 +193,8 @@ def life(case: Case, path: str) -> dict[str, Any]:
     rank, answer = ranks.mine(chunks), {}
     edit = mf.HookFunction(OUT, editing_function=lambda m, x, c, s: x * 2, save=False)
     plain = mf.Dump(f"{path}/plain", [OUT])
-    tagged = mf.Dump(f"{path}/tagged", [OUT, LOSS], tags=["now"])
-    with mf.attach(chunks, dumps=[plain, tagged]) as flex:
+    grouped = mf.Dump(f"{path}/grouped", [OUT, LOSS], groups=["now"])
+    with mf.attach(chunks, dumps=[plain, grouped]) as flex:
         with flex.hooks("-now"):
             gpt.step(case, chunks, rank)
         flex.register_forward_hook(edit)
@@ -237,7 +238,7 @@ def test_the_life_of_dumps(tmp_path: Path) -> None:
         values = dump[OUT].torch()
         for later in values[1:]:
             assert torch.equal(values[0], later), "what passes is written as it is before edits"
-    with mf.open_dump(tmp_path / "tagged") as dump:
+    with mf.open_dump(tmp_path / "grouped") as dump:
         assert dump.iterations == [2, 3]
     with mf.open_dump(tmp_path / "failed") as dump:
         assert dump.iterations == [0, 2], "an iteration in which a hook failed is absent"

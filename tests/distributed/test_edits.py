@@ -126,14 +126,14 @@ def presets() -> dict[str, Row]:
         "resample": (MID, lambda: e.resample("s"), rerolled),
         "heads of the output": (
             f"{ATTENTION}.core_attention:output",
-            lambda: e.heads([0, 3]),
+            lambda: e.ablate_heads([0, 3]),
             lambda x: silent(x.view(packed), 2).view(x.shape),
         ),
-        "heads of queries": (f"{ATTENTION}:q", lambda: e.heads([0, 3]), lambda x: silent(x, 2)),
-        "heads kept": (f"{ATTENTION}:q", lambda: e.heads([1, 2], keep=True), lambda x: silent(x, 2)),
+        "heads of queries": (f"{ATTENTION}:q", lambda: e.ablate_heads([0, 3]), lambda x: silent(x, 2)),
+        "heads kept": (f"{ATTENTION}:q", lambda: e.ablate_heads([1, 2], keep=True), lambda x: silent(x, 2)),
         "heads of scores": (
             f"{ATTENTION}.core_attention:scores",
-            lambda: e.heads([0, 3]),
+            lambda: e.ablate_heads([0, 3]),
             lambda x: silent(x, 1),
         ),
         "heads of probabilities": (
@@ -141,7 +141,11 @@ def presets() -> dict[str, Row]:
             lambda: e.scale(0.5, heads=[0, 3], positions=-1),
             lambda x: part(x, (slice(None), [0, 3], -1), 0.5 * x),
         ),
-        "neurons": (FC1, lambda: e.neurons([0, 7, -1]), lambda x: part(x, (..., [0, 7, gpt.FFN - 1]), 0 * x)),
+        "neurons": (
+            FC1,
+            lambda: e.ablate_neurons([0, 7, -1]),
+            lambda x: part(x, (..., [0, 7, gpt.FFN - 1]), 0 * x),
+        ),
         "project out": (MID, lambda: e.project_out(VECTOR), lambda x: x - (x @ unit())[..., None] * unit()),
         "project": (  # not of all the stream: a norm behind it would leave the direction no gradient
             f"{ATTENTION}:output",
@@ -166,7 +170,7 @@ def presets() -> dict[str, Row]:
 def truth(case: Case, names: list[str]) -> dict[str, Any]:
     """Each preset's formula on one process of plain Megatron."""
     from megatron_flex.runtime.captures import Key
-    from megatron_flex.runtime.streams import seed_generators
+    from megatron_flex.runtime.edit_runner import seed_generators
 
     chunks = ranks.start(case)
     state = gpt.randomize(chunks[0])
@@ -212,7 +216,7 @@ SOME += ["heads of probabilities", "neurons", "noise", "patch", "splice", "a cha
     ("case", "some", "run_on"),
     [
         (Case("tp2 sp", tp=2, sp=True, layers=2), False, "replicated"),
-        (Case("tp2 sp, on the leader", tp=2, sp=True, layers=2), True, "leader"),
+        (Case("tp2 sp, on one rank", tp=2, sp=True, layers=2), True, "once"),
         pytest.param(Case("pp2", pp=2, layers=2), True, "replicated", marks=pytest.mark.versions),
         (Case("cp2", cp=2, layers=2), True, "replicated"),
         (Case("tp2, all recomputed", tp=2, layers=2, recompute=("full",)), True, "replicated"),
@@ -240,7 +244,7 @@ def refused(case: Case) -> list[str]:
     chunks = ranks.start(case)
     out = []
     for place, edit in (
-        (MID, e.heads(0)),
+        (MID, e.ablate_heads(0)),
         (MID, e.steer(torch.ones(7))),
         ("loss", e.mean("h")),
         ("decoder.layers.1:mid", e.patch({MID: donor()})),

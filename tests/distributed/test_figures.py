@@ -76,8 +76,8 @@ def record(case: Case, state: dict[str, Tensor], folder: str, parameters: list[s
             gpt.step(case, chunks, 0)
     tokens = torch.cat([batch["tokens"] for batch in repeated(case.microbatches)])
     with mf.attach(chunks) as flex:
-        logits, cache = flex.run_with_cache(tokens)
-        _, own = flex.run_with_cache(tokens, ["decoder.layers.*", "**.core_attention:probs"])
+        logits, cache = flex.interp.run_with_cache(tokens)
+        _, own = flex.interp.run_with_cache(tokens, ["decoder.layers.*", "**.core_attention:probs"])
         return {
             "logits": logits,
             "lens": cache.logit_lens(cache.accumulated_resid()),

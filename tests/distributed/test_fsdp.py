@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import megatron_flex as mf
 from tests.distributed.matrix import relative
 from tests.support import llama, proof, uneven, wrapping
 from tests.support.pool import run
+from tests.support.rank import changes
 
 BOUND = 1e-5
 
@@ -139,3 +141,83 @@ def test_mixed_precision() -> None:
             assert found.dtype == torch.float32
             assert relative(found, torch.stack(gradients[name]).mean(0)) < BOUND, name
         assert all(torch.equal(t, kept[n]) for n, t in told["parameters"].items())
+
+
+# -- communication hooks -------------------------------------------------------------------------------
+
+NAME = "layers.1.attention.wq.weight"
+
+
+def first_shard(state: Any, grad: Tensor, output: Tensor) -> None:
+    """A communication hook that sends nothing: each rank keeps what it has of its own shard."""
+    output.copy_(grad.chunk(dist.get_world_size())[dist.get_rank()])
+
+
+def nothing(state: Any, grad: Tensor) -> None:
+    """Likewise where gradients are not sharded."""
+
+
+def under(kind: str, sharded: bool) -> dict[str, Any]:
+    """What is said of gradients behind a step whose communication hook reduces them, and these."""
+    from torch.distributed.algorithms._comm_hooks import default_hooks
+    from torch.distributed.fsdp import ShardingStrategy
+
+    strategy = ShardingStrategy.FULL_SHARD if sharded else ShardingStrategy.NO_SHARD
+    model: Any = wrapping.flat(sharding_strategy=strategy)
+    everyone, alone = dist.group.WORLD, dist.new_subgroups(1)[0]
+    average: Any = default_hooks.reduce_scatter_hook if sharded else default_hooks.allreduce_hook
+    registered: dict[str, tuple[Any, Any]] = {
+        "averages": (default_hooks.DefaultState(everyone), average),
+        "averages, bound": (default_hooks.DefaultState(everyone), partial(average)),
+        "compresses": (default_hooks.LowPrecisionState(everyone), default_hooks.bf16_compress_hook),
+        "does nothing": (None, first_shard if sharded else nothing),
+        "averages in subgroups": (default_hooks.DefaultState(alone), average),
+    }
+    changes.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)  # which needs a GPU
+    model.register_comm_hook(*registered[kind])
+    told: dict[str, Any] = {}
+    with mf.FlexModel(model) as flex:
+
+        def read(name: str, reduced: bool | None = None) -> None:
+            try:
+                told[name] = flex.get_module_parameter(NAME, gradient=True, reduced=reduced, everywhere=True)
+            except mf.FlexError as error:
+                told[f"{name} error"] = str(error)
+
+        tokens, labels = llama.batch(dist.get_rank())
+        llama.loss_of(model(tokens), labels).backward()
+        read("unsaid")
+        read("promised", True)
+        read("own", False)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("kind", "sharded", "bound", "why"),
+    [
+        *(("averages", sharded, BOUND, "") for sharded in (True, False)),
+        ("averages, bound", True, BOUND, ""),
+        ("compresses", True, 1e-2, ""),
+        ("does nothing", True, 0.0, "first_shard does not tell whether it averages gradients"),
+        ("does nothing", False, 0.0, "nothing does not tell whether it averages gradients"),
+        ("averages in subgroups", False, 0.0, "allreduce_hook averages gradients over ranks"),
+    ],
+)
+def test_gradients_that_a_communication_hook_reduces(
+    kind: str, sharded: bool, bound: float, why: str
+) -> None:
+    """Only of hooks that are known to average, gradients are given as averages."""
+    wanted = [t["parameter gradients"][NAME] for t in llama.truth(2, (), ())]
+    for rank, told in enumerate(run(2, under, kind, sharded)):
+        if not why:
+            for name in ("unsaid", "promised"):
+                assert relative(told[name], torch.stack(wanted).mean(0)) < bound, name
+            continue
+        assert f"communication hook {why}" in told["unsaid error"]
+        assert "say reduced=True if" in told["unsaid error"]
+        if sharded:
+            assert relative(told["promised"], torch.stack(wanted).mean(0)) > 0.1, "as the person promised"
+            assert "keeps no gradients of each rank's own" in told["own error"]
+        else:
+            assert "said to be reduced differ" in told["promised error"]
+            assert relative(told["own"], wanted[rank]) < BOUND

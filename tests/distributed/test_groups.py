@@ -28,8 +28,8 @@ def hooks() -> dict[str, Any]:
     import megatron_flex as mf
 
     return {
-        "one": mf.HookFunction(FC1, tags=("probe", "mlp")),
-        "two": mf.HookFunction(FC2, tags=("mlp",)),
+        "one": mf.HookFunction(FC1, groups=("probe", "mlp")),
+        "two": mf.HookFunction(FC2, groups=("mlp",)),
         "three": mf.HookFunction(MID),
     }
 
@@ -64,12 +64,12 @@ def choices(case: Case) -> list[set[str]]:
             with flex.hooks("-probe"):
                 out.append(read(flex, case, chunks))
             out.append(read(flex, case, chunks))
-        flex.tag(mine["three"], "probe", "stream")
-        flex.untag(mine["one"], "probe")
+        flex.add_to_groups(mine["three"], "probe", "stream")
+        flex.remove_from_groups(mine["one"], "probe")
         with flex.hooks("probe"):
             out.append(read(flex, case, chunks))
         out.append({name for name in flex.groups if name in ("probe", "mlp", "stream")})
-        flex.untag(mine["three"], "probe", "stream")
+        flex.remove_from_groups(mine["three"], "probe", "stream")
         out.append(set(flex.groups))
         out.append(read(flex, case, chunks))
     return out
@@ -106,7 +106,7 @@ def traces(case: Case) -> tuple[bool, bool, float, float]:
     with mf.attach(chunks):
         gpt.step(case, chunks, 0)
         bare = ranks.fingerprint(chunks)
-    editing = mf.HookFunction(FC1, editing_function=halved, save=False, tags=("steer",))
+    editing = mf.HookFunction(FC1, editing_function=halved, save=False, groups=("steer",))
     with mf.attach(chunks, [editing]) as flex:
         with flex.hooks("-steer"):
             idle = gpt.step(case, chunks, 0)[0]
@@ -131,8 +131,8 @@ def later(case: Case, scoped: bool) -> dict[str, Tensor]:
 
     chunks = ranks.start(case)
     gpt.randomize(chunks[0])
-    editing = mf.HookFunction(FC1, editing_function=halved, save=False, tags=("steer",))
-    other = mf.HookFunction(FC2, editing_function=halved, save=False, tags=("other",))
+    editing = mf.HookFunction(FC1, editing_function=halved, save=False, groups=("steer",))
+    other = mf.HookFunction(FC2, editing_function=halved, save=False, groups=("other",))
     with mf.attach(chunks, [editing, other] if scoped else [editing]) as flex:
         if scoped:
             gpt.step(case, chunks, 0)
@@ -174,10 +174,10 @@ def refused(case: Case) -> dict[str, str]:
 
         told("unknown", lambda: scope("prob"))
         told("unknown without", lambda: scope("-steer"))
-        told("not there", lambda: flex.untag(mine["two"], "probe"))
-        told("all", lambda: flex.untag(mine["two"], "all"))
-        told("tag all", lambda: mf.HookFunction(FC1, tags=("all",)))
-        told("tag minus", lambda: mf.HookFunction(FC1, tags=("-mlp",)))
+        told("not there", lambda: flex.remove_from_groups(mine["two"], "probe"))
+        told("all", lambda: flex.remove_from_groups(mine["two"], "all"))
+        told("group all", lambda: mf.HookFunction(FC1, groups=("all",)))
+        told("group minus", lambda: mf.HookFunction(FC1, groups=("-mlp",)))
         told("regex", lambda: flex.register_forward_hook(mf.HookFunction(re.compile(r"decoder\.mlp"))))
         told("function", lambda: flex.register_forward_hook(mf.HookFunction(lambda site: False)))
         gpt.step(case, chunks, 0)
@@ -190,8 +190,8 @@ def test_what_is_refused() -> None:
         assert "no hook is in a group 'steer'" in said["unknown without"]
         assert "is not in probe; it is in ['mlp']" in said["not there"]
         assert "stays there" in said["all"]
-        assert "stays there" in said["tag all"]
-        assert "does not begin with '-'" in said["tag minus"]
+        assert "stays there" in said["group all"]
+        assert "does not begin with '-'" in said["group minus"]
         assert "matches none of" in said["regex"]
         assert "matches none of" in said["function"]
 

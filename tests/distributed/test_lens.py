@@ -160,8 +160,8 @@ def judge(
 
 def differences(case: Case, state: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
     flex = lens(case, state)
-    logits, cache = flex.run_with_cache(tokens())
-    _, results = flex.run_with_cache(tokens(), lambda name: name.endswith("hook_result"))
+    logits, cache = flex.interp.run_with_cache(tokens())
+    _, results = flex.interp.run_with_cache(tokens(), lambda name: name.endswith("hook_result"))
     assert not flex.output_dict
     found = {**cache, **results, "logits": logits}
     assert found.keys() == truth.keys(), found.keys() ^ truth.keys()
@@ -183,7 +183,7 @@ def test_a_cache_has_what_one_process_has(case: Case, cells: list[Any]) -> None:
 def sums(case: Case, state: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
     """Each decomposition put together again, against one process; by what it is of."""
     flex, out, last = lens(case, state), {}, case.layers - 1
-    _, cache = flex.run_with_cache(tokens())
+    _, cache = flex.interp.run_with_cache(tokens())
     stream = truth[f"blocks.{last}.hook_resid_post"]
     parts, labels = cache.decompose_resid(return_labels=True)
     embeddings = ["embed"] if case.rope else ["embed", "pos_embed"]
@@ -305,7 +305,7 @@ def edited_truth(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def edited_differences(case: Case, state: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
     flex, out = lens(case, state), {}
-    plain = flex.run_with_hooks(tokens())
+    plain = flex.interp.run_with_hooks(tokens())
     for name, logits in truth.items():
         told = []
 
@@ -313,11 +313,11 @@ def edited_differences(case: Case, state: dict[str, Tensor], truth: dict[str, Te
             told.append(hook.name)
             return edit(tensor)
 
-        found = flex.run_with_hooks(tokens(), [(name, change)])
+        found = flex.interp.run_with_hooks(tokens(), [(name, change)])
         assert told in ([], [name]), "a function runs once, on ranks that have the place"
         out[name] = far(found, logits)
         assert far(plain, logits) > 100 * BOUND, name
-    assert torch.equal(plain, flex.run_with_hooks(tokens())), "nothing is left behind"
+    assert torch.equal(plain, flex.interp.run_with_hooks(tokens())), "nothing is left behind"
     flex.restore()
     return out
 
@@ -360,7 +360,7 @@ def plain_logits(case: Case) -> tuple[dict[str, Tensor], Tensor]:
 def wholeness(case: Case, state: dict[str, Tensor], logits: Tensor) -> dict[str, float]:
     """How far the decomposition of any model is from its stream, and its logits from one process."""
     flex = lens(case, state)
-    found, cache = flex.run_with_cache(tokens())
+    found, cache = flex.interp.run_with_cache(tokens())
     parts = cache.decompose_resid()
     out = {"logits": far(found, logits), "stream": far(parts.sum(0), cache["resid_post", -1])}
     out["lens"] = far(cache.logit_lens(cache["resid_post", -1]), logits)
@@ -395,10 +395,10 @@ def without_labels(case: Case) -> tuple[str, tuple[int, ...]]:
     chunks, told = ranks.start(case), ""
     flex = mf.FlexModel(chunks)
     try:
-        flex.run_with_cache(tokens())
+        flex.interp.run_with_cache(tokens())
     except mf.FlexError as error:
         told = str(error)
-    with flex.trace() as t:
+    with flex.interp.trace() as t:
         stream = t["decoder.layers.1:mid"].output
         gpt.step(case, chunks, 0)
     return told, tuple(stream.value.shape)
@@ -411,5 +411,5 @@ def test_a_model_that_needs_labels_is_refused_on_all_ranks() -> None:
     case = Case("prediction pp2", pp=2, layers=2, microbatches=1, extra=PREDICTING.extra)
     for told, shape in run(2, without_labels, case):
         assert "mtp_num_layers=1 with labels only" in told
-        assert "flex.trace()" in told
+        assert "flex.interp.trace()" in told
         assert shape == (B, S, H), "a step of one's own has them"

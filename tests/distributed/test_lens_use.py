@@ -46,11 +46,11 @@ def names_of(case: Case) -> list[list[str]]:
     ours = "decoder.layers.*.mlp.linear_fc1"
     filters = (MID, [MID, "hook_embed"], lambda n: n.endswith("hook_z"), ours, "decoder.layers.0:mid", [])
     for wanted in filters:
-        logits, cache = flex.run_with_cache(tokens(), wanted)
+        logits, cache = flex.interp.run_with_cache(tokens(), wanted)
         assert logits is not None
         assert logits.shape == (B, S, V)
         out.append(list(cache))
-    _, cache = flex.run_with_cache(
+    _, cache = flex.interp.run_with_cache(
         tokens(), [ours, MID, "decoder.layers.0.self_attention.core_attention:probs"]
     )
     fc1 = cache["decoder.layers.0.mlp.linear_fc1"]
@@ -64,7 +64,7 @@ def names_of(case: Case) -> list[list[str]]:
     assert repr(cache).startswith("ActivationCache with keys ['decoder.layers.0.mlp")
     assert cache.to("cpu") is cache
     assert "not in this cache; nearest: blocks.1" in said(lambda: cache["resid_mid", 0])
-    _, cache = flex.run_with_cache(tokens()[:1], MID)
+    _, cache = flex.interp.run_with_cache(tokens()[:1], MID)
     assert cache.remove_batch_dim()[MID].shape == (S, H)
     flex.restore()
     return out
@@ -79,7 +79,7 @@ def test_names_choose_what_is_kept() -> None:
 
 def leader_only(case: Case) -> tuple[bool, int, bool, str]:
     flex = flex_of(case)
-    logits, cache = flex.run_with_cache(tokens(), everywhere=False)
+    logits, cache = flex.interp.run_with_cache(tokens(), everywhere=False)
     stack = cache.decompose_resid().sum(0) if flex.is_leader else None
     good = stack is None or far(stack, cache["resid_post", 1]) < 1e-5
     error = said(lambda: cache.logit_lens(torch.zeros(H)))
@@ -104,8 +104,10 @@ def pieces(case: Case, state: dict[str, Tensor], truth: dict[str, Tensor]) -> tu
     flex, got = lens(case, state), []
     given = tokens().roll(ranks.mine(list(flex.chunks)), 0)
     true = truth["logits"].roll(ranks.mine(list(flex.chunks)), 0)
-    logits = flex.run_with_hooks(given, [("hook_embed", lambda t, _: got.append(len(t)))], microbatch_size=1)
-    _, cache = flex.run_with_cache(given, "blocks.0.hook_resid_post", microbatch_size=1)
+    logits = flex.interp.run_with_hooks(
+        given, [("hook_embed", lambda t, _: got.append(len(t)))], microbatch_size=1
+    )
+    _, cache = flex.interp.run_with_cache(given, "blocks.0.hook_resid_post", microbatch_size=1)
     kept = cache["resid_post", 0].roll(-ranks.mine(list(flex.chunks)), 0)
     flex.restore()
     return got, far(logits, true), far(kept, truth["blocks.0.hook_resid_post"])
@@ -128,32 +130,32 @@ def beside(case: Case) -> None:
     import megatron_flex as mf
 
     flex = flex_of(case)
-    plain, before = flex.run_with_cache(tokens(), [MID, "blocks.1.hook_resid_post"])
+    plain, before = flex.interp.run_with_cache(tokens(), [MID, "blocks.1.hook_resid_post"])
 
     def double(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
         return 2 * inputs
 
     flex.register_forward_hook(
-        mf.HookFunction("decoder.layers.1:mid", editing_function=double, tags=["twice"])
+        mf.HookFunction("decoder.layers.1:mid", editing_function=double, groups=["twice"])
     )
     flex.register_forward_hook(mf.HookFunction("decoder.layers.0"))
-    flex.register_forward_hook(mf.HookFunction("loss", tags=["loss"]))
-    logits, cache = flex.run_with_cache(tokens(), [MID, "blocks.0.hook_resid_post"])
+    flex.register_forward_hook(mf.HookFunction("loss", groups=["loss"]))
+    logits, cache = flex.interp.run_with_cache(tokens(), [MID, "blocks.0.hook_resid_post"])
     assert torch.equal(cache[MID], 2 * before[MID])
     assert not torch.equal(logits, plain)
     with flex.hooks("-twice"):
-        again, cache = flex.run_with_cache(tokens(), MID)
+        again, cache = flex.interp.run_with_cache(tokens(), MID)
     assert torch.equal(again, plain)
     assert torch.equal(cache[MID], before[MID])
-    with flex.lens_hooks([(MID, lambda t, hook: t.zero_())]):
-        _, cache = flex.run_with_cache(tokens(), [MID, "blocks.1.hook_mlp_out"])
+    with flex.interp.hooks([(MID, lambda t, hook: t.zero_())]):
+        _, cache = flex.interp.run_with_cache(tokens(), [MID, "blocks.1.hook_mlp_out"])
         assert not cache[MID].any()
         assert not cache["mlp_out", 1].any()
     read = flex.output_dict
     assert set(read) == ({"decoder.layers.1:mid", "decoder.layers.0:output"} if flex.is_leader else set())
     assert all(len(r) == (2 if "mid" in n else 3) for n, r in read.items()), read
     with flex.hooks("loss"):  # a group that ours are not in
-        assert torch.equal(flex.run_with_hooks(tokens()), plain)
+        assert torch.equal(flex.interp.run_with_hooks(tokens()), plain)
     flex.restore()  # and not an error, since the loss has never had labels
 
 
@@ -177,8 +179,8 @@ def trained(case: Case, looked_at: bool) -> tuple[list[list[float]], dict[str, T
     for _ in range(3):
         if looked_at:
             before = untouched(chunks)
-            flex.run_with_cache(tokens())
-            with flex.trace(tokens()) as t:
+            flex.interp.run_with_cache(tokens())
+            with flex.interp.trace(tokens()) as t:
                 t["blocks.1.mlp"].output = lambda x: 0 * x
                 _ = t["blocks.1"].output
             same = same and untouched(chunks) == before
@@ -212,7 +214,7 @@ def test_training_goes_on_as_if_nothing_had_been_run(case: Case) -> None:
 
 def traced(case: Case, state: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
     flex, out = lens(case, state), {}
-    with flex.trace(tokens()) as t:
+    with flex.interp.trace(tokens()) as t:
         handles = {
             "blocks.0.hook_resid_post": t["blocks.0"].output,
             "blocks.1.hook_resid_pre": t["blocks.1"].input,
@@ -225,13 +227,13 @@ def traced(case: Case, state: dict[str, Tensor], truth: dict[str, Tensor]) -> di
         }
         entering = t["blocks.1.mlp"].input
         again = t["decoder.layers.1"].input  # a place under another name
-        _, inner = flex.run_with_cache(tokens(), "blocks.1.hook_resid_pre")  # counts for what it is
+        _, inner = flex.interp.run_with_cache(tokens(), "blocks.1.hook_resid_pre")  # counts for what it is
         assert "no value yet" in said(lambda: handles["logits"].value)
         assert "no value yet" in repr(entering)
     assert torch.equal(again.value, inner["resid_pre", 1])
     assert not flex.output_dict
     out = {name: far(handle.value, truth[name]) for name, handle in handles.items()}
-    with flex.trace(tokens()) as t:
+    with flex.interp.trace(tokens()) as t:
         t["blocks.1.mlp"].output = lambda x: 0 * x
         t["blocks.0.mlp.linear_fc2"].output = torch.zeros(B, S, H)
         left, mid = t["blocks.1"].output, t["blocks.1.hook_resid_mid"].output
@@ -239,13 +241,13 @@ def traced(case: Case, state: dict[str, Tensor], truth: dict[str, Tensor]) -> di
     assert torch.equal(left.value, mid.value)
     assert not gone.value.any()
     out["without"] = far(first.value, truth["blocks.0.hook_resid_mid"])
-    with flex.trace() as t:  # whatever runs inside, and who else reads it
+    with flex.interp.trace() as t:  # whatever runs inside, and who else reads it
         t["blocks.0.mlp"].output = lambda x: 2 * x
         twice = t["blocks.0.mlp"].output
-        _, inner = flex.run_with_cache(tokens(), "blocks.0.hook_mlp_out")
+        _, inner = flex.interp.run_with_cache(tokens(), "blocks.0.hook_mlp_out")
     assert torch.equal(twice.value, inner["mlp_out", 0])
     out["twice"] = far(twice.value / 2, truth["blocks.0.hook_mlp_out"])
-    with flex.trace() as t:  # around one's own step
+    with flex.interp.trace() as t:  # around one's own step
         own, loss = t["blocks.0"].output, t["loss"].output
         losses = gpt.step(case, list(flex.chunks), 0)
     assert own.value.shape == (case.microbatches * B, S, H)
@@ -271,31 +273,31 @@ def failures(case: Case) -> dict[str, str]:
     flex, given = flex_of(case), tokens()
 
     def run(name: Any, function: Any) -> Any:
-        return partial(flex.run_with_hooks, given, [(name, function)])
+        return partial(flex.interp.run_with_hooks, given, [(name, function)])
 
     def broken(tensor: Tensor, hook: Any) -> Tensor:
         raise KeyError("mine")
 
     def empty_trace() -> None:
-        with flex.trace() as t:
+        with flex.interp.trace() as t:
             _ = t["blocks.0"].output
 
     def late() -> None:
-        with flex.trace(given) as t:
+        with flex.interp.trace(given) as t:
             pass
         _ = t["blocks.0"].output
 
     def unknown() -> None:
-        with flex.trace(given) as t:
+        with flex.interp.trace(given) as t:
             _ = t["blocks.0.mpl"].output
 
     def several() -> None:
-        with flex.trace(given) as t:
+        with flex.interp.trace(given) as t:
             _ = t["decoder.layers.*.mlp"].output
 
     rank = torch.distributed.get_rank()
     calls: dict[str, Callable[[], Any]] = {
-        "name": lambda: flex.run_with_cache(given, "blocks.0.hook_resid_mit"),
+        "name": lambda: flex.interp.run_with_cache(given, "blocks.0.hook_resid_mit"),
         "filter": run(lambda n: "nothing" in n, broken),
         "raises": run(MID, broken),
         "shape": run(MID, lambda t, _: t[:, 1:]),
@@ -303,20 +305,20 @@ def failures(case: Case) -> dict[str, str]:
         "no function": run(MID, 3),
         "fixed": run("blocks.0.ln1.hook_scale", lambda t, _: t),
         "layer": run("hook_embed", lambda t, hook: t * hook.layer()),
-        "silent": lambda: flex.run_with_cache(given, "loss"),
-        "length": lambda: flex.run_with_cache(given[:, :5]),
-        "kind": lambda: flex.run_with_cache(given.float()),
-        "vocabulary": lambda: flex.run_with_cache(given + 60),
-        "size": lambda: flex.run_with_cache(torch.cat([given, given]), microbatch_size=3),
-        "different": lambda: flex.run_with_cache(given + (rank == 1)),
-        "inside": run(MID, lambda t, _: flex.run_with_cache(given)),
+        "silent": lambda: flex.interp.run_with_cache(given, "loss"),
+        "length": lambda: flex.interp.run_with_cache(given[:, :5]),
+        "kind": lambda: flex.interp.run_with_cache(given.float()),
+        "vocabulary": lambda: flex.interp.run_with_cache(given + 60),
+        "size": lambda: flex.interp.run_with_cache(torch.cat([given, given]), microbatch_size=3),
+        "different": lambda: flex.interp.run_with_cache(given + (rank == 1)),
+        "inside": run(MID, lambda t, _: flex.interp.run_with_cache(given)),
         "empty trace": empty_trace,
         "late": late,
         "unknown": unknown,
         "several": several,
     }
     out = {name: said(call) for name, call in calls.items()}
-    logits, _ = flex.run_with_cache(given, MID)
+    logits, _ = flex.interp.run_with_cache(given, MID)
     assert logits is not None
     assert torch.isfinite(logits).all()
     assert not flex.session.registry.entries
@@ -344,7 +346,7 @@ def test_errors_are_raised_on_all_ranks_and_leave_nothing() -> None:
         "vocabulary": "are not all in the vocabulary of 64",
         "size": "microbatch_size=3 must divide the batch of 4",
         "different": "different tokens",
-        "inside": "a step is under way",
+        "inside": "a step is in progress",
         "empty trace": "nothing passed at decoder.layers.0:output",
         "late": "this trace is over",
         "unknown": "'decoder.layers.0.mpl:output' matches no site; nearest: decoder.layers.0.mlp:output",

@@ -55,7 +55,7 @@ def many(case: Case, forwards: int) -> dict[str, Any]:
     hooks = [
         mf.HookFunction("decoder.layers.*"),
         mf.HookFunction("decoder.layers.0.mlp.linear_fc1", editing_function=edit),
-        mf.HookFunction("decoder.layers.1:mid", editing_function=edit, run="leader"),
+        mf.HookFunction("decoder.layers.1:mid", editing_function=edit, run="once"),
         mf.HookFunction("decoder.layers.1", hook_type="full_backward_pre", gradient_scale="loss"),
     ]
     found: dict[str, Any] = {"tensors": [], "bytes": [], "read": 0}

@@ -111,7 +111,7 @@ def freed(case: Case, kind: str) -> tuple[bool, bool]:
     edits: dict[str, dict[str, Any]] = {
         "gradient": {"hook_type": "tensor"},
         "edited gradient": {"hook_type": "tensor", "editing_function": halved},
-        "leader": {"editing_function": halved, "run": "leader"},
+        "once": {"editing_function": halved, "run": "once"},
         "trained": {"editing_function": scaled},
     }
     flex = mf.FlexModel(chunks)
@@ -126,7 +126,7 @@ def freed(case: Case, kind: str) -> tuple[bool, bool]:
     return found[0]() is None, found[1]() is None
 
 
-@pytest.mark.parametrize("kind", ["gradient", "edited gradient", "leader", "trained"])
+@pytest.mark.parametrize("kind", ["gradient", "edited gradient", "once", "trained"])
 def test_hooks_do_not_keep_a_model_of_experts(kind: str) -> None:
     """Its dispatcher keeps the router's tensors with their graph, whose hooks must keep nothing."""
     assert run(2, freed, of("moe tp2 ep2", tp=2, sp=True, ep=2, layers=1), kind) == [(True, True)] * 2

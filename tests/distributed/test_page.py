@@ -29,23 +29,23 @@ def pages(case: Case, folder: str) -> dict[str, Any]:
 
     chunks = ranks.start(case)
     hooks = [
-        mf.HookFunction(FC1, tags=("probe",)),
-        mf.HookFunction("decoder.layers.3:output", editing_function=mf.edits.scale(0.5), tags=("steer",)),
+        mf.HookFunction(FC1, groups=("probe",)),
+        mf.HookFunction("decoder.layers.3:output", editing_function=mf.edits.scale(0.5), groups=("steer",)),
         mf.HookFunction("decoder.layers.1.mlp.linear_fc2:input", enabled=False),
     ]
     path = Path(folder)
     out: dict[str, Any] = {"rank": dist.get_rank()}
     with mf.attach(chunks, hooks) as flex:
         with counting() as calls:
-            before = flex.to_html(path / f"before-{dist.get_rank()}.html")
+            before = flex.report.to_html(path / f"before-{dist.get_rank()}.html")
         gpt.step(case, chunks, 0)
         with counting() as more:
-            after = flex.to_html(path / f"after-{dist.get_rank()}.html", title="after a step")
+            after = flex.report.to_html(path / f"after-{dist.get_rank()}.html", title="after a step")
         out["calls"] = len(calls) + len(more)
         out["written"] = [str(p.name) for p in (before, after) if p is not None]
         out["sites"] = [s.name for s in flex.sites()]
         with pytest.raises(mf.SiteError):
-            flex.to_html(path / "never.html", pattern="decodr.*")
+            flex.report.to_html(path / "never.html", pattern="decodr.*")
         flex.remove_hook(hooks[2])
     return out
 
@@ -77,7 +77,7 @@ def test_the_leader_alone_writes_a_page_with_the_hooks_of_all_stages(tmp_path: P
         assert (states(before)[name], states(after)[name]) == (1, 2)
     assert states(after)["decoder.layers.1.mlp.linear_fc2:input"] == 0
     assert states(after)["decoder.layers.3:output"] == 2
-    assert set(after["tags"]) == {"probe", "steer"}
+    assert set(after["groups"]) == {"probe", "steer"}
     stages = dict(zip(after["sites"]["name"], after["sites"]["stage"], strict=True))
     assert stages["decoder.layers.3:output"] == 1
 
@@ -86,11 +86,11 @@ def test_what_hooks_send_is_known_once_something_was_read(tmp_path: Path) -> Non
     run(4, pages, TP2PP2, str(tmp_path))
     before, after = read(tmp_path / "before-0.html"), read(tmp_path / "after-0.html")
     name = before["sites"]["name"].index("decoder.layers.2.mlp.linear_fc1:output")
-    why = before["costs"][before["sites"]["cost"][name]]["read"]["why"]
+    why = before["estimates"][before["sites"]["estimate"][name]]["read"]["why"]
     assert why == "only the data tell how long s and b is"
-    cost = after["costs"][after["sites"]["cost"][name]]
-    assert cost["read"]["whole"] == gpt.SEQUENCE * gpt.BATCH * 2 * gpt.FFN * 4
-    assert cost["edit"]["sent"][0][:3] == ["all_gather", "tp", 2]
+    estimate = after["estimates"][after["sites"]["estimate"][name]]
+    assert estimate["read"]["whole"] == gpt.SEQUENCE * gpt.BATCH * 2 * gpt.FFN * 4
+    assert estimate["edit"]["sent"][0][:3] == ["all_gather", "tp", 2]
 
 
 def test_one_replica_writes(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def pages_of_replicas(case: Case, folder: str) -> bool:
     import megatron_flex as mf
 
     with mf.attach(ranks.start(case)) as flex:
-        return flex.to_html(Path(folder) / f"{dist.get_rank()}.html") is not None
+        return flex.report.to_html(Path(folder) / f"{dist.get_rank()}.html") is not None
 
 
 def test_the_page_on_pages_runs(tmp_path: Path) -> None:

@@ -23,9 +23,13 @@ GATED = [
     Case("tp2 pp2, output gate", tp=2, pp=2, layers=2, extra={"attention_output_gate": True}),
     Case("tp4, output gate, two groups", tp=4, groups=2, layers=2, extra={"attention_output_gate": True}),
 ]
-TOGETHER = [
+TOGETHER = [  # in any order; FLOW has them as the data flow reaches them
     *(f"decoder.layers.1.self_attention.linear_qkv:{p}" for p in "vqk"),
     *(f"decoder.layers.0.mlp.linear_fc1:{p}" for p in ("up", "gate", "output")),
+]
+FLOW = [
+    *(f"decoder.layers.0.mlp.linear_fc1:{p}" for p in ("output", "gate", "up")),
+    *(f"decoder.layers.1.self_attention.linear_qkv:{p}" for p in "qkv"),
 ]
 
 
@@ -59,7 +63,8 @@ def one_process(case: Case) -> Any:
     gpt.initialize(case)
     chunks = gpt.build(case)
     state = gpt.randomize(chunks[0])
-    for site in TOGETHER:
+    assert set(FLOW) == set(TOGETHER)
+    for site in FLOW:
         oracle.install(chunks[0], site, oracle.edit)
     losses = gpt.step(case, chunks, 0)
     return state, losses, {n: p.grad for n, p in gpt.global_names(chunks[0])}
@@ -92,7 +97,7 @@ def several_ranks(case: Case, state: Any) -> Any:
 @pytest.mark.versions
 @pytest.mark.parametrize("groups", [4, 2], ids=["one group a rank", "two ranks a group"])
 def test_edits_of_several_parts_at_once(groups: int) -> None:
-    """Each edit sees what those before it left, and the gradients pass all of them."""
+    """Each edit sees what those before it in the data flow left, and the gradients pass all of them."""
     if groups == 2 and VERSION < (0, 16):
         pytest.skip("fewer groups than ranks came with megatron-core 0.16")
     case = Case("together", tp=4, sp=True, groups=groups, layers=2)

@@ -162,7 +162,7 @@ def removed() -> None:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (constant, r"attribute megatron_flex\.adapters\.registry\.BUILT_IN is"),
+        (constant, r"attribute megatron_flex\.adapters\.adapter_registry\.BUILT_IN is"),
         (registered, "adapters: left was absent and is registered"),
         (stand_in, r"modules that were not imported: megatron\.left was absent"),
         (removed, r"module megatron_flex\.errors is gone"),

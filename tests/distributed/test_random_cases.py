@@ -34,7 +34,7 @@ def test_each_kind_of_hook_and_of_edit_is_there_along_each_axis() -> None:
     assert covered >= {("hook", kind, axis) for kind in KINDS[:-1] for axis in AXES}
     assert covered >= {("hook", "parameter", axis) for axis in AXES if axis != "ep"}
     assert covered >= {("edited", kind, axis) for kind in KINDS[:-1] for axis in AXES}
-    assert covered >= {(run, axis) for run in ("replicated", "leader") for axis in AXES}
+    assert covered >= {(run, axis) for run in ("replicated", "once") for axis in AXES}
     for name in edit_table.TABLE:
         assert len({axis for axis in AXES if ("edit", name, axis) in covered}) >= len(AXES) - 1, name
     assert len(CASES) >= 40
@@ -51,17 +51,17 @@ def test_a_random_case(draw: Draw) -> None:
 FC1, QKV = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0.self_attention.linear_qkv"
 PARTS_OF_ONE = [
     (Hook(f"{FC1}:output"), Hook(f"{FC1}:up", edit="scale")),
-    (Hook(f"{FC1}:output", edit="scale"), Hook(f"{FC1}:gate", edit="softened", run="leader")),
+    (Hook(f"{FC1}:output", edit="scale"), Hook(f"{FC1}:gate", edit="softened", run="once")),
     (Hook(f"{QKV}:output"), Hook(f"{QKV}:q", edit="scale"), Hook(f"{QKV}:v")),
 ]
 
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("hooks", PARTS_OF_ONE, ids=["read and edit", "two edits", "three places"])
-def test_places_of_one_module_fire_in_the_order_of_registration(
+def test_places_of_one_module_fire_in_the_order_of_the_data_flow(
     hooks: tuple[Hook, ...], turned: bool
 ) -> None:
-    """Each sees what those before it left, a linear's output what an edit of one of its parts made."""
+    """Each sees what those before it in the data flow left, in whatever order they were registered."""
     verdict = prove(Draw(tp=2, layers=1, hooks=hooks[::-1] if turned else hooks))
     assert verdict.good, verdict.told()
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import megatron_flex as mf
 from tests.distributed import test_dtensor
 from tests.distributed.matrix import Cell, judge, relative
-from tests.support import llama, llama_fairscale, proof, same, wrapping
+from tests.support import llama, llama_fairscale, proof, same, sharded_ddp, wrapping
 from tests.support.pool import run_alone as run  # frameworks with groups of their own
 
 SECTION = "The same hooks, framework by framework"
@@ -64,6 +64,10 @@ def dtensor(tp: int, dp: int) -> proof.Built:
 def fairscale() -> proof.Built:
     llama_fairscale.initialize(2)
     return wrapping.built(llama_fairscale.model())
+
+
+def fairscale_replicas() -> proof.Built:
+    return wrapping.built(sharded_ddp.wrapped(llama.single())[0])
 
 
 def megatron(case: str) -> proof.Built:
@@ -120,6 +124,7 @@ FRAMEWORKS: dict[str, tuple[int, proof.Build, tuple[Any, ...], tuple[str, ...]]]
     "Megatron tp2": (2, megatron, ("tp2",), ("megatron.core",)),
     "Megatron tp2 pp2": (4, megatron, ("tp2 pp2",), ("megatron.core",)),
     "fairscale mp2": (2, fairscale, (), ("fairscale",)),
+    "fairscale ShardedDataParallel dp2": (2, fairscale_replicas, (), ("fairscale",)),
     "DTensor tp2": (2, dtensor, (2, 1), ()),
     "DTensor tp2, FSDP2 dp2": (4, dtensor, (2, 2), ()),
     "DDP dp2": (2, ddp, (), ()),

@@ -62,6 +62,14 @@ def cut(dp: int, tp: int, wrapper: str, model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=over["dp"]) if wrapper else model
 
 
+def replicated(model: nn.Module) -> nn.Module:
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+    from torch.distributed.device_mesh import init_device_mesh
+
+    over = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    return replicate(model, mesh=over)
+
+
 def averaged(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
@@ -72,6 +80,7 @@ WRAPPERS: dict[str, tuple[int, Callable[[nn.Module], nn.Module]]] = {
     "FSDP1, flat parameters only": (2, partial(flat, False)),
     "FSDP2, more ranks than rows": (4, partial(full, (4,))),
     "HSDP": (4, partial(full, (2, 2))),
+    "replicate() of FSDP2": (2, replicated),
     "tp2": (2, partial(cut, 1, 2, "")),
     "FSDP2 dp2 x tp2": (4, partial(cut, 2, 2, "FSDP2")),
     "DDP dp2 x tp2": (4, partial(cut, 2, 2, "DDP")),

@@ -52,7 +52,7 @@ WAYS = {
     "mean": Way(lambda n: edits.mean("s", features=slice(2, 9), dims=NAMES), ("s",)),
     "mean of features": Way(lambda n: edits.mean("h", samples=1, dims=NAMES), ("h",)),
     "mean of both": Way(lambda n: edits.mean("s h", dims=NAMES), ("s", "h")),
-    "silent": Way(lambda n: edits.neurons([0, 7, -1], dims=NAMES)),
+    "silent": Way(lambda n: edits.ablate_neurons([0, 7, -1], dims=NAMES)),
     "steer": Way(lambda n: edits.steer(some(n), 2.0, positions=slice(-4, None), dims=NAMES), linear=False),
     "patch": Way(lambda n: edits.patch(some(16, 2, n), features=[1, -2], dims=NAMES), linear=False),
     "swap": Way(lambda n: edits.swap(0, 1, dims=NAMES)),

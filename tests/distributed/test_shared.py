@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_flex.collectives.transport import node_sockets
-from megatron_flex.collectives.transport import slots
-from megatron_flex.errors import FlexError, FlexWarning
+from megatron_flex.collectives.transport import node_sockets, segments
+from megatron_flex.collectives.transport.process_group import ProcessGroupTransport
+from megatron_flex.collectives.transport.shared_memory import SharedMemoryTransport
 from megatron_flex.config import flex_config
+from megatron_flex.errors import FlexError, FlexWarning
 from megatron_flex.layout import Cut, Dim, Layout, assemble, coordinates, extract
 from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.runtime.captures import Captures, Key
@@ -82,6 +83,11 @@ def recorder(mesh: Mesh) -> tuple[Recorder, Captures]:
     return made, captures
 
 
+def gathering(made: Recorder) -> ProcessGroupTransport:
+    (found,) = (t for t in made._transports if isinstance(t, ProcessGroupTransport))
+    return found
+
+
 def key(step: int, site: str = "x", call: int = 0) -> Key:
     return Key(site, step, step, 0, call)
 
@@ -132,7 +138,8 @@ def layouts(tp: int, cp: int, nodes: bool) -> Any:
     first = step_of_all(made, captures, mesh, 0)
     with saying() as seen:
         second = step_of_all(made, captures, mesh, 1)
-    kept, sizes = list(made._pending), len(made._buffers._free)
+    group = gathering(made)
+    kept, sizes = list(group._pending), len(group._buffers._free)
     made.close()
     return first, second, dict(seen), kept, sizes
 
@@ -172,7 +179,7 @@ def right(tensor: Tensor, step: int) -> bool:
 
 
 def keeping(most: int, steps: int, clear: bool) -> Any:
-    flex_config.shared_bytes, slots.FIRST = most, 1 << 20
+    flex_config.shared_bytes, segments.FIRST = most, 1 << 20
     made, captures = recorder(mesh_of(2, 1))
     with saying() as seen, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -181,7 +188,7 @@ def keeping(most: int, steps: int, clear: bool) -> Any:
             made.flush()
             if clear and step >= 2:
                 captures.clear()
-    ring = made._board._ring if made._board else None
+    ring = next((t._ring for t in made._transports if isinstance(t, SharedMemoryTransport)), None)
     made.close()
     good = (
         all(right(t, k.step) for k, t in zip(captures["x"].keys, captures["x"], strict=True))
@@ -216,7 +223,7 @@ def test_the_ring_is_as_small_as_what_is_kept() -> None:
 
 
 def growing() -> Any:
-    flex_config.shared_bytes, slots.FIRST = 64 << 20, 1 << 16
+    flex_config.shared_bytes, segments.FIRST = 64 << 20, 1 << 16
     made, captures = recorder(mesh_of(2, 1))
     out = []
     for step, entries in enumerate([1 << 12, 1 << 18, 1 << 18, 1 << 12, 1 << 20, 1 << 20]):
@@ -271,7 +278,7 @@ def test_no_room_is_one_warning_and_right(folder: str, most: int, why: str) -> N
     assert count == 3
     (message,) = said
     assert why in message
-    assert "needs 2097152 bytes" in message
+    assert "need 2097152 bytes" in message
     assert "docker run --shm-size=" in message
     assert "FLEX_SHARED_FOLDER" in message
     assert other == (True, 0, [])
@@ -423,7 +430,7 @@ def test_a_killed_rank_leaves_nothing_and_nobody_hangs(victim: int, tmp_path: Pa
         run(2, killed, victim, str(tmp_path), timeout=60)
     said = (tmp_path / "said").read_text().splitlines()
     assert len(said) >= 1
-    assert all(f"rank {victim} is gone" in s for s in said)
+    assert all(f"rank {victim} has ended" in s for s in said)
     (tmp_path / "said").unlink()
     assert list(tmp_path.iterdir()) == []
 
@@ -444,7 +451,7 @@ def silent() -> Any:
 
 def test_a_rank_that_says_nothing_is_an_error() -> None:
     leader, _ = run(2, silent)
-    assert "rank 1 did not say within 0.5 s" in leader
+    assert "rank 1 did not report within 0.5 s" in leader
 
 
 def long_run() -> Any:

@@ -28,28 +28,28 @@ def shows(case: Case) -> tuple[str, str, list[str], list[str], str]:
     os.environ.pop("COLUMNS", None)  # lines as long as they like
     chunks = ranks.start(case)
     hooks = [
-        mf.HookFunction("decoder.layers.*.mlp.linear_fc1", tags=("probe",)),
-        mf.HookFunction("decoder.layers.3:output", editing_function=mf.edits.scale(0.5), tags=("steer",)),
+        mf.HookFunction("decoder.layers.*.mlp.linear_fc1", groups=("probe",)),
+        mf.HookFunction("decoder.layers.3:output", editing_function=mf.edits.scale(0.5), groups=("steer",)),
         mf.HookFunction("decoder.layers.1.mlp.linear_fc2:input", hook_type="tensor", enabled=False),
     ]
     with mf.attach(chunks, hooks) as flex:
         everything, group = io.StringIO(), io.StringIO()
-        flex.show(file=everything)
-        flex.show(group="steer", file=group)
+        flex.report.show(file=everything)
+        flex.report.show(group="steer", file=group)
         errors = []
         for wrong in ({"group": "stear"}, {"stage": 5}, {"pattern": "decodr.*"}):
             with pytest.raises(mf.SiteError) as error:
-                flex.show(**wrong)  # type: ignore[arg-type]
+                flex.report.show(**wrong)  # type: ignore[arg-type]
             errors.append(str(error.value))
         narrow = io.StringIO()
         os.environ["COLUMNS"] = str(WIDTH)
-        flex.show(file=narrow)
+        flex.report.show(file=narrow)
         names = [s.name for s in flex.sites()]
         gpt.step(case, chunks, 0)
         flex.select("none")
         gpt.step(case, chunks, 0)
         off: Any = io.StringIO()
-        flex.show(group="probe", file=off)
+        flex.report.show(group="probe", file=off)
         assert "reads [probe], off" in off.getvalue()
         flex.select()
         flex.remove_hook(hooks[2])
@@ -87,7 +87,7 @@ def prints(case: Case) -> str:
 
     chunks = ranks.start(case)
     with mf.attach(chunks) as flex, redirect_stdout(io.StringIO()) as out:
-        flex.show("decoder.layers.*")
+        flex.report.show("decoder.layers.*")
     return out.getvalue()
 
 
@@ -102,7 +102,7 @@ def test_a_notebook_has_the_tree_on_the_leader_and_elsewhere_where_it_is() -> No
         told = Shown(html)
         assert f"pp {number // 2}" in told.text
         assert "is no leader: what hooks read arrives on the first rank of its model replica" in told.text
-        assert "flex.show(file=sys.stdout)" in told.text
+        assert "flex.report.show(file=sys.stdout)" in told.text
         assert not told.summaries
 
 
@@ -110,7 +110,7 @@ def in_notebook(case: Case) -> str:
     import megatron_flex as mf
 
     chunks = ranks.start(case)
-    hook = mf.HookFunction("decoder.layers.*.mlp.linear_fc1", tags=("<b>probe</b>",))
+    hook = mf.HookFunction("decoder.layers.*.mlp.linear_fc1", groups=("<b>probe</b>",))
     with mf.attach(chunks, [hook]) as flex:
         html = flex._repr_html_()
         gpt.step(case, chunks, 0)

@@ -93,10 +93,10 @@ def stepped(case: Case, chunks: list[nn.Module], **hook: Any) -> tuple[str, dict
 
 WAYS = (
     ("forward", "replicated", (3,), (raising, in_place, odd_shape, odd_type)),
-    ("forward", "leader", (2,), (in_place,)),
-    ("forward", "leader", (3,), (raising,)),  # which does not run it
+    ("forward", "once", (2,), (in_place,)),
+    ("forward", "once", (3,), (raising,)),  # which does not run it
     ("full_backward_pre", "replicated", (3,), (in_place,)),
-    ("full_backward_pre", "leader", (2,), (raising,)),
+    ("full_backward_pre", "once", (2,), (raising,)),
 )
 
 
@@ -145,9 +145,13 @@ class Once(Edit):
         self.fails_in_replay, self.at = fails_in_replay, microbatch
 
     def __call__(self, module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Any:
-        from megatron_flex.adapters import replaying
+        from megatron_flex.adapters import is_recomputing
 
-        if self.microbatch == self.at and replaying() == self.fails_in_replay and dist.get_rank() in self.on:
+        if (
+            self.microbatch == self.at
+            and is_recomputing() == self.fails_in_replay
+            and dist.get_rank() in self.on
+        ):
             raise RuntimeError("only in one of them")
         return inputs * 2
 
@@ -304,7 +308,7 @@ def experts(case: Case) -> tuple[bool, int]:
     """Rows of an expert that one of two tensor parallel ranks has; all of them hold their tokens' whole."""
     chunks = ranks.start(case)
     found = stepped(case, chunks, module_name=EXPERT, editing_function=Edit(in_place, (0,)), on_error="skip")
-    want = stepped(case, chunks, module_name=EXPERT, editing_function=Edit(unedited, ()), run="leader")
+    want = stepped(case, chunks, module_name=EXPERT, editing_function=Edit(unedited, ()), run="once")
     return found[0] == want[0], found[1][0][0]
 
 

@@ -50,10 +50,10 @@ class Loop:
         self.flex = mf.attach(
             self.chunks,
             [
-                mf.HookFunction(FC1, editing_function=doubled, save=False, tags=("edit", "steer")),
-                mf.HookFunction(FC1, editing_function=negated, save=False, tags=("edit",), enabled=False),
+                mf.HookFunction(FC1, editing_function=doubled, save=False, groups=("edit", "steer")),
+                mf.HookFunction(FC1, editing_function=negated, save=False, groups=("edit",), enabled=False),
             ],
-            dumps=mf.Dump(folder / "dump", "decoder.layers.*:mid", tags=("dump",)),
+            dumps=mf.Dump(folder / "dump", "decoder.layers.*:mid", groups=("dump",)),
         )
         self.said = io.StringIO()
         with contextlib.redirect_stderr(self.said):
@@ -209,7 +209,7 @@ def at_the_start(case: Case, folder: Path) -> tuple[Any, ...]:
     from megatron_flex.launch.hook_control import Control
 
     chunks = ranks.start(case)
-    flex = mf.attach(chunks, [mf.HookFunction(FC1, tags="probe")])
+    flex = mf.attach(chunks, [mf.HookFunction(FC1, groups="probe")])
     path = folder / f"control-{dist.get_rank()}"
     if dist.get_rank() == 0:
         path.write_text("+prob")
@@ -242,7 +242,7 @@ def test_a_file_that_cannot_be_at_the_start_and_the_price_of_listening(tmp_path:
 
 
 def failing_on(rank: int) -> str:
-    from megatron_flex.launch.agreeing import job_mesh, run_or_raise_on_all
+    from megatron_flex.launch.rank_errors import job_mesh, run_or_raise_on_all
 
     def act() -> int:
         if dist.get_rank() == rank:

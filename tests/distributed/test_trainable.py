@@ -36,7 +36,7 @@ CASES: list[Any] = [
     (Case("cp2 dp2, each token", cp=2, dp=2, layers=2), {"per_token": True}),
     (Case("moe tp2 sp dp2 ep2", tp=2, sp=True, dp=2, ep=2, experts=4, layers=2), {}),
     (Case("tp2 dp2, samples together", tp=2, dp=2, layers=2), {"together": True}),
-    (Case("tp2 sp pp2, leader", tp=2, sp=True, pp=2, layers=2), {"run_on": "leader"}),
+    (Case("tp2 sp pp2, once", tp=2, sp=True, pp=2, layers=2), {"run_on": "once"}),
 ]
 
 
@@ -140,7 +140,7 @@ def called(case: Case, weights: dict[str, Tensor], run_on: str) -> Gradients:
     return gradients(flex)
 
 
-@pytest.mark.parametrize("run_on", ["replicated", "leader"])
+@pytest.mark.parametrize("run_on", ["replicated", "once"])
 def test_a_model_that_is_called_by_itself(run_on: str, cells: list[Any]) -> None:
     case = Case("tp2 sp dp2", tp=2, sp=True, dp=2, layers=2, microbatches=1)
     truth = truths.once(probes.alone, case.single())
@@ -410,7 +410,7 @@ def beyond(case: Case, run_on: str) -> tuple[str, bool]:
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("run_on", ["replicated", "leader"])
+@pytest.mark.parametrize("run_on", ["replicated", "once"])
 def test_a_loss_that_reaches_into_the_model(run_on: str) -> None:
     said = run(4, beyond, Case("tp2 sp pp2", tp=2, sp=True, pp=2, layers=2), run_on)
     assert len({text for text, _ in said}) == 1

@@ -133,7 +133,7 @@ def stale() -> list[int]:
 
 
 def test_overlapped_parameters_are_old_until_gathered() -> None:
-    """What `named_whole_parameters` warns of; it reads what the model holds."""
+    """What `named_full_parameters` warns of; it reads what the model holds."""
     for unmoved, later in run(2, stale):
         assert unmoved > 0
         assert later == 0

@@ -52,21 +52,21 @@ def ours(case: Case, state: dict[str, Tensor]) -> dict[str, Any]:
     chunks = converted(case, state)
     tokens = theirs.TOKENS
     with mf.FlexModel(chunks) as flex:
-        names = list(flex.lens_names.aliases)
-        logits, cache = flex.run_with_cache(tokens)
+        names = list(flex.interp.names.aliases)
+        logits, cache = flex.interp.run_with_cache(tokens)
         out: dict[str, Any] = {
             "public": theirs.public(cache),
             "names": names,
             "logits": {"": logits},
             "kept": list(cache),
         }
-        out["shorter"] = {"": flex.run_with_cache(tokens[:1, :6])[0]}
+        out["shorter"] = {"": flex.interp.run_with_cache(tokens[:1, :6])[0]}
         out["methods"] = {name: method(cache) for name, method in theirs.METHODS.items()}
         out["methods"]["logit_lens"] = cache.logit_lens(cache.accumulated_resid(incl_mid=True))
-        one = flex.run_with_cache(tokens[:1])[1].remove_batch_dim()
+        one = flex.interp.run_with_cache(tokens[:1])[1].remove_batch_dim()
         out["methods"]["one sequence"] = theirs.of_one_sequence(one)
-        out["cache"] = dict(flex.run_with_cache(tokens, lambda name: True)[1].items())
-        out["by microbatch"] = dict(flex.run_with_cache(tokens, names, microbatch_size=1)[1].items())
+        out["cache"] = dict(flex.interp.run_with_cache(tokens, lambda name: True)[1].items())
+        out["by microbatch"] = dict(flex.interp.run_with_cache(tokens, names, microbatch_size=1)[1].items())
         out |= edited(flex, names)
     return out
 
@@ -81,11 +81,11 @@ def edited(flex: Any, names: list[str]) -> dict[str, Any]:
     out, refused = {}, {}
     for name in names:
         try:
-            out[name] = flex.run_with_hooks(theirs.TOKENS, [(name, edit)])
+            out[name] = flex.interp.run_with_hooks(theirs.TOKENS, [(name, edit)])
         except mf.HookError as refusal:
             refused[name] = str(refusal)
-    out["in place"] = flex.run_with_hooks(theirs.TOKENS, theirs.IN_PLACE)
-    out["several"] = flex.run_with_hooks(theirs.TOKENS, [(list(theirs.SEVERAL), edit)])
+    out["in place"] = flex.interp.run_with_hooks(theirs.TOKENS, theirs.IN_PLACE)
+    out["several"] = flex.interp.run_with_hooks(theirs.TOKENS, [(list(theirs.SEVERAL), edit)])
     return {"edited": out, "refused": refused}
 
 

@@ -102,7 +102,7 @@ def in_place(case: Case, run_on: str) -> list[tuple[Any, ...]]:
     return answers
 
 
-@pytest.mark.parametrize("run_on", ["replicated", "leader"])
+@pytest.mark.parametrize("run_on", ["replicated", "once"])
 def test_edits_in_place_are_edits_like_others(run_on: str) -> None:
     for answers in run(2, in_place, TP2, run_on):
         for edited, plain in answers:
@@ -218,7 +218,7 @@ def known_lengths(case: Case) -> tuple[str, str]:
 
     said = told(lambda: mf.attach(chunks, [mf.HookFunction(MID, editing_function=wrong)]))
     heads = "decoder.layers.1.self_attention.core_attention:output"
-    for place, edit in ((heads, mf.edits.heads(0)), (MID, mf.edits.scale(2.0, positions=12))):
+    for place, edit in ((heads, mf.edits.ablate_heads(0)), (MID, mf.edits.scale(2.0, positions=12))):
         with mf.attach(chunks, [mf.HookFunction(place, editing_function=edit)]):
             pass
     beyond = mf.HookFunction(MID, editing_function=mf.edits.scale(2.0, positions=16))
@@ -257,7 +257,7 @@ def backward(case: Case) -> list[str]:
 
     chunks = ranks.start(case)
     out = []
-    for everywhere, run_on in ((True, "replicated"), (False, "replicated"), (True, "leader")):
+    for everywhere, run_on in ((True, "replicated"), (False, "replicated"), (True, "once")):
 
         def edit(m: Any, x: Tensor, c: Any, t: Any, everywhere: bool = everywhere) -> Tensor:
             return Wrong.apply(x, everywhere) + x

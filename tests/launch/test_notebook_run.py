@@ -30,7 +30,7 @@ dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, wo
 case = gpt.Case("one", layers=2)
 chunks = ranks.start(case)
 flex = mf.FlexModel(chunks)
-flex.register_forward_hook(mf.HookFunction("decoder.layers.0.mlp.linear_fc1", tags=["probe"]))
+flex.register_forward_hook(mf.HookFunction("decoder.layers.0.mlp.linear_fc1", groups=["probe"]))
 flex
 """: "linear_fc1",
     'flex.sites("decoder.layers.0.mlp.*")': FC1,

@@ -15,7 +15,7 @@ from tests.support.launching import MODEL, SCRIPT, Done, Server, has_pretrain, t
 
 pytestmark = pytest.mark.skipif(not has_pretrain(), reason="needs megatron.training of 0.19 or newer")
 NORM, FC1 = "decoder.layers.0.input_layernorm.weight", "decoder.layers.0.mlp.linear_fc1.weight"
-ODD = ["--flexible=--flex-dump d", "--words", "a b", "", "$HOME", "'\"", "é\n", "*", "flex-plan"]
+ODD = ["--flexible=--flex-dump d", "--words", "a b", "", "$HOME", "'\"", "é\n", "*", "flex-estimate"]
 BOOM = """
 calls = []
 
@@ -164,7 +164,7 @@ def test_bad_input_that_the_model_shows(server: Server, tmp_path: Path):
 
 def test_sites_and_plans(server: Server, tmp_path: Path):
     """The first rank prints them, and all end before data are touched."""
-    looks = ["--flex-list-sites", "decoder.layers.0.mlp.**", "--flex-plan", "--flex-cpu"]
+    looks = ["--flex-list-sites", "decoder.layers.0.mlp.**", "--flex-estimate", "--flex-cpu"]
     asked = ["--flex-sites", "decoder.layers.*", "--flex-dump", tmp_path / "d", "--flex-edit", "scale=0.5"]
     done = server(2, tmp_path, *command(tmp_path), *looks, *asked)
     assert done.status == [0, 0], done.err[0]

@@ -26,7 +26,7 @@ ADVERTISED = {
     "FlexModel(pipeline_parallel_size)": f"{_API}test_the_constructor_and_the_names_of_parameters",
     "FlexModel(data_parallel_size)": f"{_PLAIN}test_samples_of_data_parallel_ranks",
     "FlexModel(process_group)": f"{_PLAIN}test_process_group",
-    "FlexModel(every_rank)": f"{_API}test_every_rank",
+    "FlexModel(everywhere)": f"{_API}test_every_rank",
     "FlexModel(divide_gradients_by_dp)": f"{_API}test_gradients_divided_by_the_data_parallel_size",
     # running
     "FlexModel.forward": f"{_GROUPS}test_groups_all_and_complement_of_a_call",
@@ -67,7 +67,7 @@ ADVERTISED = {
     "FlexModel.trainable_modules_names": f"{_API}test_trainable_and_all_modules_names",
     "FlexModel.all_modules_names": f"{_API}test_trainable_and_all_modules_names",
     "FlexModel.wrapped_module_requires_grad": f"{_API}test_wrapped_module_requires_grad",
-    "FlexModel.restore": f"{_API}test_restore_and_collection_take_everything_out",
+    "FlexModel.restore": f"{_API}test_restore_takes_everything_out",
     # offload strategies
     "distributed.BaseOffloadStrategy": f"{_API}test_an_offload_strategy_of_ones_own",
     "distributed.CPUPinnedMemoryOffloadStrategy": f"{_API}test_offload_strategies",

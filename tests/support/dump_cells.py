@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.distributed.matrix import Cell, relative
 from tests.support import gpt, oracle, ranks, truths
+from tests.support.dumps import healthy
 from tests.support.pool import run
 
 
@@ -25,6 +26,7 @@ def compare(case: gpt.Case, sites: list[str] | None = None, **settings: Any) -> 
             path = str(Path(folder) / ("one" if one is not case else "many"))
             added = run(one.world, write, one, truth["state"], sites, path, settings, timeout=300)
             assert not any(added), f"a dump communicates nothing: {added}"
+            healthy(path)
         return [*_cells(case, sites, truth, Path(folder) / "many", Path(folder) / "one")]
 
 

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.layouts import layout_from_json
+from megatron_flex.dump.schema import layout_from_json
 from tests.distributed.matrix import Cell, relative
 from tests.support import gpt, moe, oracle, ranks, truths
+from tests.support.dumps import healthy
 
 ALL = "**:*"
 
@@ -85,6 +86,7 @@ def against_truth(case: gpt.Case, path: str | Path, sites: list[str], truth: dic
     import megatron_flex as mf
 
     found = []
+    healthy(path)
     with mf.open_dump(path) as dump:
         places = {s.name: s for s in dump.manifest.sites}
         for site in sites:
@@ -99,9 +101,12 @@ def against_truth(case: gpt.Case, path: str | Path, sites: list[str], truth: dic
                     continue
                 # at a microbatch's own loss, of which one process makes the mean over all microbatches
                 scale = len(truth["losses"]) if check != "dump" else 1
-                whole = torch.cat([as_written(w * scale if scale > 1 else w, dims) for w in wanted])
-                got = dump[name].torch()[0]
-                found.append(Cell(case.name, site, check, relative(got, whole), model=case.model))
+                written = [as_written(w * scale if scale > 1 else w, dims) for w in wanted]
+                calls = max(1, len(written) // len(truth["losses"]))  # in a microbatch
+                for call in range(calls):
+                    got = (dump[name, call] if calls > 1 else dump[name]).torch()[0]
+                    error = relative(got, torch.cat(written[call::calls]))
+                    found.append(Cell(case.name, site, check, error, model=case.model))
     return found
 
 
@@ -110,6 +115,8 @@ def against_twin(case: gpt.Case, path: str | Path, twin: str | Path) -> list[Cel
     import megatron_flex as mf
 
     found = []
+    healthy(path)
+    healthy(twin)
     with mf.open_dump(path) as dump, mf.open_dump(twin) as single:
         assert dump.sites == single.sites
         for name in dump.sites:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -17,20 +18,22 @@ from megatron_flex.dump import (
     PARAMETER_GRADIENT,
     VALUE,
     Dump,
-    ShardEntry,
+    DumpWriter,
     Manifest,
     Ownership,
+    ShardEntry,
     SiteRecord,
-    DumpWriter,
     compute_partial_mean,
-    make_mean_layout,
     create_run,
-    select_entries,
+    describe_dims,
     layout_to_json,
+    make_mean_layout,
+    select_entries,
 )
-from megatron_flex.dump.numbering import number_first_sample
-from megatron_flex.dump.selection import SAMPLE_DIM, TOKEN_DIM, find_dim
-from megatron_flex.layout import Cut, Dim, Layout, extract, count_parts
+from megatron_flex.dump.checksums import ZERO_CHECKSUM, seal_json
+from megatron_flex.dump.token_selection import SAMPLE_DIM, TOKEN_DIM, find_dim, number_first_sample
+from megatron_flex.dump.tools.dump_verification import verify_dump
+from megatron_flex.layout import Cut, Dim, Layout, count_parts, extract
 from megatron_flex.mesh import Axis, Mesh
 
 # Layouts as Megatron has them; `s` are tokens and `b` samples.
@@ -225,7 +228,9 @@ def _lengths(layout: Layout, block: Tensor, sizes: dict[str, int]) -> dict[int, 
 def _in_order(block: Tensor, layout: Layout) -> Tensor:
     """From (sample, token, *features) to the order in which one device has the dims of the layout."""
     order = layout.permute or tuple(range(len(layout.dims)))
-    front = [order.index(d) for d in (find_dim(layout, SAMPLE_DIM), find_dim(layout, TOKEN_DIM)) if d is not None]
+    front = [
+        order.index(d) for d in (find_dim(layout, SAMPLE_DIM), find_dim(layout, TOKEN_DIM)) if d is not None
+    ]
     return block.movedim(list(range(len(front))), front)
 
 
@@ -239,7 +244,9 @@ def _manifest(
 ) -> Manifest:
     def place(name: str, given: Given) -> SiteRecord:
         shape: list[int | str] = list(given.value.shape[1:])
-        return SiteRecord(name, layout_to_json(given.layout), shape, given.stage)
+        return SiteRecord(
+            name, layout_to_json(given.layout), shape, given.stage, axes=describe_dims(given.layout)
+        )
 
     return Manifest(
         run=0,
@@ -255,6 +262,18 @@ def _manifest(
         parameters=tuple(place(n, g) for n, g in parameters.items()),
         settings=dump.to_json(),
     )
+
+
+def healthy(path: Path | str) -> None:
+    """Hold that `dump verify` finds nothing in a dump that nobody damaged."""
+    found = verify_dump(Path(path))
+    assert found.good, found.findings
+    assert found.tensors
+
+
+def sealed_again(text: bytes) -> bytes:
+    """A manifest that somebody changed, with the checksum that it then has."""
+    return seal_json(re.sub(rb'("checksum": ")[0-9a-f]{16}', rb"\g<1>" + ZERO_CHECKSUM, text, count=1))
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

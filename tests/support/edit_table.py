@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import megatron_flex as mf
+from megatron_flex import edits
 from tests.support import oracle
 from tests.support.site_forms import form_of
 
@@ -69,18 +71,6 @@ def put(x: Tensor, where: Any, new: Tensor) -> Tensor:
     return out
 
 
-def _edits() -> Any:
-    from megatron_flex import edits
-
-    return edits
-
-
-def _local(function: Any, *dims: str) -> Any:
-    import megatron_flex as mf
-
-    return mf.local(*dims)(function)
-
-
 def _first_heads(x: Tensor) -> Tensor:
     return put(x, (slice(None), slice(None), [0, -1]), torch.zeros_like(x))
 
@@ -96,57 +86,55 @@ def _swapped(x: Tensor) -> Tensor:
 STREAM, HEADS = ("sbh",), ("sbh", "sbnd")
 TABLE: dict[str, Row] = {
     "mixed": Row(lambda w: mixed, oracle.edit),
-    "softened": Row(lambda w: _local(softened), lambda x: softened(None, x, None, None)),
-    "turned": Row(lambda w: _local(turned, "s b"), lambda x: turned(None, x, None, None), HEADS),
-    "scale": Row(lambda w: _edits().scale(1.25), lambda x: 1.25 * x),
+    "softened": Row(lambda w: mf.local()(softened), lambda x: softened(None, x, None, None)),
+    "turned": Row(lambda w: mf.local("s b")(turned), lambda x: turned(None, x, None, None), HEADS),
+    "scale": Row(lambda w: edits.scale(1.25), lambda x: 1.25 * x),
     "scale some": Row(
-        lambda w: _edits().scale(1.5, positions=[0, -1, 5], samples=1),
+        lambda w: edits.scale(1.5, positions=[0, -1, 5], samples=1),
         lambda x: put(x, (torch.tensor([[0], [15], [5]]), [1]), 1.5 * x),
         HEADS,
     ),
     "zero": Row(
-        lambda w: _edits().zero(features=slice(None, None, 2)),
+        lambda w: edits.zero(features=slice(None, None, 2)),
         lambda x: put(x, (..., slice(None, None, 2)), torch.zeros_like(x)),
         STREAM,
     ),
-    "clamp": Row(lambda w: _edits().clamp(LOW, HIGH), lambda x: x.clamp(LOW, HIGH)),
+    "clamp": Row(lambda w: edits.clamp(LOW, HIGH), lambda x: x.clamp(LOW, HIGH)),
     "steer": Row(
-        lambda w: _edits().steer(vector(w), 0.5, positions=slice(-4, None)),
+        lambda w: edits.steer(vector(w), 0.5, positions=slice(-4, None)),
         lambda x: put(x, slice(12, 16), x + 0.5 * vector(x.shape[-1])),
         STREAM,
     ),
-    "add": Row(lambda w: _edits().add(vector(w)), lambda x: x + vector(x.shape[-1]), STREAM),
-    "project out": Row(lambda w: _edits().project_out(directions(w)), lambda x: x - onto(x), STREAM),
+    "add": Row(lambda w: edits.steer(vector(w)), lambda x: x + vector(x.shape[-1]), STREAM),
+    "project out": Row(lambda w: edits.project_out(directions(w)), lambda x: x - onto(x), STREAM),
     "linear map": Row(
-        lambda w: _edits().linear_map(directions(w).T / w, directions(w), add=True),
+        lambda w: edits.linear_map(directions(w).T / w, directions(w), add=True),
         lambda x: x + x @ directions(x.shape[-1]).T / x.shape[-1] @ directions(x.shape[-1]),
         STREAM,
     ),
     "mean of tokens": Row(
-        lambda w: _edits().mean("s", positions=slice(0, 9)),
+        lambda w: edits.mean("s", positions=slice(0, 9)),
         lambda x: put(x, slice(0, 9), x.mean(0, keepdim=True).expand_as(x)),
         HEADS,
     ),
     "given mean": Row(
-        lambda w: _edits().mean(value=vector(w), samples=1),
+        lambda w: edits.mean(value=vector(w), samples=1),
         lambda x: put(x, (slice(None), 1), vector(x.shape[-1]).expand_as(x)),
         STREAM,
     ),
     "neurons": Row(
-        lambda w: _edits().neurons([0, 3, -1]),
+        lambda w: edits.ablate_neurons([0, 3, -1]),
         lambda x: put(x, (..., [0, 3, -1]), torch.zeros_like(x)),
         STREAM,
     ),
-    "heads": Row(lambda w: _edits().heads([0, -1]), _first_heads, ("sbnd",)),
+    "heads": Row(lambda w: edits.ablate_heads([0, -1]), _first_heads, ("sbnd",)),
     "heads of scores": Row(
-        lambda w: _edits().scale(0.5, heads=[0, -1], positions=-1),
+        lambda w: edits.scale(0.5, heads=[0, -1], positions=-1),
         lambda x: put(x, (slice(None), [0, -1], -1), 0.5 * x),
         ("bnss",),
     ),
-    "swap": Row(lambda w: _edits().swap(0, 1), _swapped, HEADS),
-    "chain": Row(
-        lambda w: _edits().scale(1.5) | _edits().clamp(LOW, HIGH), lambda x: (1.5 * x).clamp(LOW, HIGH)
-    ),
+    "swap": Row(lambda w: edits.swap(0, 1), _swapped, HEADS),
+    "chain": Row(lambda w: edits.scale(1.5) | edits.clamp(LOW, HIGH), lambda x: (1.5 * x).clamp(LOW, HIGH)),
 }
 
 

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_flex.adapters import plain, adapter_registry
-from megatron_flex.adapters.modules import Modules
-from megatron_flex.adapters.rules import Rule
-from megatron_flex.adapters.spread import WHOLE, Spread
+from megatron_flex.adapters import adapter_registry, pytorch
+from megatron_flex.adapters.layout_rules import FULL, Rule, Spread
+from megatron_flex.adapters.module_adapter import ModuleAdapter
 from megatron_flex.layout import Cut, Dim, Layout
 from tests.support import llama
 from tests.support.rank import changes
@@ -27,11 +26,11 @@ class Rules:
         from fairscale.nn.model_parallel import layers
 
         if isinstance(module, layers.ColumnParallelLinear):
-            return Rule(WHOLE, WHOLE if module.gather_output else LAST, {"weight": ROWS})
+            return Rule(FULL, FULL if module.gather_output else LAST, {"weight": ROWS})
         if isinstance(module, layers.RowParallelLinear):
-            return Rule(LAST if module.input_is_parallel else WHOLE, WHOLE, {"weight": COLUMNS})
+            return Rule(LAST if module.input_is_parallel else FULL, FULL, {"weight": COLUMNS})
         if isinstance(module, layers.VocabParallelEmbedding):
-            return Rule(WHOLE, WHOLE, {"weight": ROWS})
+            return Rule(FULL, FULL, {"weight": ROWS})
         return None
 
 
@@ -72,16 +71,18 @@ def load(model: nn.Module, whole: nn.Module, size: int, rank: int) -> None:
 def take_over() -> None:
     """Have these rules for every model that the running function makes, and no other adapter."""
 
-    def claim(chunks: list[Any], said: Any, group: Any) -> adapter_registry.Found:
-        return adapter_registry.Found("followed", "a test says so", lambda: adapter(chunks, said, group))
+    def claim(chunks: list[Any], said: Any, group: Any) -> adapter_registry.FrameworkMatch:
+        return adapter_registry.FrameworkMatch(
+            "followed", "a test says so", lambda: adapter(chunks, said, group)
+        )
 
     changes.setattr(adapter_registry, "BUILT_IN", (("torch", claim),))
 
 
-def adapter(chunks: list[Any], said: Any, group: Any = None) -> Modules:
+def adapter(chunks: list[Any], said: Any, group: Any = None) -> ModuleAdapter:
     """What stands for fairscale's adapter."""
-    mesh = plain.mesh_of(said, group)
-    return Modules(chunks[0], mesh, Rules(), name="followed")
+    mesh = pytorch.make_mesh(said, group)
+    return ModuleAdapter(chunks[0], mesh, Rules(), name="followed")
 
 
 def llama_of(size: int, **options: Any) -> llama.Llama:

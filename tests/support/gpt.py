@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import bert, context, grouped, latent, moe, mtp, ssm, te
+from tests.support import bert, context, grouped, latent, moe, mtp, packed, ssm, te
 
 SEQUENCE, BATCH, VOCABULARY, HIDDEN, FFN, HEADS, GROUPS = 16, 2, 64, 32, 48, 4, 2
 
@@ -56,6 +56,7 @@ class Case:
     vocabulary: int = VOCABULARY
     te: bool = False  # layers of Transformer Engine's spec, on its stand-ins
     device: str = "cpu"
+    packed: str = ""  # sequences packed in one row, and what core attention returns of them
     extra: dict[str, Any] = field(default_factory=dict)
     split: dict[str, Any] = field(default_factory=dict)
 
@@ -244,7 +245,7 @@ def _chunk(case: Case, stage: int | None) -> nn.Module:
     common: dict[str, Any] = {
         "config": config(case),
         "vocab_size": case.vocabulary,
-        "max_sequence_length": SEQUENCE,
+        "max_sequence_length": SEQUENCE * (BATCH if case.packed else 1),
         "pre_process": first,
         "post_process": last,
         "parallel_output": True,
@@ -279,6 +280,8 @@ def _chunk(case: Case, stage: int | None) -> nn.Module:
         spec = grouped.spec(spec)
     if case.mla and not case.te:
         spec.submodules.self_attention.submodules.core_attention = latent.core_attention()
+    if case.packed:
+        spec = packed.plug_in(spec, case.packed)
     if case.cp > 1:
         spec = context.plug_in(spec)
     if "vp_stage" in inspect.signature(GPTModel).parameters:
@@ -403,6 +406,8 @@ def forward_step(iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tup
     mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), diagonal=1)
     if hasattr(model, "bert_extended_attention_mask"):
         output = bert.call(model, batch)
+    elif "ends" in batch:
+        output, samples = packed.call(model, batch), BATCH
     else:
         tokens, labels = batch["tokens"][:, here], batch["labels"][:, here]
         device = next(model.parameters()).device
@@ -430,6 +435,8 @@ def step(case: Case, chunks: list[nn.Module], rank: int, forward_only: bool = Fa
             {k: torch.cat([b[k] for b in every[m :: case.microbatches]]) for k in every[m]}
             for m in range(case.microbatches)
         ]
+    if case.packed:
+        mine = [packed.pack(batch) for batch in mine]
     context = torch.no_grad() if forward_only else contextlib.nullcontext()
     with context:
         losses = get_forward_backward_func()(
@@ -437,8 +444,8 @@ def step(case: Case, chunks: list[nn.Module], rank: int, forward_only: bool = Fa
             data_iterator=[iter(mine) for _ in chunks] if case.vpp else iter(mine),
             model=chunks if case.vpp else chunks[0],
             num_microbatches=case.microbatches,
-            seq_length=SEQUENCE,
-            micro_batch_size=BATCH * case.joint,
+            seq_length=SEQUENCE * (BATCH if case.packed else 1),
+            micro_batch_size=1 if case.packed else BATCH * case.joint,
             forward_only=forward_only,
         )
     if not forward_only:

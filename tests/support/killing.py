@@ -7,7 +7,6 @@ import random
 import sys
 import tempfile
 import time
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,9 +17,15 @@ from typing import Any
 from torch import Tensor
 
 import megatron_flex as mf
-from megatron_flex.dump.part_format import ShardEntry, parse_iteration_folder, parse_part_name, read_part, list_complete_parts
-from megatron_flex.dump.manifest import Manifest
-from megatron_flex.dump.opening import list_begun_runs
+from megatron_flex.dump.checksums import compute_block_checksums
+from megatron_flex.dump.part_format import (
+    list_complete_parts,
+    parse_iteration_folder,
+    parse_part_name,
+    read_part,
+)
+from megatron_flex.dump.schema import Manifest, ShardEntry
+from megatron_flex.dump.writer.run_creation import list_begun_runs
 from tests.support.pool import _context
 
 Fed = Callable[[int, int, ShardEntry], Tensor]  # what a rank was fed: iteration, rank, of which tensor
@@ -149,7 +154,9 @@ class Watch(ABC):
             for entry in part.index.entries:
                 _, _, first, nbytes = part.where[entry.tensor]
                 data = content[first : first + nbytes]
-                assert zlib.crc32(data) == entry.crc, f"{path}: {entry.tensor} is damaged"
+                assert compute_block_checksums(memoryview(data)) == entry.blocks, (
+                    f"{path}: {entry.tensor} is damaged"
+                )
                 want = self.fed(number[0], rank, entry).contiguous().numpy().tobytes()
                 assert data == want, f"{path}: {entry.tensor} is not what was fed"
                 assert entry.tensor not in found

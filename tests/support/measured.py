@@ -7,10 +7,10 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_flex.statistics import StatisticsHeader, MeasuredSite, Statistics, open_writers
-from megatron_flex.statistics.measured import BINS_PER_SIGN, TensorStatistics
+from megatron_flex.statistics import MeasuredSite, Statistics, StatisticsHeader, open_writers
+from megatron_flex.statistics.statistics_records import BINS_PER_SIGN, TensorStatistics
 from megatron_flex.statistics.statistics_settings import FileFormat
-from megatron_flex.statistics.writing import StatisticsWriters
+from megatron_flex.statistics.statistics_writers import StatisticsWriters
 
 BINS = 2 * BINS_PER_SIGN + 1
 LAYOUT = {"dims": [{"name": "s", "cuts": [{"axis": "tp"}]}, {"name": "b"}, {"name": "h"}]}
@@ -21,7 +21,9 @@ def header(sites: Sequence[str] = SITES, **settings: object) -> StatisticsHeader
     """What a run would say of itself."""
     places = tuple(MeasuredSite(name, LAYOUT, ("s", "b", 8)) for name in sites)
     axes = {"pp": 1, "dp": 2, "tp": 2}
-    return StatisticsHeader("2026-01-02T03:04:05+00:00", {"torch": "2.13.0"}, "megatron-core", axes, places, settings)
+    return StatisticsHeader(
+        "2026-01-02T03:04:05+00:00", {"torch": "2.13.0"}, "megatron-core", axes, places, settings
+    )
 
 
 def row(iteration: int, site: str = SITES[0], order: int = 0, **more: object) -> TensorStatistics:

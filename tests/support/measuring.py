@@ -133,7 +133,7 @@ def numbers(values: Tensor) -> dict[str, Any]:
 
 def differences(row: Any, want: dict[str, Any], microbatches: int) -> list[str]:
     """What a row says otherwise, beyond what sums in another order make of a model's values."""
-    from megatron_flex.statistics.measured import BINS_PER_SIGN, compute_bin_edges
+    from megatron_flex.statistics.statistics_records import BINS_PER_SIGN, compute_bin_edges
 
     plain = ("std", "rms", "norm", "absmax")
     found = [n for n in plain if not math.isclose(getattr(row, n), want[n], rel_tol=1e-4, abs_tol=1e-9)]
@@ -143,7 +143,9 @@ def differences(row: Any, want: dict[str, Any], microbatches: int) -> list[str]:
         found.append("kurtosis")
     if row.count != want["count"] or row.nans or row.infinities:
         found.append("count")
-    if abs(row.zeros - want["zeros"]) > 1e-6 or row.histogram[BINS_PER_SIGN] != round(want["zeros"] * want["count"]):
+    if abs(row.zeros - want["zeros"]) > 1e-6 or row.histogram[BINS_PER_SIGN] != round(
+        want["zeros"] * want["count"]
+    ):
         found.append("zeros")
     if row.microbatches != microbatches:
         found.append("microbatches")

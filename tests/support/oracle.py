@@ -49,6 +49,8 @@ def install(root: nn.Module, site: str, visit: Visit) -> None:
         return _wrap(module, ssm.METHODS[point][0], visit, ssm.METHODS[point][1])
     if path.endswith(("linear_qkv", "linear_fc1")) and point in parts.POINTS:
         parts.install(module, root.config, path, point, visit)
+    elif point == "output" and getattr(module, "apart", False):  # of packed sequences: [t, n, d]
+        _after(module, lambda t: visit(t.flatten(1)).view(t.shape))
     elif point in ("output", "partial", "probs"):
         target = module.scale_mask_softmax if point == "probs" else module
         _after(target, visit)

@@ -47,7 +47,7 @@ def train(case: Case, path: str, wrong: bool, page: str) -> None:
 
     chunks = ranks.start(case)
     dump = mf.Dump(path, SITES, parameters=PARAMETERS, gradients=True)
-    hooks = [mf.HookFunction(FC1, tags=("probe",))]
+    hooks = [mf.HookFunction(FC1, groups=("probe",))]
     if wrong:
         hooks.append(mf.HookFunction(WRONG, editing_function=mf.edits.scale(1.5)))
     with mf.attach(chunks, hooks, dumps=dump) as flex:
@@ -60,7 +60,7 @@ def train(case: Case, path: str, wrong: bool, page: str) -> None:
         flex.remove_dump(dump)
         torch.distributed.barrier()
         if page:
-            flex.to_html(page, dumps=[path])
+            flex.report.to_html(page, dumps=[path])
 
 
 def trained(folder: Path, *, wrong: bool = False, page: bool = False) -> Path:

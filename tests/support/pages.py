@@ -145,8 +145,8 @@ def valid_settings(text: str) -> Any:
     """YAML, as `--flex-config` takes it."""
     import tempfile
 
-    from megatron_flex.launch.settings_file import read_settings_file
     from megatron_flex.launch.launch_settings import Settings
+    from megatron_flex.launch.settings_file import read_settings_file
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "block.yaml"

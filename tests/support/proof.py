@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import megatron_flex as mf
-from megatron_flex.adapters import opened
+from megatron_flex.adapters import list_model_chunks
 from tests.distributed.matrix import Cell, greatest, judge, relative
 from tests.support import llama
 from tests.support.pool import run
@@ -134,7 +134,7 @@ def clear(built: Built) -> None:
     if built.clear is not None:
         built.clear()
         return
-    for chunk in opened(built.model):
+    for chunk in list_model_chunks(built.model):
         chunk.zero_grad()
 
 

@@ -369,7 +369,9 @@ def _rules(d: Draw) -> Iterator[tuple[bool, str]]:
 def _is_partial(d: Draw, site: str) -> bool:
     """Whether ranks hold partial sums of a site's value or gradient."""
     if ".local_experts." in site:
-        return d.etp > 1 and site.endswith(("linear_fc2:output", ":output")) and "linear_fc1" not in site
+        inside = re.sub(r".*\.local_experts\.\d+", "", site)
+        values, gradients = (":output", ".linear_fc2:output"), (":input", ".linear_fc1:input")
+        return d.etp > 1 and inside in (*values, *gradients)
     return d.tp > 1 and site.endswith(":gemm_input")
 
 
@@ -574,7 +576,7 @@ def _editing(rng: random.Random, draw: Draw) -> Hook | None:
     site = rng.choice([s for s in sites_of(draw) if not moe.read_only(s)])
     kind = _kind(rng, draw, site)
     edit = rng.choice(edit_table.possible(site, kind in GRADIENTS, draw.kind))
-    return Hook(_globbed(rng, draw, site), kind, edit, run=rng.choice(("replicated", "replicated", "leader")))
+    return Hook(_globbed(rng, draw, site), kind, edit, run=rng.choice(("replicated", "replicated", "once")))
 
 
 def _globbed(rng: random.Random, draw: Draw, site: str) -> str:

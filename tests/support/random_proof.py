@@ -247,7 +247,7 @@ def _hooked_alone(case: gpt.Case, draw: Draw, state: dict[str, Tensor]) -> dict[
         for name, parameter in gpt.global_names(chunks[0]):
             parameter.copy_(state[name])
     watch = _Watch(draw)
-    for site in watch.order():
+    for site in sorted(watch.order(), key=_flow):
         oracle.install(chunks[0], site, watch.visit(site))
     weights = dict(gpt.global_names(chunks[0]))
     for hook in draw.hooks:
@@ -261,6 +261,13 @@ def _hooked_alone(case: gpt.Case, draw: Draw, state: dict[str, Tensor]) -> dict[
         "losses": losses,
         "parameters": {n: _without_padding(draw, n, g) for n, g in parameters.items()},
     }
+
+
+def _flow(site: str) -> int:
+    """Where the data flow reaches a hook point among those of its module; parts come after an output."""
+    flow = ("input", "gemm_input", "partial", "local", "output")
+    point = site.rpartition(":")[2]
+    return flow.index(point) if point in flow else len(flow)
 
 
 def _without_padding(draw: Draw, name: str, tensor: Tensor) -> Tensor:
@@ -468,7 +475,7 @@ def hook_function(draw: Draw, hook: Hook, shapes: dict[str, tuple[int, ...]]) ->
         hook_type="tensor" if hook.kind == "parameter" else hook.kind,  # type: ignore[arg-type]
         gradient_scale=draw.scale if hook.backward else "raw",  # type: ignore[arg-type]
         run=hook.run,  # type: ignore[arg-type]
-        tags=(QUIET,) if hook.quiet else (),
+        groups=(QUIET,) if hook.quiet else (),
         **wish_table.hook_arguments(hook.wish, width),
     )
 
@@ -490,7 +497,9 @@ def wanted(draw: Draw, truth: dict[str, Any]) -> Tensors:
         *((f"step {n}", s) for n, s in enumerate(truth["steps"])),
     ):
         losses, parameters = torch.tensor(one["losses"]), dict(one["parameters"])
-        if draw.tied and draw.pp > 1:  # the last stage has a copy, of which the gradient is the same
+        if (
+            draw.tied and draw.pp > 1 and parameters
+        ):  # the last stage has a copy, of which the gradient is the same
             parameters["output_layer.weight"] = parameters["embedding.word_embeddings.weight"]
         out["(all)", f"losses {name}"] = [losses]
         for parameter, gradient in parameters.items():

@@ -143,8 +143,8 @@ class Rank:
         import torch
         import torch.distributed as dist
 
-        from megatron_flex.cpu import switch
         from megatron_flex.config import flex_config
+        from megatron_flex.cpu import switch
 
         self._calls += 1
         known = dist.distributed_c10d._world.pg_map
@@ -199,9 +199,9 @@ class _Sessions:
     def counts_from_zero(self) -> None:
         """Ranks that made differently many sessions before meet again: the store is a new one."""
         self._kind._counts.clear()
-        schedule = sys.modules.get("megatron_flex.adapters.pipelining.schedule")
+        schedule = sys.modules.get("megatron_flex.adapters.pipelining")
         if schedule is not None:
-            schedule.Scheduled._counts.clear()
+            schedule.PipelineSchedule._counts.clear()
 
     def close(self) -> None:
         """Close what is open, on each rank by itself."""

@@ -115,7 +115,9 @@ def check_variables(words: list[str]) -> None:
     from megatron_flex.launch.flags import FLAGS_VARIABLE, settings_from_argv
 
     variables = dict(word.split("=", 1) for word in words)
-    assert settings_from_argv([], variables)[0] != settings_from_argv([], {})[0], f"{FLAGS_VARIABLE} says nothing"
+    assert settings_from_argv([], variables)[0] != settings_from_argv([], {})[0], (
+        f"{FLAGS_VARIABLE} says nothing"
+    )
 
 
 def check_control(words: list[str]) -> None:
@@ -152,12 +154,14 @@ def check_script(script: str, words: list[str]) -> None:
     assert file.is_file(), f"there is no {script}"
     assert file.stat().st_mode & 0o111, f"{script} cannot be executed"
     if script in PARSERS:
-        sys.path.insert(0, str(ROOT / "scripts"))
+        folders = [str(ROOT / "scripts"), str(ROOT / "scripts" / "measure")]
+        sys.path[:0] = folders
         try:
             module, function = PARSERS[script]
             getattr(importlib.import_module(module), function)(words)
         finally:
-            sys.path.remove(str(ROOT / "scripts"))
+            for folder in folders:
+                sys.path.remove(folder)
     elif script.startswith("scripts/slurm/"):
         check_megatron(words)
     else:

@@ -64,7 +64,9 @@ TABLE: dict[str, Wish] = {
 def possible(site: str, kind: str) -> list[str]:
     """The names of what can be wanted of a site."""
     form = form_of(site, kind)
-    return [name for name, wish in TABLE.items() if form in wish.forms]
+    found = [name for name, wish in TABLE.items() if form in wish.forms]
+    # The outputs of the predictions follow one another in a dim of their own, which is no `s`.
+    return [n for n in found if n in ("neurons", "norm", "top", "dot")] if site == "mtp:output" else found
 
 
 def hook_arguments(name: str, width: int) -> dict[str, Any]:

@@ -8,7 +8,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from textwrap import indent
 from typing import NamedTuple
@@ -26,22 +27,24 @@ ROWS = (
     ("compat",),
     ("model", "compare"),
     ("page", "plot"),
-    ("costs", "figures"),
+    ("estimate", "figures"),
     ("edits", "lens", "view"),
     ("runtime",),
     ("adapters", "dump", "statistics"),
     ("collectives",),
     ("sites",),
     ("layout", "mesh", "cpu", "progress"),
-    ("errors", "knobs", "markup", "points", "version"),
+    ("errors", "handles", "config", "notebook_html", "points", "version"),
 )
 ROW_OF = {room: number for number, row in enumerate(ROWS) for room in row}
-NOT_DRAWN = {"compat", "cpu", "version"}  # the diagram of the README may leave these out
+NOT_DRAWN = {"compat", "cpu", "version"}  # the diagram of CONTRIBUTING.md may leave these out
 MAY_IMPORT_ANYTHING = {"__init__", "__main__"}  # files directly in megatron_flex
 MAY_IMPORT_UPSTREAM = {"adapters", "launch", "cpu"}  # and the folder patches/
 
 MAX_FILE_LINES = 600
-MAX_FUNCTION_LINES = 60
+MAX_FUNCTION_LINES = 70
+MAX_SESSION_NAMES = 2  # names after `session`, such as `session.mesh.sizes`
+INTERFACES = {"ABC", "Protocol"}  # classes that inherit from one of these directly are no implementation
 
 
 class Import(NamedTuple):
@@ -101,7 +104,7 @@ def check_rows(path: str, source: str) -> list[str]:
         return []
     if room not in ROW_OF:
         return [
-            f"{path}: the room {room!r} is on no row: give it one in ROWS here and in the README's diagram"
+            f"{path}: the room {room!r} is on no row: give it one in ROWS and in CONTRIBUTING.md's diagram"
         ]
     wrong = []
     for found in imports_of(path, source):
@@ -121,6 +124,28 @@ def check_rows(path: str, source: str) -> list[str]:
         elif ROW_OF[other] < ROW_OF[room]:
             wrong.append(f"{where}: {other} is above {room}, and imports point down only")
     return wrong
+
+
+def module_of(path: str) -> str:
+    """`megatron_flex/runtime/__init__.py` is `megatron_flex.runtime`."""
+    return ".".join(Path(path).with_suffix("").parts).removesuffix(".__init__")
+
+
+def find_cycle(sources: Mapping[str, str]) -> str:
+    """A cycle of imports, deferred, type-checking and dynamic ones included; empty if there is none."""
+    modules = {module_of(path): path for path in sources}
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        needs = graph.setdefault(module, set())
+        for found in imports_of(path, sources[path]):
+            named = found.module if found.module in modules else found.module.rpartition(".")[0]
+            if named in modules and named != module:
+                needs.add(named)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return " needs ".join(reversed(error.args[1]))
+    return ""
 
 
 def check_upstream(path: str, source: str) -> list[str]:
@@ -156,11 +181,82 @@ def check_sizes(path: str, source: str) -> list[str]:
     return wrong
 
 
-def check_diagram(readme: str) -> list[str]:
-    """Differences between ROWS and the layer diagram of the README (which may leave out NOT_DRAWN)."""
-    first = re.search(r"^```[^\n]*\n(cli/.*?)^```", readme, re.MULTILINE | re.DOTALL)
+def classes_of(sources: Mapping[str, str]) -> dict[str, tuple[str, list[str]]]:
+    """The classes of the package by full name: where each is defined, and the full names of its bases.
+
+    A base that another package has keeps its last name alone.
+    """
+    out: dict[str, tuple[str, list[str]]] = {}
+    for path, source in sources.items():
+        tree = ast.parse(source, path)
+        names = {found.module.rpartition(".")[2]: found.module for found in imports_of(path, source)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                names |= {a.asname: names[a.name] for a in node.names if a.asname and a.name in names}
+        own = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        names |= {node.name: f"{module_of(path)}.{node.name}" for node in own}
+        for node in own:
+            bases = [b.value if isinstance(b, ast.Subscript) else b for b in node.bases]
+            written = [ast.unparse(b) for b in bases]
+            full = [names.get(w.partition(".")[0], w) + w[len(w.partition(".")[0]) :] for w in written]
+            out[names[node.name]] = f"{path}:{node.lineno}", full
+    return out
+
+
+def check_inheritance(sources: Mapping[str, str]) -> list[str]:
+    """Classes that inherit from several classes of the package, interfaces not counted."""
+    classes = classes_of(sources)
+    last: dict[str, set[str]] = {}  # packages hand names on, so that a base is looked up by its last name
+    for name in classes:
+        last.setdefault(name.rpartition(".")[2], set()).add(name)
+    interfaces = {
+        n for n, (_, bases) in classes.items() if INTERFACES & {b.rpartition(".")[2] for b in bases}
+    }
+    wrong = []
+    for name, (where, bases) in classes.items():
+        inherited = []
+        for base in bases:
+            named = {base} if base in classes else set()
+            if not named and base.startswith(f"{PACKAGE}."):
+                named = last.get(base.rpartition(".")[2], set())
+            if named - interfaces:
+                inherited.append(base.rpartition(".")[2])
+        if len(inherited) > 1:
+            wrong.append(
+                f"{where}: {name.rpartition('.')[2]} inherits from {', '.join(inherited)}: keep one at most, "
+                "and make objects of the others"
+            )
+    return wrong
+
+
+def check_session_chains(path: str, source: str) -> list[str]:
+    """Attributes of attributes of a session, which only the objects in between should know."""
+    tree = ast.parse(source, path)
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    wrong = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or id(node) in inner:
+            continue
+        names: list[str] = []
+        left: ast.AST = node
+        while isinstance(left, ast.Attribute):
+            names.insert(0, left.attr)
+            left = left.value
+        names = [left.id, *names] if isinstance(left, ast.Name) else names
+        at = next((n for n, name in enumerate(names) if name.lstrip("_") == "session"), None)
+        if at is not None and len(names) - at - 1 > MAX_SESSION_NAMES:
+            wrong.append(
+                f"{path}:{node.lineno}: {'.'.join(names[at:])}: give the session, or what it has, a method "
+                "that says what is wanted"
+            )
+    return wrong
+
+
+def check_diagram(page: str) -> list[str]:
+    """Differences between ROWS and the layer diagram of CONTRIBUTING.md (which may leave out NOT_DRAWN)."""
+    first = re.search(r"^```[^\n]*\n(cli/.*?)^```", page, re.MULTILINE | re.DOTALL)
     if first is None:
-        return ["README.md has no layer diagram: a fenced block that starts with `cli/`"]
+        return ["CONTRIBUTING.md has no layer diagram: a fenced block that starts with `cli/`"]
     drawn = []
     for line in first[1].splitlines():
         rooms = re.split(r"\s{2,}", line.strip())[0]
@@ -171,7 +267,7 @@ def check_diagram(readme: str) -> list[str]:
     ]
     drawn = [row for row in drawn if row]
     if drawn != expected:
-        return [f"README.md draws the rows {drawn}, this test holds {expected}: make them agree"]
+        return [f"CONTRIBUTING.md draws the rows {drawn}, this test holds {expected}: make them agree"]
     return []
 
 
@@ -256,9 +352,43 @@ def test_rooms_are_small():
     assert problems(check_sizes, python_files(PACKAGE)) == ""
 
 
-def test_readme_draws_the_same_rows():
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8") if readme.exists() else ""
+def test_no_class_is_put_together_by_inheritance():
+    sources = {p: (ROOT / p).read_text(encoding="utf-8") for p in python_files(PACKAGE)}
+    assert len(classes_of(sources)) > 100
+    assert "\n".join(check_inheritance(sources)) == ""
+
+
+def test_nobody_reaches_far_into_a_session():
+    assert problems(check_session_chains, python_files(PACKAGE)) == ""
+
+
+def test_modules_import_each_other_in_no_cycle():
+    root = {f"{PACKAGE}/__init__.py"}  # has the public names, of all rooms
+    sources = {p: (ROOT / p).read_text(encoding="utf-8") for p in python_files(PACKAGE) if p not in root}
+    assert len(sources) > 100
+    assert find_cycle(sources) == ""
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from megatron_flex.b import y",
+        "from megatron_flex import b",
+        "from . import b",
+        "def f():\n    from megatron_flex.b import y",
+        "if TYPE_CHECKING:\n    from megatron_flex.b import y",
+        "import importlib\nimportlib.import_module('megatron_flex.b')",
+        "import megatron_flex.b",
+    ],
+)
+def test_cycles_are_found(back: str):
+    files = {"megatron_flex/a.py": "from megatron_flex.c import x", "megatron_flex/c.py": back}
+    assert find_cycle({**files, "megatron_flex/b.py": ""}) == ""
+    assert "megatron_flex.a" in find_cycle({**files, "megatron_flex/b.py": "from megatron_flex.a import z"})
+
+
+def test_the_diagram_draws_the_same_rows():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert "\n".join(check_diagram(text)) == ""
 
 
@@ -276,12 +406,16 @@ def test_import_loads_no_upstream_and_patches_nothing():
 @pytest.mark.parametrize(
     ("path", "source", "said"),
     [
-        ("megatron_flex/layout/types.py", "from megatron_flex.mesh import Mesh", "on one row"),
-        ("megatron_flex/layout/types.py", "from megatron_flex import mesh", "on one row"),
-        ("megatron_flex/layout/types.py", "from ..mesh import Mesh", "on one row"),
-        ("megatron_flex/layout/types.py", "def f():\n    import megatron_flex.runtime.taps", "above"),
+        ("megatron_flex/layout/algebra.py", "from megatron_flex.mesh import Mesh", "on one row"),
+        ("megatron_flex/layout/algebra.py", "from megatron_flex import mesh", "on one row"),
+        ("megatron_flex/layout/algebra.py", "from ..mesh import Mesh", "on one row"),
+        ("megatron_flex/layout/algebra.py", "def f():\n    import megatron_flex.runtime.taps", "above"),
         ("megatron_flex/errors.py", "from . import collectives", "above"),
-        ("megatron_flex/dump/reader.py", "from megatron_flex.adapters.base import Adapter", "on one row"),
+        (
+            "megatron_flex/dump/part_format.py",
+            "from megatron_flex.adapters.adapter_base import Adapter",
+            "on one row",
+        ),
         ("megatron_flex/runtime/__init__.py", "from megatron_flex.model import FlexModel", "above"),
         (
             "megatron_flex/runtime/taps.py",
@@ -295,7 +429,7 @@ def test_import_loads_no_upstream_and_patches_nothing():
         ),
         ("megatron_flex/runtime/taps.py", "import megatron_flex", "from the room that holds it"),
         (
-            "megatron_flex/cpu/devices.py",
+            "megatron_flex/cpu/cuda.py",
             "from megatron_flex.cpu import x\nfrom megatron_flex.mesh import y",
             "lowest",
         ),
@@ -309,6 +443,69 @@ def test_rows_check_can_fail(path: str, source: str, said: str):
 
 
 @pytest.mark.parametrize(
+    ("bases", "wrong"),
+    [
+        ("A", 0),
+        ("A, nn.Module", 0),
+        ("A, Shape", 0),
+        ("A, Shape[int]", 0),
+        ("A, base.Shape", 0),
+        ("A, B", 1),
+        ("base.A, B", 1),
+        ("A, Again", 1),
+        ("A, Renamed", 1),
+        ("A, Here", 1),
+        ("A, B, nn.Module", 1),
+        ("G[int], B", 1),
+    ],
+)
+def test_inheritance_check_can_fail(bases: str, wrong: int):
+    base = """
+class A: ...
+class B: ...
+class C: ...
+class G(Generic[T]): ...
+class Shape(Protocol[T]): ...
+"""
+    head = """
+from torch import nn
+from megatron_flex.layout import Again, base
+from megatron_flex.layout.base import A, B, G, Shape
+from megatron_flex.layout.base import C as Renamed
+
+class Here: ...
+"""
+    sources = {
+        "megatron_flex/layout/__init__.py": "from megatron_flex.layout.again import Again",
+        "megatron_flex/layout/again.py": "class Again: ...",
+        "megatron_flex/layout/base.py": base,
+        "megatron_flex/model.py": f"{head}class Made({bases}): ...\n",
+    }
+    found = check_inheritance(sources)
+    assert len(found) == wrong
+    assert all("model.py:8: Made inherits from " in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("source", "wrong"),
+    [
+        ("session.mesh.sizes", 0),
+        ("self.session.sites.match('**')", 0),
+        ("self._session.mesh['dp'].coord", 0),
+        ("session.survey.sites.items()", 1),
+        ("self.session.editing.skipping.skipped", 1),
+        ("flex._session.sinks.dumping.dumps[0]", 1),
+        ("del session.a.b.c", 1),
+        ("session.a.b.c = session.d.e.f.g", 2),
+        ("get().session.a.b.c", 1),
+        ("sessions.a.b.c", 0),
+    ],
+)
+def test_chain_check_can_fail(source: str, wrong: int):
+    assert len(check_session_chains("megatron_flex/model/x.py", source)) == wrong
+
+
+@pytest.mark.parametrize(
     ("path", "source"),
     [
         ("megatron_flex/__init__.py", "from megatron_flex.model import FlexModel"),
@@ -316,7 +513,7 @@ def test_rows_check_can_fail(path: str, source: str, said: str):
         ("megatron_flex/runtime/taps.py", "from .clock import Clock"),
         ("megatron_flex/runtime/taps.py", "from ..layout import Layout"),
         ("megatron_flex/runtime/taps.py", "from megatron_flex import layout"),
-        ("megatron_flex/cpu/devices.py", "from megatron_flex.errors import FlexError"),
+        ("megatron_flex/cpu/cuda.py", "from megatron_flex.errors import FlexError"),
         (
             "megatron_flex/cli.py",
             "import torch\nimport megatron_flexible\nfrom megatron_flex.model import FlexModel",
@@ -392,14 +589,14 @@ launch/                        the doors
 compat/                        another interface
 model · compare                FlexModel and HookFunction
 page · plot                    pictures
-costs · figures                their numbers
+estimate · figures             their numbers
 edits · lens · view            ready-made
 runtime/                       taps · hooks
 adapters/ · dump/ · statistics/  one file per framework │ manifest
 collectives                    gather and scatter
 sites                          names
 layout · mesh · progress       pure
-errors · knobs · markup · points
+errors · handles · config · notebook_html · points
 ```
 """
 
@@ -413,7 +610,7 @@ errors · knobs · markup · points
         ("collectives  ", "collectives · cpu  ", False),
         ("layout · mesh", "mesh · layout", False),
         ("runtime/", "running/", False),
-        ("errors · knobs · markup · points\n", "", False),
+        ("errors · handles · config · notebook_html · points\n", "", False),
         ("· points\n", "· points\nattic\n", False),
         ("cli/ ", "launch/ ", False),
     ],

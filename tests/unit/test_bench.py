@@ -15,7 +15,7 @@ import torch
 
 from tests.support.pool import run_alone as run
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "measure"
 Load = Callable[[str], Any]
 
 
@@ -147,7 +147,7 @@ def test_a_page_gets_what_is_between_its_comments(script: Load) -> None:
 
 
 def test_the_page_of_performance_can_be_written(script: Load) -> None:
-    page = (SCRIPTS.parent / "docs" / "performance.md").read_text(encoding="utf-8")
+    page = (SCRIPTS.parents[1] / "docs" / "performance.md").read_text(encoding="utf-8")
     for section in ("hooks", "idle"):
         assert "all new" in script("bench_hooks_report").put(page, section, "all new")
 

@@ -138,7 +138,7 @@ def test_calls_of_a_site_have_numbers(command, tmp_path):
         (["dump", "export", "dump", "out", "-s", "encoder.*"], "nothing in the dump is named 'encoder.*'"),
         (["dump", "export", "dump", "out", "-f", "hdf5"], "'hdf5' is none of safetensors, zarr, datasets"),
         (["dump", "prune", "dump", "--keep-every", "0"], "keep-every 0"),
-        (["plan"], "say the run's configuration once"),
+        (["estimate"], "say the run's configuration once"),
         (["compare", "dump", "dump", "-t", "x"], "--tolerance x: say a number"),
     ],
 )  # fmt: skip
@@ -233,8 +233,8 @@ def test_a_dump_that_has_begun_has_shapes_as_far_as_they_are_known(command, tmp_
     assert "decoder.layers.0  [s 2, b 3, h 4]" in shown.out
     checked = command("dump", "verify", "new")
     assert checked.status == 0
-    assert "no iteration is whole" in checked.out
-    assert "no iteration of new is whole" in command("dump", "export", "new", "out").err
+    assert "no iteration is complete" in checked.out
+    assert "no iteration of new is complete" in command("dump", "export", "new", "out").err
 
 
 def test_sites_of_a_dump(command, dump):
@@ -279,7 +279,7 @@ def test_sites_that_cannot_be_shown_are_told_in_one_line(command, dump, words, s
 )
 def test_the_runner_stands_behind_torchruns_options(words: list[str], command: list[str]) -> None:
     pytest.importorskip("typer")
-    from megatron_flex.cli.running import torchrun_command
+    from megatron_flex.cli.app import torchrun_command
 
     assert torchrun_command(words) == [sys.executable, "-m", "torch.distributed.run", *command]
 
@@ -287,7 +287,7 @@ def test_the_runner_stands_behind_torchruns_options(words: list[str], command: l
 @pytest.mark.parametrize("words", [[], ["--flex-dump", "out", "pretrain.py"], ["--no-python", "pretrain.py"]])
 def test_what_leaves_no_place_for_the_runner_is_an_error(words: list[str]) -> None:
     pytest.importorskip("typer")
-    from megatron_flex.cli.running import torchrun_command
+    from megatron_flex.cli.app import torchrun_command
 
     with pytest.raises(FlexError, match=r"no script|leave it out"):
         torchrun_command(words)

@@ -1,11 +1,11 @@
-"""`megatron-flex compare` and `plan`: verdicts and exit statuses, tables, options that mean what they say."""
+"""`megatron-flex compare` and `estimate`: verdicts, exit statuses, tables, and the meaning of options."""
 
 import json
 
 import pytest
 
 from megatron_flex.dump import sampled
-from megatron_flex.dump.said import parse_token_setting
+from megatron_flex.dump.dump_settings import parse_token_setting
 from megatron_flex.errors import FlexError
 from tests.support import dumps
 from tests.support.commands import Command, kept
@@ -78,6 +78,21 @@ def test_the_exit_status_is_the_verdict(command, three, words, status, verdict):
     assert json.loads(done.out)["verdict"] == verdict
 
 
+def test_what_only_one_has_is_status_1_unless_it_is_allowed(command, three, tmp_path):
+    dumps.write(tmp_path / "less", {"decoder.layers.0": Given(random(1, 4, 8, 8))}, iterations=[10])
+    dumps.write(
+        tmp_path / "more",
+        {n: Given(random(1, 4, 8, 8)) for n in ("decoder.layers.0", "decoder.layers.1")},
+        iterations=[10],
+    )
+    done = command("compare", "more", "less")
+    assert done.status == 1
+    assert "only in A: decoder.layers.1" in done.out
+    assert "--allow-missing" in done.out
+    assert command("compare", "more", "less", "--allow-missing").status == 0
+    assert command("compare", "less", "less").status == 0
+
+
 def test_what_cannot_be_compared_is_another_status(command, three, tmp_path):
     dumps.write(tmp_path / "other", {"encoder": Given(random(1, 4, 8, 8))}, iterations=[10])
     done = command("compare", "a", "other")
@@ -85,9 +100,21 @@ def test_what_cannot_be_compared_is_another_status(command, three, tmp_path):
     assert done.err.count("\n") == 1
 
 
-def test_a_plan_of_flags_and_of_a_file_is_the_same(command, tmp_path):
+def test_an_estimate_of_flags_and_of_a_file_is_the_same(command, tmp_path):
     pytest.importorskip("megatron.core")
-    words = ["plan", "-s", FC1, "--world-size", 16, "--iterations", 1000, "--every", 100, "--tokens", "::8"]
+    words = [
+        "estimate",
+        "-s",
+        FC1,
+        "--world-size",
+        16,
+        "--iterations",
+        1000,
+        "--every",
+        100,
+        "--tokens",
+        "::8",
+    ]
     by_flags = command(*words, "--json", "--", *GPT)
     assert by_flags.status == 0
     told = json.loads(by_flags.out)
@@ -107,7 +134,7 @@ def test_a_plan_of_flags_and_of_a_file_is_the_same(command, tmp_path):
     assert f"{FC1}:output" in shown
 
 
-def test_a_plan_that_cannot_be_is_told_in_one_line(command):
+def test_an_estimate_that_cannot_be_is_told_in_one_line(command):
     pytest.importorskip("megatron.core")
     for words, said in (
         (["-s", "decoder.layer.*"], "decoder.layer"),
@@ -115,7 +142,7 @@ def test_a_plan_that_cannot_be_is_told_in_one_line(command):
         (["-s", FC1, "--tokens", "x"], "--tokens x"),
         (["-s", FC1, "--config", "run.yaml"], "say the run's configuration once"),
     ):
-        done = command("plan", *words, "--", *GPT)
+        done = command("estimate", *words, "--", *GPT)
         assert (done.status, done.err.count("\n")) == (2, 1)
         assert said in done.err
 

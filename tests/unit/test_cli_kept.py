@@ -1,4 +1,4 @@
-"""What commands that look ahead of a run print, as it is kept: the tree of a configuration, sizes, costs."""
+"""What commands print before a run, as it is kept: the tree of a configuration, sizes, estimates."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ GPT = [
     *("--vocab-size", 1000, "--bf16"),
 ]  # fmt: skip
 LARGE = ["--world-size", 16, "--", *GPT]
+EVERY_100 = ["--iterations", 1000, "--every", 100]
 FC1, LAYERS = "decoder.layers.*.mlp.linear_fc1", "decoder.layers.*"
 
 
@@ -25,10 +26,13 @@ FC1, LAYERS = "decoder.layers.*.mlp.linear_fc1", "decoder.layers.*"
     [
         ("sites-config", ["sites", "-m", "decoder.layers.**"]),
         ("sites-stage", ["sites", "--stage", 1, "--all", "-m", f"{FC1}:*"]),
-        ("plan", ["plan", "-s", LAYERS, "-s", FC1, "--gradients", "--iterations", 1000, "--every", 100]),
-        ("plan-read", ["plan", "--read", LAYERS, "--read", f"{FC1}@gradient"]),
-        ("plan-edit", ["plan", "--edit", f"{LAYERS}=general", "--edit", f"{FC1}=local"]),
-        ("plan-all", ["plan", "-s", LAYERS, "--read", LAYERS, "--edit", f"{FC1}=scale=1.01"]),
+        (
+            "estimate",
+            ["estimate", "-s", LAYERS, "-s", FC1, "--gradients", *EVERY_100],
+        ),
+        ("estimate-read", ["estimate", "--read", LAYERS, "--read", f"{FC1}@gradient"]),
+        ("estimate-edit", ["estimate", "--edit", f"{LAYERS}=general", "--edit", f"{FC1}=local"]),
+        ("estimate-all", ["estimate", "-s", LAYERS, "--read", LAYERS, "--edit", f"{FC1}=scale=1.01"]),
     ],
 )
 def test_what_is_said_before_a_run(command: Command, name: str, words: list[object], width: int) -> None:

@@ -82,9 +82,9 @@ def test_a_configuration(command: Command, with_dump: bool) -> None:
     assert set(told["sites"]["stage"]) == {0, 1}
     assert len(told["data"]) == with_dump
     name = told["sites"]["name"].index("decoder.layers.3.mlp.linear_fc1:output")
-    cost = told["costs"][told["sites"]["cost"][name]]
-    assert cost["read"]["whole"] == 32 * 2 * 256 * 2
-    assert cost["edit"]["sent"][0][:2] == ["all_gather", "tp"]
+    estimate = told["estimates"][told["sites"]["estimate"][name]]
+    assert estimate["read"]["whole"] == 32 * 2 * 256 * 2
+    assert estimate["edit"]["sent"][0][:2] == ["all_gather", "tp"]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_flex.compare import Comparison, compare, patterns
-from megatron_flex.compare.statistics import DifferenceSums, split_into_blocks
+from megatron_flex.compare import Comparison, compare, error_patterns
+from megatron_flex.compare.tensor_pairs import DifferenceSums, split_into_blocks
 from megatron_flex.errors import DumpError, FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from tests.support import dumps
@@ -186,6 +186,15 @@ def test_what_only_one_has_is_told(tmp_path: Path) -> None:
     assert "iterations only in A: 0" in text
     assert "4 of 8 samples of A are compared" in text
     assert "8 of 16 tokens of B are compared" in text
+    assert [m.partition(":")[0] for m in result.missing] == ["only in A", "iterations only in A"]
+    assert result.incomplete
+    assert result.exit_status == 1
+    assert any(line.startswith("incomplete: ") for line in result.summary())
+    assert result.to_json()["incomplete"] is True
+    allowed = compare(tmp_path / "a", tmp_path / "b", allow_missing=True)
+    assert (allowed.exit_status, allowed.missing) == (0, result.missing)
+    assert not [line for line in allowed.summary() if line.startswith("incomplete: ")]
+    assert compare(tmp_path / "b", tmp_path / "b").missing == ()
 
 
 def test_selected_tokens_keep_their_numbers(tmp_path: Path) -> None:
@@ -392,7 +401,7 @@ def test_noise_has_no_pattern(tmp_path: Path) -> None:
     result = of_one(tmp_path, value, value + 0.1 * tensor(9))
     assert result.verdict == "diverges"
     assert result.hints == ()
-    assert patterns.find_constant_factor(float("nan"), 0.0, {}) == ""
+    assert error_patterns.find_constant_factor(float("nan"), 0.0, {}) == ""
 
 
 # -- what people see -----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron_flex import HookError
 from megatron_flex.compat import FlexModel, HookFunction
-from megatron_flex.runtime.sharing.functions import uses_argument
+from megatron_flex.runtime.function_analysis import uses_argument
 
 
 def test_the_native_save_ctx_is_not_kept_up_for_it() -> None:

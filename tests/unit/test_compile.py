@@ -129,7 +129,7 @@ def test_gradients_of_parameters_and_trainable_modules() -> None:
         _, gradients = step(model)
         assert torch.equal(flex.output_dict[f"{weight}.grad"][0], gradients[weight])
         assert torch.equal(flex.get_module_parameter(weight), llama.single().get_parameter(weight))
-        _, cache = flex.run_with_cache(llama.batch(0)[0], "layers.1")
+        _, cache = flex.interp.run_with_cache(llama.batch(0)[0], "layers.1")
     torch.testing.assert_close(cache["layers.1"], llama.truth()[0]["values"][EDIT])
 
 

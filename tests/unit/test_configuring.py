@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_flex.errors import FlexError
-from megatron_flex.launch.settings_file import read_settings_file
 from megatron_flex.launch.launch_settings import Settings
+from megatron_flex.launch.settings_file import read_settings_file
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -29,13 +29,13 @@ def test_the_file_of_the_page(tmp_path: Path) -> None:
     page = (DOCS / "launch.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     out = of(tmp_path, text)
-    assert unsaid(Settings(), out) == {"gradients", "list_sites", "plan", "verify", "cpu"}
+    assert unsaid(Settings(), out) == {"gradients", "list_sites", "estimate", "verify", "cpu"}
     assert len(out.edits) == 2
     second = [n for n in type(out.edits[1]).model_fields if f"    {n}:" in text]
     assert {*second, "edit", "site"} == {*type(out.edits[1]).model_fields}
     assert set.intersection(*(unsaid(type(d)(path="x"), d) for d in out.dumps)) == set()
     assert out.statistics is not None
-    assert unsaid(type(out.statistics)(), out.statistics) <= {"sites", "tags"}
+    assert unsaid(type(out.statistics)(), out.statistics) <= {"sites", "groups"}
 
 
 def unsaid(default: Any, given: Any) -> set[str]:
@@ -52,7 +52,11 @@ def test_the_error_of_the_page(tmp_path: Path) -> None:
 
 def test_only_what_is_said_is_there(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("every: 3\ndumps: [{path: x}]\nstatistics: {}")
-    assert read_settings_file(tmp_path / "a.yaml") == {"every": 3, "dumps": ({"path": "x"},), "statistics": {}}
+    assert read_settings_file(tmp_path / "a.yaml") == {
+        "every": 3,
+        "dumps": ({"path": "x"},),
+        "statistics": {},
+    }
 
 
 @pytest.mark.parametrize(
@@ -95,7 +99,7 @@ def test_what_values_mean(text: str, field: str, value: Any, tmp_path: Path) -> 
         ("dumps:\n  - path: a\n  - {path: b,\n     evry: 3}", 4, "dumps.1.evry: no such key; nearest: every"),
         ("edits:\n- edit: zero\n  sit: a", 3, "edits.0.sit: no such key; nearest: site, edit"),
         ("statistics:\n  histogramm: no", 2, "statistics.histogramm: no such key; nearest: histogram"),
-        ("dumps:\n\n  - tags: [a]", 3, "dumps.0.path: is needed, and not there"),
+        ("dumps:\n\n  - groups: [a]", 3, "dumps.0.path: is needed, and not there"),
         ("every: 0", 1, "every: 0 is less than 1"),
         ("every: x", 1, "every: 'x' is no whole number"),
         ("every: yes", 1, "every: true is no number"),

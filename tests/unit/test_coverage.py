@@ -20,8 +20,8 @@ def page(tmp_path: Path) -> Any:
     assert spec.loader is not None
     script: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    script.ROOT, script.PAGE, script.README = tmp_path, tmp_path / "coverage.md", tmp_path / "README.md"
-    script.README.write_text(f"above\n{script.BEGIN}old\n{script.END}\nbelow\n")
+    script.ROOT, script.PAGE, script.SUMMARY = tmp_path, tmp_path / "coverage.md", tmp_path / "frameworks.md"
+    script.SUMMARY.write_text(f"above\n{script.BEGIN}old\n{script.END}\nbelow\n")
     return script
 
 
@@ -43,7 +43,7 @@ def written(
     }
     (tmp_path / "cells.json").write_text(json.dumps(run))
     page.main(str(tmp_path / "cells.json"))
-    return page.PAGE.read_text().splitlines(), page.README.read_text().splitlines()
+    return page.PAGE.read_text().splitlines(), page.SUMMARY.read_text().splitlines()
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_models_come_first_and_features_say_their_rows_and_bounds(page: Any, tmp
         cell("GPT", "(none)", "unedited loss", 0.0),
         cell("GPT", "decoder.layers.1:mid", "value", 3e-5),
     ]
-    found, readme = written(page, tmp_path, cells)
+    found, summary = written(page, tmp_path, cells)
     assert "never by hand: commit 0123456789ab;\ntorch 0; 1 minutes of tests on 2 cores." in "\n".join(found)
     titles = [line.removeprefix("## ") for line in found if line.startswith("## ")]
     assert titles == ["GPT", "BERT", trained, *page.FRAMEWORKS]
@@ -85,11 +85,11 @@ def test_models_come_first_and_features_say_their_rows_and_bounds(page: Any, tmp
     assert "| `decoder.layers.N:mid` | **3e-5** / - / - |" in found
     assert sum("no hook" in line for line in found) == 1, "only where there are such cells"
     assert "| trained value | 1 | 1 | 1e-4 | 3.0e-05 | `lens.weight`, tp2 |" in found
-    assert readme[0] == "above"
-    assert readme[-1] == "below"
-    assert "6 cells, 5 in agreement. Site by site: [docs/coverage.md](docs/coverage.md)." in readme
-    assert f"| {trained} (bound 1e-4) | 1 | 1 | 2 | 3e-5 | 2e-5 | - | - |" in readme
-    assert "old" not in readme
+    assert summary[0] == "above"
+    assert summary[-1] == "below"
+    assert "6 cells, 5 in agreement. Site by site: [coverage](coverage.md)." in summary
+    assert f"| {trained} (bound 1e-4) | 1 | 1 | 2 | 3e-5 | 2e-5 | - | - |" in summary
+    assert "old" not in summary
 
 
 def test_a_framework_that_was_not_run_has_a_section_that_says_why(page: Any, tmp_path: Path) -> None:
@@ -105,15 +105,15 @@ def test_a_framework_that_was_not_run_has_a_section_that_says_why(page: Any, tmp
         "tests/unit/test_te.py": "no",
     }
     cells = [cell("GPT", "decoder:output", "value", 0.0), cell("fairscale", "output:output", "value", 1e-7)]
-    found, readme = written(page, tmp_path, cells, packages=packages, skipped=skipped)
+    found, summary = written(page, tmp_path, cells, packages=packages, skipped=skipped)
     told = {found[i]: found[i + 2] for i, line in enumerate(found) if line.startswith("## ")}
     assert told["## apex"] == "**Not run**: apex is not installed."
     assert told["## DeepSpeed"] == "**Not run**: it wants a compiler."
     assert told["## PyTorch"] == "**Not run**: no test of it was chosen."
     assert told["## fairscale"].startswith("| site |")
     assert list(told) == ["## GPT", *(f"## {name}" for name in page.FRAMEWORKS)]
-    assert "| apex | not run: apex is not installed | | | | | | |" in readme
-    assert sum("not run" in line for line in readme) == 4
+    assert "| apex | not run: apex is not installed | | | | | | |" in summary
+    assert sum("not run" in line for line in summary) == 4
 
 
 def test_the_features_are_those_of_the_tests(page: Any) -> None:

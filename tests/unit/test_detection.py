@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 import megatron_flex as mf
 from megatron_flex import FlexError, FlexWarning
-from megatron_flex.adapters import Found, compose, detect, mesh_of
-from megatron_flex.adapters.versions import TESTED_RANGES, Version, check_versions, parse_release
+from megatron_flex.adapters import FrameworkMatch, compose, detect, make_mesh
+from megatron_flex.adapters.detection import TESTED_RANGES, Version, check_versions, parse_release
 from megatron_flex.config import flex_config
 from tests.support import distribution
 
@@ -32,24 +32,24 @@ class Claiming:
     def __init__(self, name: str, before: tuple[str, ...] = (), around: bool = False) -> None:
         self.name, self.before, self.around = name, before, around
 
-    def __call__(self, chunks: list[nn.Module], said: Any, process_group: Any) -> Found | None:
+    def __call__(self, chunks: list[nn.Module], said: Any, process_group: Any) -> FrameworkMatch | None:
         if not any(isinstance(m, Special) for m in chunks[0].modules()):
             return None
         why = f"{self.name}'s Special is in it"
-        make = lambda: compose(chunks[0], mesh_of(said, process_group), name=self.name)  # noqa: E731
-        return Found(self.name, why, make, alone=True, around=self.around)
+        make = lambda: compose(chunks[0], make_mesh(said, process_group), name=self.name)  # noqa: E731
+        return FrameworkMatch(self.name, why, make, alone=True, around=self.around)
 
 
 @pytest.fixture
 def register() -> Iterator[Any]:
-    undos = []
+    handles = []
 
     def one(finder: Any, **kwargs: Any) -> None:
-        undos.append(mf.register_adapter(finder, **kwargs))
+        handles.append(mf.register_adapter(finder, **kwargs))
 
     yield one
-    for undo in undos:
-        undo()
+    for handle in handles:
+        handle.remove()
 
 
 def model() -> nn.Module:
@@ -73,15 +73,15 @@ def test_a_list_of_chunks_is_taken_as_flexmodel_takes_it():
 
 
 def test_a_registered_adapter_is_used_and_can_be_taken_out(register: Any):
-    undo = mf.register_adapter(Claiming("special"))
+    handle = mf.register_adapter(Claiming("special"))
     found = mf.detect(model())
     assert (found.framework, found.why) == ("special", "special's Special is in it")
     assert mf.detect(nn.Linear(2, 2)).framework == "plain"
     assert detect([model()]).name == "special"
     with mf.attach(model(), [mf.HookFunction("0")]) as flex:
         assert flex.session.adapter.name == "special"
-    undo()
-    undo()
+    handle.remove()
+    handle.remove()
     assert mf.detect(model()).framework == "plain"
 
 
@@ -133,7 +133,7 @@ def test_two_that_come_before_each_other_are_two_claims(register: Any):
 
 
 def test_a_refusal_of_an_adapter_is_its_own_words(register: Any):
-    def refusing(chunks: list[nn.Module], said: Any, process_group: Any) -> Found | None:
+    def refusing(chunks: list[nn.Module], said: Any, process_group: Any) -> FrameworkMatch | None:
         raise FlexError("switch the sharding of biases off")
 
     register(refusing)
@@ -150,7 +150,7 @@ def test_an_adapter_that_fails_is_told_and_harms_no_others(register: Any, answer
     with pytest.warns(FlexWarning, match=r"adapter 'broken' \(registered by .*test_detection\) failed: "):
         found = mf.detect(nn.Linear(2, 2))
     assert found.framework == "plain"
-    told = "ZeroDivisionError" if answer == "raises" else "must return a Found or None"
+    told = "ZeroDivisionError" if answer == "raises" else "must return a FrameworkMatch or None"
     assert any(told in part.why for part in found.others)
 
 
@@ -159,7 +159,7 @@ def test_an_adapter_that_fails_is_told_and_harms_no_others(register: Any, answer
 
 ADAPTER = """
 from torch import nn
-from megatron_flex.adapters import Found, compose, mesh_of
+from megatron_flex.adapters import FrameworkMatch, compose, make_mesh
 
 class Layer(nn.Linear):
     pass
@@ -167,7 +167,8 @@ class Layer(nn.Linear):
 def find(chunks, said, process_group):
     if not any(isinstance(m, Layer) for m in chunks[0].modules()):
         return None
-    return Found("thirds", "a Layer is in it", lambda: compose(chunks[0], mesh_of(said), name="thirds"))
+    make = lambda: compose(chunks[0], make_mesh(said), name="thirds")
+    return FrameworkMatch("thirds", "a Layer is in it", make)
 """
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_flex.dump import export as walking
 from megatron_flex.dump import sampled
-from megatron_flex.dump.exporting import blocks as walking
-from megatron_flex.dump.exporting.blocks import split_into_slabs
+from megatron_flex.dump.export import split_into_slabs
 from megatron_flex.dump.reader import open_dump
 from tests.support import dumps
 from tests.support.commands import Command
@@ -38,7 +38,7 @@ def write(path: Path, given: dict[str, Given] | None = None, **more) -> None:
 @pytest.fixture
 def command(monkeypatch, capsys, tmp_path) -> Command:
     monkeypatch.setattr(walking, "EXPORT_BLOCK", 64)  # bytes: each array in many blocks
-    monkeypatch.setattr("megatron_flex.dump.exporting.arrow.EXPORT_BLOCK", 200)
+    monkeypatch.setattr("megatron_flex.dump.export.EXPORT_BLOCK", 200)
     monkeypatch.setattr(walking.split_into_slabs, "__defaults__", (64,))
     monkeypatch.setattr(walking.read_blocks, "__defaults__", (64,))
     return Command(monkeypatch, capsys, tmp_path)
@@ -106,7 +106,7 @@ def test_iterations_of_different_shapes_have_a_tensor_each_if_told(command, tmp_
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_zarr_has_every_array_with_names_of_dims(command, tmp_path, monkeypatch, dtype):
     zarr = pytest.importorskip("zarr")
-    monkeypatch.setattr("megatron_flex.dump.exporting.zarred.ZARR_CHUNK", 150)
+    monkeypatch.setattr("megatron_flex.dump.export.ZARR_CHUNK", 150)
     given = sites(dtype)
     write(tmp_path / "dump", given)
     done = command("dump", "export", "dump", "out.zarr", "-f", "zarr")
@@ -131,7 +131,7 @@ def test_zarr_has_every_array_with_names_of_dims(command, tmp_path, monkeypatch,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_datasets_have_a_row_for_each_token(command, tmp_path, monkeypatch, dtype):
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr("megatron_flex.dump.exporting.arrow.ARROW_FILE_BYTES", 4000)
+    monkeypatch.setattr("megatron_flex.dump.export.ARROW_FILE_BYTES", 4000)
     given = sites(dtype)
     write(tmp_path / "dump", given)
     assert command("dump", "export", "dump", "out", "-f", "datasets").status == 0
@@ -208,7 +208,7 @@ def test_nothing_is_overwritten_unless_told_and_nothing_half_is_left(command, tm
 @pytest.mark.parametrize("to", ["zarr", "datasets"])
 def test_a_package_that_is_missing_is_named_with_its_extra(command, tmp_path, monkeypatch, to):
     write(tmp_path / "dump", {OUT: sites()[OUT]}, gradients=False)
-    monkeypatch.setattr("megatron_flex.dump.exporting.writing.find_spec", lambda _: None)
+    monkeypatch.setattr("megatron_flex.dump.export.find_spec", lambda _: None)
     done = command("dump", "export", "dump", "out", "-f", to)
     assert done.err == f"megatron-flex: the package {to} is not installed: pip install megatron-flex[{to}]\n"
 

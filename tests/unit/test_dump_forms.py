@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import resource
 import struct
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,42 +14,51 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 import megatron_flex as mf
-from megatron_flex.dump import ShardEntry, Manifest, SiteRecord, json_form
-from megatron_flex.dump.tools.dump_contents import list_dump_contents
-from megatron_flex.dump.part_format import DUMP_VERSION, PartIndex, StoredPart, read_part
+from megatron_flex.dump import DumpWriter, Manifest, ShardEntry, SiteRecord, create_run, schema
+from megatron_flex.dump.checksums import ZERO_CHECKSUM, seal_json
+from megatron_flex.dump.json_form import check_form, derive_form
+from megatron_flex.dump.part_format import StoredPart, read_part
 from megatron_flex.dump.reader import OpenDump
+from megatron_flex.dump.schema import DUMP_VERSION, PartIndex
+from megatron_flex.dump.tools.dump_contents import list_dump_contents
+from megatron_flex.dump.tools.dump_verification import verify_dump
 from megatron_flex.errors import DumpError
-from tests.support import dumps
+from tests.support import dump_roads, dumps, surface
 from tests.support.dumps import SEQUENCE, WEIGHT, Given, random
-
-FROZEN = Path(__file__).with_name("dump_forms.json")
-NAMES = ("CUT", "DIM", "LAYOUT", "PLACE", "MANIFEST", "ENTRY", "INDEX", "TENSOR")
 
 
 def test_the_form_is_frozen() -> None:
     """Another form needs another version: then write the file anew, and say what reads the old one."""
-    now = {"version": DUMP_VERSION, "forms": {name: getattr(json_form, name) for name in NAMES}}
-    assert json.loads(FROZEN.read_text()) == now
+    assert json.loads(surface.FROZEN_FORMS.read_text()) == surface.forms_of_dumps()
 
 
 @pytest.mark.parametrize(
     ("kind", "form"),
-    [(Manifest, json_form.MANIFEST_FORM), (SiteRecord, json_form.SITE_FORM), (ShardEntry, json_form.ENTRY_FORM), (PartIndex, json_form.INDEX_FORM)],
+    [
+        (Manifest, schema.FORMS[DUMP_VERSION]["MANIFEST"]),
+        (SiteRecord, derive_form(SiteRecord, DUMP_VERSION)),
+        (ShardEntry, derive_form(ShardEntry, DUMP_VERSION)),
+        (PartIndex, schema.FORMS[DUMP_VERSION]["INDEX"]),
+    ],
 )
 def test_the_form_has_what_is_written(kind: Any, form: dict[str, Any]) -> None:
     keys = {key for key in form if not key.endswith("?")} - {"format", "version"}
+    keys -= {"checksum"} - {f.name for f in fields(kind)}
     assert keys <= {f.name for f in fields(kind)} <= {key.removesuffix("?") for key in form}
 
 
 def test_what_is_written_has_the_form(dump: Path) -> None:
     told = json.loads((dump / "run-0000" / "manifest.json").read_text())
-    json_form.check_form(told, json_form.MANIFEST_FORM)
+    check_form(told, schema.FORMS[DUMP_VERSION]["MANIFEST"])
+    form = schema.FORMS[DUMP_VERSION]["INDEX"]
     for path in dump.rglob("*.safetensors"):
-        json_form.check_form(json.loads(header_of(path)[0]["__metadata__"]["index"]), json_form.INDEX_FORM)
+        check_form(json.loads(header_of(path)[0]["__metadata__"]["index"]), form)
 
 
 @pytest.fixture
@@ -81,10 +89,19 @@ def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]
     index = json.loads(meta["index"])
     change(index, told)
     meta["index"] = json.dumps(index, separators=(",", ":"))
-    crc = zlib.crc32(json.dumps(told, separators=(",", ":")).encode() + meta["index"].encode())
-    meta["crc"] = str(crc)
+    meta["checksum"] = ZERO_CHECKSUM.decode()
     body = json.dumps({"__metadata__": meta, **told}, separators=(",", ":")).encode()
-    path.write_bytes(struct.pack("<Q", len(body)) + body + rest)
+    path.write_bytes(struct.pack("<Q", len(body)) + seal_json(body) + rest)
+
+
+def seal(path: Path, told: Any) -> None:
+    """Write a manifest, with a checksum that fits if it has a place for one."""
+    if isinstance(told, dict) and "checksum" in told:
+        told = {**told, "checksum": ZERO_CHECKSUM.decode()}
+    text = json.dumps(told).encode()
+    with suppress(ValueError):
+        text = seal_json(text)
+    path.write_bytes(text)
 
 
 @contextmanager
@@ -126,7 +143,7 @@ def attempt(path: Path, right: dict[str, torch.Tensor]) -> bool:
     for name, value in found.items():
         whole = right[name]
         assert value.shape[1:] == whole.shape[1:]
-        # a damaged file may hide an iteration, and never changes one
+        # a file that was cut may hide an iteration, and never changes one
         assert any(torch.equal(value, whole[list(rows)]) for rows in ([0, 1], [0], [1], [])), name
     return True
 
@@ -152,12 +169,7 @@ def test_flipped_and_cut_bytes(dump: Path, data: st.DataObject) -> None:
         path.write_bytes(bytes(body))
         if not attempt(dump, right):
             return
-        if path.suffix == ".safetensors":
-            # padding is all that may change without a sign
-            length = struct.unpack("<Q", before[:8])[0]
-            assert bytes(body[:8]) == before[:8]
-            assert bytes(body[8 : 8 + length]).rstrip() == before[8 : 8 + length].rstrip()
-            assert bytes(body[8 + length :]) == before[8 + length :]
+        assert bytes(body) == before, "a changed file reads as if it were the one that was written"
     finally:
         path.write_bytes(before)
 
@@ -235,7 +247,7 @@ def test_manifests_of_other_values(dump: Path, data: st.DataObject) -> None:
     path = dump / "run-0000" / "manifest.json"
     before = path.read_text()
     try:
-        path.write_text(json.dumps(mangle(data, json.loads(before))))
+        seal(path, mangle(data, json.loads(before)))
         with refusing():
             read_all(dump)
     finally:
@@ -251,7 +263,7 @@ def test_a_name_with_a_control_character(dump: Path) -> None:
     told = json.loads(before)
     told["sites"][0]["name"] = "\n"
     try:
-        path.write_text(json.dumps(told))
+        seal(path, told)
         with pytest.raises(DumpError, match=r"name is .*n., and has a control character"):
             mf.open_dump(dump)
     finally:
@@ -270,7 +282,7 @@ def test_listing_reads_the_names_once_and_not_for_each_name(
     counts = []
     for more in (10, 20):
         many = [told["sites"][0] | {"name": f"x{n}"} for n in range(more)]
-        path.write_text(json.dumps(told | {"sites": [*told["sites"], *many]}))
+        seal(path, told | {"sites": [*told["sites"], *many]})
         asked.clear()
         assert len(list_dump_contents(dump).tensors) > more
         counts.append(len(asked))
@@ -315,8 +327,8 @@ def test_lengths_that_are_none(dump: Path, length: int) -> None:
 def test_versions_that_are_not_known(dump: Path) -> None:
     path = dump / "run-0000" / "manifest.json"
     told = json.loads(path.read_text())
-    path.write_text(json.dumps({**told, "version": 7}))
-    with pytest.raises(DumpError, match=r"version 7; this megatron_flex reads version 1"):
+    seal(path, {**told, "version": 7})
+    with pytest.raises(DumpError, match=r"version 7; this megatron_flex reads versions 1 to 2: use .* newer"):
         mf.open_dump(dump)
 
 
@@ -379,3 +391,104 @@ def test_picked_tokens_of_shapes_that_nobody_has(dump: Path) -> None:
     rewrite(first_part(dump), change)
     with little_memory(256), pytest.raises(DumpError, match="and its index says"):
         read_all(dump)
+
+
+# -- version 1 ---------------------------------------------------------------------------------------------
+
+
+def test_a_dump_of_version_1_reads_as_it_did(tmp_path: Path) -> None:
+    """Its values are those that the code of version 1 read; of what is written now they are the same."""
+    want = load_file(dump_roads.OLD / "values.safetensors")
+    dump_roads.rewritten(tmp_path / "now")
+    for path, version in ((dump_roads.OLD / "dump", 1), (tmp_path / "now", DUMP_VERSION)):
+        with mf.open_dump(path) as dump:
+            found = {name: dump[name] for name in dump.sites}
+            found |= {name: dump.parameter(name) for name in dump.parameters}
+            assert found.keys() == want.keys()
+            for name, array in found.items():
+                assert torch.equal(array.torch(), want[name]), name
+                assert torch.equal(array[..., 1::2].torch(), want[name][..., 1::2]), name
+        assert {read_part(p).version for p in path.rglob("*.safetensors")} == {version}
+        assert verify_dump(path).findings == []
+    statistics = mf.open_statistics(dump_roads.OLD / "statistics")
+    first = want["decoder.layers.0:output"].double()
+    rms = float(first.square().mean().sqrt())
+    assert statistics["decoder.layers.0:output"].rms[0] == pytest.approx(rms, rel=1e-3)
+
+
+def test_a_slice_of_version_1_is_compared_too(tmp_path: Path) -> None:
+    """With the one checksum of its shard, of which it reads more than is wanted."""
+    path = tmp_path / "d"
+    dump_roads.old(path)
+    one = next(s for s in dump_roads.stored(path) if "shared_experts" in s.tensor)
+    dump_roads.flip(one.file, one.first + one.size - 1)
+    with mf.open_dump(path) as dump, pytest.raises(DumpError, match="block 0 of 1 is wrong"):
+        dump[one.tensor.partition("|")[0]][0, 0, 0].torch()
+
+
+def test_runs_of_both_versions_are_one_dump(tmp_path: Path) -> None:
+    path = tmp_path / "d"
+    dump_roads.old(path)
+    before = Manifest.read(path / "run-0000")
+    assert create_run(path, before).skipped == (f"{0:010d}",)
+    assert [m.run for m in mf.open_dump(path).manifests] == [0, 1]
+
+
+def test_requests_and_axes_are_kept(tmp_path: Path) -> None:
+    """What a record may say beside its place: the request that it belongs to, and what its dims are."""
+    path = tmp_path / "d"
+    dumps.write(path, {"a": Given(random(1, 2, 3, 4))})
+    writer = DumpWriter(path / "run-0000", 0, {"pp": 0, "dp": 0, "cp": 0, "tp": 0}, mf.Dump(path, "a"))
+    writer.begin(1, 0, False, 1)
+    axes = {"s": "sequence", "b": "batch", "h": "hidden"}
+    entry = ShardEntry("a", "value", 0, 0, 0, (3, 2, 4), "", request="chat-7", axes=axes)
+    writer.put(entry, dumps.REPLICATED, random(3, 2, 4))
+    writer.finish()
+    writer.close()
+    with mf.open_dump(path) as dump:
+        assert [(p.iteration, p.request) for p in dump["a"].pieces()] == [(0, None), (1, "chat-7")]
+        assert dump.axes("a") == axes
+        assert dump.place("a").axes == axes
+
+
+@pytest.mark.parametrize("kind", [k for k in dump_roads.KINDS if k != "old"])
+def test_a_reader_made_from_the_page(kind: str, tmp_path: Path) -> None:
+    """With json, struct and xxhash alone, as docs/dump-format.md has it: checksums, entries, places."""
+    path = tmp_path / "d"
+    dump_roads.KINDS[kind](path)
+    text = (path / "run-0000" / "manifest.json").read_bytes()
+    manifest = json.loads(text)
+    assert (manifest["format"], manifest["version"]) == ("megatron_flex.dump", 2)
+    digits = manifest["checksum"].encode()
+    assert text.index(digits) < 256
+    assert xxhash.xxh3_64_hexdigest(text.replace(digits, b"0" * 16, 1)) == manifest["checksum"]
+    for file in path.rglob("*.safetensors"):
+        body = file.read_bytes()
+        (length,) = struct.unpack("<Q", body[:8])
+        front, rest = body[8 : 8 + length], body[8 + length :]
+        assert front.startswith(b'{"__metadata__":{"format":"megatron_flex.dump/2","checksum":"')
+        told = json.loads(front)
+        meta = told.pop("__metadata__")
+        digits = meta["checksum"].encode()
+        assert xxhash.xxh3_64_hexdigest(front.replace(digits, b"0" * 16, 1)) == meta["checksum"]
+        index = json.loads(meta["index"])
+        assert file.name.startswith(f"{index['rank']:05d}-{index['part']:03d}")
+        assert [index["rank"], index["coords"]] in manifest["ranks"]
+        at = 0
+        for entry in index["entries"]:
+            end = f"|{entry['span'][0]}" if "span" in entry else ""
+            name = f"{entry['site']}|{entry['kind']}|{entry['microbatch']}|{entry['call']}{end}"
+            first, last = told[name]["data_offsets"]
+            assert first == at
+            at, data = last, rest[first:last]
+            sums = [xxhash.xxh3_64_hexdigest(data[n : n + 65536]) for n in range(0, len(data), 65536)]
+            assert "".join(sums) == entry.get("blocks", "")
+            assert xxhash.xxh3_64_hexdigest("".join(sums).encode()) == entry["checksum"]
+        assert at == len(rest)
+
+
+@pytest.mark.parametrize("key", ["a\nb", "\u2028", "\x85"])
+def test_a_key_that_breaks_lines_is_escaped(key: str) -> None:
+    with pytest.raises(ValueError, match="is '1', and not str") as caught:
+        check_form({key: 1}, {"*": "str"})
+    assert len(str(caught.value).splitlines()) == 1

@@ -11,10 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flex.dump import VALUE, Dump, ShardEntry, Manifest, DumpWriter, create_run, find_access_problem
-from megatron_flex.dump import opening as opening_
-from megatron_flex.dump.part_format import MANIFEST_NAME, format_part_name, format_run_folder, list_complete_parts
-from megatron_flex.dump.opening import CHECKED_ITERATIONS, list_begun_runs, list_complete_iterations
+from megatron_flex.dump import VALUE, Dump, DumpWriter, Manifest, ShardEntry, create_run, find_access_problem
+from megatron_flex.dump.part_format import format_part_name, format_run_folder, list_complete_parts
+from megatron_flex.dump.schema import MANIFEST_NAME
+from megatron_flex.dump.writer import run_creation
+from megatron_flex.dump.writer.run_creation import (
+    CHECKED_ITERATIONS,
+    list_begun_runs,
+    list_complete_iterations,
+)
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import replicated
 
@@ -126,7 +131,7 @@ def test_thousands_of_iterations_are_told_by_names(tmp_path: Path, monkeypatch: 
         folder.mkdir()
         for rank in (0, 1):
             (folder / format_part_name(rank, 0, 1)).touch()
-    monkeypatch.setattr(opening_, "read_part", read.append)
+    monkeypatch.setattr(run_creation, "read_part", read.append)
     assert len(list_complete_iterations(tmp_path / "run-0000", told)) == 2000
     assert len(read) == 2 * CHECKED_ITERATIONS
 

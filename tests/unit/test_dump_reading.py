@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import megatron_flex as mf
-from megatron_flex.dump.selection import RandomTokens
+from megatron_flex.dump.token_selection import RandomTokens
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import Cut, Dim, Layout
 from tests.support import dumps
@@ -346,7 +346,7 @@ def test_runs_of_other_meshes_are_one_dump(tmp_path: Path) -> None:
     assert torch.equal(array.at(4, 0)[:, 1].torch(), torch.stack([value[4, 1] * 2, value[0, 1]]))
     assert torch.equal(array[1:][0].at(3)[0].torch(), value[3] * 2)
     with pytest.raises(
-        DumpError, match=r"iteration \(9, 0\) is not there, or not whole; there are 0 to 5, 6 in all"
+        DumpError, match=r"iteration \(9, 0\) is not there, or incomplete; there are 0 to 5, 6 in all"
     ):
         array.at(9)
 
@@ -369,7 +369,7 @@ def test_iterations_that_are_not_whole_are_not_there(tmp_path: Path) -> None:
     assert dump.iterations == []
     assert dump.sites == ["a"]
     assert dump.order == []
-    with pytest.raises(DumpError, match=r"no iteration of .* is whole"):
+    with pytest.raises(DumpError, match=r"no iteration of .* is complete"):
         dump["a"].torch()
     assert small(path, value).iterations == [0, 1]
     next(path.glob("run-0001/0000000001/00002-*")).unlink()
@@ -454,7 +454,7 @@ def damage(path: Path) -> Path:
     return found
 
 
-@pytest.mark.parametrize("check", ["first", "whole", "never"])
+@pytest.mark.parametrize("check", ["first", "blocks", "never"])
 def test_checksums_of_what_is_read(tmp_path: Path, check: Any) -> None:
     small(tmp_path / "d")
     name = damage(tmp_path / "d").name
@@ -462,13 +462,27 @@ def test_checksums_of_what_is_read(tmp_path: Path, check: Any) -> None:
     if check == "never":
         array.torch()
     else:
-        with pytest.raises(DumpError, match=rf"{name}: the bytes of a \(value.*rank 0\).*is damaged"):
+        with pytest.raises(
+            DumpError, match=rf"{name}: the bytes of a \(value.*rank 0\).*block 0 of 1 is wrong.*is damaged"
+        ):
             array.torch()
-    if check == "first":
         with pytest.raises(DumpError, match="is damaged"):
             array[0, :, 0].torch()
-    else:
-        array[0, :, 0].torch()
+
+
+def test_those_blocks_are_compared_that_are_read(tmp_path: Path) -> None:
+    """Of a shard of 8 tokens, each of which is a block, those of the tokens that are read, each once."""
+    dumps.write(tmp_path / "d", {"a": Given(random(1, 2, 8, 8192))})
+    damage(tmp_path / "d")
+    with mf.open_dump(tmp_path / "d") as dump:
+        for tokens, blocks in (([0, 5], 2), ([5, 1], 3), (slice(0, 6, 2), 5)):
+            dump["a"][0, :, tokens, 7:-1].torch()
+            assert dump.files.integrity.bytes_checked == blocks * 65536
+        dump["a"][0, :, 2:5].torch()  # one run of bytes over three blocks
+        assert dump.files.integrity.bytes_checked == 6 * 65536
+        with pytest.raises(DumpError, match="block 7 of 8 is wrong"):
+            dump["a"][0, 0, 7, :1].torch()
+        assert dump["a"][0, :, 6].torch().shape == (2, 8192)
 
 
 def test_a_checksum_is_compared_once(tmp_path: Path) -> None:
@@ -477,7 +491,7 @@ def test_a_checksum_is_compared_once(tmp_path: Path) -> None:
     dump["a"].torch()
     damage(tmp_path / "d")
     dump["a"].torch()
-    with pytest.raises(DumpError, match="none of first, whole, never"):
+    with pytest.raises(DumpError, match="none of blocks, first, never"):
         mf.open_dump(tmp_path / "d", check="sometimes")  # type: ignore[arg-type]
 
 
@@ -515,7 +529,15 @@ def test_shards_that_ranks_did_not_write(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_flat_parts_of_gradients(tmp_path: Path) -> None:
-    from megatron_flex.dump import Dump, ShardEntry, Manifest, SiteRecord, DumpWriter, create_run, layout_to_json
+    from megatron_flex.dump import (
+        Dump,
+        DumpWriter,
+        Manifest,
+        ShardEntry,
+        SiteRecord,
+        create_run,
+        layout_to_json,
+    )
     from megatron_flex.layout import extract
 
     whole, path = random(8, 6), tmp_path / "d"

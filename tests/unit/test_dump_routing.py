@@ -12,10 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_flex.dump.layouts import layout_from_json, layout_to_json
-from megatron_flex.dump.expert_routing import ExpertRouting, choice_from_json, choice_to_json, pack_choice, unpack_choice
+from megatron_flex.dump.expert_routing import (
+    ExpertRouting,
+    choice_from_json,
+    choice_to_json,
+    pack_choice,
+    unpack_choice,
+)
+from megatron_flex.dump.schema import layout_from_json, layout_to_json
 from megatron_flex.errors import DumpError
-from megatron_flex.layout import ExpertChoice, Cut, Dim, Layout, extract
+from megatron_flex.layout import Cut, Dim, ExpertChoice, Layout, extract
 
 FEATURES = 8
 LAYOUTS = {
@@ -194,7 +200,10 @@ def test_what_is_no_decision(told: Any) -> None:
     broken = {**good, **told} if isinstance(told, dict) and told else told
     with pytest.raises(DumpError, match="damaged"):
         choice_from_json(
-            broken, pack_choice(choice.chosen)[:, :0] if broken == {**good, "experts": 3} else pack_choice(choice.chosen)
+            broken,
+            pack_choice(choice.chosen)[:, :0]
+            if broken == {**good, "experts": 3}
+            else pack_choice(choice.chosen),
         )
 
 
@@ -229,7 +238,9 @@ def test_nasty_decisions_are_refused_or_harmless(key: str, value: Any) -> None:
     told = [(coords, choice_to_json(c), pack_choice(c.chosen)) for coords, c in ranks.choices(chosen, 2)]
     told[1][1][key] = value
     with contextlib.suppress(DumpError):
-        routing = ExpertRouting([(coords, choice_from_json(one, bits)) for coords, one, bits in told], ranks.sizes)
+        routing = ExpertRouting(
+            [(coords, choice_from_json(one, bits)) for coords, one, bits in told], ranks.sizes
+        )
         assert len(routing.rows(0).row) == int(chosen[0].sum())
     with pytest.raises(DumpError, match="rows of expert"):
         ExpertRouting(ranks.choices(chosen, 2), ranks.sizes).rows(0, 4 if key == "slots" else -1)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from megatron_flex.dump import REPLICA, DumpWriter
-from megatron_flex.dump.tools.dump_contents import list_dump_contents
 from megatron_flex.dump.part_format import read_part
-from megatron_flex.dump.inventory import list_run_folders
 from megatron_flex.dump.reader import open_dump
-from megatron_flex.dump.tools.dump_cleanup import prune_dump, list_removals
-from megatron_flex.dump.verifying import DumpFinding, verify_dump
+from megatron_flex.dump.run_folders import list_run_folders
+from megatron_flex.dump.tools.dump_cleanup import list_removals, prune_dump
+from megatron_flex.dump.tools.dump_contents import list_dump_contents
+from megatron_flex.dump.tools.dump_verification import DumpFinding, verify_dump
 from megatron_flex.errors import DumpError
 from tests.support import dumps
 from tests.support.commands import Command, kept
@@ -146,11 +146,27 @@ def test_a_part_under_another_name_contradicts_it(dump):
 
 def test_a_site_that_the_manifest_does_not_have_contradicts_it(dump):
     path = dump / "run-0000" / "manifest.json"
-    path.write_text(path.read_text().replace(SECOND, "decoder.layers.7"))
+    path.write_bytes(dumps.sealed_again(path.read_bytes().replace(SECOND.encode(), b"decoder.layers.7")))
     found = verify_dump(dump)
     assert not found.good
     assert {f.rank for f in found.findings if f.error} == {2, 3}
     assert any("decoder.layers.7" in f.text and not f.error for f in found.findings)
+
+
+def test_a_digit_of_a_manifest_that_changed_is_damage(dump):
+    """Of the stage of a site: nothing would be found of it, as if nothing had passed there."""
+    path = dump / "run-0000" / "manifest.json"
+    text = path.read_bytes()
+    at = text.index(b'"stage": 1')
+    path.write_bytes(text[: at + 9] + b"0" + text[at + 10 :])
+    assert only(dump).kind == "manifest"
+    assert "its checksum is wrong" in only(dump).text
+    with pytest.raises(DumpError, match=r"manifest.json: its checksum is wrong"):
+        open_dump(dump)
+    path.write_bytes(dumps.sealed_again(path.read_bytes()))
+    found = [f for f in verify_dump(dump).findings if f.error]
+    assert {(f.kind, f.rank) for f in found} == {("contradiction", 2), ("contradiction", 3)}
+    assert f"{SECOND} passed in stage 1, and the manifest has it in stage 0" in found[0].text
 
 
 def test_strays_are_noted_and_are_no_error(dump):

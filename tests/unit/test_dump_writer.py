@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import warnings
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,17 +21,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_flex.dump import REPLICA
-from megatron_flex.dump import VALUE
-from megatron_flex.dump import Dump
-from megatron_flex.dump import ShardEntry
-from megatron_flex.dump import DumpWriter
-from megatron_flex.dump import background
-from megatron_flex.dump.writer.dump_writer import part_writer
-from megatron_flex.dump.part_format import DTYPE_NAMES, read_part, list_complete_parts
-from megatron_flex.dump.staging import SLAB_BYTES, HostBuffers, CopyStream
-from megatron_flex.errors import DumpError, FlexWarning
 from megatron_flex.config import flex_config
+from megatron_flex.dump import REPLICA, VALUE, Dump, DumpWriter, ShardEntry
+from megatron_flex.dump.checksums import combine_block_checksums, compute_block_checksums
+from megatron_flex.dump.part_format import DTYPE_NAMES, list_complete_parts, read_part
+from megatron_flex.dump.writer import part_writer, writer_thread
+from megatron_flex.dump.writer.writer_thread import SLAB_BYTES, CopyStream, HostBuffers
+from megatron_flex.errors import DumpError, FlexWarning
 from megatron_flex.layout import replicated
 
 LAYOUT = replicated("s", "h")
@@ -72,7 +67,8 @@ def contents(file: Path) -> dict[str, Tensor]:
         if entry.kind != REPLICA:
             dtype, shape, first, nbytes = part.where[entry.tensor]
             data = content[first : first + nbytes]
-            assert zlib.crc32(data) == entry.crc
+            assert compute_block_checksums(memoryview(data)) == entry.blocks
+            assert combine_block_checksums(entry.blocks) == entry.checksum
             out[entry.site] = (
                 torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
                 if data
@@ -195,7 +191,11 @@ def test_of_a_replica_only_the_checksum_is_written(tmp_path: Path) -> None:
     part = read_part(list_complete_parts(tmp_path / "0000000000", [0])[0][0])  # type: ignore[index]
     first, second = part.index.entries
     assert list(part.where) == [second.tensor]
-    assert first.crc == second.crc == zlib.crc32(tensor.numpy().tobytes())
+    assert first.checksum == second.checksum == combine_block_checksums(second.blocks)
+    assert (first.blocks, second.blocks) == (
+        "",
+        compute_block_checksums(memoryview(tensor.numpy().tobytes())),
+    )
     assert first.dtype == "F32"
 
 
@@ -366,7 +366,7 @@ def test_a_writer_says_when_it_would_wait_and_counts_what_is_dropped(
 def test_progress_and_bytes_are_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(writer_thread, "LOG_SECONDS", 0.0)
     caplog.set_level(logging.INFO, "megatron_flex.dump")
     first, second = writer(tmp_path), writer(tmp_path, rank=1)
     for at in (first, second):
@@ -538,7 +538,7 @@ def test_what_cannot_be_written_costs_its_iteration(tmp_path: Path) -> None:
     at = writer(tmp_path)
 
     def act() -> None:
-        step(at, 0, {"x": torch.ones(3, dtype=torch.complex64), "y": torch.ones(3)})
+        step(at, 0, {"x": torch.ones(3, dtype=torch.complex128), "y": torch.ones(3)})
         at.begin(1, 0, True, 1)
         for _ in range(2):
             at.put(ShardEntry("x", VALUE, 0, 0, 0, (2, 2), ""), LAYOUT, torch.ones(2, 2))
@@ -547,7 +547,7 @@ def test_what_cannot_be_written_costs_its_iteration(tmp_path: Path) -> None:
         at.close()
 
     told = _told(at, act)
-    assert "torch.complex64 has no name in safetensors" in told[0]
+    assert "torch.complex128 has no name in safetensors" in told[0]
     assert "passed twice" in told[1]
     assert whole(tmp_path) == [2]
 
@@ -571,22 +571,21 @@ SCRIPT = """
 import os, sys, time
 from pathlib import Path
 import torch
-from megatron_flex.dump import Dump, Entry, VALUE, Writer
+from megatron_flex.dump import Dump, DumpWriter, ShardEntry, VALUE
 from megatron_flex.layout import replicated
-from megatron_flex.dump import parts
 
 path = Path(sys.argv[1])
-at = Writer(path, 0, {}, Dump(path, "x", part_bytes=1600))
+at = DumpWriter(path, 0, {}, Dump(path, "x", part_bytes=1600))
 rename = os.rename
 def slow(*args):
     time.sleep(0.02)
     rename(*args)
-parts.os.rename = slow
+os.rename = slow
 def step(number, end=True):
     at.begin(number, 0, True, 1)
     for n in range(3):
-        entry, tensor = Entry(f"site{n}", VALUE, 0, 0, 0, (100, 4), ""), torch.full((100, 4), number + n / 8)
-        at.put(entry, replicated("s", "h"), tensor)
+        entry = ShardEntry(f"site{n}", VALUE, 0, 0, 0, (100, 4), "")
+        at.put(entry, replicated("s", "h"), torch.full((100, 4), number + n / 8))
     if end:
         at.finish()
 """
@@ -632,7 +631,7 @@ def test_a_process_of_multiprocessing_writes_what_was_finished(tmp_path: Path) -
 import multiprocessing as mp
 def work():
     global at
-    at = Writer(path, 0, {}, Dump(path, "x"))
+    at = DumpWriter(path, 0, {}, Dump(path, "x"))
     for n in range(5):
         step(n)
 child = mp.get_context("fork").Process(target=work)

@@ -66,7 +66,7 @@ def test_zero_clamp_steer() -> None:
     assert torch.equal(apply(edits.clamp(-0.5, 0.5), x), x.clamp(-0.5, 0.5))
     assert torch.equal(apply(edits.clamp(high=0.0), x), x.clamp(max=0.0))
     assert torch.allclose(apply(edits.steer(VECTOR, 4.0), x), x + 4 * VECTOR.double())
-    out = apply(edits.add(VECTOR, positions=[1, -1]), x)
+    out = apply(edits.steer(VECTOR, positions=[1, -1]), x)
     assert torch.equal(out[[0, 2, 3]], x[[0, 2, 3]])
     assert torch.allclose(out[[1, 4]], x[[1, 4]] + VECTOR.double())
 
@@ -82,14 +82,14 @@ def test_noise_comes_from_torchs_stream() -> None:
 def test_heads_wherever_they_are(keep: bool) -> None:
     chosen, others = ([1, 2], [0, 3]) if keep else ([0, 3], [1, 2])
     q, scores, packed = tensor(5, 2, 4, 3), tensor(2, 4, 5, 5), tensor(5, 2, 12)
-    edit = edits.heads([0, -1], keep=keep)
+    edit = edits.ablate_heads([0, -1], keep=keep)
     for x, dims, take in ((q, HEADS, lambda t, i: t[:, :, i]), (scores, SCORES, lambda t, i: t[:, i])):
         out = apply(edit, x, dims)
         assert not take(out, chosen).any()
         assert torch.equal(take(out, others), take(x, others))
     out = apply(edit, packed, "s b nd", Configured(4))
     assert torch.equal(out.view(5, 2, 4, 3), apply(edit, packed.view(5, 2, 4, 3), HEADS))
-    assert torch.equal(apply(edits.heads([0, -1], keep, of=4), packed, "s b nd"), out)
+    assert torch.equal(apply(edits.ablate_heads([0, -1], keep, of=4), packed, "s b nd"), out)
     bare = edit(None, q, None, None)  # without a site: [s, b, n, d]
     assert torch.equal(bare, apply(edit, q, HEADS))
     half = apply(edits.scale(0.5, heads=1), q, HEADS)
@@ -99,7 +99,10 @@ def test_heads_wherever_they_are(keep: bool) -> None:
 
 def test_neurons() -> None:
     x = tensor(5, 2, 6)
-    out, kept = apply(edits.neurons([0, -1]), x), apply(edits.neurons(slice(0, 2), keep=True), x)
+    out, kept = (
+        apply(edits.ablate_neurons([0, -1]), x),
+        apply(edits.ablate_neurons(slice(0, 2), keep=True), x),
+    )
     assert not out[..., [0, 5]].any()
     assert torch.equal(out[..., 1:5], x[..., 1:5])
     assert not kept[..., 2:].any()
@@ -231,7 +234,7 @@ CONTINUOUS = [
     edits.steer(VECTOR, 2.0, samples=0),
     edits.mean(),
     edits.mean("s", positions=0),
-    edits.neurons([1, 2]),
+    edits.ablate_neurons([1, 2]),
     edits.project_out(VECTOR),
     edits.project(VECTOR, positions=slice(1, None)),
     edits.resample("s"),
@@ -259,7 +262,7 @@ ALL = [
     edits.steer(torch.ones(1)),
     edits.steer(VECTOR),
     edits.mean(value=VECTOR),
-    edits.heads([0], of=2),
+    edits.ablate_heads([0], of=2),
     edits.resample(),
     edits.low_rank("adapter"),
     edits.scale(2.0) | edits.steer(VECTOR),
@@ -293,7 +296,7 @@ def test_what_is_local_where() -> None:
     assert where(edits.scale(2.0, positions=0)) == ("b", "h")
     assert where(edits.steer(VECTOR)) == ("s", "b")
     assert where(edits.mean("s")) == ("b", "h")
-    assert where(edits.heads(0), SCORES) == ("b", "s", "s")
+    assert where(edits.ablate_heads(0), SCORES) == ("b", "s", "s")
     assert where(edits.noise(1.0)) == ()
     assert where(edits.scale(2.0) | edits.steer(VECTOR) | edits.mean("s")) == ("b",)
     assert where(edits.scale(2.0) | (lambda m, x, c, t: x)) == ()
@@ -305,7 +308,7 @@ def test_what_is_local_where() -> None:
         ("scale=2", "scale(2.0)"),
         ("zero", "zero()"),
         ("zero@positions=0:4", "zero(positions=0:4)"),
-        ("heads=0,3@true", "heads([0, 3], True)"),
+        ("ablate_heads=0,3@true", "ablate_heads([0, 3], True)"),
         ("clamp=-1@1", "clamp(-1.0, 1.0)"),
         ("clamp@high=2", "clamp(high=2.0)"),
         ("noise=0.1@positions=-1@samples=0,1", "noise(0.1, positions=-1, samples=[0, 1])"),
@@ -334,15 +337,15 @@ def test_a_vector_from_words(tmp_path: Path) -> None:
         (lambda: edits.parse("scale"), "scale needs factor: scale=..."),
         (lambda: edits.parse("scale=2@3"), "scale has no place for '3'; it takes positions"),
         (lambda: edits.parse("scale=2@factr=3"), "scale has no argument 'factr'"),
-        (lambda: edits.parse("heads=a"), "heads: which='a' is not indices"),
+        (lambda: edits.parse("ablate_heads=a"), "ablate_heads: which='a' is not indices"),
         (lambda: edits.chain(), "no edits"),
         (lambda: edits.clamp(), "no bound"),
         (lambda: edits.scale(2.0, positions="last"), "positions='last' must be a number"),
         (lambda: edits.project_out(torch.zeros(6)), "not all zero"),
         (lambda: edits.project_out(torch.ones(2, 6)), "depend on each other"),
         (lambda: apply(edits.scale(2.0, positions=5), tensor(5, 2, 6)), "positions: 5 is beyond a dim of 5"),
-        (lambda: apply(edits.heads(0), tensor(5, 2, 6)), r"has dims \[s, b, h\], none of heads"),
-        (lambda: apply(edits.heads(0), tensor(5, 2, 6), "s b nd"), "say how many|of=their number"),
+        (lambda: apply(edits.ablate_heads(0), tensor(5, 2, 6)), r"has dims \[s, b, h\], none of heads"),
+        (lambda: apply(edits.ablate_heads(0), tensor(5, 2, 6), "s b nd"), "say how many|of=their number"),
         (lambda: apply(edits.scale(2.0, positions=0), tensor(5, 6), "t h"), r"has dims \[t, h\], no 's'"),
         (lambda: apply(edits.mean("e"), tensor(5, 2, 6)), "no 'e'"),
         (lambda: apply(edits.steer(torch.ones(5)), tensor(5, 2, 6)), r"shape \(5,\) does not fit"),

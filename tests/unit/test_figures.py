@@ -15,8 +15,8 @@ import megatron_flex as mf
 from megatron_flex import figures
 from megatron_flex.figures import FigureError
 from megatron_flex.layout import Cut, Dim, Layout
-from megatron_flex.statistics.measured import TensorStatistics
-from tests.support.dumps import COLUMN, NORM, SEQUENCE, WEIGHT, Given, write
+from megatron_flex.statistics.statistics_records import TensorStatistics
+from tests.support.dumps import COLUMN, NORM, SEQUENCE, WEIGHT, Given, sealed_again, write
 
 SCORES = Layout((Dim("b"), Dim("n", (Cut("tp"),)), Dim("s"), Dim("s")))
 MODEL = {"normalization": "RMSNorm", "layernorm_epsilon": 1e-5}
@@ -54,7 +54,9 @@ def test_iterations_that_lack_a_tensor_are_blank(tmp_path: Path) -> None:
     assert found.broken.tolist() == [[0, 0], [0, 10]]
 
 
-def measured(iteration: int, site: str, norm: float | None, histogram: tuple[int, ...] = ()) -> TensorStatistics:
+def measured(
+    iteration: int, site: str, norm: float | None, histogram: tuple[int, ...] = ()
+) -> TensorStatistics:
     numbers: Any = dict.fromkeys(("mean", "std", "rms", "absmax", "zeros", "kurtosis"), 0.0)
     nans = 10 if norm is None else 0
     order = int(site.split(".")[2][0])
@@ -75,7 +77,7 @@ def measured(iteration: int, site: str, norm: float | None, histogram: tuple[int
 
 
 def statistics(rows: list[TensorStatistics]) -> Any:
-    from megatron_flex.statistics.reading import OpenStatistics
+    from megatron_flex.statistics.statistics_reader import OpenStatistics
 
     table: dict[int, dict[str, TensorStatistics]] = {}
     for row in rows:
@@ -249,7 +251,7 @@ def tell(path: Path, model: dict[str, Any]) -> None:
 
     (file,) = path.glob("run-*/manifest.json")
     told = json.loads(file.read_text())
-    file.write_text(json.dumps({**told, "model": model}))
+    file.write_bytes(sealed_again(json.dumps({**told, "model": model}).encode()))
 
 
 def row(name: str, iteration: int, error: float, tolerance: float = 1e-5) -> Any:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import megatron_flex as mf
 from megatron_flex.errors import FlexError
 from megatron_flex.launch import settings_of
+from megatron_flex.launch.flags import FLAGS, FLAGS_BY_OPTION, FLAGS_VARIABLE, Flag, format_help, split_argv
 from megatron_flex.launch.flags import settings_from_argv as found
-from megatron_flex.launch.flags import split_argv
 from megatron_flex.launch.launch_settings import (
     DumpSettings,
     EditSettings,
@@ -25,7 +25,6 @@ from megatron_flex.launch.launch_settings import (
     StatisticsSettings,
     merge_values,
 )
-from megatron_flex.launch.table import FLAGS_BY_OPTION, FLAGS, FLAGS_VARIABLE, Flag, format_help
 from tests.support.commands import kept
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -50,16 +49,16 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "stats-format": (["parquet"], "parquet"),
     "stats-parameters": (["w.*"], ("w.*",)),
     "list-sites": (["a.*"], "a.*"),
-    "plan": ([], True),
+    "estimate": ([], True),
     "verify": (["3"], 3),
     "control": (["file"], Path("file")),
     "cpu": ([], True),
 }
 NEEDS = {"dump": ["--flex-dump=folder"], "statistics": ["--flex-stats=folder"]}
 ONLY_IN_FILES = {
-    *(("edits", name) for name in ("hook_type", "run", "tags", "enabled")),
-    *(("dump", name) for name in ("sites", "every", "tokens", "gradients", "replicas", "durable", "tags")),
-    *(("statistics", name) for name in ("sites", "every", "gradients", "histogram", "writers", "tags")),
+    *(("edits", name) for name in ("hook_type", "run", "groups", "enabled")),
+    *(("dump", name) for name in ("sites", "every", "tokens", "gradients", "replicas", "durable", "groups")),
+    *(("statistics", name) for name in ("sites", "every", "gradients", "histogram", "writers", "groups")),
 }
 
 
@@ -193,7 +192,10 @@ def test_argparse_gives_the_same_settings(flags: list[list[str]], theirs: list[s
 def test_words_that_are_not_ours_stay_as_they_are(words: list[str]) -> None:
     assert split_argv(words) == ({}, words)
     assert split_argv(["--flex-cpu", *words]) == ({"cpu": True}, words)
-    assert split_argv([*words, "--", "--flex-cpu", "--flex-no"]) == ({}, [*words, "--", "--flex-cpu", "--flex-no"])
+    assert split_argv([*words, "--", "--flex-cpu", "--flex-no"]) == (
+        {},
+        [*words, "--", "--flex-cpu", "--flex-no"],
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -356,7 +358,7 @@ def test_a_namespace_of_another_parser_is_told() -> None:
 def test_no_flags_are_nothing_wanted() -> None:
     assert found([], {})[0].idle
     assert parsed([]).idle
-    assert not found(["--flex-plan"], {})[0].idle
+    assert not found(["--flex-estimate"], {})[0].idle
 
 
 def test_lists_are_joined_and_mappings_merged() -> None:

@@ -18,11 +18,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from megatron_flex.adapters.following.call import iterate_tensors
-from megatron_flex.adapters.following.functions import PARALLEL_REGIONS
-from megatron_flex.adapters.following.shapes import target_dim
-from megatron_flex.adapters.following.trace import LayoutTrace
-from megatron_flex.adapters.spread import WHOLE, Spread, SpreadOrUnknown, Unknown, spread_from_json, spread_to_json
+from megatron_flex.adapters.layout_rules import (
+    FULL,
+    Spread,
+    SpreadOrUnknown,
+    UnknownLayout,
+    spread_from_json,
+    spread_to_json,
+)
+from megatron_flex.adapters.propagation.function_call import iterate_tensors
+from megatron_flex.adapters.propagation.function_rules import PARALLEL_REGIONS
+from megatron_flex.adapters.propagation.layout_trace import LayoutTrace
+from megatron_flex.adapters.propagation.shape_rules import target_dim
 from megatron_flex.errors import LayoutError
 from megatron_flex.layout import assemble, extract
 from megatron_flex.mesh import Axis, Mesh
@@ -33,10 +40,12 @@ Function = Callable[..., Any]
 
 
 def cut(dim: int | None) -> Spread:
-    return WHOLE if dim is None else Spread(((dim, "tp"),))
+    return FULL if dim is None else Spread(((dim, "tp"),))
 
 
-def run(function: Function, shards: Sequence[Tensor], told: Sequence[Spread]) -> tuple[list[Tensor], SpreadOrUnknown]:
+def run(
+    function: Function, shards: Sequence[Tensor], told: Sequence[Spread]
+) -> tuple[list[Tensor], SpreadOrUnknown]:
     """One rank's results, and what is said of them."""
     trace = LayoutTrace(nn.Module(), {}, MESH, {})
     for tensor, spread in zip(shards, told, strict=True):
@@ -61,7 +70,7 @@ def judge(function: Function, wholes: Sequence[Tensor], dims: Sequence[int | Non
             results.append(run(function, shards, told))
         except (RuntimeError, IndexError, ValueError):
             return "error"
-    if any(isinstance(t, Unknown) for _, t in results):
+    if any(isinstance(t, UnknownLayout) for _, t in results):
         return "unknown"
     torch.manual_seed(0)
     want = list(iterate_tensors(function(*[w.clone() for w in wholes])))
@@ -274,9 +283,9 @@ class Twice(torch.autograd.Function):
 @pytest.mark.parametrize(
     ("function", "dims", "words"),
     [
-        (lambda x: x.sum(-1), (1,), "sum goes over dim 1, which is cut over tp"),
+        (lambda x: x.sum(-1), (1,), "sum goes over dim 1, which is sharded over tp"),
         (lambda x, y: x @ y.T, (1, 1), "a partial sum"),
-        (lambda x: torch.linalg.qr(x), (0,), "what linalg_qr does to tensors that are cut is not known"),
+        (lambda x: torch.linalg.qr(x), (0,), "what linalg_qr does to sharded tensors is not known"),
         (lambda x: torch.linalg.qr(x * 1)[0] + 1, (0,), "linalg_qr"),
         (lambda x, y: x + y, (1, None), "as if it were cut too"),
         (lambda x, y: x + y, (0, 1), "dim"),
@@ -289,7 +298,7 @@ class Twice(torch.autograd.Function):
 )
 def test_what_is_not_said(function: Function, dims: tuple[int | None, ...], words: str) -> None:
     found = told_of(function, *dims)
-    assert isinstance(found, Unknown)
+    assert isinstance(found, UnknownLayout)
     assert words in found.why
 
 
@@ -298,7 +307,7 @@ def test_changed_unseen() -> None:
     x = whole(trace, torch.randn(4), 0)
     x.add_(1)  # where nothing is followed
     found = trace.mark(x).told
-    assert isinstance(found, Unknown)
+    assert isinstance(found, UnknownLayout)
     assert "changed in place" in found.why
 
 
@@ -308,7 +317,7 @@ def test_written_through_a_view() -> None:
     with trace:
         x[0].copy_(y)
     found = trace.mark(x).told
-    assert isinstance(found, Unknown)
+    assert isinstance(found, UnknownLayout)
     assert "view" in found.why
 
 
@@ -354,12 +363,12 @@ def test_places() -> None:
 PARTIAL = Spread(partial=("tp",))
 # What a region makes of a matrix's parts on two ranks: `whole` of the results is what one process has.
 MADE: dict[str, list[tuple[SpreadOrUnknown, SpreadOrUnknown | None]]] = {
-    "_CopyToModelParallelRegion": [(WHOLE, WHOLE), (cut(1), cut(1))],
-    "_ReduceFromModelParallelRegion": [(PARTIAL, WHOLE), (WHOLE, WHOLE)],
-    "_GatherFromModelParallelRegion": [(cut(1), WHOLE), (cut(0), None)],
-    "_ScatterToModelParallelRegion": [(WHOLE, cut(1)), (cut(0), None)],
-    "_GatherFromSequenceParallelRegion": [(cut(0), WHOLE), (cut(1), None)],
-    "_ScatterToSequenceParallelRegion": [(WHOLE, cut(0)), (cut(1), None)],
+    "_CopyToModelParallelRegion": [(FULL, FULL), (cut(1), cut(1))],
+    "_ReduceFromModelParallelRegion": [(PARTIAL, FULL), (FULL, FULL)],
+    "_GatherFromModelParallelRegion": [(cut(1), FULL), (cut(0), None)],
+    "_ScatterToModelParallelRegion": [(FULL, cut(1)), (cut(0), None)],
+    "_GatherFromSequenceParallelRegion": [(cut(0), FULL), (cut(1), None)],
+    "_ScatterToSequenceParallelRegion": [(FULL, cut(0)), (cut(1), None)],
     "_ReduceScatterToSequenceParallelRegion": [(PARTIAL, cut(0)), (cut(1), None)],
 }
 
@@ -368,16 +377,17 @@ MADE: dict[str, list[tuple[SpreadOrUnknown, SpreadOrUnknown | None]]] = {
 def test_regions_lead_from_one_layout_to_another(name: str) -> None:
     """None: what comes of such parts is nothing that one process has, and is not said to be."""
     assert MADE.keys() == PARALLEL_REGIONS.keys()
-    unknown = Unknown("as it was")
+    unknown = UnknownLayout("as it was")
     for before, behind in MADE[name]:
         told = PARALLEL_REGIONS[name](before, 2)
-        assert isinstance(told, Unknown) if behind is None else told == behind
+        assert isinstance(told, UnknownLayout) if behind is None else told == behind
     if name != "_ReduceFromModelParallelRegion":
         assert PARALLEL_REGIONS[name](unknown, 2) is unknown
 
 
 @pytest.mark.parametrize(
-    "told", [WHOLE, PARTIAL, Unknown("why not"), Spread(((0, "cp"), (-1, "tp")), shared=("tp",), uneven=True)]
+    "told",
+    [FULL, PARTIAL, UnknownLayout("why not"), Spread(((0, "cp"), (-1, "tp")), shared=("tp",), uneven=True)],
 )
 def test_what_is_told_of_a_tensor_goes_by_json(told: Any) -> None:
     assert spread_from_json(json.loads(json.dumps(spread_to_json(told)))) == told

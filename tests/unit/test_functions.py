@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_flex.runtime.sharing.functions import uses_argument
+from megatron_flex.runtime.function_analysis import uses_argument
 
 
 def ignores(module: Any, inputs: Any, save_ctx: Any, modules: Any) -> Any:

@@ -24,7 +24,7 @@ HERE = {"device": "cuda", "name": "A GPU", "torch": "2.13.0", "megatron-core": "
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Load:
     """A module of the scripts, imported as they import each other."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "measure"))
     return importlib.import_module
 
 

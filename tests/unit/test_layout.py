@@ -18,13 +18,13 @@ from megatron_flex.layout import (
     Layout,
     assemble,
     coordinates,
+    count_parts,
     extract,
     first_copy,
+    full_shape,
     padded_shape,
-    count_parts,
     replicated,
     spans,
-    full_shape,
 )
 
 SIZES = {"a": 2, "b": 3, "c": 4}

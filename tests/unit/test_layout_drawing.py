@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from megatron_flex import Cut, Dim, Layout
-from megatron_flex.layout import coordinates, replicated, spans
+from megatron_flex import Dim, Layout
+from megatron_flex.layout import Cut, coordinates, replicated, spans
 from megatron_flex.layout.layout_drawing import LayoutPicture, draw_layout, make_picture
 from tests.unit.test_layout import SIZES, layouts
 

@@ -20,14 +20,14 @@ from megatron_flex.layout import (
     Layout,
     RegionIndex,
     assemble,
+    assemble_region,
     compact_index,
     coordinates,
     extract,
     first_copy,
     padded_shape,
-    uneven_lengths,
-    assemble_region,
     take_entries,
+    uneven_lengths,
 )
 from tests.unit.test_layout import SIZES, layouts, make, scatter
 
@@ -131,7 +131,9 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     whole = torch.arange(8 * 6).reshape(8, 6).remainder(3).to(dtype)
     shards = [extract(layout, whole, c, SIZES) for c in coordinates(layout, SIZES)]
     wanted: list[Any] = [[7, 0, 0], range(1, 6, 2)]
-    assert torch.equal(assemble_region(layout, Shards(layout, shards), [8, 6], SIZES, wanted), chosen(whole, wanted))
+    assert torch.equal(
+        assemble_region(layout, Shards(layout, shards), [8, 6], SIZES, wanted), chosen(whole, wanted)
+    )
 
 
 def test_entries_outside_are_refused() -> None:

@@ -17,10 +17,11 @@ from megatron_flex import edits
 from megatron_flex.collectives import Shard
 from megatron_flex.layout import Cut, Dim, Layout, assemble, coordinates, extract, replicated
 from megatron_flex.mesh import Axis, Mesh
-from megatron_flex.runtime.debugging.comparing import measure_difference
+from megatron_flex.runtime.autograd_graph import connect_output, enter_edit
 from megatron_flex.runtime.debug.purity import is_pure
-from megatron_flex.runtime.debugging.understanding import read_source
+from megatron_flex.runtime.function_analysis import read_source
 from megatron_flex.runtime.local_edits import LocalEditPlan, plan_local_edits
+from megatron_flex.runtime.model_verification import measure_difference
 from megatron_flex.sites import Site
 from tests.unit.test_layout import SIZES, layouts, make
 
@@ -86,10 +87,10 @@ def presets(layout: Layout, whole: Tensor) -> dict[str, Any]:
         "zero": edits.zero(features=[0, -1]),
         "clamp": edits.clamp(0.2, 0.5),
         "noise": edits.noise(0.5),
-        "neurons": edits.neurons([0, last // 2]),
-        "neurons kept": edits.neurons(slice(0, None, 2), keep=True),
+        "neurons": edits.ablate_neurons([0, last // 2]),
+        "neurons kept": edits.ablate_neurons(slice(0, None, 2), keep=True),
         "mean": edits.mean(value=vector),
-        "chain": edits.scale(2.0, features=0) | edits.clamp(-1, 1) | edits.neurons(-1),
+        "chain": edits.scale(2.0, features=0) | edits.clamp(-1, 1) | edits.ablate_neurons(-1),
         "marked": mf.local()(squared),
         "marked, in place": mf.local()(doubled_in_place),
     }
@@ -98,9 +99,9 @@ def presets(layout: Layout, whole: Tensor) -> dict[str, Any]:
     if "b" in at.dims:
         found["samples"] = edits.zero(samples=-1) | edits.scale(0.5, samples=0)
     if "n" in at.dims and whole.ndim > 1:
-        found["heads"] = edits.heads([0, -1])
+        found["heads"] = edits.ablate_heads([0, -1])
     if "nd" in at.dims:
-        found["heads side by side"] = edits.heads(
+        found["heads side by side"] = edits.ablate_heads(
             [0], keep=True, of=next(n for n in (3, 2, 1) if whole.shape[at.dims.index("nd")] % n == 0)
         )
     return {n: e.for_site(at) for n, e in found.items()}
@@ -180,7 +181,7 @@ def test_what_needs_the_whole_says_why() -> None:
     assert "nothing says that squared" in why(squared)
     assert why(squared, replicated("s", "b", "h")) == "", "each rank has all of it"
     assert "needs the whole: s is cut over a" in why(edits.resample("s"))
-    assert "the leader" in why(edits.scale(2.0), run="leader")
+    assert "one rank" in why(edits.scale(2.0), run="once")
     assert "summand" in why(edits.clamp(0.0, 1.0), Layout(cut.dims, partial=("b",)))
     assert why(edits.scale(2.0), Layout(cut.dims, partial=("b",))) == ""
     assert why(mf.local(dims=("s", "b"))(squared)) == ""
@@ -245,7 +246,7 @@ def test_a_parameter_gets_no_share_of_its_gradient() -> None:
     bound = edit.on_shard(Shard.of(torch.empty(2, 6), layout, mesh({})))
     assert bound is not None
     inputs = torch.ones(2, 6, requires_grad=True)
-    with pytest.raises(mf.HookError, match="parameter that wants a gradient"):
+    with pytest.raises(mf.HookError, match="parameter that requires a gradient"):
         bound(None, inputs * 2, None, None)
     with torch.no_grad():
         assert torch.equal(bound(None, torch.ones(2, 6), None, None), torch.ones(2, 6))
@@ -267,11 +268,13 @@ def test_what_does_not_depend_on_the_tensor_goes_on_in_its_place() -> None:
     hook = mf.HookFunction("x", editing_function=edits.zero())
     way, _ = plan_local_edits({hook: edits.zero()}, layout, (2, 3), Mesh(), False)
     assert way is not None
-    local = torch.ones(2, 3, requires_grad=True) * 1
-    out = way.outof(torch.zeros_like(way.into(local)), local)
+    leaf = torch.ones(2, 3, requires_grad=True)
+    local = enter_edit(leaf * 1)
+    out = way.outof(connect_output(torch.zeros_like(way.into(local)), local, sure=True), local)
     assert out.requires_grad
     assert not out._is_view()
     out.sum().backward()
+    assert torch.equal(leaf.grad, torch.zeros(2, 3))
 
 
 def test_differences_are_told_with_what_is_no_number() -> None:

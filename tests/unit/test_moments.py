@@ -14,11 +14,16 @@ from torch import Tensor
 
 from megatron_flex.errors import LayoutError
 from megatron_flex.layout import Cut, Dim, Layout, extract, is_partial
-from megatron_flex.runtime.measuring.counting import select_counted, select_counted_part
+from megatron_flex.runtime.statistics_sink import select_counted, select_counted_part
 from megatron_flex.statistics import moments
-from megatron_flex.statistics.measured import HIGHEST_EXPONENT, LOWEST_EXPONENT, BINS_PER_SIGN, TensorStatistics, compute_bin_edges
-from megatron_flex.statistics.moments import MomentSums
-from megatron_flex.statistics.table import MomentEntry, MomentTable
+from megatron_flex.statistics.moments import MomentEntry, MomentSums, MomentTable
+from megatron_flex.statistics.statistics_records import (
+    BINS_PER_SIGN,
+    HIGHEST_EXPONENT,
+    LOWEST_EXPONENT,
+    TensorStatistics,
+    compute_bin_edges,
+)
 from tests.support.dumps import mesh_of
 from tests.unit.test_layout import SIZES, layouts, make
 
@@ -28,7 +33,7 @@ ENTRIES = (MomentEntry("x", "value", 0),)
 def measured(parts: list[MomentSums], apart: bool = True) -> TensorStatistics | None:
     """The row that ranks come to that have a part each."""
     table = MomentTable(ENTRIES, len(parts) if apart else 1000, True)
-    packed = [table.pack({0: p}, set(), [1.0, 3.0, 1.0], n) for n, p in enumerate(parts)]
+    packed = [table.pack({0: p}, set(), [1.0, 3.0, 1.0, 0.0], n) for n, p in enumerate(parts)]
     maxima = [table.maxima({0: p}, v) for p, v in zip(parts, packed, strict=True)]
     greatest = None if maxima[0] is None else torch.stack([m for m in maxima if m is not None]).amax(0)
     rows = table.measured(3, torch.stack(packed).sum(0), greatest)
@@ -84,7 +89,9 @@ def test_numbers_of_normal_values(dtype: torch.dtype, mean: float) -> None:
     st.lists(
         st.one_of(
             st.floats(allow_nan=True, allow_infinity=True, width=32),
-            st.sampled_from([0.0, -0.0, 1.0, -2.0, 1e-45, 3e38, float(2**HIGHEST_EXPONENT), float(2**LOWEST_EXPONENT)]),
+            st.sampled_from(
+                [0.0, -0.0, 1.0, -2.0, 1e-45, 3e38, float(2**HIGHEST_EXPONENT), float(2**LOWEST_EXPONENT)]
+            ),
         ),
         min_size=1,
         max_size=40,

@@ -12,9 +12,19 @@ import megatron_flex as mf
 from megatron_flex.compare import Comparison, compare
 from megatron_flex.compare.comparison import ReplicaMismatch, Row
 from megatron_flex.layout import Cut, Dim, Layout, replicated
-from megatron_flex.notebook_html import MAX_TEXT_LETTERS, MAX_TABLE_ROWS, Markup, html_details, html_fragment, html_line, html_lines, html_table, html_text
+from megatron_flex.notebook_html import (
+    MAX_TABLE_ROWS,
+    MAX_TEXT_LETTERS,
+    Markup,
+    html_details,
+    html_fragment,
+    html_line,
+    html_lines,
+    html_table,
+    html_text,
+)
 from megatron_flex.sites import Site, SiteTable
-from megatron_flex.view import TreeHook, fold_layers, build_tree
+from megatron_flex.view import TreeHook, build_tree, fold_layers
 from megatron_flex.view.tree_notebook import MAX_TREE_ROWS, tree_html
 from tests.support import dumps, measured
 from tests.support.dumps import COLUMN, REPLICATED, WEIGHT, Given, random
@@ -35,7 +45,9 @@ def shown(found: object) -> Shown:
 
 
 def test_text_stays_text() -> None:
-    told = Shown(html_fragment(EVIL, html_line(EVIL, "red"), html_details(EVIL, html_table([EVIL], [[EVIL]], 1, EVIL))))
+    told = Shown(
+        html_fragment(EVIL, html_line(EVIL, "red"), html_details(EVIL, html_table([EVIL], [[EVIL]], 1, EVIL)))
+    )
     assert told.text.count(EVIL) == 5
     assert "script" not in told.tags
 
@@ -125,7 +137,7 @@ def test_a_large_tree_is_bounded_and_says_so() -> None:
     rows = len(told.summaries) + told.text.count(":output")
     assert rows == MAX_TREE_ROWS
     left = 1 + 2 * len(many) - rows
-    assert f"and {left:,} more rows; flex.show() prints all" in told.text
+    assert f"and {left:,} more rows; flex.report.show() prints all" in told.text
 
 
 # -- dumps -----------------------------------------------------------------------------------------------
@@ -144,14 +156,14 @@ def test_a_dump_says_what_it_has(path: Path) -> None:
         told = shown(dump)
         assert not dump.files.mapped, "no data is read"
     assert told.pieces[0] == f"OpenDump · {path}"
-    assert "1 run, 3 whole iterations (0 to 20), 3 sites, 1 parameter" in told.text
+    assert "1 run, 3 complete iterations (0 to 20), 3 sites, 1 parameter" in told.text
     assert told.summaries == ["runs", "tensors"]
     run = next(r for r in told.rows if r[0] == "0")
     assert run[3:] == ["tp=2", "2", "3", "3"]
     (site,) = (r for r in told.rows if r[0] == "decoder.layers.*:output (3)")
     assert site[1:] == ["site", "[s 2, b 4, 4h 8]", "[s, b, 4h/tp]", "0"]
     assert any(r[:2] == ["decoder.layers.0.weight", "parameter"] for r in told.rows)
-    assert "not whole" not in told.text
+    assert "incomplete" not in told.text
 
 
 def test_a_dump_says_what_is_missing(path: Path) -> None:
@@ -159,13 +171,13 @@ def test_a_dump_says_what_is_missing(path: Path) -> None:
     (path / "run-0001").mkdir()
     with mf.open_dump(path) as dump:
         told = shown(dump)
-    assert "2 whole iterations (0 to 20)" in told.text
-    assert "iteration 10 of run-0000 is not whole: parts of rank 1 are missing" in told.text
+    assert "2 complete iterations (0 to 20)" in told.text
+    assert "iteration 10 of run-0000 is incomplete: parts of rank 1 are missing" in told.text
     assert "run-0001 has no manifest" in told.text
     for part in path.glob("run-0000/*/00000-*"):
         part.unlink()
     with mf.open_dump(path) as dump:
-        assert "no iteration is whole" in shown(dump).text
+        assert "no iteration is complete" in shown(dump).text
 
 
 def test_a_dump_that_is_gone_is_told(path: Path, tmp_path: Path) -> None:
@@ -181,7 +193,7 @@ def test_names_from_files_stay_text(tmp_path: Path) -> None:
     manifest = tmp_path / "d" / "run-0000" / "manifest.json"
     told = json.loads(manifest.read_text())
     told["framework"] = told["created"] = EVIL
-    manifest.write_text(json.dumps(told))
+    manifest.write_bytes(dumps.sealed_again(json.dumps(told).encode()))
     with mf.open_dump(tmp_path / "d") as dump:
         for one in (dump, dump[f"{EVIL}:output"]):
             found = shown(one)
@@ -193,7 +205,7 @@ def test_a_layout_that_is_damaged_is_told(path: Path) -> None:
     manifest = path / "run-0000" / "manifest.json"
     told = json.loads(manifest.read_text())
     told["sites"][1]["layout"] = {"dims": [{"name": "h", "cuts": [{"axis": "tp", "order": EVIL}]}]}
-    manifest.write_text(json.dumps(told))
+    manifest.write_bytes(dumps.sealed_again(json.dumps(told).encode()))
     with mf.open_dump(path) as dump:
         assert "cannot be read" in shown(dump).text
 
@@ -239,7 +251,7 @@ def test_statistics_show_each_tensor_as_it_was_last(tmp_path: Path) -> None:
     told = shown(mf.open_statistics(tmp_path))
     assert "script" not in told.tags
     assert "1 start of the run, 2 tensors, 2 iterations (0 to 7)" in told.text
-    assert "torn, and left out: 1," in told.text
+    assert "incomplete lines and files that are left out: 1," in told.text
     broken, good = told.rows[1:]
     assert broken[:2] == [EVIL, "7"]
     assert broken[3] == "–"

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 import megatron_flex.page
-from megatron_flex import Axis, Cut, Dim, FlexError, Layout, Mesh
-from megatron_flex.costs import Placement, PlannedHook, estimate_pass
-from megatron_flex.layout import coordinates, replicated, spans
-from megatron_flex.page import RankGrid, Page, html, grid_of_mesh, grid_of_ranks, grid_of_sizes, write
-from megatron_flex.page.site_estimates import tensor_at_site, estimate_sites
+from megatron_flex import Dim, FlexError, Layout, Mesh
+from megatron_flex.estimate import HookSpec, Placement, estimate_pass
+from megatron_flex.layout import Cut, coordinates, replicated, spans
+from megatron_flex.mesh import Axis
+from megatron_flex.page import Page, RankGrid, grid_of_mesh, grid_of_ranks, grid_of_sizes, html, write
 from megatron_flex.page.page_builder import fill_page
+from megatron_flex.page.site_estimates import estimate_sites, tensor_at_site
 from megatron_flex.sites import Site
 from megatron_flex.view import TreeHook
 from tests.support import dumps, measured
@@ -78,12 +79,12 @@ def read(page: Page) -> dict[str, Any]:
 
 def test_every_number_in_the_values_leads_somewhere() -> None:
     sites = model()
-    costs = estimate_sites(sites, lambda s: tensor_at_site(s, GRID.sizes, 2, {"s": 16, "b": 2}), GRID)
+    estimates = estimate_sites(sites, lambda s: tensor_at_site(s, GRID.sizes, 2, {"s": 16, "b": 2}), GRID)
     hooks = {
-        sites[1].name: [TreeHook("reads", tags=("probe",))],
+        sites[1].name: [TreeHook("reads", groups=("probe",))],
         sites[2].name: [TreeHook("reads", active=False)],
     }
-    told = read(Page("a model", GRID, sites, hooks, frozenset({sites[3].name}), costs))
+    told = read(Page("a model", GRID, sites, hooks, frozenset({sites[3].name}), estimates))
     columns = told["sites"]
     assert {len(column) for column in columns.values()} == {len(sites)}
     assert columns["name"] == [s.name for s in sites]
@@ -91,13 +92,13 @@ def test_every_number_in_the_values_leads_somewhere() -> None:
         ("layout", "layouts"),
         ("shape", "shapes"),
         ("reason", "reasons"),
-        ("cost", "costs"),
+        ("estimate", "estimates"),
     ):
         assert set(columns[column]) - {-1} == set(range(len(told[table])))
     assert columns["state"] == [0, 1, 0, 2, 0, 0, 0, 0, 0, 3]
     assert told["reasons"] == ["no labels"]
     assert told["hooks"] == {"1": ["reads [probe]"], "2": ["reads, off"]}
-    assert told["tags"] == {"probe": [1]}
+    assert told["groups"] == {"probe": [1]}
     assert len(told["layouts"]) == 4
     assert told["version"] == 1
 
@@ -105,7 +106,9 @@ def test_every_number_in_the_values_leads_somewhere() -> None:
 def test_names_from_files_stay_text() -> None:
     site = Site(f"{NASTY}:output", replicated("s"), ("s",), hidden=NASTY)
     text = html(
-        Page(NASTY, GRID, [site], {site.name: [TreeHook("reads", tags=(NASTY,))]}, notes=[("damage", NASTY)])
+        Page(
+            NASTY, GRID, [site], {site.name: [TreeHook("reads", groups=(NASTY,))]}, notes=[("damage", NASTY)]
+        )
     )
     plain, found = Elements(html(Page("", GRID, []))), Elements(text)
     assert found.tags == plain.tags
@@ -162,11 +165,11 @@ def test_ten_thousand_sites_on_sixteen_thousand_ranks_stay_small() -> None:
     grid = grid_of_sizes({"pp": 16, "dp": 16, "cp": 8, "tp": 8}, {"edp": 16, "ep": 64, "etp": 1})
     sites = model(100, 100)
     assert len(sites) > 10_000
-    costs = estimate_sites(sites, lambda s: tensor_at_site(s, grid.sizes, 2, {"s": 8192, "b": 1}), grid)
-    page = Page("large", grid, sites, costs=costs)
+    estimates = estimate_sites(sites, lambda s: tensor_at_site(s, grid.sizes, 2, {"s": 8192, "b": 1}), grid)
+    page = Page("large", grid, sites, estimates=estimates)
     assert grid.ranks == 16384
     assert len(html(page)) < 2_000_000
-    assert len(page.to_json()["costs"]) < 8
+    assert len(page.to_json()["estimates"]) < 8
 
 
 # -- ranks ---------------------------------------------------------------------------------------------
@@ -247,13 +250,13 @@ def test_blocks_of_the_picture_are_what_each_rank_holds(layout: Layout) -> None:
 # -- what hooks would send -----------------------------------------------------------------------------
 
 
-def test_costs_are_those_that_costs_tell() -> None:
+def test_estimates_are_those_of_the_estimate() -> None:
     site = Site("x:output", COLUMN, ("s", "b", 32))
     held = tensor_at_site(site, GRID.sizes, 2, {"s": 16, "b": 2})
     assert not isinstance(held, str)
     assert held.local == (8, 2, 16)
     told = estimate_sites([site], lambda _: held, GRID)[site.name]
-    wanted = estimate_pass(PlannedHook("**", "general"), held, site, GRID.mesh(), Placement(GRID.sizes, 8))
+    wanted = estimate_pass(HookSpec("**", "general"), held, site, GRID.mesh(), Placement(GRID.sizes, 8))
     assert told["edit"]["sent"] == [[s.op, s.axis, s.ranks, s.nbytes, s.backward] for s in wanted.collectives]
     assert ("all_gather", "tp") in [(op, axis) for op, axis, *_ in told["edit"]["sent"]]
     assert told["read"]["sent"] == []
@@ -306,8 +309,8 @@ def test_a_page_of_a_dump(dump: Path) -> None:
     assert told["sites"]["stage"] == [0, 0, 1, 1]
     assert told["mesh"]["ranks"] == 8
     assert told["notes"] == []
-    (cost,) = told["costs"]
-    assert cost["read"]["whole"] == page.costs[page.sites[0].name]["read"]["whole"] > 0
+    (estimate,) = told["estimates"]
+    assert estimate["read"]["whole"] == page.estimates[page.sites[0].name]["read"]["whole"] > 0
     (source,) = told["data"]
     assert source["iterations"] == [0, 10]
     assert source["sites"][:4] == [0, 1, 2, 3]
@@ -334,7 +337,7 @@ def test_damaged_dumps_are_shown_with_what_is_missing(dump: Path) -> None:
 
 
 def test_a_page_of_statistics(tmp_path: Path) -> None:
-    from megatron_flex.statistics.reading import open_statistics
+    from megatron_flex.statistics.statistics_reader import open_statistics
 
     measured.write(tmp_path, [0, 1])
     told = read(fill_page(None, statistics=open_statistics(tmp_path)))

@@ -23,9 +23,18 @@ from megatron_flex.dump.reader import open_damaged_dump
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.page import dump_damage
-from megatron_flex.page.data import PageBounds, divergence_json, dump_source, statistics_source
-from megatron_flex.page.data_packing import choose_evenly, quantise, shrink
-from megatron_flex.page.data_reading import DAMAGED, INFINITIES, NANS, PARTLY, THERE
+from megatron_flex.page.data_pane import divergence_json, dump_source, statistics_source
+from megatron_flex.page.dump_pictures import PageBounds
+from megatron_flex.page.tensor_tables import (
+    DAMAGED,
+    INFINITIES,
+    NANS,
+    PARTLY,
+    THERE,
+    choose_evenly,
+    quantise,
+    shrink,
+)
 from tests.support import dumps, measured
 from tests.support.dumps import COLUMN, NORM, SEQUENCE, SUMMED, WEIGHT, Given, random
 
@@ -212,7 +221,7 @@ def test_the_logit_lens_is_of_the_last_iteration_and_of_few_tokens(tmp_path: Pat
     manifest = tmp_path / "d" / "run-0000" / "manifest.json"
     told = json.loads(manifest.read_text())
     told["model"] = {"normalization": "RMSNorm", "layernorm_epsilon": 1e-5}
-    manifest.write_text(json.dumps(told))
+    manifest.write_bytes(dumps.sealed_again(json.dumps(told).encode()))
     found = Shown(dump_source(tmp_path / "d", NAMES, bounds=PageBounds(tokens=5, top=3)))
     lens = found.told["lens"]
     assert (lens["at"], lens["layers"], lens["tokens"]) == (1, [1, 2], list(range(5)))
@@ -348,7 +357,7 @@ def test_a_wrong_checksum_is_told_and_the_value_not_shown(dump: Path) -> None:
 
 def test_a_rank_that_never_wrote(tmp_path: Path) -> None:
     dumps.write(tmp_path / "d", sites(), mesh=MESH, absent=[3])
-    with pytest.raises(DumpError, match="whole"):
+    with pytest.raises(DumpError, match="is complete"):
         mf.open_dump(tmp_path / "d")[FIRST].torch()
     found = Shown(dump_source(tmp_path / "d", NAMES))
     assert len(found.damage) == 3
@@ -473,7 +482,7 @@ def test_statistics_show_numbers_and_say_what_they_lack(tmp_path: Path) -> None:
         for at, iteration in enumerate(series.iterations):
             if iteration in found.iterations and math.isfinite(series.rms[at]):
                 assert found.measure("rms", iteration, name) == pytest.approx(series.rms[at])
-    assert any("not whole" in text for text in found.damage)
+    assert any("are incomplete" in text for text in found.damage)
     assert "mf.Dump" in found.told["lacks"]["attention"]
     assert found.told["heats"] == {}
 

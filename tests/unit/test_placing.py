@@ -12,11 +12,10 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from megatron_flex.collectives.transport import segment, slots
+from megatron_flex.collectives.transport import segments
 from megatron_flex.collectives.transport.device_copies import _even_rows
-from megatron_flex.collectives.shared.placing import sum_planes, place_shard
-from megatron_flex.collectives.shared.segment import Segment
-from megatron_flex.collectives.shared.slots import SLOT_ROUNDING, SlotRing
+from megatron_flex.collectives.transport.segments import SLOT_ROUNDING, Segment, SlotRing
+from megatron_flex.collectives.transport.shard_placement import place_shard, sum_planes
 from megatron_flex.layout import Cut, Dim, Layout, assemble, coordinates
 from tests.unit.test_layout import SIZES, layouts, make, scatter
 
@@ -79,7 +78,7 @@ def test_rows_of_a_pitched_copy() -> None:
 def test_a_slot_is_written_again_only_when_nobody_has_a_tensor_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slots, "FIRST", SLOT_ROUNDING)
+    monkeypatch.setattr(segments, "FIRST", SLOT_ROUNDING)
     ring = SlotRing(str(tmp_path), 2 * SLOT_ROUNDING)
     first = ring.take(SLOT_ROUNDING)
     assert first is not None
@@ -144,10 +143,10 @@ def test_no_room_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_files_have_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Segment(segment.create_segment_file(str(tmp_path), SLOT_ROUNDING), SLOT_ROUNDING)
+    Segment(segments.create_segment_file(str(tmp_path), SLOT_ROUNDING), SLOT_ROUNDING)
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(os, "O_TMPFILE", 0)  # a file system that cannot do so: the folder itself is opened
-    Segment(segment.create_segment_file(str(tmp_path), SLOT_ROUNDING), SLOT_ROUNDING)
+    Segment(segments.create_segment_file(str(tmp_path), SLOT_ROUNDING), SLOT_ROUNDING)
     assert not list(tmp_path.iterdir())
 
 
@@ -157,14 +156,14 @@ def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
         os._exit(0)
     os.waitpid(child, 0)
     names = {
-        "dead": f"{segment.PREFIX}{os.getuid()}-{child}-00ff",
-        "alive": f"{segment.PREFIX}{os.getuid()}-{os.getpid()}-00ff",
-        "another user's": f"{segment.PREFIX}{os.getuid() + 1}-{child}-00ff",
+        "dead": f"{segments.PREFIX}{os.getuid()}-{child}-00ff",
+        "alive": f"{segments.PREFIX}{os.getuid()}-{os.getpid()}-00ff",
+        "another user's": f"{segments.PREFIX}{os.getuid() + 1}-{child}-00ff",
         "another program's": "sem.mp-0",
     }
     for name in names.values():
         (tmp_path / name).write_bytes(b"x")
-    segment.remove_stale_files(str(tmp_path))
+    segments.remove_stale_files(str(tmp_path))
     assert {p.name for p in tmp_path.iterdir()} == set(names.values()) - {names["dead"]}
 
 

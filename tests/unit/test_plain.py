@@ -7,8 +7,10 @@ import inspect
 import pickle
 import random
 import re
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
@@ -20,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import megatron_flex as mf
 from megatron_flex import HookError, HookFunction, SiteError
 from megatron_flex.runtime.hook_registry import HookRegistry
+from megatron_flex.sites import SiteTable
 from megatron_flex.statistics import Statistics
 
 Edit = Callable[[Tensor], Tensor]
@@ -558,13 +561,13 @@ def test_a_cache_of_everything_has_the_outputs_of_all_modules(size: int | None) 
             model(part)
     wanted = {n: torch.cat([t if t.ndim else t[None] for t in found]) for n, found in seen.items()}
     with mf.FlexModel(model) as flex:
-        out, cache = flex.run_with_cache(x, microbatch_size=size)
-        _, some = flex.run_with_cache(x, lambda name: name.startswith("blocks."), microbatch_size=size)
-        _, one = flex.run_with_cache(x, "blocks.0", microbatch_size=size)
-        with flex.trace(x, microbatch_size=size) as trace:
+        out, cache = flex.interp.run_with_cache(x, microbatch_size=size)
+        _, some = flex.interp.run_with_cache(x, lambda name: name.startswith("blocks."), microbatch_size=size)
+        _, one = flex.interp.run_with_cache(x, "blocks.0", microbatch_size=size)
+        with flex.interp.trace(x, microbatch_size=size) as trace:
             traced = trace["blocks.0"].output
         with pytest.raises(HookError, match="nothing passed at unused:output"):
-            flex.run_with_cache(x, "unused")
+            flex.interp.run_with_cache(x, "unused")
         assert not flex.output_dict
     assert out is not None
     assert torch.equal(out, wanted["root:output"])
@@ -579,7 +582,9 @@ def test_attaching_a_hook_leaves_those_that_stand_alone(monkeypatch: pytest.Monk
     """Each of many hooks is placed once, however many are attached behind it."""
     placed: list[HookFunction] = []
     put = HookRegistry._put
-    monkeypatch.setattr(HookRegistry, "_put", lambda self, entry: (placed.append(entry.hook), put(self, entry)))
+    monkeypatch.setattr(
+        HookRegistry, "_put", lambda self, entry: (placed.append(entry.hook), put(self, entry))
+    )
     hooks = [HookFunction(str(n), hook_type=kind) for n in range(20) for kind in ("forward", "tensor")]
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
     with mf.attach(model, hooks) as flex:
@@ -672,3 +677,25 @@ def test_a_state_dict_is_the_models() -> None:
         assert flex.load_state_dict(want | {"third": probe.weight}, strict=False) == (more, ["third"])
         holder = nn.ModuleDict({"inside": flex})
         assert list(holder.state_dict()) == [f"inside.{n}" for n in found]
+
+
+def test_warnings_point_at_the_line_that_caused_them(tmp_path: Path) -> None:
+    def fails(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+        raise ValueError("no")
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    flex = mf.FlexModel(model)
+    session = flex.session
+    session.sites = SiteTable([replace(s, hidden="fused" * (s.module == "1")) for s in session.sites])
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        flex.register_dump(mf.Dump(tmp_path / "dump", ["*"]))
+        flex.register_statistics(Statistics(tmp_path / "statistics", ["*"]))
+        flex.register_forward_hook(HookFunction("0", editing_function=fails, on_error="skip"))
+        model(torch.ones(2, 4))
+        flex.restore()
+    own = [(str(w.message), w.lineno) for w in found if w.filename == __file__]
+    starts = ("left out of the dump", "left out of the statistics", "hook (", "hook (")
+    assert [text.startswith(start) for (text, _), start in zip(own, starts, strict=True)] == [True] * 4
+    lines = [line - fails.__code__.co_firstlineno for _, line in own]
+    assert lines == [9, 10, 1, 13]

@@ -14,7 +14,7 @@ import pytest
 
 import megatron_flex as mf
 from megatron_flex.figures import Attention, Divergence, Heat, Histograms, Induction, LogitLens, Norms
-from megatron_flex.statistics.measured import BINS_PER_SIGN, compute_bin_edges
+from megatron_flex.statistics.statistics_records import BINS_PER_SIGN, compute_bin_edges
 
 pytest.importorskip("matplotlib")
 
@@ -61,7 +61,9 @@ def spread(iterations: int = 5) -> Histograms:
         counts[n, BINS_PER_SIGN] = 3
         counts[n, BINS_PER_SIGN + 30 : BINS_PER_SIGN + 42] = range(1 + n, 13 + n)
         counts[n, BINS_PER_SIGN - 41 : BINS_PER_SIGN - 33] = range(8)
-    return Histograms("decoder.layers.0:output", tuple(range(iterations)), np.array(compute_bin_edges()), counts, LONG)
+    return Histograms(
+        "decoder.layers.0:output", tuple(range(iterations)), np.array(compute_bin_edges()), counts, LONG
+    )
 
 
 def apart(sites: int = 30) -> Divergence:
@@ -249,7 +251,9 @@ def test_names_are_text_and_not_mathematics() -> None:
             "tokens has 2 of the sample's, and position 7 is drawn",
         ),
         (
-            lambda: mf.plot.histograms(Histograms("x", (0,), np.array(compute_bin_edges()), np.zeros((1, 129)), "")),
+            lambda: mf.plot.histograms(
+                Histograms("x", (0,), np.array(compute_bin_edges()), np.zeros((1, 129)), "")
+            ),
             "x: no finite",
         ),
     ],

@@ -17,8 +17,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_flex import cli, progress
-from megatron_flex.dump import background
 from megatron_flex.config import flex_config
+from megatron_flex.dump.writer import writer_thread
 from megatron_flex.progress import BYTES, ProgressBar, track
 from tests.support import dumps, measured
 from tests.support.dumps import COLUMN, Given, random
@@ -78,13 +78,29 @@ def test_a_bar_is_drawn_and_gone(monkeypatch: pytest.MonkeyPatch, way: str) -> N
     assert "comparing" in seen.written
     assert seen.screen == ["before", "after"]
     assert seen.cursor_is_seen
-    assert ("━" in seen.written) is (way == "rich")
+    assert "█" in seen.written
 
 
 def test_what_is_printed_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     with watched(monkeypatch) as seen:
         work(3, lambda: print("a warning", file=sys.stderr))
     assert seen.screen == ["a warning"] * 3
+
+
+def test_a_line_that_is_not_complete_is_written_when_the_bar_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with watched(monkeypatch) as seen:
+        work(3, lambda: sys.stderr.write("a part, "))
+        print("the end", file=sys.stderr)
+    assert seen.screen == ["a part, a part, a part, the end"]
+
+
+def test_a_bar_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    with watched(monkeypatch):
+        before = threading.active_count()
+        work(2, lambda: None)
+        with progress.progress("comparing", 2) as bar:
+            bar.advance()
+            assert threading.active_count() == before
 
 
 def test_stdout_is_never_written_to(
@@ -328,7 +344,7 @@ def test_making_a_page_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch, fold
 def test_a_dump_shows_what_is_still_to_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told: list[tuple[float, float | None]] = []
     asked = threading.Event()
-    write = background.write_part
+    write = writer_thread.write_part
 
     class Asked(ProgressBar):
         def to(self, done: float, total: float | None = None, more: str | None = None) -> None:
@@ -343,8 +359,8 @@ def test_a_dump_shows_what_is_still_to_be_written(monkeypatch: pytest.MonkeyPatc
         assert asked.wait(60)
         write(*args)
 
-    monkeypatch.setattr(background, "write_part", slow)
-    monkeypatch.setattr(background, "progress", watching)
+    monkeypatch.setattr(writer_thread, "write_part", slow)
+    monkeypatch.setattr(writer_thread, "progress", watching)
     dumps.write(tmp_path / "dump", {"decoder.layers.0:output": Given(random(1, 2, 4, 8))})
     assert told[0][0] == 0
     assert told[0][1]

@@ -61,7 +61,7 @@ def test_every_axis_is_drawn(cases: list[Draw], command: Any) -> None:
     wanted |= {f"recompute {name}" for names in random_cases.RECOMPUTE.values() for name in names}
     wanted |= {f"hook {kind}" for kind in (*random_cases.VALUES, *random_cases.GRADIENTS)}
     wanted |= {f"edit {name}" for name in edit_table.TABLE} | {f"kept {name}" for name in wish_table.TABLE}
-    wanted |= {"edit of a value", "edit of a gradient", "run replicated", "run leader"}
+    wanted |= {"edit of a value", "edit of a gradient", "run replicated", "run once"}
     assert not wanted - seen
     for pair in itertools.combinations(("tp", "pp", "cp", "dp"), 2):
         assert any(getattr(d, pair[0]) > 1 and getattr(d, pair[1]) > 1 for d in cases), pair

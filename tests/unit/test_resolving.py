@@ -13,11 +13,10 @@ from torch import nn
 
 from megatron_flex import edits
 from megatron_flex.dump import Dump, sampled
-from megatron_flex.dump.said import parse_number_setting
+from megatron_flex.dump.dump_settings import parse_number_setting
 from megatron_flex.errors import FlexError
-from megatron_flex.launch.naming import FILE_MODULE_PREFIX, load_function
-from megatron_flex.launch.resolving import resolve_settings
 from megatron_flex.launch.launch_settings import DumpSettings, EditSettings, Settings, StatisticsSettings
+from megatron_flex.launch.settings_resolver import FILE_MODULE_PREFIX, load_function, resolve_settings
 from megatron_flex.runtime import HookFunction
 from megatron_flex.statistics import Statistics
 
@@ -112,16 +111,16 @@ def test_nothing_is_imported_that_is_not_named(hooks: Path) -> None:
 
 def test_presets_and_functions_one_behind_the_other(hooks: Path) -> None:
     assert repr(load_function("scale=2 | clamp=-1@1")) == repr(edits.parse("scale=2 | clamp=-1@1"))
-    assert repr(load_function("heads=0:4")) == repr(edits.heads(slice(0, 4)))
+    assert repr(load_function("ablate_heads=0:4")) == repr(edits.ablate_heads(slice(0, 4)))
     both = load_function("scale=5 | hooks.py:double|scale=0.5")
     assert repr(both) == "scale(5.0) | double | scale(0.5)"
     assert ran(both, 3) == 15
 
 
 def test_to_ablate_is_to_put_zeros() -> None:
-    assert isinstance(load_function("ablate"), edits.zero)
-    assert repr(load_function("ablate@positions=-1")) == repr(edits.ablate(positions=-1))
-    assert ran(load_function("ablate"), 3) == 0
+    assert isinstance(load_function("zero"), edits.zero)
+    assert repr(load_function("zero@positions=-1")) == repr(edits.zero(positions=-1))
+    assert ran(load_function("zero"), 3) == 0
 
 
 @pytest.mark.parametrize(
@@ -184,18 +183,18 @@ def test_edits_are_hooks_where_they_are_wanted(hooks: Path) -> None:
         Settings(
             sites=("a", "b:mid", "a"),
             edits=(
-                EditSettings(edit="hooks.py:double", tags=("mine",), enabled=False),
-                EditSettings(site="c", edit="zero", hook_type="tensor", run="leader"),
+                EditSettings(edit="hooks.py:double", groups=("mine",), enabled=False),
+                EditSettings(site="c", edit="zero", hook_type="tensor", run="once"),
             ),
         )
     )
     assert [(h.where, h.hook_type, h.run, h.save) for h in out.edits] == [
         ("a", "forward", "replicated", False),
         ("b:mid", "forward", "replicated", False),
-        ("c", "tensor", "leader", False),
+        ("c", "tensor", "once", False),
     ]
     assert out.edits[0].editing_function is out.edits[1].editing_function
-    assert [h.tags for h in out.edits] == [{"edit", "mine"}, {"edit", "mine"}, {"edit"}]
+    assert [h.groups for h in out.edits] == [{"edit", "mine"}, {"edit", "mine"}, {"edit"}]
     assert out.waiting == out.edits[:2]
     assert [h.on_error for h in out.edits] == ["raise"] * 3
     assert (out.dumps, out.statistics) == ((), ())
@@ -218,7 +217,7 @@ def test_edits_that_fail_are_left_out_if_that_is_said() -> None:
         ({"edit": "zero"}, "--flex-edit zero: no site is named, neither there nor by --flex-sites"),
         ({"edit": "zero", "site": " "}, "--flex-edit zero: no site is named"),
         (
-            {"edit": "zero", "site": "a", "tags": ["all"]},
+            {"edit": "zero", "site": "a", "groups": ["all"]},
             "--flex-edit zero: every hook is in the group 'all'",
         ),
     ],
@@ -246,7 +245,7 @@ DUMPS: dict[str, tuple[Any, Any]] = {  # what is set, and what the Dump then has
     "when_full": ("drop", "drop"),
     "replicas": (True, True),
     "durable": (True, True),
-    "tags": (["t"], ("dump", "t")),
+    "groups": (["t"], ("dump", "t")),
 }
 MEASURED: dict[str, tuple[Any, Any]] = {
     "path": ("there", "there"),
@@ -257,7 +256,7 @@ MEASURED: dict[str, tuple[Any, Any]] = {
     "histogram": (False, False),
     "format": ("parquet", "parquet"),
     "writers": (False, False),
-    "tags": (["t"], ("stats", "t")),
+    "groups": (["t"], ("stats", "t")),
 }
 
 
@@ -272,8 +271,8 @@ def statistics_of(**fields: Any) -> Statistics:
 
 
 def test_a_dump_with_nothing_said_is_a_dump_with_nothing_said() -> None:
-    assert vars(dump_of()) == vars(Dump("d", ["a"], tags=["dump"]))
-    assert vars(statistics_of()) == vars(Statistics("flex-stats", ["a"], tags=["stats"]))
+    assert vars(dump_of()) == vars(Dump("d", ["a"], groups=["dump"]))
+    assert vars(statistics_of()) == vars(Statistics("flex-stats", ["a"], groups=["stats"]))
 
 
 @pytest.mark.parametrize("name", DumpSettings.model_fields)
@@ -338,7 +337,7 @@ def test_settings_that_cannot_be(said: dict[str, Any], message: str, tmp_path: P
     assert str(raised.value).startswith(message.format(cwd=tmp_path))
 
 
-@pytest.mark.parametrize("said", [{}, {"cpu": True}, {"plan": True}, {"verify": 1}, {"list_sites": "**"}])
+@pytest.mark.parametrize("said", [{}, {"cpu": True}, {"estimate": True}, {"verify": 1}, {"list_sites": "**"}])
 def test_no_hooks_where_none_are_wanted(said: dict[str, Any]) -> None:
     out = resolve_settings(Settings(sites=("a",) if said.keys() - {"cpu"} else (), **said))
     assert (out.edits, out.dumps, out.statistics) == ((), (), ())

@@ -18,7 +18,7 @@ import megatron_flex as mf
 from tests.support.pages import ROOT
 
 ROOMS = ("edits", "figures", "plot")  # with names of their own
-ALIASES = ("PRESETS", "Indices", "ablate", "add", "Source", "ComparisonLike")  # other names, and types
+ALIASES = ("PRESETS", "Indices", "Source", "ComparisonLike")  # other names, and types
 OF_ROOMS = {
     f"megatron_flex.{room}.{name}"
     for room in ROOMS
@@ -95,9 +95,11 @@ def test_the_site_is_whole(site: Path) -> None:
         assert (site / f"{page}.html").is_file(), page
     ids = {i for page in (site / "api").glob("*.html") for i in Page(page.read_text("utf-8")).ids}
     assert ids >= {*documented()}
-    methods = ("register_forward_hook", "sites", "show", "verify", "explain", "trace", "run_with_cache")
+    methods = ("register_forward_hook", "sites", "interp", "report", "verify", "explain", "step")
     names = (*methods, "get_module_parameter", "register_trainable_module", "select", "restore")
-    assert ids >= {f"megatron_flex.FlexModel.{name}" for name in names}, "mixins' methods too"
+    assert ids >= {f"megatron_flex.FlexModel.{name}" for name in names}
+    spaces = {"Interp": ("trace", "run_with_cache", "hooks", "names"), "Report": ("show", "tree", "to_html")}
+    assert ids >= {f"megatron_flex.model.{space}.{name}" for space, names in spaces.items() for name in names}
     assert "megatron-flex dump ls" in (site / "commands.html").read_text("utf-8")
     assert "--flex-sites" in (site / "flags.html").read_text("utf-8")
     assert "index.html" not in re.findall(

@@ -15,8 +15,8 @@ import megatron_flex as mf
 from megatron_flex.adapters import training_writers
 from megatron_flex.errors import FlexWarning
 from megatron_flex.statistics import Statistics, open_writers
-from megatron_flex.statistics.loggers import LARGEST_FLOAT, LOGGED_STATISTICS
-from megatron_flex.statistics.measured import BINS_PER_SIGN
+from megatron_flex.statistics.statistics_records import BINS_PER_SIGN
+from megatron_flex.statistics.statistics_writers import LARGEST_FLOAT, LOGGED_STATISTICS
 from tests.support.measured import SITES, header, row, rows
 
 

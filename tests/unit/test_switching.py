@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 import megatron_flex as mf
-from megatron_flex.launch.hook_control import MAX_CONTROL_BYTES, read_control_file, parse_control_words
+from megatron_flex.launch.hook_control import MAX_CONTROL_BYTES, parse_control_words, read_control_file
 from megatron_flex.runtime.hook_groups import Switches, parse_switches
 
 KNOWN = ["edit", "steer", "dump"]
 
 
 @pytest.mark.parametrize(
-    ("words", "tags", "enabled", "on"),
+    ("words", "groups", "enabled", "on"),
     [
         ((), ("edit",), True, True),
         ((), ("edit",), False, False),
@@ -32,10 +32,10 @@ KNOWN = ["edit", "steer", "dump"]
     ],
 )
 def test_of_the_words_that_mean_a_hook_the_last_counts(
-    words: tuple[str, ...], tags: tuple[str, ...], enabled: bool, on: bool
+    words: tuple[str, ...], groups: tuple[str, ...], enabled: bool, on: bool
 ) -> None:
     assert parse_switches(words, KNOWN) == Switches(words)
-    assert Switches(words).takes(tags, enabled) is on
+    assert Switches(words).takes(groups, enabled) is on
 
 
 @pytest.mark.parametrize(

@@ -14,20 +14,20 @@ from torch import Tensor, nn
 
 from megatron_flex.runtime.debug.error_origin import find_user_line
 from megatron_flex.runtime.debug.purity import is_pure
-from megatron_flex.runtime.debugging.understanding import find_mistakes, read_source
+from megatron_flex.runtime.function_analysis import find_mistakes, read_source
 
 VECTOR, SEEN = torch.ones(4), []
 FACTOR = 2.0
 Free = partial
 
 
-def told(edit: Any, on_gpu: bool = True, leads: bool = False) -> list[tuple[str, str]]:
+def told(edit: Any, on_gpu: bool = True, once: bool = False) -> list[tuple[str, str]]:
     """Each finding's first words and the source of its line."""
     source = read_source(edit)
     assert source is not None
     assert source.file == __file__
     lines = inspect.getsource(inspect.getmodule(told)).splitlines()
-    return [(f.text, lines[f.line - 1].strip()) for f in find_mistakes(source, on_gpu, leads)]
+    return [(f.text, lines[f.line - 1].strip()) for f in find_mistakes(source, on_gpu, once)]
 
 
 def bare(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Any:
@@ -172,7 +172,7 @@ def test_collectives() -> None:
         "torch.distributed.all_reduce(total)",
     ]
     assert all("wait for ever" in text for text, _ in found)
-    assert all("only the leader runs it" in text for text, _ in told(collective, on_gpu=False, leads=True))
+    assert all("only one rank runs it" in text for text, _ in told(collective, on_gpu=False, once=True))
 
 
 # -- purity ------------------------------------------------------------------------------------------

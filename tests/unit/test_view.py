@@ -10,10 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_flex import Cut, Dim, Layout, SiteError
-from megatron_flex.layout import replicated
+from megatron_flex import Dim, Layout, SiteError
+from megatron_flex.layout import Cut, replicated
 from megatron_flex.sites import Site
-from megatron_flex.view import TreeHook, TreeNode, sites_of_stage, fold_layers, describe_layout, describe_numbers, build_tree
+from megatron_flex.view import (
+    TreeHook,
+    TreeNode,
+    build_tree,
+    describe_layout,
+    describe_numbers,
+    fold_layers,
+    sites_of_stage,
+)
 from megatron_flex.view.tree_terminal import print_tree
 from tests.support.commands import kept
 
@@ -99,7 +107,9 @@ def test_hooks_are_told_where_they_stand() -> None:
     steer, read = TreeHook("edits", "scale(2.0)", ("steer",)), TreeHook("reads", active=False)
     everywhere = {s.name: [read] for s in model() if s.name.endswith(":input")}
     told = shown(
-        fold_layers(build_tree(model(), SIZES, {"decoder.layers.2.mlp.linear_fc1:output": [steer], **everywhere}))
+        fold_layers(
+            build_tree(model(), SIZES, {"decoder.layers.2.mlp.linear_fc1:output": [steer], **everywhere})
+        )
     )
     assert "● :output" in told
     assert "edits by scale(2.0) [steer] at 2" in told
@@ -134,7 +144,7 @@ def test_a_stage_without_sites_is_refused() -> None:
 
 
 def test_plain_values_have_all_of_it() -> None:
-    told = build_tree(model(2), SIZES, {"loss:output": [TreeHook("reads", tags=("a",))]}).to_json()
+    told = build_tree(model(2), SIZES, {"loss:output": [TreeHook("reads", groups=("a",))]}).to_json()
     (loss,) = [c for c in told["children"] if c["label"] == "loss"]
     assert loss["places"] == [
         {

@@ -1,6 +1,6 @@
 """megatron-core: mesh from its groups, sites and layouts of its dense models, its schedule.
 
-Modules are known by the names of their classes and their role in the parent, never by a size.
+Modules are identified by their class names and their role in the parent, never by a size.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
-"""Taps inside Megatron's forward paths: about the GEMM of a parallel linear, and behind bias-dropout-add."""
+"""Taps inside Megatron's forward paths: around the GEMM of a parallel linear, and after bias-dropout-add."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from torch import Tensor, nn
 
 from megatron_flex import points
-from megatron_flex.adapters.base import Undo
-from megatron_flex.adapters.inert import before, behind
-from megatron_flex.adapters.taps import ModuleInput, ModuleOutput, SourcePoint, intercept
+from megatron_flex.adapters.adapter_base import Undo
+from megatron_flex.adapters.taps import ModuleInput, ModuleOutput, SourcePoint, add_hook, intercept
 from megatron_flex.layout import Layout
-from megatron_flex.sites import TapCallback
+from megatron_flex.sites import LeafTap, Site, Tap, TapCallback
 
 GEMM_ATTRIBUTE = "_forward_impl"
 REDUCTIONS = ("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region")
@@ -22,11 +21,11 @@ REDUCTIONS = ("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_seq
 
 @dataclass(frozen=True, eq=False)
 class OutsideTap:
-    """Another tap, silent while some module runs.
+    """Wraps a tap; silent while some module runs.
 
     Attributes:
-        tap: the other tap.
-        running: the module inside of whose forward pass nothing fires; None for none.
+        tap: the wrapped tap.
+        running: the module during whose forward pass the tap calls no hook; None for none.
     """
 
     tap: ModuleInput | ModuleOutput | EmbeddingPartial
@@ -34,11 +33,11 @@ class OutsideTap:
 
     @property
     def module(self) -> nn.Module:
-        """The module that the other tap stands at."""
+        """The module of the wrapped tap."""
         return self.tap.module
 
     def install(self, fire: TapCallback) -> Undo:
-        """Inject `fire` by way of the other tap."""
+        """Install `fire` through the wrapped tap."""
         if self.running is None:
             return self.tap.install(fire)
         inside: list[bool] = []
@@ -47,8 +46,8 @@ class OutsideTap:
             return local if inside else fire(local, layout, route)
 
         undos = [
-            before(self.running, lambda *_: inside.append(True)),
-            behind(self.running, lambda *_: inside.clear(), always_call=True),
+            add_hook(self.running, lambda *_: inside.append(True), pre=True),
+            add_hook(self.running, lambda *_: inside.clear(), always_call=True),
             self.tap.install(outside),
         ]
 
@@ -60,19 +59,103 @@ class OutsideTap:
 
 
 @dataclass(frozen=True, eq=False)
+class PackedSequenceTap:
+    """Wraps a tap where Megatron drops the batch dim of packed sequences (`qkv_format="thd"`).
+
+    The batch dim of packed sequences has length one. The number of dims shows whether it was dropped.
+
+    Attributes:
+        tap: the wrapped tap.
+        layout: the layout of the tensor with its batch dim.
+    """
+
+    tap: Tap
+    layout: Layout
+    packed: Layout = field(init=False)
+
+    def __post_init__(self) -> None:
+        dims = tuple(d for d in self.layout.dims if d.name != "b")
+        object.__setattr__(self, "packed", replace(self.layout, dims=dims))
+
+    @property
+    def module(self) -> nn.Module:
+        """The module of the wrapped tap."""
+        return cast(nn.Module, cast(Any, self.tap).module)  # every tap of Megatron's has one
+
+    def leaf(self, index: int) -> Tap:
+        """The wrapped tap for another tensor of the module's output."""
+        return cast(LeafTap, self.tap).leaf(index)
+
+    def install(self, fire: TapCallback) -> Undo:
+        """Install `fire` through the wrapped tap."""
+
+        def at(local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
+            if layout is None and local.dim() == len(self.packed.dims):
+                layout = self.packed
+            return fire(local, layout, route)
+
+        return self.tap.install(at)
+
+
+def without_batch_dim(site: Site) -> Site:
+    """A site whose tensors have no batch dim where sequences are packed."""
+    tap = None if site.tap is None else PackedSequenceTap(site.tap, site.layout)
+    return replace(site, tap=tap, unbatched=True)
+
+
+@dataclass(frozen=True, eq=False)
+class CoreAttentionOutput:
+    """The output of core attention: `[s, b, n*d]`, and for packed sequences `[t, n*d]`.
+
+    Some classes return `[t, n, d]` then, which Megatron accepts too; hooks get the heads concatenated.
+
+    Attributes:
+        module: the core attention.
+        layout: the layout of `[s, b, n*d]`.
+        count: attention heads on this rank.
+    """
+
+    module: nn.Module
+    layout: Layout
+    count: int
+
+    def install(self, fire: TapCallback) -> Undo:
+        """Install `fire` after the module's forward."""
+        packed = PackedSequenceTap(self, self.layout).packed
+
+        def at(local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
+            if local.dim() == 2:
+                return fire(local, packed, route)
+            if layout is None or local.dim() != 3 or local.shape[1] != self.count:
+                return fire(local, None, route)
+            flat = local.flatten(1)
+            new = fire(flat, packed, route)
+            return local if new is flat else new.view(local.shape)
+
+        return ModuleOutput(
+            self.module, 0, lambda call_kwargs: packed if is_packed(call_kwargs) else None
+        ).install(at)
+
+
+def is_packed(kwargs: dict[str, Any]) -> bool:
+    """Whether a module is called on packed sequences."""
+    return getattr(kwargs.get("packed_seq_params"), "qkv_format", None) == "thd"
+
+
+@dataclass(frozen=True, eq=False)
 class BiasDropoutAdd:
-    """What a layer's bias-dropout-add returns: the residual stream behind a sublayer.
+    """The output of a layer's bias-dropout-add: the residual stream after a sublayer.
 
     Attributes:
         module: the layer.
-        name: which of its attributes; called as `name(training, fused)(x_with_bias, residual, p)`.
+        name: its attribute; called as `name(training, fused)(x_with_bias, residual, p)`.
     """
 
     module: nn.Module
     name: str
 
     def install(self, fire: TapCallback) -> Undo:
-        """Inject `fire` behind the function that each call makes."""
+        """Install `fire` after the function that each call creates."""
 
         def around(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Tensor]:
             add = make(*args, **kwargs)
@@ -83,20 +166,20 @@ class BiasDropoutAdd:
 
 @dataclass(frozen=True, eq=False)
 class Gemm:
-    """Inside a parallel linear's forward: what enters its GEMM, or what leaves it before the reduction.
+    """Inside a parallel linear's forward: the input of its GEMM, or its output before the reduction.
 
     Attributes:
         module: a `ColumnParallelLinear` or `RowParallelLinear`.
-        before: the input, gathered over the sequence where it is cut; else the output.
+        before: the input, gathered over the sequence where it is sharded; else the output.
     """
 
     module: nn.Module
     before: bool
 
     def install(self, fire: TapCallback) -> Undo:
-        """Inject `fire` around `_forward_impl`, which both classes call with keywords.
+        """Install `fire` around `_forward_impl`, which both classes call with keywords.
 
-        Where the class was patched its source has the points already.
+        A patched class has the points in its source already.
         """
         before = self.before
         for name in ("gemm_input",) if before else ("partial", "local"):
@@ -115,7 +198,7 @@ class Gemm:
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingPartial:
-    """What a `VocabParallelEmbedding` looked up in its own part of the vocabulary, before the reduction.
+    """The lookup of a `VocabParallelEmbedding` in its own part of the vocabulary, before the reduction.
 
     Attributes:
         module: the embedding, on more than one tensor parallel rank.
@@ -124,7 +207,7 @@ class EmbeddingPartial:
     module: nn.Module
 
     def install(self, fire: TapCallback) -> Undo:
-        """Inject `fire` into the reductions that its forward calls by name in Megatron's module `layers`."""
+        """Install `fire` in the reductions that its forward calls by name in Megatron's module `layers`."""
         if points.has(self.module, "partial"):
             return SourcePoint(self.module, "partial").install(fire)
         from megatron.core.tensor_parallel import layers
@@ -152,10 +235,10 @@ class EmbeddingPartial:
 
 
 def _with_gathered_input(kwargs: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Do the collective on the GEMM's input outside of it, so that the tensor exists between the two.
+    """Run the collective on the GEMM's input outside of it, so that the tensor exists between the two.
 
-    The GEMM gathers its input, or sums its input's gradient, itself, to overlap them with computing.
-    Upstream's own functions do the same outside; forward and gradients stay what they were.
+    The GEMM gathers its input, or reduces its input's gradient, itself, to overlap them with computation.
+    Upstream's own functions do the same outside; forward and gradients are unchanged.
     """
     from megatron.core.tensor_parallel import mappings
 
@@ -178,21 +261,21 @@ def group_argument(function: Callable[..., Any], group: Any) -> dict[str, Any]:
 
 
 class _GemmHolder:
-    """Holds a tapped linear's `_forward_impl` as an attribute that `intercept` can stand about."""
+    """Holds a tapped linear's `_forward_impl` as an attribute that `intercept` can replace."""
 
     def __init__(self, module: nn.Module, upstream: Any) -> None:
         self.module, self.upstream = module, upstream
         self.users = 0
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        own = vars(self.module).get(GEMM_ATTRIBUTE)  # before 0.14 each forward sets it anew on the instance
+        own = vars(self.module).get(GEMM_ATTRIBUTE)  # before 0.14 each forward sets it again on the instance
         return (own or self.upstream._forward_impl.__get__(self.module))(*args, **kwargs)
 
 
 def _tapped_class(upstream: Any) -> type:
-    """A subclass whose `_forward_impl` is ours, whatever an instance sets.
+    """A subclass with our `_forward_impl`, even if an instance sets its own.
 
-    Setting the attribute on the instance does nothing where each forward sets it again, without a word.
+    Setting the attribute on the instance has no effect where each forward sets it again.
     """
 
     def get(module: nn.Module) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The layouts of Megatron's dense models. Every rule says which tensor it is for; none looks at a size."""
+"""The layouts of Megatron's dense models. Every rule names its tensor; none uses a size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_flex.mesh import Mesh
 class ModelLayouts:
     """The layouts that follow from one model's configuration and mesh.
 
-    In their shapes `s`, `b` are known from the data only; `h`, `f`, `n`, `d`, `v` stand for hidden size, MLP
+    In their shapes `s`, `b` depend on the data; `h`, `f`, `n`, `d`, `v` stand for hidden size, MLP
     width, heads, head size and vocabulary.
     """
 
@@ -30,7 +30,7 @@ class ModelLayouts:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether the residual stream is cut over the sequence."""
+        """Whether the residual stream is sharded over the sequence."""
         return bool(self.config.sequence_parallel) and self.tp > 1
 
     def sequence(self, cut: bool = False) -> Dim:
@@ -38,29 +38,29 @@ class ModelLayouts:
         return Dim("s", (Cut("cp", "zigzag"), *((Cut("tp"),) if cut else ())))
 
     def stream(self, sequence_parallel: bool | None = None) -> Layout:
-        """`[s, b, h]`, the residual stream and whatever is added to it; its gradient likewise."""
+        """`[s, b, h]`, the residual stream and the tensors added to it; the same layout for its gradient."""
         cut = self.sequence_parallel if sequence_parallel is None else sequence_parallel and self.tp > 1
         return Layout((self.sequence(cut), Dim("b"), Dim("h")))
 
     def per_token(self, *names: str) -> Layout:
-        """`[s, b, ...]` with other dims behind, cut like the residual stream."""
+        """`[s, b, ...]` with other trailing dims, sharded like the residual stream."""
         return Layout((self.sequence(self.sequence_parallel), Dim("b"), *map(Dim, names)))
 
     def rows_of_one(self, *names: str) -> Layout:
-        """`[t, ...]`: of the tokens that an expert gets each rank has some, more or less of them."""
+        """`[t, ...]`: each rank has some of the tokens of an expert, in varying numbers."""
         cuts = tuple(Cut(c.axis) for c in self.stream().dims[0].cuts if self.mesh[c.axis].size > 1)
         return Layout((Dim("t", cuts, uneven=bool(cuts)), *map(Dim, names)))
 
     def gathered(self) -> Layout:
-        """`[s, b, h]` as it enters a column-parallel GEMM: whole, its gradient shared out as summands."""
+        """`[s, b, h]` at the input of a column-parallel GEMM: replicated, its gradient partial."""
         return Layout((self.sequence(), Dim("b"), Dim("h")), shared=("tp",))
 
     def partial(self) -> Layout:
-        """`[s, b, h]` as it leaves a row-parallel GEMM, before the reduction."""
+        """`[s, b, h]` at the output of a row-parallel GEMM, before the reduction."""
         return Layout((self.sequence(), Dim("b"), Dim("h")), partial=("tp",))
 
     def features(self, name: str, segments: tuple[int, ...] = (1,)) -> Layout:
-        """`[s, b, features]` with the features over tensor parallel ranks."""
+        """`[s, b, features]` with the features sharded over tensor parallel ranks."""
         return Layout((self.sequence(), Dim("b"), Dim(name, (Cut("tp"),), segments)))
 
     def heads(self) -> Layout:
@@ -102,14 +102,14 @@ class ModelLayouts:
     # -- parameters ----------------------------------------------------------------------------------
 
     def rows_cut(self, dims: int, segments: tuple[int, ...] = (1,)) -> Layout:
-        """A weight or bias cut along its first dim: column-parallel linears."""
+        """A weight or bias sharded along its first dim: column-parallel linears."""
         rest = (Dim("in"),) if dims == 2 else ()
         return Layout((Dim("out", (Cut("tp"),), segments), *rest))
 
     def bias_beside(self, features: Dim | None = None) -> Layout:
-        """The bias that a parallel linear hands on beside its output, with `features` cut or none.
+        """The bias that a parallel linear returns beside its output, with `features` sharded or not.
 
-        Ranks add it to different tokens, so each has a share of its gradient.
+        Ranks add it to different tokens, so each has a partial gradient.
         """
         axes = ("cp",) if features is not None or not self.sequence_parallel else ("tp", "cp")
         return Layout((features or Dim("out"),), shared=tuple(a for a in axes if self.mesh[a].size > 1))
@@ -120,9 +120,9 @@ class ModelLayouts:
         return Layout((Dim("v", (Cut("tp"),), keep=self.vocabulary), *rest))
 
     def columns_cut(self) -> Layout:
-        """A row-parallel weight, cut along its second dim."""
+        """A row-parallel weight, sharded along its second dim."""
         return Layout((Dim("out"), Dim("in", (Cut("tp"),))))
 
     def uncut(self, dims: int, shared: bool) -> Layout:
-        """A parameter that every rank holds; `shared` if each has only its share of the gradient."""
+        """A replicated parameter; `shared` if its gradient is partial."""
         return Layout(tuple(Dim() for _ in range(dims)), shared=("tp",) if shared and self.tp > 1 else ())

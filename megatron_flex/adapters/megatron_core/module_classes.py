@@ -1,4 +1,4 @@
-"""What a module is: by its class's name and Megatron's module path, and its global name."""
+"""Identification of a module by its class name and Megatron's module path, and its global name."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ MODEL_CLASSES = ("GPTModel", "HybridModel", "MambaModel", "BertModel")
 
 
 def is_megatron(module: Any, *names: str) -> bool:
-    """Whether a module's class, or one that it derives from, is Megatron's class of one of these names."""
+    """Whether a module's class, or one of its bases, is Megatron's class of one of these names."""
     return any(c.__name__ in names and c.__module__.startswith("megatron.") for c in type(module).__mro__)
 
 
 def is_identity(module: Any) -> bool:
-    """Whether a spec left this place empty."""
+    """Whether a spec left this submodule empty."""
     return module is None or is_megatron(module, "IdentityOp", "IdentityFuncOp")
 
 
@@ -26,7 +26,7 @@ def unwrap_model(module: nn.Module) -> nn.Module:
 
 
 def wrappers_around(module: nn.Module) -> list[nn.Module]:
-    """What is around the model, the outermost first."""
+    """The wrappers of the model, the outermost first."""
     return _wrapper_chain(module)[:-1]
 
 
@@ -43,8 +43,8 @@ def _wrapper_chain(module: nn.Module) -> list[nn.Module]:
 def global_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All modules of a chunk with their global names, parents first.
 
-    A layer's place in its list is local to the stage and chunk; its `layer_number`, which Megatron counts
-    from 1 over the whole model, is not. Likewise for experts, which the layer that has them numbers.
+    A layer's index in its list is local to the stage and chunk; its `layer_number`, which Megatron counts
+    from 1 over the full model, is not. Likewise for experts, which the layer that owns them numbers.
     """
     yield from _walk_modules(root, "", ())
 

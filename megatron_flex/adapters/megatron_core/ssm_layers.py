@@ -1,7 +1,8 @@
 """Layers without attention: Mamba's mixer and the gated delta net.
 
-One projection makes several tensors at once, each cut over tensor parallel ranks by itself, so that a rank
-holds `[z | x | B | C | dt]` of its own heads. The scan is one kernel; what is on its two sides is here.
+One projection computes several tensors at once. Each of them is sharded over tensor parallel ranks
+separately, so that a rank holds `[z | x | B | C | dt]` of its own heads. The scan is one kernel; the sites
+are its inputs and outputs.
 """
 
 from __future__ import annotations
@@ -11,17 +12,23 @@ from typing import Any
 
 from torch import nn
 
-from megatron_flex.adapters.megatron_core.build import COLUMN_LINEARS, SiteBuilder, Kind, OwnerKind
-from megatron_flex.adapters.megatron_core.fused import FusedPart, Packing
-from megatron_flex.adapters.megatron_core.module_classes import is_megatron, is_identity
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
+from megatron_flex.adapters.megatron_core.module_classes import is_identity, is_megatron
+from megatron_flex.adapters.megatron_core.site_builder import (
+    COLUMN_LINEARS,
+    FusedPart,
+    Kind,
+    OwnerKind,
+    Packing,
+    SiteBuilder,
+)
 from megatron_flex.adapters.taps import MethodInput, MethodOutput, ModuleInput, ModuleOutput
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.sites import Site
 
 PREPARE, DECAY, RULE = "_prepare_input_for_gated_delta_rule", "_compute_g_and_beta", "gated_delta_rule"
-PackedWidths = dict[str, int]  # the packed tensors by name, with their widths in the whole
+PackedWidths = dict[str, int]  # the packed tensors by name, with their widths in the full tensor
 
 
 def refuse_context_parallel(root: nn.Module, context_parallel: int) -> None:
@@ -44,7 +51,7 @@ def refuse_context_parallel(root: nn.Module, context_parallel: int) -> None:
 
 
 def mamba_layer(b: SiteBuilder, path: str, layer: Any) -> Iterator[Site]:
-    """A layer of one mixer: the residual stream before and behind it, and its norm."""
+    """A layer of one mixer: the residual stream before and after the mixer, and the norm."""
     yield b.site(f"{path}:input", b.of.stream(), ModuleInput(layer, 0, "hidden_states"))
     if not is_identity(layer.norm):
         yield from b.both(f"{path}.norm", layer.norm, b.of.stream(), "x")
@@ -52,7 +59,7 @@ def mamba_layer(b: SiteBuilder, path: str, layer: Any) -> Iterator[Site]:
 
 
 def mixer(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
-    """Mamba's mixer: the packed projection, what the scan returns, the norm over groups, the way out."""
+    """Mamba's mixer: the packed projection, the scan's output, the norm over groups, the output linear."""
     yield from b.both(path, module, b.of.stream(), "hidden_states")
     yield from _packed_linear(b, f"{path}.in_proj", module.in_proj, mamba_parts(module))
     norm = getattr(module, "norm", None) if module.rmsnorm else None
@@ -64,7 +71,7 @@ def mixer(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
 
 
 def delta_net(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
-    """A gated delta net: the packed projection, what goes into the delta rule and comes out, the way out."""
+    """A gated delta net: the packed projection, the delta rule's inputs and output, the output linear."""
     yield from b.both(path, module, b.of.stream(), "hidden_states")
     yield from _packed_linear(b, f"{path}.in_proj", module.in_proj, delta_parts(module))
     for name, tap, layout, width in _delta_rule_taps(module):
@@ -73,9 +80,9 @@ def delta_net(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
 
 
 def _delta_rule_taps(module: Any) -> Iterator[tuple[str, Any, Layout, int]]:
-    """Inside a delta net, by the methods that this version has; `[b, s, ...]` with heads over ranks.
+    """The taps inside a delta net, by the methods of this version; `[b, s, ...]`, sharded over the heads.
 
-    Each comes with its last dim's length in the whole.
+    Each item includes the length of the full tensor's last dim.
     """
     rank = (Cut("tp"),)
     start = (Dim("b"), Dim("s"))
@@ -97,7 +104,7 @@ def _delta_rule_taps(module: Any) -> Iterator[tuple[str, Any, Layout, int]]:
 
 
 def _packed_linear(b: SiteBuilder, path: str, module: Any, parts: PackedWidths) -> Iterator[Site]:
-    """The sites of a column-parallel linear that makes several tensors, and each of these."""
+    """The sites of a column-parallel linear that computes several packed tensors, and of each of them."""
     packed = b.of.features("|".join(parts), tuple(parts.values()))
     yield from b.column(path, module, packed, sum(parts.values()))
     hidden = b.no_rule(module, COLUMN_LINEARS)
@@ -108,19 +115,19 @@ def _packed_linear(b: SiteBuilder, path: str, module: Any, parts: PackedWidths) 
 
 
 def mamba_parts(module: Any) -> PackedWidths:
-    """What a mixer's `in_proj` packs: gate, input, the two projections of the state, the time step."""
+    """The tensors in a mixer's `in_proj`: gate, input, the two projections of the state, the time step."""
     state = module.ngroups * module.d_state
     return {"z": module.d_inner, "x": module.d_inner, "B": state, "C": state, "dt": module.nheads}
 
 
 def delta_parts(module: Any) -> PackedWidths:
-    """What a gated delta net's `in_proj` packs."""
+    """The tensors in a gated delta net's `in_proj`."""
     qk, v, heads = module.qk_dim, module.v_dim, module.num_value_heads
     return {"q": qk, "k": qk, "v": v, "z": v, "beta": heads, "alpha": heads}
 
 
 def _convolved(parts: PackedWidths) -> PackedWidths:
-    """The packed tensors that go through the short convolution together."""
+    """The packed tensors that are the input of the short convolution."""
     return {name: width for name, width in parts.items() if name in ("x", "B", "C", "q", "k", "v")}
 
 
@@ -152,7 +159,7 @@ def _delta_net_layouts(of: ModelLayouts, module: Any) -> Iterator[tuple[nn.Param
 
 
 def _scan_layouts(module: Any, parts: PackedWidths) -> Iterator[tuple[nn.Parameter, Layout]]:
-    """The projection, the convolution and what each head has, alike in both kinds."""
+    """The projection, the convolution and the parameters of each head, which both kinds of layer share."""
     yield module.A_log, _rows_cut(module.A_log)
     yield module.dt_bias, _rows_cut(module.dt_bias)
     held = getattr(module, "conv1d", None)  # a module, or since 0.19 in Mamba two parameters
@@ -165,7 +172,7 @@ def _scan_layouts(module: Any, parts: PackedWidths) -> Iterator[tuple[nn.Paramet
 
 
 def _rows_cut(parameter: nn.Parameter, segments: Sequence[int] = (1,)) -> Layout:
-    """Cut along the first dim, each of the packed parts by itself."""
+    """Sharded along the first dim, each of the packed parts separately."""
     return Layout((Dim("out", (Cut("tp"),), tuple(segments)), *(Dim() for _ in parameter.shape[1:])))
 
 

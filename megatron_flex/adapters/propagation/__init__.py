@@ -1,10 +1,14 @@
-"""Layouts of the tensors between parallel modules, followed from one to the next.
+"""Layouts of the tensors between parallel modules, propagated from one to the next.
 
-While a place is hooked of which the layout is not known, `Trace` marks every tensor that torch functions make
-in a call of the model: `rules` tell the mark of a result by those of the operands. The `LayoutPropagator` keeps what
-was found.
+While a hook point of unknown layout has a hook, `Trace` marks every tensor that torch functions create
+in a call of the model: rules infer the mark of a result from those of the operands. The `LayoutPropagator`
+caches the result.
 """
 
-from megatron_flex.adapters.propagation.layout_propagation import PropagatedTap, PropagatedParameter, LayoutPropagator
+from megatron_flex.adapters.propagation.layout_propagation import (
+    LayoutPropagator,
+    PropagatedParameter,
+    PropagatedTap,
+)
 
-__all__ = ["PropagatedTap", "PropagatedParameter", "LayoutPropagator"]
+__all__ = ["LayoutPropagator", "PropagatedParameter", "PropagatedTap"]

@@ -1,4 +1,4 @@
-"""Follows how tensors lie on the ranks through ordinary operations."""
+"""Propagates the sharding of tensors through ordinary operations."""
 
 from __future__ import annotations
 
@@ -10,30 +10,28 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from megatron_flex.adapters.base import Undo, replaying
-from megatron_flex.adapters.following.trace import LayoutTrace
-from megatron_flex.adapters.following.windows import GradientEnds, UseWindow
-from megatron_flex.adapters.leaves import LayoutFire
+from megatron_flex.adapters.adapter_base import Undo, is_recomputing
+from megatron_flex.adapters.layout_rules import FULL, Rule, Spread, SpreadOrUnknown, UnknownLayout
 from megatron_flex.adapters.module_names import named_parameters
-from megatron_flex.adapters.rules import Rule
-from megatron_flex.adapters.spread import WHOLE, Spread, SpreadOrUnknown, Unknown
-from megatron_flex.adapters.taps import intercept
+from megatron_flex.adapters.propagation.layout_trace import LayoutTrace, UseWindow
+from megatron_flex.adapters.taps import LayoutFire, intercept
 from megatron_flex.layout import Layout
+from megatron_flex.layout.gradient_layout import GradientEnds, GradientUses, find_unsummed_axes
 from megatron_flex.mesh import Mesh
 from megatron_flex.sites import TapCallback
 
-TensorPlace = tuple[str, int]  # a site, and which of the tensors that pass there
-PARAMETER_INDEX = -1  # in place of that number: the site is a parameter
+TensorPlace = tuple[str, int]  # a site, and the index of a tensor there
+PARAMETER_INDEX = -1  # instead of that index: the site is a parameter
 
 
 @dataclass
 class ObservedSpread:
-    """What was found at a place in a call that was followed.
+    """The result of tracing at a hook point in one call.
 
     Attributes:
-        told: how the tensor lies on the ranks.
-        dims: how many it has.
-        ends: what its uses make of its gradient; None until the call is over.
+        told: the sharding of the tensor.
+        dims: its number of dims.
+        ends: the effect of its uses on its gradient; None until the call has ended.
         window: those uses, until then.
     """
 
@@ -45,16 +43,16 @@ class ObservedSpread:
 
 @dataclass(eq=False)
 class PropagatedTap:
-    """Another tap, whose tensors' layouts are followed.
+    """Wraps a tap; its tensors' layouts are propagated.
 
     Attributes:
-        tap: the other tap.
-        follower: whom it asks.
-        site: its name.
-        rule: what the module's rule says of the first tensor there.
-        gets: the module that gets the tensor; None where one returned it.
-        index: which of the tensors.
-        beside: what the rule says of those behind the first.
+        tap: the wrapped tap.
+        follower: the propagator.
+        site: the site's name.
+        rule: the sharding that the module's rule declares for the first tensor.
+        gets: the module whose input the tensor is; None for an output.
+        index: the index of the tensor.
+        beside: the rule's shardings of further tensors.
     """
 
     tap: Any
@@ -67,34 +65,34 @@ class PropagatedTap:
 
     @property
     def module(self) -> nn.Module | None:
-        """The module that the other tap stands at."""
+        """The module of the wrapped tap."""
         return getattr(self.tap, "module", None)
 
     @property
     def place(self) -> TensorPlace:
-        """What it is called among places."""
+        """Its key among hook points."""
         return self.site, self.index
 
     def leaf(self, index: int) -> PropagatedTap:
-        """The tap at another tensor of the same call."""
+        """The tap for another tensor of the same call."""
         told = (self.rule, *self.beside)
         rule = told[index] if 0 <= index < len(told) else None
         return PropagatedTap(self.tap.leaf(index), self.follower, self.site, rule, self.gets, index)
 
     def tell(self, local: Tensor) -> SpreadOrUnknown:
-        """How a tensor that passes lies on the ranks."""
+        """The sharding of the current tensor."""
         return self.follower.record_tensor(self, local)
 
     def passed(self, local: Tensor, new: Tensor, told: SpreadOrUnknown) -> None:
-        """Hooks have made another tensor of one."""
+        """Hooks have replaced a tensor."""
         self.follower.passed(self, local, new, told)
 
-    def gradient(self, layout: Layout) -> Callable[[], Layout | str]:
-        """What tells, once the forward pass is over, the gradient's layout of what passes now in a layout."""
-        return self.follower.turned(self, layout)
+    def gradient_source(self) -> Callable[[], GradientUses] | None:
+        """Returns the current tensor's uses, if called after the forward pass; None if a rule decides."""
+        return self.follower.observe_uses(self)
 
     def install(self, fire: TapCallback) -> Undo:
-        """Inject `fire` by way of the other tap."""
+        """Install `fire` through the wrapped tap."""
         undo = cast(Undo, self.tap.install(LayoutFire(fire, self)))
         forget = self.follower.want(self.place)
 
@@ -107,11 +105,11 @@ class PropagatedTap:
 
 @dataclass(frozen=True, eq=False)
 class PropagatedParameter:
-    """A parameter between parallel modules, whose uses say of what kind its gradient is.
+    """A parameter between parallel modules, whose uses determine the layout of its gradient.
 
     Attributes:
-        follower: whom it asks.
-        name: the parameter's.
+        follower: the propagator.
+        name: the parameter's name.
     """
 
     follower: LayoutPropagator
@@ -119,34 +117,34 @@ class PropagatedParameter:
 
     @property
     def place(self) -> TensorPlace:
-        """What it is called among places."""
+        """Its key among hook points."""
         return self.name, PARAMETER_INDEX
 
     def want(self) -> Undo:
-        """Have calls followed until the returned function is called."""
+        """Trace calls until the returned function is called."""
         return self.follower.want(self.place)
 
-    def gradient(self, layout: Layout) -> Layout | str:
-        """The layout in which the gradient of one backward pass comes, or why it is not known."""
-        return self.follower.parameter_uses(self.place, layout)
+    def gradient_uses(self) -> GradientUses:
+        """The effect of the traced calls on its gradient, or the reason why no call was traced."""
+        return self.follower.parameter_uses(self.place)
 
 
 class LayoutPropagator:
-    """Knows how the tensors of one model lie on the ranks.
+    """Knows the sharding of one model's tensors.
 
-    While a place is hooked of which that is not known yet, torch functions are followed through a call of the
-    model. What was found there holds for all calls with the same kind of arguments.
+    While a hook point of unknown layout has a hook, torch functions are traced in a call of the model. The
+    result holds for all calls with the same kind of arguments.
 
     Attributes:
         root: the model.
-        known: the modules of which rules tell.
-        wanted: the places that are hooked.
-        shared: the parameters of which each rank has a share of the gradient, and over which axes; None of
-            those whose uses do not tell. As far as calls were followed.
-        calls: how many were.
-        entering: what is told of the first tensors that the model is called with; those that nobody tells of
-            all ranks of a sample have alike.
-        left: what was found of the tensors that it returned; None to have the next call followed for that.
+        known: the modules with rules.
+        wanted: the hook points with hooks.
+        shared: the parameters with partial gradients, and over which axes; None for
+            those whose uses do not determine it. For traced calls only.
+        calls: the number of traced calls.
+        entering: the shardings of the model's first inputs; others are
+            replicated over all ranks of a sample.
+        left: the shardings of the tensors that the model returned; None to trace the next call for that.
     """
 
     def __init__(self, root: nn.Module, known: Mapping[nn.Module, Rule], mesh: Mesh) -> None:
@@ -158,7 +156,7 @@ class LayoutPropagator:
         self._now: dict[TensorPlace, list[ObservedSpread]] = {}  # of this kind of call, or the last one
         self._passes: Counter[TensorPlace] = Counter()  # in this call
         self._trace: LayoutTrace | None = None
-        self._calls = 0  # of the model, within each other
+        self._calls = 0  # nested calls of the model
         self.entering: list[SpreadOrUnknown] = []
         self.left: list[SpreadOrUnknown] | None = []
 
@@ -170,35 +168,35 @@ class LayoutPropagator:
         gets: nn.Module | None,
         beside: tuple[Spread, ...] = (),
     ) -> PropagatedTap:
-        """Another tap, followed.
+        """A wrapper of a tap, with propagation.
 
         Args:
-            site: its name.
-            tap: it.
-            rule: what the module's rule says of its first tensor.
-            gets: the module that gets what passes there, if it is an input.
-            beside: what that rule says of the tensors behind the first.
+            site: the site's name.
+            tap: the tap to wrap.
+            rule: the sharding that the module's rule declares for the first tensor.
+            gets: the module whose input it is, if it is an input.
+            beside: the rule's shardings of further tensors.
         """
         return PropagatedTap(tap, self, site, rule, gets, beside=beside)
 
     def want(self, place: TensorPlace) -> Undo:
-        """Have calls followed that pass a place, until the returned function is called."""
+        """Trace calls that reach a hook point, until the returned function is called."""
         self.wanted[place] += 1
 
         def forget() -> None:
             self.wanted[place] -= 1
-            self.wanted += Counter()  # drops what is not wanted any more
+            self.wanted += Counter()  # drops entries with count zero
 
         return forget
 
-    # -- at a place ------------------------------------------------------------------------------------
+    # -- at a hook point -------------------------------------------------------------------------------
 
     def tell(self, site: str, rule: Spread | None, tensor: Tensor) -> SpreadOrUnknown:
-        """How a tensor that passes a site lies on the ranks; `rule` is what its module's rule says."""
+        """The sharding of a tensor at a site; `rule` is what its module's rule declares."""
         return rule or self._told((site, 0), tensor)
 
     def record_tensor(self, tap: PropagatedTap, local: Tensor) -> SpreadOrUnknown:
-        """Likewise, and have its uses followed."""
+        """The sharding of a tensor at a tap; also traces the tensor's uses."""
         place = tap.place
         number = self._passes[place]
         self._passes[place] += 1
@@ -209,11 +207,11 @@ class LayoutPropagator:
         told = tap.rule or mark.told
         answer = ObservedSpread(told, local.ndim, window=trace.window(local, tap.gets))
         self._now.setdefault(place, []).append(answer)
-        trace.opaque += 1  # what hooks do is not the model's
+        trace.opaque += 1  # operations in hooks are not the model's
         return told
 
     def passed(self, tap: PropagatedTap, local: Tensor, new: Tensor, told: SpreadOrUnknown) -> None:
-        """Hooks have made another tensor of one."""
+        """Hooks have replaced a tensor."""
         if self._trace is None:
             return
         self._trace.opaque -= 1
@@ -223,11 +221,11 @@ class LayoutPropagator:
         self._now[tap.place][-1].window = self._trace.window(new, None)
 
     def _told(self, place: TensorPlace, local: Tensor, number: int = 0) -> SpreadOrUnknown:
-        here = self._all(place) if replaying() or not self._calls else self._now
+        here = self._all(place) if is_recomputing() or not self._calls else self._now
         found = here.get(place, [])
         fitting = [a for a in found if a.dims == local.ndim]
         if not fitting:
-            return Unknown(
+            return UnknownLayout(
                 "it passed in a call that was not followed, of a part of the model by itself or in another "
                 "thread; call the model"
             )
@@ -235,35 +233,35 @@ class LayoutPropagator:
             return fitting[0].told
         if here is self._now and number < len(found) and found[number].dims == local.ndim:
             return found[number].told
-        return Unknown("it lies differently on the ranks each time that the module runs")
+        return UnknownLayout("it lies differently on the ranks each time that the module runs")
 
-    def turned(self, tap: PropagatedTap, layout: Layout) -> Callable[[], Layout | str]:
-        """What tells the gradient's layout of what passes in a layout, or why it is not known."""
+    def observe_uses(self, tap: PropagatedTap) -> Callable[[], GradientUses] | None:
+        """A function that returns the uses of a tap's current tensor afterwards; None if a rule decides."""
         if tap.rule is not None and tap.gets is not None:
-            return layout.gradient
-        here = self._all(tap.place) if replaying() or not self._calls else self._now
+            return None
+        here = self._all(tap.place) if is_recomputing() or not self._calls else self._now
 
-        return partial(_gradient_layout_at, here, tap.place, layout)
+        return partial(_collect_uses, here, tap.place)
 
-    def parameter_uses(self, place: TensorPlace, layout: Layout) -> Layout | str:
-        """Likewise of a parameter, in the backward pass of calls that were followed."""
+    def parameter_uses(self, place: TensorPlace) -> GradientUses:
+        """The uses of a parameter in the traced calls, for their backward pass."""
         here = self._all(place)
         if not here[place]:
             return "the model was called before the hook was there, or a part of it by itself; call the model"
-        return _gradient_layout_at(here, place, layout)
+        return _collect_uses(here, place)
 
     def _all(self, place: TensorPlace) -> dict[TensorPlace, list[ObservedSpread]]:
-        """What was found at a place in all kinds of calls: recomputation does not tell of which it is."""
+        """The results at a hook point for all kinds of calls: the kind is unknown during recomputation."""
         return {place: [a for answers in self._answers.values() for a in answers.get(place, [])]}
 
     # -- around calls ----------------------------------------------------------------------------------
 
     def watch(self) -> Undo:
-        """Follow in every call of the model that passes a place not yet known, until that is undone."""
+        """Trace calls while the layout at a wanted hook point is unknown, until the result is called."""
         return intercept(self.root, "_call_impl", self._around)
 
     def _around(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._calls or not (self.wanted or self.left is None) or replaying():
+        if self._calls or not (self.wanted or self.left is None) or is_recomputing():
             return call(*args, **kwargs)
         self._calls += 1
         self._passes.clear()
@@ -292,12 +290,10 @@ class LayoutPropagator:
         for name, tensor in named_parameters(self.root):
             ends = trace.mark(tensor).node.found()
             if (name, PARAMETER_INDEX) in self.wanted:
-                self._now[name, PARAMETER_INDEX] = [ObservedSpread(WHOLE, tensor.ndim, ends)]
-            found = turned(ends, Layout(()))
-            if isinstance(found, str):
-                self.shared[name] = None
-            elif found.partial:
-                self.shared[name] = found.partial
+                self._now[name, PARAMETER_INDEX] = [ObservedSpread(FULL, tensor.ndim, ends)]
+            axes = find_unsummed_axes(ends)
+            if axes != ():
+                self.shared[name] = axes
         for answers in self._now.values():
             for answer in answers:
                 if answer.window is not None:
@@ -305,38 +301,23 @@ class LayoutPropagator:
         return output
 
 
-def _gradient_layout_at(here: Mapping[TensorPlace, list[ObservedSpread]], place: TensorPlace, layout: Layout) -> Layout | str:
-    kinds = {a.ends or frozenset() for a in here.get(place, [])}
-    if len(kinds) > 1:
-        return "it is used differently each time that the module runs"
-    return turned(next(iter(kinds), frozenset()), layout)
-
-
-def turned(ends: GradientEnds, layout: Layout) -> Layout | str:
-    """The layout of the gradient of what is used in ways that make these ends of it."""
-    wrong = next((e for e in ends if isinstance(e, str)), None)
-    if wrong is not None:
-        return wrong
-    kinds = {frozenset(e) for e in ends}
-    if len(kinds) > 1:
-        return (
-            "parts of it are whole on each rank and others are summands, since it is used both with tensors "
-            "that are cut and with others"
-        )
-    more = tuple(a for a in sorted(next(iter(kinds), frozenset())) if a not in layout.axes + layout.shared)
-    return Layout(layout.dims, layout.partial, layout.shared + more, layout.permute).gradient()
+def _collect_uses(
+    here: Mapping[TensorPlace, list[ObservedSpread]], place: TensorPlace
+) -> frozenset[GradientEnds]:
+    """The effect of the uses at a hook point on its gradient, for each kind of call."""
+    return frozenset({a.ends or frozenset() for a in here.get(place, [])})
 
 
 def spreads_of_held_tensors(root: nn.Module, known: Mapping[nn.Module, Rule]) -> dict[int, SpreadOrUnknown]:
-    """How the tensors that modules hold lie on the ranks, by identity: parameters, buffers and others."""
+    """The shardings of tensors that modules own, by identity: parameters, buffers and others."""
     out: dict[int, SpreadOrUnknown] = {}
     for module in root.modules():
         own = known[module].parameters if module in known else {}
         for tensor in (*module.buffers(recurse=False), *_attribute_tensors(module)):
-            out.setdefault(id(tensor), WHOLE)
+            out.setdefault(id(tensor), FULL)
         for name, parameter in module.named_parameters(recurse=False):
-            told: SpreadOrUnknown = layout_to_spread(own[name]) if name in own else WHOLE
-            if out.get(id(parameter), WHOLE) == WHOLE:
+            told: SpreadOrUnknown = layout_to_spread(own[name]) if name in own else FULL
+            if out.get(id(parameter), FULL) == FULL:
                 out[id(parameter)] = told
     return out
 
@@ -346,17 +327,19 @@ def _attribute_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def layout_to_spread(layout: Layout) -> SpreadOrUnknown:
-    """What a parameter's layout says, if it is one of equal contiguous parts."""
+    """The sharding of a parameter's layout, if it has equal contiguous shards."""
     for dim in layout.dims:
         plain = all(c.order == "contiguous" and c.copies == 1 for c in dim.cuts)
         if dim.cuts and (dim.segments != (1,) or dim.keep is not None or not plain):
-            return Unknown(f"a parameter in the layout {layout.describe()} was used outside of its module")
+            return UnknownLayout(
+                f"a parameter in the layout {layout.describe()} was used outside of its module"
+            )
     cuts = tuple((i, c.axis) for i, d in enumerate(layout.dims) for c in d.cuts)
     return Spread(cuts, layout.partial, layout.shared, any(d.uneven for d in layout.dims))
 
 
 def _call_signature(tree: Any) -> list[Hashable]:
-    """What may decide on the way that a call takes: types, dims, which have one entry, what is said."""
+    """Properties that may decide the path of a call: types, dims, dims of one entry, declared shardings."""
     if isinstance(tree, Tensor):
         return [(tree.dtype, tuple(n == 1 for n in tree.shape))]
     if isinstance(tree, (tuple, list)):
@@ -366,4 +349,10 @@ def _call_signature(tree: Any) -> list[Hashable]:
     return [repr(tree) if isinstance(tree, (bool, str, type(None))) else type(tree).__qualname__]
 
 
-__all__ = ["ObservedSpread", "PropagatedTap", "LayoutPropagator", "layout_to_spread", "spreads_of_held_tensors", "turned"]
+__all__ = [
+    "LayoutPropagator",
+    "ObservedSpread",
+    "PropagatedTap",
+    "layout_to_spread",
+    "spreads_of_held_tensors",
+]

@@ -1,10 +1,34 @@
-"""Reads without a collective: ranks of a node write their parts of a tensor to their place in shared memory.
+"""How captures travel from the ranks of a pipeline stage to the rank that receives them.
 
-`open_shared_memory` sets it up for the ranks whose reads go to one leader; a `SharedMemoryTransport` is what each of them then writes to.
-Sockets carry the little that ranks must tell each other, at the end of a step; no tensor goes through them.
+Every way implements `Transport`. `TRANSPORTS` lists them, and `open_transports` chooses:
+
+- `SharedMemoryTransport`: ranks of a node write their shards to their places in shared memory, without a
+  collective. Sockets carry short notes at the end of a step. If the stage spans several nodes, a
+  `NodeExchange` sends one message for each of the other nodes.
+- `ProcessGroupTransport`: collectives over the groups of the mesh. It carries every capture.
 """
 
-from megatron_flex.collectives.shared.board import SharedMemoryTransport
-from megatron_flex.collectives.shared.joining import open_shared_memory
+from megatron_flex.collectives.transport.interface import Arrival, Transport, TransportBytes, Watch
+from megatron_flex.collectives.transport.process_group import ProcessGroupTransport
+from megatron_flex.collectives.transport.shared_memory import SharedMemoryTransport
+from megatron_flex.mesh import Mesh
 
-__all__ = ["SharedMemoryTransport", "open_shared_memory"]
+# In the order in which a capture is offered to them; the last one carries everything.
+TRANSPORTS: tuple[type[Transport], ...] = (SharedMemoryTransport, ProcessGroupTransport)
+
+
+def open_transports(mesh: Mesh, watch: Watch | None, setup: bool) -> tuple[Transport, ...]:
+    """The transports of this stage; a capture goes with the first that accepts it.
+
+    Collective within the stage if `setup`.
+
+    Args:
+        mesh: the axes of the run.
+        watch: called now and then while this rank waits for another one; it may raise.
+        setup: whether the ranks connect now; without, only the last transport, which needs no connection.
+    """
+    found = (transport.open(mesh, watch) for transport in (TRANSPORTS if setup else TRANSPORTS[-1:]))
+    return tuple(t for t in found if t is not None)
+
+
+__all__ = ["TRANSPORTS", "Arrival", "Transport", "TransportBytes", "open_transports"]

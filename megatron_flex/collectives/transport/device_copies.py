@@ -1,4 +1,4 @@
-"""Copies from a GPU straight to shared memory, beside what the model computes. Not run on a GPU yet.
+"""Copies from a GPU straight to shared memory, while the model computes. Not run on a GPU yet.
 
 What is read is copied on the device first, on the stream that made it: frameworks overwrite many tensors in
 place. A stream of its own then brings that copy to the host, into pages that are registered with the driver.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives.shared.segment import Segment
+from megatron_flex.collectives.transport.segments import Segment
 
 DEVICE_TO_HOST = 2  # cudaMemcpyDeviceToHost
 
@@ -39,7 +39,7 @@ class DeviceCopies:
                     stage = torch.empty(kept.shape, dtype=kept.dtype, pin_memory=True)
                     stage.copy_(kept, non_blocking=True)
                     self._staged.append((target, stage))
-            kept.record_stream(self._stream)  # its memory is not used again before the copy is through
+            kept.record_stream(self._stream)  # its memory is not used again before the copy has ended
 
     def finish(self) -> None:
         """Wait for all of them."""
@@ -49,20 +49,20 @@ class DeviceCopies:
         self._staged.clear()
 
     def keep(self, segments: Iterable[Segment]) -> None:
-        """Let go of memory that is not among `segments` any more."""
+        """Release memory that is not among `segments` any more."""
         addresses = {s.address for s in segments}
         for address in [a for a in self._registered if a not in addresses]:
             torch.cuda.cudart().cudaHostUnregister(address)
             del self._registered[address]
 
     def close(self) -> None:
-        """Wait, and let go of all memory."""
+        """Wait, and release all memory."""
         self.finish()
         self.keep([])
 
     def _register(self, segment: Segment) -> None:
         if segment.address not in self._registered:
-            # Where the driver refuses, copies are slower and right all the same.
+            # If the driver refuses, copies are slower, and still correct.
             torch.cuda.cudart().cudaHostRegister(segment.address, segment.size, 0)
             self._registered[segment.address] = segment
 

@@ -1,7 +1,6 @@
-"""FlexModel, HookFunction and DummyModule as they were."""
+"""FlexModel, HookFunction and DummyModule with the interface of 2023."""
 
 from megatron_flex.compat.core.hook_function import HookFunction, default_editing_function
-from megatron_flex.compat.core.modules import DummyModule
-from megatron_flex.compat.core.wrapper import FlexModel
+from megatron_flex.compat.core.wrapper import DummyModule, FlexModel
 
 __all__ = ["DummyModule", "FlexModel", "HookFunction", "default_editing_function"]

@@ -1,57 +1,240 @@
-"""FlexModel as it was: a module around a module, with hooks on what is inside."""
+"""FlexModel with the interface of 2023: a wrapper module with hooks on the modules inside.
+
+Also the names of modules, the registration of hooks, and DummyModule.
+"""
 
 from __future__ import annotations
 
 import warnings
-import weakref
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
-from megatron_flex.compat.core.context import SaveContextReplay
-from megatron_flex.compat.core.delivery import CaptureDelivery
-from megatron_flex.compat.core.groups import HookGroups, HookSelection
-from megatron_flex.compat.core.hook_function import HookFunction, SharedState
-from megatron_flex.compat.core.names import ModuleNames
-from megatron_flex.compat.core.registering import HookRegistrationMethods
-from megatron_flex.compat.distributed.state import start_torch_distributed, build_parallel_state
+from megatron_flex.collectives import gather_objects
+from megatron_flex.compat.core.hook_function import HookFunction, HookGroups, HookSelection, SharedState
+from megatron_flex.compat.core.native_hooks import (
+    GRADIENT_HOOK_TYPES,
+    CaptureDelivery,
+    SaveContextReplay,
+    capture_name,
+    wrap_editing_function,
+)
+from megatron_flex.compat.distributed.parallel_state import build_parallel_state, start_torch_distributed
 from megatron_flex.compat.utils import setup_from_environment
 from megatron_flex.errors import HookError
 from megatron_flex.model import FlexModel as Native
+from megatron_flex.runtime import HookFunction as NativeHook
+from megatron_flex.runtime import Session
 from megatron_flex.runtime.hook_groups import ALL_GROUPS
-from megatron_flex.runtime.hooks import EditingFunction, HookType
+from megatron_flex.runtime.hooks import POINT_OF_TYPE, EditingFunction, HookType, check_signature
+
+T = TypeVar("T")
+
+
+class DummyModule(nn.Module):
+    """The identity: insert one to hook a tensor that is no module's output."""
+
+    def forward(self, inputs: T) -> T:
+        """Return the input."""
+        return inputs
+
+
+# The attributes under which wrappers hold the wrapped module, at any position in a path.
+WRAPPER_ATTRIBUTES = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+class ModuleNames:
+    """The names of one model's modules and parameters, over all pipeline stages.
+
+    The constructor is collective over the stages.
+
+    Attributes:
+        modules: the names in the given model, with layers counted over the full model.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._prefix = session, session.adapter.prefix
+        names_of_stages = gather_objects(session.adapter.module_names(), session.mesh, ["pp"])
+        inside = list(dict.fromkeys(name for names in names_of_stages for name in names))
+        parts = self._prefix.rstrip(".").split(".") if self._prefix else []
+        wrappers = [".".join(parts[:n]) for n in range(len(parts))]
+        self.modules = [*wrappers, *(self._outside(name) for name in inside)]
+        self._known = {*inside, *session.survey.sites, *(s.name for s in session.sites)}
+
+    def _outside(self, name: str) -> str:
+        return f"{self._prefix}{name}" if name else self._prefix.rstrip(".")
+
+    def resolve(self, name: str) -> str:
+        """The global name for the user's `name`; `name` without prefixes if no such module exists."""
+        bare = ".".join(p for p in name.split(".") if p not in WRAPPER_ATTRIBUTES)
+        for candidate in (
+            name,
+            name.removeprefix(self._prefix),
+            *_strip_module_prefixes(name),
+            bare,
+            *_strip_module_prefixes(bare),
+        ):
+            if candidate in self._known:
+                return candidate
+        return (_strip_module_prefixes(bare) or [bare])[-1]
+
+    def matching(self, text: str, kind: HookType, edits: bool) -> list[str]:
+        """The modules (for `tensor` the parameters) with a text in their names that can have such a hook.
+
+        Raises:
+            HookError: one of them is read-only, and the hook edits.
+        """
+        if kind == "tensor":
+            names: Iterable[str] = (
+                n for n, parameter in self._session.survey.first_copies().items() if not parameter.hidden
+            )
+        else:
+            sites = [s for s in self._session.sites if s.point == POINT_OF_TYPE[kind] and not s.hidden]
+            names = dict.fromkeys(s.module for s in sites)
+            fixed = next((s for s in sites if s.fixed and text in self._outside(s.module)), None)
+            if fixed is not None and (edits or kind.startswith("full_backward")):
+                raise HookError(
+                    f"{fixed.name} has {text!r} in its name and cannot have such a hook: {fixed.fixed}"
+                )
+        return [outside for n in names if text in (outside := self._outside(n))]
+
+
+def _strip_module_prefixes(name: str) -> list[str]:
+    """The name with one leading `module.` removed, with two removed, and so on."""
+    out = []
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+        out.append(name)
+    return out
+
+
+class HookRegistrationMethods:
+    """FlexModel's registration of hooks; each HookFunction is registered once."""
+
+    _flex: Native
+    _names: ModuleNames
+    _shared_state: SharedState
+    _hook_fn_group_manager: HookGroups
+    _delivery: CaptureDelivery
+    _rewind: SaveContextReplay
+    _divisor: int
+
+    def register_forward_hook(self, hook_function: HookFunction) -> None:
+        """Capture, and optionally edit, a module's output."""
+        self._register(hook_function, "forward")
+
+    def register_forward_pre_hook(self, hook_function: HookFunction) -> None:
+        """Capture, and optionally edit, a module's input."""
+        self._register(hook_function, "forward_pre")
+
+    def register_full_backward_hook(self, hook_function: HookFunction) -> None:
+        """Capture, and optionally edit, the gradient of a module's input."""
+        self._register(hook_function, "full_backward")
+
+    def register_full_backward_pre_hook(self, hook_function: HookFunction) -> None:
+        """Capture, and optionally edit, the gradient of a module's output."""
+        self._register(hook_function, "full_backward_pre")
+
+    def register_hook(self, hook_function: HookFunction) -> None:
+        """Capture, and optionally edit, the gradient of the parameter named by `module_name`.
+
+        The edit applies to each data parallel replica's own gradient; the first replica's is captured.
+        """
+        self._register(hook_function, "tensor")
+
+    def _check_kind(self, kind: str) -> None:
+        if kind not in POINT_OF_TYPE:
+            raise HookError(f"hook_type {kind!r} is none of {', '.join(POINT_OF_TYPE)}")
+
+    def _register(self, hook: HookFunction, kind: HookType) -> None:
+        if not isinstance(hook, HookFunction):
+            raise HookError(f"a {type(hook).__name__} cannot be registered; make a compat HookFunction")
+        if hook._shared_state is not None:
+            raise HookError(f"the hook on {hook.module_name!r} is registered already; make another one")
+        session = self._flex.session
+        session.check_open()
+        divisor = self._divisor if kind in GRADIENT_HOOK_TYPES and kind != "tensor" else 1
+        name, places = self._places(hook, kind)
+        expected = self._expected(hook, kind, places)
+        check_signature(hook.editing_function)
+        native = NativeHook(name, expected, None, hook.unpack_idx, hook_type=kind)
+        number = len(self._hook_fn_group_manager.native)
+        label = f"hook {number}: {hook.module_name}"
+        alone = not hook.edits and not any(self._edited(n, kind) for n in places)
+        if not alone:
+            native.save, native.records = False, True
+            native.editing_function = wrap_editing_function(
+                hook, kind, self._shared_state, session, self._rewind, label, divisor
+            )
+        session.add(native)
+        for place in session.registry.entries[-1].names if alone else (label,):
+            captured = capture_name(place, kind) if alone else place
+            self._delivery.add(captured, hook, native, kind, divisor if alone else 1)
+        hook._shared_state, hook._hook_type = self._shared_state, kind
+        self._hook_fn_group_manager.registered(hook, native)
+
+    def _places(self, hook: HookFunction, kind: HookType) -> tuple[str, list[str]]:
+        """The global name of a hook's module or parameter, and the names of its sites."""
+        name, session = self._names.resolve(hook.module_name), self._flex.session
+        if kind == "tensor" and name in session.survey.sites:
+            return name, [name]
+        return name, [s.name for s in session.sites.match(name, POINT_OF_TYPE[kind])]
+
+    def _edited(self, name: str, kind: HookType) -> bool:
+        """Whether an earlier hook edits there, so that this hook's input differs from the native capture."""
+        backward = kind in GRADIENT_HOOK_TYPES
+        return any(
+            name in e.names and e.hook.backward == backward and e.hook.editing_function is not None
+            for e in self._flex.session.registry.entries
+        )
+
+    def _expected(
+        self, hook: HookFunction, kind: HookType, places: Sequence[str]
+    ) -> tuple[int | None, ...] | None:
+        """The full tensor's shape, as far as it is validated: users give the batch size of one replica."""
+        want = hook.expected_shape
+        if want is None or all(n is None for n in want):
+            return None
+        session = self._flex.session
+        if session.mesh["dp"].size == 1:
+            return want
+        layouts = [session.sites[n].layout for n in places if n in session.sites]
+        batches = {i for layout in layouts for i, d in enumerate(layout.dims) if d.name == "b"}
+        if kind != "tensor" and any(session.sites[n].inferred for n in places):
+            batches = {0}
+        return tuple(None if i in batches else n for i, n in enumerate(want))
 
 
 class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
-    """A module whose tensors are read and edited as one device would hold them.
+    """A module whose full tensors are captured and edited.
 
-    Every rank makes one and registers the same hooks in the same order. Samples of data parallel ranks are
-    put together along the batch dim.
+    Every rank creates one and registers the same hooks in the same order. Samples of data parallel ranks are
+    concatenated along the batch dim.
 
     Args:
-        module: the model, bare or wrapped; or the list of its virtual pipeline chunks.
-        output_ptr: where what is read is appended, by the hook's `module_name`: detached copies on the CPU,
-            in the order of the forward passes, on the first rank. Empty it when it is needed no more.
-        tensor_parallel_size: how many ranks share each tensor.
-        pipeline_parallel_size: how many pipeline stages there are.
-        data_parallel_size: how many replicas there are.
+        module: the model, with or without wrappers; or the list of its virtual pipeline chunks.
+        output_ptr: the dict to which captures are appended, by the hook's `module_name`: detached copies on
+            the CPU, in the order of the forward passes, on the first rank. The caller empties it.
+        tensor_parallel_size: the number of ranks that share each tensor.
+        pipeline_parallel_size: the number of pipeline stages.
+        data_parallel_size: the number of replicas.
         process_group: the ranks that run the model; None for all.
-        every_rank: fill `output_ptr` on every rank.
-        divide_gradients_by_dp: show the gradients of modules divided by the data parallel size, and multiply
-            what an edit returns, as FlexModel did.
+        everywhere: fill `output_ptr` on every rank.
+        divide_gradients_by_dp: pass the gradients of modules divided by the data parallel size to hooks, and
+            multiply the result of an edit by that size, as FlexModel did.
 
     Attributes:
         module: the wrapped module.
-        output_ptr: the dict as given.
-        save_ctx: what editing functions keep from one call to another; each rank has its own.
-        trainable_modules: what `register_trainable_module` was given.
+        output_ptr: the given dict.
+        save_ctx: the state that editing functions keep between calls; each rank has its own.
+        trainable_modules: the modules registered by `register_trainable_module`.
         fmps: ranks and groups.
 
     Raises:
-        FlexError: the sizes are not the model's.
+        FlexError: the sizes differ from the model's.
     """
 
     _given: nn.Module | Sequence[nn.Module]
@@ -65,7 +248,7 @@ class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
         data_parallel_size: int = 1,
         process_group: Any = None,
         *,
-        every_rank: bool = False,
+        everywhere: bool = False,
         divide_gradients_by_dp: bool = False,
     ) -> None:
         super().__init__()
@@ -90,26 +273,24 @@ class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
         self._names = ModuleNames(session)
         self._shared_state = SharedState(self.fmps, output_ptr, self.save_ctx, self.trainable_modules)
         self._hook_fn_group_manager = HookGroups(native)
-        self._delivery = CaptureDelivery(session, output_ptr, every_rank)
+        self._delivery = CaptureDelivery(session, output_ptr, everywhere)
         self._rewind = SaveContextReplay(self.save_ctx)
         self._divisor = self.fmps.get_data_parallel_world_size() if divide_gradients_by_dp else 1
-        self._finalizer = weakref.finalize(self, session.close)
-        self._finalizer.atexit = False
 
     def forward(
         self, *args: Any, groups: str | list[str] = ALL_GROUPS, complement: bool = False, **kwargs: Any
     ) -> Any:
-        """Call the module with some groups of hooks active, in this call and its backward pass.
+        """Call the module with the hooks of some groups active, in this call and its backward pass.
 
         Args:
-            args: the module's.
+            args: the module's positional arguments.
             groups: names of groups; hooks in any of them are active.
-            complement: the other hooks instead.
-            kwargs: the module's.
+            complement: activate all other hooks instead.
+            kwargs: the module's keyword arguments.
 
         Raises:
-            HookError: no hook is in such a group; or the framework's schedule runs the model, which chooses
-                when it starts: run it inside `with model.hooks(...)`.
+            HookError: a group has no hooks; or the framework's schedule runs the model, for which groups are
+                selected at its start: run it inside `with model.hooks(...)`.
         """
         names = [groups] if isinstance(groups, str) else list(groups)
         session = self._flex.session
@@ -120,12 +301,14 @@ class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
                     "run the schedule inside `with model.hooks(...)`"
                 )
             return self._flex(*args, **kwargs)
+        if not session.open and names == [ALL_GROUPS] and not complement:
+            return self._flex(*args, **kwargs)  # a bare model
         with self.hooks(*names, complement=complement):
             return self._flex(*args, **kwargs)
 
     def hooks(self, *groups: str, complement: bool = False) -> AbstractContextManager[None]:
-        """A scope for runs of a schedule, as `forward` has `groups` for a call."""
-        if not groups:  # natively that is all of them
+        """A context manager that selects groups for runs of a schedule, like `groups` of `forward`."""
+        if not groups:  # natively that selects all of them
             return self._flex.hooks(ALL_GROUPS, complement=not complement)
         return self._flex.hooks(*groups, complement=complement)
 
@@ -140,20 +323,21 @@ class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
         unpack_idx: int = 0,
         hook_type: HookType = "forward",
     ) -> None:
-        """Make and register a hook on every module that has a text in its name, in one group.
+        """Create and register a hook in one group on every module whose name contains a text.
 
         Args:
             group_name: the group.
-            group_constructor: the text; with `hook_type="tensor"` it is looked for in parameters' names.
-                Modules that no tensor passes are left out.
-            expected_shape: as a HookFunction takes it.
-            editing_function: likewise.
-            unpack_idx: likewise.
+            group_constructor: the text; with `hook_type="tensor"` the names of parameters are searched.
+                Modules without tensors are left out.
+            expected_shape: as in HookFunction.
+            editing_function: as in HookFunction.
+            unpack_idx: as in HookFunction.
             hook_type: `forward`, `forward_pre`, `full_backward`, `full_backward_pre` or `tensor`.
 
         Raises:
-            HookError: no name has the text, no such hook type, or one of the places cannot be edited.
+            HookError: no name contains the text, the hook type is unknown, or a hook point is read-only.
         """
+        self._flex.session.check_open()
         self._check_kind(hook_type)
         edits = editing_function is not None
         names = self._names.matching(group_constructor, hook_type, edits)
@@ -169,27 +353,30 @@ class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
             self._hook_fn_group_manager.update(hook, group_name)
 
     def update_hook_groups(self, group_constructor: HookSelection, group_name: str) -> None:
-        """Put hooks into a group.
+        """Add hooks to a group.
 
         Args:
             group_constructor: a list of hooks, one hook, or a text in the `module_name` of registered ones.
             group_name: the group.
 
         Raises:
-            HookError: no hook is meant.
+            HookError: the selection is empty.
         """
+        self._flex.session.check_open()
         self._hook_fn_group_manager.update(group_constructor, group_name)
 
     def remove_hook_groups(self, group_constructor: HookSelection, group_name: str) -> None:
-        """Take hooks out of a group, which vanishes when it is empty.
+        """Remove hooks from a group. A group without hooks ceases to exist.
 
         Args:
-            group_constructor: as `update_hook_groups` takes it; a text means those in the group.
+            group_constructor: as in `update_hook_groups`; a text selects among the hooks of the group.
             group_name: the group.
 
         Raises:
-            HookError: no hook is meant, one is not in the group, or it is `all`; nothing is removed then.
+            HookError: the selection is empty, a hook is not in the group, or the group is `all`. Then no hook
+                is removed.
         """
+        self._flex.session.check_open()
         self._hook_fn_group_manager.remove(group_constructor, group_name)
 
     def get_hook_function_groups(self, hook_function: HookFunction) -> set[str]:
@@ -203,18 +390,19 @@ class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
     # -- modules and parameters ------------------------------------------------------------------------
 
     def register_trainable_module(self, name: str, module: nn.Module) -> None:
-        """Give all editing functions a module, as `modules[name]`; also those registered before."""
+        """Make a module available to all editing functions, as `modules[name]`, also to earlier hooks."""
         self._flex.register_trainable_module(name, module)
 
     def wrapped_module_requires_grad(self, requires_grad: bool) -> None:
-        """Say whether the wrapped module's parameters get gradients. Every rank calls it.
+        """Set `requires_grad` of the wrapped module's parameters. Every rank calls it.
 
         Args:
-            requires_grad: True for all; False for none, which `restore()` undoes.
+            requires_grad: the new value for all parameters; `restore()` undoes False.
 
         Raises:
-            FlexError: the framework's wrapper waits for gradients that would never come.
+            FlexError: the framework's wrapper would wait for gradients that never arrive.
         """
+        self._flex.session.check_open()
         if requires_grad:
             self._flex.unfreeze()
             self.module.requires_grad_(True)
@@ -224,15 +412,15 @@ class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
     def get_module_parameter(
         self, parameter_name: str, expected_shape: Sequence[int | None] | None = None
     ) -> Tensor:
-        """A whole parameter: a detached copy on the CPU. Every rank calls it, and every rank gets it.
+        """A full parameter, as a detached copy on the CPU, on every rank. Every rank calls it.
 
         Args:
-            parameter_name: its name, layers counted over the whole model.
-            expected_shape: the whole's shape, None for a dim of any length. Checked, not needed.
+            parameter_name: its name, with layers counted over the full model.
+            expected_shape: the shape of the full tensor, None for a dim of any length. Only validated.
 
         Raises:
-            SiteError: no such parameter.
-            FlexError: another shape.
+            SiteError: the parameter does not exist.
+            FlexError: the shape differs.
         """
         name = self._names.resolve(parameter_name)
         return cast(Tensor, self._flex.get_module_parameter(name, expected_shape, everywhere=True))
@@ -249,7 +437,7 @@ class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
 
     @property
     def all_modules_names(self) -> list[str]:
-        """Both."""
+        """The names of the wrapped module's submodules and of the trainable modules."""
         return self.wrapped_module_names + self.trainable_modules_names
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -263,13 +451,15 @@ class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
     # -- the end ---------------------------------------------------------------------------------------
 
     def restore(self) -> nn.Module | Sequence[nn.Module]:
-        """Take everything out of the module again, and return it as it was given. Sends nothing.
+        """Remove all hooks from the module, and return it as it was given. Sends nothing.
 
-        It also happens when the FlexModel is collected. A hook that never fired gives a warning.
+        Until then hooks remain registered on the module, even if the FlexModel is garbage collected, like
+        torch's hooks without their handles. A hook that was never called causes a warning.
         """
         session = self._flex.session
-        quiet = [h.describe() for h in session.standing.list_uncalled_hooks()] if self._finalizer.alive else []
-        self._finalizer()
+        quiet = [h.describe() for h in session.standing.list_uncalled_hooks()]
+        if session.open:
+            session.close()
         if quiet:
             warnings.warn(f"never fired on this rank: {', '.join(quiet)}", stacklevel=2)
         return self._given

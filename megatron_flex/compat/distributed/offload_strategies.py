@@ -1,4 +1,4 @@
-"""Where what is read is kept: on the CPU, pinned or not, on the GPU, or nowhere."""
+"""Storage of captures: on the CPU, pinned or not, on the GPU, or none."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ OutputDict = dict[str, list[Tensor]]
 
 
 class BaseOffloadStrategy:
-    """Gets every tensor that a hook has read, on the ranks where it arrives.
+    """Gets every captured tensor, on the ranks that receive captures.
 
     Args:
-        offload_fn: called with each tensor: detached, on the CPU, a copy of its own.
+        offload_fn: called with each tensor: detached, on the CPU, a separate copy.
     """
 
     def __init__(self, offload_fn: Callable[[Tensor], Any]) -> None:
@@ -23,7 +23,7 @@ class BaseOffloadStrategy:
 
     @classmethod
     def initialize(cls, name: str, output_ptr: OutputDict) -> Self:
-        """Make the strategy of one hook.
+        """Create the strategy of one hook.
 
         Args:
             name: the hook's `module_name`.
@@ -37,11 +37,11 @@ class BaseOffloadStrategy:
 
 
 class NullMemoryOffloadStrategy(BaseOffloadStrategy):
-    """Keep nothing."""
+    """Store nothing."""
 
     @classmethod
     def initialize(cls, name: str, output_ptr: OutputDict) -> Self:
-        """Make one."""
+        """Create one."""
         return cls(lambda tensor: None)
 
 
@@ -50,7 +50,7 @@ class CPUPinnedMemoryOffloadStrategy(BaseOffloadStrategy):
 
     @classmethod
     def initialize(cls, name: str, output_ptr: OutputDict) -> Self:
-        """Make one."""
+        """Create one."""
         pin = torch.cuda.is_available()
         return cls(lambda t: output_ptr.setdefault(name, []).append(t.pin_memory() if pin else t))
 
@@ -60,7 +60,7 @@ class CPUPagedMemoryOffloadStrategy(BaseOffloadStrategy):
 
     @classmethod
     def initialize(cls, name: str, output_ptr: OutputDict) -> Self:
-        """Make one."""
+        """Create one."""
         return cls(lambda t: output_ptr.setdefault(name, []).append(t))
 
 
@@ -69,6 +69,6 @@ class GPUMemoryOffloadStrategy(BaseOffloadStrategy):
 
     @classmethod
     def initialize(cls, name: str, output_ptr: OutputDict) -> Self:
-        """Make one."""
+        """Create one."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return cls(lambda t: output_ptr.setdefault(name, []).append(t.to(device)))

@@ -1,13 +1,14 @@
-"""Objects with tensors in them, taken apart and put together again."""
+"""Nested objects with tensors, flattened and unflattened."""
 
 from megatron_flex.compat.traverse import nodes
 from megatron_flex.compat.traverse.nodes import (
     InternalNode,
     LeafNode,
+    flatten,
     register_internal_node_type,
     register_leaf_node_type,
+    unflatten,
 )
-from megatron_flex.compat.traverse.ops import flatten, unflatten
 
 __all__ = [
     "InternalNode",

@@ -1,9 +1,12 @@
-"""Kinds of objects: those that hold others, those that are leaves; all else is left as it is."""
+"""Objects as trees of nodes: containers and leaves; other objects are kept unchanged.
+
+`flatten` converts an object to a tree and its leaves, `unflatten` rebuilds it from both.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -11,24 +14,25 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from megatron_flex.adapters import tensor_trees
+from megatron_flex.errors import FlexError
 
 
 class InternalNode:
-    """An object that holds others. Subclasses say how it is taken apart and made again.
+    """A container. Subclasses define how it is flattened and rebuilt.
 
     Attributes:
-        children: the nodes of what it holds; what is neither node nor leaf stands there itself.
+        children: the nodes of its content; other objects are stored directly.
     """
 
     def __init__(self, children: Iterable[Any] | None = None) -> None:
         self.children = list(children or ())
 
     def flatten(self, instance: Any) -> tuple[Any, ...]:
-        """What an instance holds."""
+        """The content of an instance."""
         raise NotImplementedError(f"{type(self).__name__} must implement flatten(instance)")
 
     def unflatten(self, children: Iterable[Any]) -> Any:
-        """Make an instance of what it is to hold."""
+        """Build an instance from its content."""
         raise NotImplementedError(f"{type(self).__name__} must implement unflatten(children)")
 
     def __eq__(self, other: object) -> bool:
@@ -39,10 +43,10 @@ class InternalNode:
 
 
 class LeafNode:
-    """A leaf, mostly a tensor.
+    """A leaf, usually a tensor.
 
     Attributes:
-        val: what is remembered of it: a tensor's shape.
+        val: a stored property of it: a tensor's shape.
     """
 
     def __init__(self, val: Any = None) -> None:
@@ -62,7 +66,7 @@ _leaf_types: dict[type, type[LeafNode]] = {}
 
 
 def register_internal_node_type(kind: type) -> Callable[[Internal], Internal]:
-    """A decorator: this InternalNode is for objects of exactly that type, in what hooks see too.
+    """A decorator: this InternalNode is for objects of exactly that type, for hooks, too.
 
     Args:
         kind: the type.
@@ -70,7 +74,7 @@ def register_internal_node_type(kind: type) -> Callable[[Internal], Internal]:
 
     def register(node: Internal) -> Internal:
         _internal_types[kind] = node
-        if kind not in (tuple, list):  # which hooks look into anyway
+        if kind not in (tuple, list):  # hooks handle these anyway
             tensor_trees.register_type(kind, partial(_open_node, node))
         return node
 
@@ -78,7 +82,7 @@ def register_internal_node_type(kind: type) -> Callable[[Internal], Internal]:
 
 
 def register_leaf_node_type(kind: type) -> Callable[[Leaf], Leaf]:
-    """A decorator: this LeafNode is for objects of that type, or of one that derives from it.
+    """A decorator: this LeafNode is for objects of that type, or of a derived type.
 
     Args:
         kind: the type.
@@ -128,7 +132,7 @@ class ListNode(InternalNode):
 
 
 class RecordNode(InternalNode):
-    """A mapping, a named tuple or a dataclass of whatever type.
+    """A mapping, a named tuple or a dataclass of any type.
 
     Attributes:
         kind: its type.
@@ -174,7 +178,7 @@ class RecordNode(InternalNode):
 
 
 def _copy_without_values(instance: Any) -> Any:
-    """A copy that holds on to no tensor."""
+    """A copy without references to tensors."""
     shell = copy.copy(instance)
     if isinstance(instance, Mapping):
         for key in instance:
@@ -186,7 +190,7 @@ def _copy_without_values(instance: Any) -> Any:
 
 
 def node_of(obj: Any) -> InternalNode | LeafNode | None:
-    """A fresh node for an object; None if it is neither leaf nor holds anything."""
+    """A new node for an object; None if it is neither a leaf nor a container."""
     exact = _internal_types.get(type(obj))
     if exact is not None:
         return exact()
@@ -198,3 +202,59 @@ def node_of(obj: Any) -> InternalNode | LeafNode | None:
     if isinstance(obj, dict) or (is_dataclass(obj) and not isinstance(obj, type)):
         return RecordNode()
     return None
+
+
+def flatten(root_obj: Any) -> tuple[Any, list[Any]]:
+    """Flatten an object.
+
+    Args:
+        root_obj: nested tuples, lists, mappings, named tuples, dataclasses and registered types.
+
+    Returns:
+        The tree, with types, shapes and other objects; and the leaves, usually tensors, depth
+        first.
+    """
+    leaves: list[Any] = []
+
+    def walk(obj: Any) -> Any:
+        node = node_of(obj)
+        if isinstance(node, LeafNode):
+            leaves.append(obj)
+        elif isinstance(node, InternalNode):
+            node.children = [walk(child) for child in node.flatten(obj)]
+        else:
+            return obj
+        return node
+
+    return walk(root_obj), leaves
+
+
+def unflatten(root_node: Any, leaves: Sequence[Any]) -> Any:
+    """Rebuild an object.
+
+    Args:
+        root_node: the tree that `flatten` returned.
+        leaves: as many as `flatten` returned, in the same order.
+
+    Raises:
+        FlexError: there are more leaves, or fewer.
+    """
+    left = list(reversed(leaves))
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, LeafNode):
+            if not left:
+                raise FlexError(
+                    f"{len(leaves)} leaves are too few for this tree; give all that flatten() gave"
+                )
+            return left.pop()
+        if isinstance(node, InternalNode):
+            return node.unflatten([walk(child) for child in node.children])
+        return node
+
+    made = walk(root_node)
+    if left:
+        raise FlexError(
+            f"{len(leaves)} leaves are {len(left)} too many for this tree; give those of flatten()"
+        )
+    return made

@@ -9,11 +9,10 @@ from os import PathLike
 from pathlib import Path
 
 from megatron_flex.dump.part_format import format_iteration_folder, parse_part_name
-from megatron_flex.dump.inventory import list_run_folders
-from megatron_flex.dump.reading.array import IterationKey
-from megatron_flex.dump.reading.folders import DumpRun, StoredIteration
-from megatron_flex.dump.reading.opened import OpenDump
-from megatron_flex.dump.reading.shards import ChecksumPolicy, PartFiles, LocatedShard
+from megatron_flex.dump.reader.dump_reader import OpenDump
+from megatron_flex.dump.reader.shard_files import ChecksumPolicy, LocatedShard, PartFiles
+from megatron_flex.dump.reader.stored_runs import DumpRun, IterationKey, StoredIteration
+from megatron_flex.dump.run_folders import list_run_folders
 from megatron_flex.errors import DumpError
 
 
@@ -52,13 +51,17 @@ class IncompleteRun(DumpRun):
         super().__init__(folder)
         self.files = files
 
-    def written(self, iteration: int, run_of: int, like: StoredIteration | None = None) -> IncompleteIteration | None:
+    def written(
+        self, iteration: int, run_of: int, like: StoredIteration | None = None
+    ) -> IncompleteIteration | None:
         """What is left of an iteration; None of nothing."""
         whole = super().written(iteration, run_of, like)
         folder = self.folder / format_iteration_folder(iteration, run_of)
         if whole is not None:
             there = {rank: tuple(whole.paths(rank)) for rank in whole.parts}
-            return IncompleteIteration(self, iteration, run_of, folder, whole.parts, self.files, there, frozenset(there))
+            return IncompleteIteration(
+                self, iteration, run_of, folder, whole.parts, self.files, there, frozenset(there)
+            )
         try:
             names = sorted(os.listdir(folder))
         except OSError:
@@ -86,8 +89,9 @@ class DamagedDump(OpenDump):
     """
 
     damage: list[str] | None = None
+    _warns = False
 
-    def __init__(self, path: str | PathLike[str], *, check: ChecksumPolicy = "whole") -> None:
+    def __init__(self, path: str | PathLike[str], *, check: ChecksumPolicy = "blocks") -> None:
         self.path, self.check = Path(path), check
         self.files = PartFiles(check)
         folders = [f for f in list_run_folders(self.path) if f.manifest is not None]
@@ -97,9 +101,11 @@ class DamagedDump(OpenDump):
         self._written = {}
 
     def _look(self, which: IterationKey) -> StoredIteration | None:
-        """An iteration of the first run that has it whole; else of the one that has the most parts of it."""
+        """An iteration of the first run that has it complete; else of the one that has most of its parts."""
         if which not in self._written:
-            several = [rest for run in self.runs if isinstance(rest := run.written(*which), IncompleteIteration)]
+            several = [
+                rest for run in self.runs if isinstance(rest := run.written(*which), IncompleteIteration)
+            ]
             best = next((rest for rest in several if rest.whole.issuperset(rest.run.coords)), None)
             most = max(several, key=lambda rest: sum(rest.parts.values()), default=None)
             self._written[which] = best or most
@@ -112,7 +118,9 @@ class DamagedDump(OpenDump):
         first = next(paths, None)
         return first is not None and self.files.open(first).part.index.training
 
-    def entries(self, written: StoredIteration, site: str, kind: str, stage: int, replica: int) -> list[LocatedShard]:
+    def entries(
+        self, written: StoredIteration, site: str, kind: str, stage: int, replica: int
+    ) -> list[LocatedShard]:
         """What the ranks of a stage of a replica wrote of a site, as far as it is there.
 
         Raises:
@@ -122,7 +130,7 @@ class DamagedDump(OpenDump):
         routed = any(entry.route is not None for _, entry, _, _ in found)
         if routed and isinstance(written, IncompleteIteration) and written.lacks_parts(written.run.coords):
             raise DumpError(
-                f"{site}: {written.describe()} is not whole, and rows of experts are read of whole ones only"
+                f"{site}: {written.describe()} is incomplete, and rows of experts are read of whole ones only"
             )
         return found
 
@@ -131,14 +139,14 @@ class DamagedDump(OpenDump):
         ranks = [r for replica in written.run.replicas for r in written.run.ranks(stage, replica)]
         if isinstance(written, IncompleteIteration) and written.lacks_parts(ranks):
             named = written.describe()
-            return DumpError(f"{name}: {named} is not whole, and nothing of it is left, if it passed there")
+            return DumpError(f"{name}: {named} is incomplete, and nothing of it is left, if it passed there")
         return super().nothing(name, written, stage)
 
 
-def open_damaged_dump(path: str | PathLike[str], *, check: ChecksumPolicy = "whole") -> DamagedDump:
+def open_damaged_dump(path: str | PathLike[str], *, check: ChecksumPolicy = "blocks") -> DamagedDump:
     """Open what is left of a damaged dump; of a good one all.
 
-    Runs whose manifest cannot be read are left out. An iteration that is not whole is there: each of its
+    Runs whose manifest cannot be read are left out. An iteration that is incomplete is there: each of its
     tensors is read if all of its own shards are, and raises else.
 
     Args:

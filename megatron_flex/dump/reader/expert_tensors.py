@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.part_format import ROUTING
-from megatron_flex.dump.reading.assembling import AssembledTensor, group_shards
-from megatron_flex.dump.reading.folders import StoredIteration
-from megatron_flex.dump.reading.shards import PartFiles, LocatedShard, parse_layout_text
 from megatron_flex.dump.expert_routing import ExpertRouting, choice_from_json, scatter_rows_to_tokens
-from megatron_flex.dump.selection import SAMPLE_DIM, TOKEN_DIM, find_dim
+from megatron_flex.dump.json_form import pick_known
+from megatron_flex.dump.reader.shard_files import LocatedShard, PartFiles, StoredDump, parse_layout_text
+from megatron_flex.dump.reader.stored_runs import StoredIteration
+from megatron_flex.dump.reader.tensor_assembly import AssembledTensor, group_shards
+from megatron_flex.dump.schema import ROUTING, RowsRoute
+from megatron_flex.dump.token_selection import SAMPLE_DIM, TOKEN_DIM, find_dim
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import Dim, DimIndex, Layout, Sizes
-
-if TYPE_CHECKING:
-    from megatron_flex.dump.reading.opened import OpenDump
 
 MOST_ROUTINGS = 64  # decisions that are kept for each site
 TOKEN_SAMPLE_DIMS = Dim(TOKEN_DIM), Dim(SAMPLE_DIM)
@@ -48,8 +45,7 @@ class ExpertTensor:
         where: str,
     ) -> None:
         self.where, self.routing = where, routing
-        route = found[0][1].route or {}
-        expert = route.get("expert")
+        expert = pick_known(RowsRoute, found[0][1].route or {}).expert
         self._slots = 1 if expert is not None else routing.slots
         self._rows = routing.rows(replica, expert)
         self._ranks = _assemble_by_rank(files, found, sizes, where)
@@ -91,7 +87,9 @@ class ExpertTensor:
         unique_tokens, at_token = torch.tensor(list(tokens), dtype=torch.int64).unique(return_inverse=True)
         unique_samples, at_sample = torch.tensor(list(samples), dtype=torch.int64).unique(return_inverse=True)
         place = torch.full((length, batch), -1)
-        place[unique_tokens[:, None], unique_samples] = torch.arange(len(unique_tokens) * len(unique_samples)).view(len(unique_tokens), len(unique_samples))
+        place[unique_tokens[:, None], unique_samples] = torch.arange(
+            len(unique_tokens) * len(unique_samples)
+        ).view(len(unique_tokens), len(unique_samples))
         place = place.flatten()
         rows = self._rows.among(place >= 0)
         rows = rows._replace(token=place[rows.token])
@@ -119,7 +117,7 @@ class ExpertTensorReader:
         call: the pass through it within a microbatch.
     """
 
-    def __init__(self, dump: OpenDump, site: str, stage: int, call: int) -> None:
+    def __init__(self, dump: StoredDump, site: str, stage: int, call: int) -> None:
         self.dump, self.site, self.stage, self.call = dump, site, stage, call
         self._known: dict[tuple[int, int, int], ExpertRouting] = {}
 
@@ -149,7 +147,7 @@ class ExpertTensorReader:
             found: what ranks wrote of it.
             where: what it is, for errors.
         """
-        routing = self._routing(written, microbatch, str((found[0][1].route or {}).get("of")))
+        routing = self._routing(written, microbatch, str(pick_known(RowsRoute, found[0][1].route or {}).of))
         home = parse_layout_text(json.dumps(self.dump.places[self.site].layout))
         return ExpertTensor(self.dump.files, found, routing, home, replica, written.run.sizes, where)
 

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
 
-from megatron_flex.dump.numbering import number_first_sample
-from megatron_flex.dump.reading.assembling import AssembledTensor, StoredTensor, group_shards
-from megatron_flex.dump.reading.averaging import TokenMean
-from megatron_flex.dump.reading.folders import REPLICA_AXIS, DumpRun, StoredIteration
-from megatron_flex.dump.reading.picking import SelectionSettings
 from megatron_flex.dump.reader.expert_tensors import ExpertTensorReader
-from megatron_flex.dump.reading.shards import LocatedShard
-from megatron_flex.dump.selection import SAMPLE_DIM, TOKEN_DIM, EntrySelection, RandomTokens, find_dim, select_entries, select_positions
+from megatron_flex.dump.reader.shard_files import LocatedShard, StoredDump
+from megatron_flex.dump.reader.stored_runs import REPLICA_AXIS, DumpRun, StoredIteration
+from megatron_flex.dump.reader.tensor_assembly import (
+    AssembledTensor,
+    StoredShard,
+    StoredTensor,
+    TokenMean,
+    group_shards,
+)
+from megatron_flex.dump.schema import list_dim_names, read_settings
+from megatron_flex.dump.token_selection import (
+    SAMPLE_DIM,
+    TOKEN_DIM,
+    EntrySelection,
+    RandomTokens,
+    SelectionSettings,
+    find_dim,
+    number_first_sample,
+    select_entries,
+    select_positions,
+)
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import Coords, DimIndex, Layout
 
-if TYPE_CHECKING:
-    from megatron_flex.dump.reading.opened import OpenDump
+MOST_PICKED_SAMPLES = 1 << 14  # of a microbatch of which some were picked
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +70,8 @@ class MicrobatchSamples:
 
     microbatch: int
     replica: int
-    kept: list[int]
-    numbers: list[int]
+    kept: Sequence[int]
+    numbers: Sequence[int]
 
 
 @dataclass
@@ -137,15 +149,18 @@ class SamplePlan:
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """Samples, tokens, features: what is kept."""
-        number = next((n for block in self.blocks for n in block.numbers), 0)
-        tokens = [] if self.token is None else [len(self.positions(number))]
+        tokens = []
+        if self.token is not None:
+            length, every = self.first.shape[self.token], not self.drawn
+            whole = every and isinstance(self.selection.tokens, RandomTokens)
+            tokens = [length if whole else self.selection.count_kept_tokens(length)]
         return (self.starts[-1], *tokens, *(self.first.shape[d] for d in self.rest))
 
 
 class SamplePlanner:
     """Finds the blocks of iterations, and the tensors of blocks."""
 
-    def __init__(self, dump: OpenDump, which: StoredTensorKey) -> None:
+    def __init__(self, dump: StoredDump, which: StoredTensorKey) -> None:
         self.dump, self.which = dump, which
         self.selection = SelectionSettings.of(dump.manifest.settings)
         self._expert_reader = ExpertTensorReader(dump, which.site, which.stage, which.call)
@@ -173,7 +188,11 @@ class SamplePlanner:
             for m, count in counts.items()
             for r in among
         ]
-        in_order = (lambda b: (b.microbatch, b.replica)) if _get_sample_order(run) == "interleaved" else _get_replica_key
+        in_order = (
+            (lambda b: (b.microbatch, b.replica))
+            if _get_sample_order(run) == "interleaved"
+            else _get_replica_key
+        )
         blocks.sort(key=in_order)
         if len(set(counts.values())) > 1 and only is None:
             self._renumber(first, blocks, counts)
@@ -197,7 +216,8 @@ class SamplePlanner:
             )
         if _count_samples(one) != plan.counts[block.microbatch]:
             raise DumpError(
-                f"{one.where}: {_count_samples(one)} samples, and {plan.counts[block.microbatch]} on the first "
+                f"{one.where}: {_count_samples(one)} samples, and {plan.counts[block.microbatch]} on the "
+                "first "
                 "data parallel rank: they cannot be numbered; read them with .pieces()"
             )
         return one
@@ -214,12 +234,18 @@ class SamplePlanner:
                 out.setdefault(found[1].microbatch, []).append(found)
         return out
 
-    def _block(self, one: StoredTensor, microbatch: int, replica: int, begin: int, count: int) -> MicrobatchSamples:
+    def _block(
+        self, one: StoredTensor, microbatch: int, replica: int, begin: int, count: int
+    ) -> MicrobatchSamples:
         """The samples of a block that are kept."""
         if one.dim(SAMPLE_DIM) is None:
             return MicrobatchSamples(microbatch, replica, [0], [begin])
-        kept = [i for i in range(count) if self.selection.keeps(begin + i)]
-        return MicrobatchSamples(microbatch, replica, kept, [begin + i for i in kept])
+        kept = self.selection.kept(begin, count)
+        if isinstance(kept, range):
+            numbers: Sequence[int] = range(begin + kept.start, begin + kept.stop, kept.step)
+        else:
+            numbers = [begin + i for i in kept]
+        return MicrobatchSamples(microbatch, replica, kept, numbers)
 
     def _renumber(self, one: StoredTensor, blocks: list[MicrobatchSamples], counts: dict[int, int]) -> None:
         """Number samples one after the other, where microbatches have different numbers of them."""
@@ -234,12 +260,16 @@ class SamplePlanner:
             blocks[place] = self._block(one, block.microbatch, block.replica, at, count)
             at += count
 
-    def _first(self, written: StoredIteration, microbatch: int, replica: int, count: int, joined: bool) -> int:
+    def _first(
+        self, written: StoredIteration, microbatch: int, replica: int, count: int, joined: bool
+    ) -> int:
         """The number of the first sample of a block."""
         replicas = 1 if joined else len(written.run.replicas)
         numbering_replica = written.run.replicas[0] if self.which.only is None else self.which.only[1]
         many = self._microbatches(written, numbering_replica)
-        found = number_first_sample(_get_sample_order(written.run), microbatch, replica, replicas, many, count)
+        found = number_first_sample(
+            _get_sample_order(written.run), microbatch, replica, replicas, many, count
+        )
         if found is not None:
             return found
         many = max(self.found(written, numbering_replica)) + 1
@@ -251,7 +281,9 @@ class SamplePlanner:
                 return self.dump.files.open(path).part.index.microbatches
         return 0
 
-    def _tensor(self, written: StoredIteration, microbatch: int, replica: int, found: list[LocatedShard]) -> StoredTensor:
+    def _tensor(
+        self, written: StoredIteration, microbatch: int, replica: int, found: list[LocatedShard]
+    ) -> StoredTensor:
         """Put together the tensor of a block."""
         run = written.run
         where = f"{self.which.name}, {written.describe()}, microbatch {microbatch} of replica {replica}"
@@ -261,29 +293,61 @@ class SamplePlanner:
             raise DumpError(f"{where}: nothing passed there, and on other ranks something did")
         if found[0][1].route is not None:
             routed = self._expert_reader.tensor(written, microbatch, replica, found, where)
-            return self._average_tokens(routed, written, microbatch, replica) if self.selection.mean else routed
+            return (
+                self._average_tokens(routed, written, microbatch, replica) if self.selection.mean else routed
+            )
         layout, shards = group_shards(found, run.sizes, where)
+        self._check_rows(layout, shards, where)
 
         def picking(layout: Layout, shape: Sequence[int], coords: Coords) -> EntrySelection | None:
             tokens, samples, numbers = self.selection.tokens, None, None
             sample = find_dim(layout, SAMPLE_DIM)
             if sample is not None:
                 many, count = self._microbatches(written, replica), shape[sample]
-                begin = number_first_sample(_get_sample_order(run), microbatch, replica, len(run.replicas), many, count)
+                begin = number_first_sample(
+                    _get_sample_order(run), microbatch, replica, len(run.replicas), many, count
+                )
                 numbers = None if begin is None else list(range(begin, begin + count))
                 if self.selection.samples is not None and numbers is not None:
                     samples = frozenset(n for n in numbers if self.selection.keeps(n))
             tokens = None if self.selection.mean else tokens
-            return select_entries(tokens, samples, layout, shape, run.sizes, coords, written.iteration, numbers)
+            return select_entries(
+                tokens, samples, layout, shape, run.sizes, coords, written.iteration, numbers
+            )
 
         whole: StoredTensor = AssembledTensor(self.dump.files, layout, run.sizes, shards, where, picking)
         if self.selection.mean and self._has_tokens(whole):
             return self._average_tokens(whole, written, microbatch, replica)
         return whole
 
-    def _average_tokens(self, whole: StoredTensor, written: StoredIteration, microbatch: int, replica: int) -> TokenMean:
+    def _check_rows(self, layout: Layout, shards: Mapping[tuple[int, ...], StoredShard], where: str) -> None:
+        """Refuse picked shards that claim more rows than were written, before the rows are listed."""
+        sample, token = find_dim(layout, SAMPLE_DIM), find_dim(layout, TOKEN_DIM)
+        for shard in shards.values():
+            part, entry = shard.pieces[0]
+            if not entry.picked:
+                continue
+            stored, shape = part.where[entry.tensor][1], entry.shape
+            samples = 1 if sample is None else shape[sample]
+            cut = token is not None and bool(layout.dims[token].cuts)
+            tokens = 1 if token is None or cut else self.selection.count_kept_tokens(shape[token])
+            picks_samples = self.selection.samples is not None
+            if samples > MOST_PICKED_SAMPLES or (
+                not picks_samples and samples * tokens > max(stored[0], samples * cut)
+            ):
+                raise DumpError(
+                    f"{part.path}: {entry.tensor[:80]} has {stored[0]} picked rows, and claims to be of "
+                    f"shape {list(shape)}: the file is damaged ({where})"
+                )
+
+    def _average_tokens(
+        self, whole: StoredTensor, written: StoredIteration, microbatch: int, replica: int
+    ) -> TokenMean:
         """Its mean over tokens."""
-        begin, token = self._first(written, microbatch, replica, _count_samples(whole), False), whole.dim(TOKEN_DIM)
+        begin, token = (
+            self._first(written, microbatch, replica, _count_samples(whole), False),
+            whole.dim(TOKEN_DIM),
+        )
         assert token is not None
 
         def kept(sample: int) -> Sequence[int]:
@@ -296,7 +360,7 @@ class SamplePlanner:
         """Whether the mean over tokens is still to be taken: it could not be while writing."""
         record = self.dump.places[self.which.site]
         return whole.dim(TOKEN_DIM) is not None and (
-            record.inferred or len(record.layout["dims"]) == len(whole.shape)
+            record.inferred or len(list_dim_names(record.layout)) == len(whole.shape)
         )
 
 
@@ -310,7 +374,7 @@ def _get_shape_without(one: StoredTensor, name: str) -> list[int]:
 
 
 def _get_sample_order(run: DumpRun) -> str:
-    return str(run.manifest.settings.get("order", "interleaved"))
+    return str(read_settings(run.manifest.settings).order)
 
 
 def _get_replica_key(block: MicrobatchSamples) -> tuple[int, int]:

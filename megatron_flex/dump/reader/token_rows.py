@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from megatron_flex.dump.reading.array import DumpArray
-from megatron_flex.dump.reading.indexing import IndexOutOfRange
+from megatron_flex.dump.reader.dump_array import DumpArray, IndexOutOfRange
 from megatron_flex.errors import DumpError
 
 RowArrays = Sequence[DumpArray]
@@ -181,7 +180,7 @@ class _RowBuffer:
         return [room[: self.rows] for room in self._room]
 
     def add(self, found: Sequence[Tensor], rows: int) -> None:
-        """Put rows behind those that are there."""
+        """Append rows."""
         if self.rows + rows > len(self._room[0]):
             most = max(self.rows + rows, 2 * len(self._room[0]))
             self._room = [torch.cat([t, t.new_empty(most - self.rows, *t.shape[1:])]) for t in self.tensors]

@@ -1,4 +1,4 @@
-"""Pruning a dump: what no reader sees goes, and what is no longer wanted; never what is still written."""
+"""Removal of what no reader uses or a user no longer wants; never of what is still being written."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_flex.dump.inventory import IterationFolder, RunFolder, is_temporary, list_run_folders
-from megatron_flex.dump.opening import TEMPORARY_RUN_NAME
+from megatron_flex.dump.run_folders import IterationFolder, RunFolder, is_temporary, list_run_folders
+from megatron_flex.dump.writer.run_creation import TEMPORARY_RUN_NAME
 from megatron_flex.errors import DumpError, FlexError
 from megatron_flex.progress import track
 
-PRUNED_PREFIX = ".pruned-"  # a folder beside the runs that readers do not look into: what is in it is being removed
+PRUNED_PREFIX = (
+    ".pruned-"  # a folder beside the runs that readers do not look into: what is in it is being removed
+)
 LEFTOVER = "left over"  # of a prune that was stopped
 
 
@@ -46,8 +48,8 @@ def list_removals(
 
     Args:
         path: the dump's folder.
-        keep_every: of the whole iterations keep those whose number is a multiple of it.
-        before: only whole iterations of smaller numbers go: those that `keep_every` does not keep, or all.
+        keep_every: of the complete iterations keep those whose number is a multiple of it.
+        before: only complete iterations of smaller numbers go: those that `keep_every` does not keep, or all.
         force: the newest run is over, too. Else it is left alone: a writer may have it open.
 
     Raises:
@@ -57,9 +59,17 @@ def list_removals(
     if keep_every is not None and keep_every < 1:
         raise FlexError(f"keep-every {keep_every}: keep every n-th iteration, n at least 1")
     runs = list_run_folders(path)
-    out = [Removal(left, _count_path_bytes(left), LEFTOVER) for left in sorted(path.glob(PRUNED_PREFIX + "*")) if left.is_dir()]
+    out = [
+        Removal(left, _count_path_bytes(left), LEFTOVER)
+        for left in sorted(path.glob(PRUNED_PREFIX + "*"))
+        if left.is_dir()
+    ]
     if force:  # else a job may be opening the dump
-        out += [Removal(f, _count_path_bytes(f), "temporary") for f in sorted(path.iterdir()) if TEMPORARY_RUN_NAME.fullmatch(f.name)]
+        out += [
+            Removal(f, _count_path_bytes(f), "temporary")
+            for f in sorted(path.iterdir())
+            if TEMPORARY_RUN_NAME.fullmatch(f.name)
+        ]
     for run in runs if force else runs[:-1]:
         out += _list_run_removals(run, keep_every, before)
     return out
@@ -91,7 +101,7 @@ def _is_unwanted(folder: IterationFolder, keep_every: int | None, before: int | 
 
 
 def prune_dump(path: Path, removals: Sequence[Removal]) -> int:
-    """Remove what `list_removals` told; returns how many bytes that frees.
+    """Remove what `list_removals` listed; returns how many bytes that frees.
 
     An iteration leaves the dump in one step, before anything of it is removed, so that no reader ever sees a
     part of it; what was left by a prune that was stopped goes with the next one.

@@ -8,17 +8,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_flex.dump.part_format import (
+from megatron_flex.dump.part_format import format_run_folder, read_part
+from megatron_flex.dump.reader import DumpArray, OpenDump
+from megatron_flex.dump.reader.missing_parts import gaps, gaps_in_words
+from megatron_flex.dump.reader.shard_files import PartFiles
+from megatron_flex.dump.reader.stored_runs import DumpRun
+from megatron_flex.dump.run_folders import RunFolder, list_run_folders, renamed_runs
+from megatron_flex.dump.schema import (
     GRADIENT,
     PARAMETER_GRADIENT,
     REPLICA,
     ROUTING,
     VALUE,
     ShardEntry,
-    read_part,
+    list_dim_names,
 )
-from megatron_flex.dump.inventory import RunFolder, list_run_folders
-from megatron_flex.dump.reader import DumpArray, OpenDump
 from megatron_flex.errors import DumpError
 from megatron_flex.progress import track
 from megatron_flex.sites import GRADIENT_SUFFIX
@@ -53,13 +57,13 @@ class RunRow:
 
 @dataclass(slots=True)
 class TensorRow:
-    """A tensor of a dump, over all whole iterations.
+    """A tensor of a dump, over all complete iterations.
 
     Attributes:
         name: of the site or parameter; of a gradient with `.grad`.
         kind: `site` or `parameter`.
         dims: the names of the axes of the whole, without iterations.
-        shape: likewise, in the first iteration; without one a name where only the data tell.
+        shape: likewise, in the first iteration; without one a name where it depends on the data.
         dtype: as it is stored.
         layout: how ranks held it.
         iterations: those that have it.
@@ -87,12 +91,14 @@ class DumpContents:
         tensors: sites in model order, then parameters.
         iterations: that some run has whole.
         nbytes: of all files.
+        notes: what is not there though others suggest it, a line for each.
     """
 
     runs: list[RunRow]
     tensors: list[TensorRow]
     iterations: list[int]
     nbytes: int
+    notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """In plain values."""
@@ -100,7 +106,7 @@ class DumpContents:
 
 
 def list_dump_contents(path: Path) -> DumpContents:
-    """What a dump has, by its manifests and the headers of its files; damaged ones are told, not raised.
+    """What a dump has, by its manifests and the headers of its files; damage is listed, not raised.
 
     Raises:
         DumpError: there is no dump.
@@ -111,17 +117,40 @@ def list_dump_contents(path: Path) -> DumpContents:
     tensors: list[TensorRow] = []
     iterations: list[int] = sorted({n for run in runs for n in run.whole})
     if any(not run.damage for run in runs):
-        with OpenDump(path, check="never") as dump:
+        with _Readable(path, folders) as dump:
             tensors = [_make_tensor_row(dump, name, "site", sizes) for name in list_site_names(dump)]
-            tensors += [_make_tensor_row(dump, name, "parameter", sizes) for name in list_parameter_names(dump)]
-    return DumpContents(runs, tensors, iterations, sum(run.nbytes for run in runs))
+            tensors += [
+                _make_tensor_row(dump, name, "parameter", sizes) for name in list_parameter_names(dump)
+            ]
+    notes = [
+        f"{f.path.name} is run {f.manifest.run} under another name: name it "
+        f"{format_run_folder(f.manifest.run)}"
+        for f in folders
+        if f.manifest is not None and f.manifest.run != f.number
+    ]
+    notes += [one.text for one in renamed_runs(path)]
+    text = gaps_in_words(gaps((f.manifest, [i.number for i in f.iterations])
+                              for f in folders if f.manifest is not None))  # fmt: skip
+    notes += [text] if text else []
+    return DumpContents(runs, tensors, iterations, sum(run.nbytes for run in runs), notes)
+
+
+class _Readable(OpenDump):
+    """The runs whose manifests can be read; incomplete ones are listed elsewhere."""
+
+    _warns = False
+
+    def __init__(self, path: Path, folders: Sequence[RunFolder]) -> None:
+        self.path, self.check, self.files = path, "never", PartFiles("never")
+        self.runs = [DumpRun(folder.path) for folder in folders if folder.manifest is not None]
+        self._written = {}
 
 
 def _make_run_row(folder: RunFolder) -> RunRow:
     row = RunRow(folder.number, ranks=len(folder.ranks), damage=folder.damage)
     row.nbytes = sum(f.nbytes for f in folder.iterations) + sum(n for _, n in folder.strays)
     for iteration in folder.iterations:
-        torn = not folder.ranks or bool(iteration.missing(folder.ranks))
+        torn = folder.manifest is None or bool(iteration.missing(folder.ranks))
         numbers = row.torn if torn else row.whole
         if iteration.number not in numbers:
             numbers.append(iteration.number)
@@ -153,7 +182,7 @@ def _make_tensor_row(dump: OpenDump, name: str, kind: str, sizes: Counter[str]) 
     row = TensorRow(name, kind, nbytes=sizes[name])
     if not dump.passes:  # then only what was known before the run is
         place = dump.place(name)
-        row.dims = [str(dim.get("name", "")) for dim in place.layout["dims"]]
+        row.dims = list_dim_names(place.layout)
         row.shape = list(place.shape)
         return row
     try:

@@ -26,7 +26,7 @@ class ValueSummary:
         zeros: of these exactly zero.
         mean, std, rms: in fp64; `std` is over all values, not an estimate for a sample of them.
         absmax, least, most: of the finite values; None if there is none.
-        quantiles: for q the value that stands at floor(q (n - 1)) in ascending order, in fp32.
+        quantiles: for q the value at floor(q (n - 1)) in ascending order, in fp32.
         edges: of the histogram's bins, one more than there are bins.
         counts: of each bin, from its left edge on, without its right one; the last has that too.
         below, above: how many values lie outside.
@@ -70,7 +70,10 @@ def summarize_values(
     ranks = {q: math.floor(q * (finite - 1)) for q in quantiles}
     ends = torch.cumsum(tops, 0)
     at = {q: int(torch.searchsorted(ends, torch.tensor(k), right=True)) for q, k in ranks.items()}
-    rough = sorted(_key_to_value(bucket << 16) for bucket in at.values()) or [out.least or 0.0, out.most or 0.0]
+    rough = sorted(_key_to_value(bucket << 16) for bucket in at.values()) or [
+        out.least or 0.0,
+        out.most or 0.0,
+    ]
     out.edges = choose_round_edges(rough[0], rough[-1], bins)
     lows, tally = _run_second_pass(blocks(), sorted(set(at.values())), out.edges)
     out.below, out.above, out.counts = tally[0], tally[-1], tally[1:-1]

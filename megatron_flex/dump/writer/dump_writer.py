@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.background import LOG_SECONDS, LOG, WriterThread
-from megatron_flex.dump.part_format import DTYPE_NAMES, ShardEntry, PartIndex
-from megatron_flex.dump.writer.part_writer import PendingPart, PendingIteration
-from megatron_flex.dump.settings import Dump
-from megatron_flex.dump.staging import CopyStream
-from megatron_flex.errors import DumpError, FlexWarning
 from megatron_flex.config import flex_config
+from megatron_flex.dump.dump_settings import Dump
+from megatron_flex.dump.part_format import DTYPE_NAMES
+from megatron_flex.dump.schema import PartIndex, ShardEntry
+from megatron_flex.dump.writer.part_writer import PendingIteration, PendingPart
+from megatron_flex.dump.writer.writer_thread import LOG, LOG_SECONDS, CopyStream, WriterThread
+from megatron_flex.errors import DumpError, FlexWarning
 from megatron_flex.layout import Layout
 
 
@@ -57,7 +57,7 @@ class DumpWriter:
         return self.held > 0 and self.held + self._largest_iteration > self.dump.queue_bytes
 
     def drop(self, iteration: int) -> None:
-        """Leave out an iteration, as the disk is behind; all ranks do alike."""
+        """Drop an iteration because the disk is too slow; all ranks drop the same one."""
         self.tally.dropped += 1
         now = time.monotonic()
         if self.rank == 0 and (self.tally.dropped == 1 or now - self._told >= LOG_SECONDS):
@@ -85,7 +85,7 @@ class DumpWriter:
         """Take a tensor, which may be overwritten as soon as this returns.
 
         Args:
-            entry: what it is; `layout`, `dtype` and `crc` are filled in here. Of a `replica` only the
+            entry: what it is; `layout`, `dtype` and the checksums are filled in here. Of a `replica` only the
                 checksum is written.
             layout: of the shard, before anything was picked.
             tensor: what is to be written.
@@ -96,8 +96,13 @@ class DumpWriter:
             return
         try:
             self._take(part, entry, layout, tensor.detach(), owned)
-        except (DumpError, RuntimeError, MemoryError) as error:  # raised here, other ranks would hang
+        except Exception as error:  # raised here, other ranks would hang
             self._fail(part.running, error)
+
+    def fail(self, error: BaseException) -> None:
+        """The iteration that is under way cannot be written."""
+        if self._part is not None:
+            self._fail(self._part.running, error)
 
     def finish(self) -> None:
         """The iteration is over: its last part closes it."""
@@ -149,7 +154,9 @@ class DumpWriter:
 
     # -- on the way to the thread ----------------------------------------------------------------------
 
-    def _take(self, part: PendingPart, entry: ShardEntry, layout: Layout, tensor: Tensor, owned: bool) -> None:
+    def _take(
+        self, part: PendingPart, entry: ShardEntry, layout: Layout, tensor: Tensor, owned: bool
+    ) -> None:
         if tensor.dtype not in DTYPE_NAMES:
             raise DumpError(f"{entry.site}: {tensor.dtype} has no name in safetensors; give Dump a dtype")
         running, nbytes = part.running, tensor.nbytes

@@ -1,9 +1,8 @@
-"""A part on its way to disk: it fills up with tensors, and has its name once it is whole."""
+"""A part before it is on disk: it collects tensors, and gets its name once it is complete."""
 
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -13,11 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.part_format import TENSOR_ALIGNMENT, REPLICA, ShardEntry, PartIndex, build_header, format_iteration_folder, format_part_name
-from megatron_flex.dump.layouts import layout_to_json
+from megatron_flex.dump.checksums import combine_block_checksums, compute_block_checksums
+from megatron_flex.dump.part_format import (
+    TENSOR_ALIGNMENT,
+    build_header,
+    format_iteration_folder,
+    format_part_name,
+)
+from megatron_flex.dump.schema import REPLICA, PartIndex, ShardEntry, layout_to_json
 from megatron_flex.layout import Layout
 
-WRITE_BYTES = 32 << 20  # bytes in one call to the system, so that a slow disk is told from a dead one
+WRITE_BYTES = 32 << 20  # bytes in one call to the system: small, to distinguish a slow disk from a dead one
 MOST_VECTORS = 512  # pieces in one call; Linux allows 1024
 
 # Of a draft: in a folder that others may write to, nobody has put a file or a link of that name there.
@@ -103,19 +108,19 @@ class PendingPart:
 
 
 def write_part(folder: Path, part: PendingPart, durable: bool, on_progress: Callable[[], None]) -> Path:
-    """Write a part, whole or not at all.
+    """Write a part atomically.
 
     Args:
         folder: of the run.
         part: all of whose tensors are on the host.
         durable: wait until the disk itself has it.
-        moves: called whenever the disk has taken something.
+        on_progress: called whenever the disk has taken something.
 
     Raises:
         OSError: it cannot be written; nothing of it is left, if that could be removed.
     """
     views = [memoryview(t.reshape(-1).view(torch.uint8).numpy()) for t in part.tensors]
-    entries = [replace(e, crc=zlib.crc32(v)) for e, v in zip(part.entries, views, strict=True)]
+    entries = [_add_checksums(e, v) for e, v in zip(part.entries, views, strict=True)]
     index = replace(part.index, layouts=[layout_to_json(x) for x in part.layouts], entries=entries)
     stored = [n for n, e in enumerate(entries) if e.kind != REPLICA]
     shapes = [tuple(part.tensors[n].shape) for n in stored]
@@ -145,6 +150,14 @@ def write_part(folder: Path, part: PendingPart, durable: bool, on_progress: Call
     if durable:
         sync_folder(where)
     return path
+
+
+def _add_checksums(entry: ShardEntry, data: memoryview) -> ShardEntry:
+    """An entry with the checksums of its bytes; of a replica with that of all of them alone."""
+    blocks = compute_block_checksums(data)
+    return replace(
+        entry, checksum=combine_block_checksums(blocks), blocks="" if entry.kind == REPLICA else blocks
+    )
 
 
 def sync_folder(folder: Path) -> None:

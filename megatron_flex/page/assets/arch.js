@@ -330,7 +330,7 @@ flexPage.pane('architecture', {
           const at = whereIs(state.site);
           if (at) reveal(...at);
         }
-        if (['site', 'layer', 'filter', 'tag', 'stage', 'kind'].some((n) => changed.has(n))) redraw();
+        if (['site', 'layer', 'filter', 'group', 'stage', 'kind'].some((n) => changed.has(n))) redraw();
         canvas.setAttribute('data-shown', fmt.counted(drawn.size, 'block'));
       },
     };

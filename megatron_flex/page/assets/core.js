@@ -9,7 +9,7 @@ const flexPage = (() => {
   const STATES = ['possible', 'active', 'fired', 'hidden', 'read only'];
   const state = {
     site: null, rank: null, layer: null, part: null, source: 0, iteration: null,
-    filter: '', tag: '', stage: null, kind: null,
+    filter: '', group: '', stage: null, kind: null,
   };
   const numbers = new Map(names.map((name, i) => [name, i]));
   const panes = [];
@@ -79,16 +79,16 @@ const flexPage = (() => {
   }
   let known = { key: null, marks: null, count: 0 };
   function matching() { // which sites the filters leave: {marks: Uint8Array, count}
-    const key = JSON.stringify([state.filter, state.tag, state.stage, state.kind]);
+    const key = JSON.stringify([state.filter, state.group, state.stage, state.kind]);
     if (known.key === key) return known;
     const fits = said(state.filter);
-    const tagged = state.tag ? new Set((page.tags || {})[state.tag] || []) : null;
+    const grouped = state.group ? new Set((page.groups || {})[state.group] || []) : null;
     const marks = new Uint8Array(names.length);
     let count = 0;
     for (let i = 0; i < names.length; i += 1) {
       const yes = (state.stage === null || page.sites.stage[i] === state.stage)
         && (state.kind === null || page.sites.state[i] === state.kind)
-        && (tagged === null || tagged.has(i)) && fits(names[i]);
+        && (grouped === null || grouped.has(i)) && fits(names[i]);
       if (yes) { marks[i] = 1; count += 1; }
     }
     known = { key, marks, count };

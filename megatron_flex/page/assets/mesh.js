@@ -8,7 +8,7 @@ flexPage.pane('mesh', {
     const { sites } = page;
     const { parts, grid, tensor, colour, count } = flexParts;
     const EACH = 1024; // ranks that are elements of their own; more are drawn on a canvas
-    const BESIDE = 350; // pixels that the tensor and the costs take
+    const BESIDE = 350; // pixels that the tensor and the estimates take
     const MOST = 32; // ranks in the list beside a canvas
     const small = count <= EACH;
     let laid = null, hover = null, along = null; // a rank under the pointer, or an axis
@@ -179,7 +179,7 @@ flexPage.pane('mesh', {
         const notes = [found.picture.summed && 'Each rank has a summand; the whole is their sum.', found.picture.more.length && `${found.picture.more.join(', ')} cut too, and not drawn.`].filter(Boolean);
         if (notes.length) side.append(el('p', { class: 'quiet', text: notes.join(' ') }));
       } else side.append(el('p', { class: 'quiet', text: page.layouts[sites.layout[state.site]].words === 'told when a tensor passes' ? 'How this tensor is cut is told when one passes.' : 'Cut into more parts than can be drawn.' }));
-      side.append(costs(), el('span'));
+      side.append(estimates(), el('span'));
       mark();
     }
     function choosePart(part) { select({ part: state.part === part ? null : part }); }
@@ -201,10 +201,10 @@ flexPage.pane('mesh', {
         one.classList.toggle('away', mine !== null && part !== mine);
       }
     }
-    function costs() {
-      const cost = sites.cost[state.site] < 0 ? null : page.costs[sites.cost[state.site]];
-      if (!cost) return el('p', { class: 'quiet', text: sites.state[state.site] === 3 ? 'No hook can stand here.' : 'What a hook here would send is not known.' });
-      return el('div', { class: 'costs' }, [['read', 'A read'], ['edit', 'An edit of the whole']].map(([name, words]) => one(words, cost[name])));
+    function estimates() {
+      const estimate = sites.estimate[state.site] < 0 ? null : page.estimates[sites.estimate[state.site]];
+      if (!estimate) return el('p', { class: 'quiet', text: sites.state[state.site] === 3 ? 'No hook can stand here.' : 'What a hook here would send is not known.' });
+      return el('div', { class: 'estimates' }, [['read', 'A read'], ['edit', 'An edit of the whole']].map(([name, words]) => one(words, estimate[name])));
     }
     function one(words, told_) {
       if (!told_) return null;

@@ -44,7 +44,7 @@
     el('div', { class: 'find' }, input, tally, found),
     kinds.length > 1 ? choice('kind', 'any state', kinds.map((k) => [k, STATES[k]]), (v) => (v === '' ? null : Number(v))) : null,
     stages.length > 1 ? choice('stage', 'any stage', stages.map((s) => [s, `stage ${s}`]), (v) => (v === '' ? null : Number(v))) : null,
-    Object.keys(page.tags || {}).length ? choice('tag', 'any group', Object.keys(page.tags).map((t) => [t, t]), (v) => v) : null,
+    Object.keys(page.groups || {}).length ? choice('group', 'any group', Object.keys(page.groups).map((t) => [t, t]), (v) => v) : null,
   ].filter(Boolean));
 
   function list(open) {
@@ -177,8 +177,8 @@
   });
 
   on((_, changed) => {
-    if (['filter', 'tag', 'stage', 'kind'].some((n) => changed.has(n))) list(changed.has('filter') && document.activeElement === input);
-    for (const name of ['stage', 'kind', 'tag']) if (byId(name)) byId(name).value = state[name] ?? '';
+    if (['filter', 'group', 'stage', 'kind'].some((n) => changed.has(n))) list(changed.has('filter') && document.activeElement === input);
+    for (const name of ['stage', 'kind', 'group']) if (byId(name)) byId(name).value = state[name] ?? '';
     if (input.value !== state.filter) input.value = state.filter;
   });
 })();

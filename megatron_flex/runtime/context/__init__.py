@@ -1,1 +1,3 @@
-"""What editing functions share: `save_ctx`, its scopes, and how values and gradients go between stages."""
+"""State shared by editing functions: `save_ctx`, its scopes, and the transfer of values and gradients between
+stages.
+"""

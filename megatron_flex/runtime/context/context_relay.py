@@ -1,4 +1,4 @@
-"""Passing a microbatch's values on, from one virtual stage whose functions use them to the next and back."""
+"""Sends the values of a microbatch to the next virtual stage whose functions use them, and back."""
 
 from __future__ import annotations
 
@@ -8,27 +8,35 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_flex.collectives import StageMessage, PipelineRelay, is_leader, pack_values, replica_mesh, broadcast_package, unpack_values
-from megatron_flex.errors import described
+from megatron_flex.collectives import (
+    PipelineRelay,
+    StageMessage,
+    broadcast_package,
+    is_leader,
+    pack_values,
+    replica_mesh,
+    unpack_values,
+)
+from megatron_flex.errors import describe_error
 from megatron_flex.layout import Layout
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.clock import Clock
-from megatron_flex.runtime.hooks import HookFunction
-from megatron_flex.runtime.hook_registry import HookEntry
-from megatron_flex.runtime.sharing.functions import uses_context
 from megatron_flex.runtime.context.context_scopes import ContextScopes
-from megatron_flex.runtime.sharing.values import ContextEntry
+from megatron_flex.runtime.context.context_values import ContextEntry
+from megatron_flex.runtime.function_analysis import uses_context
+from megatron_flex.runtime.hook_registry import HookEntry
+from megatron_flex.runtime.hooks import HookFunction
 
 
 @dataclass(frozen=True, slots=True)
 class ContextPlan:
-    """What is passed on in a step; known from the hooks alone, and so the same on every rank.
+    """The transfers of a step; the plan follows from the hooks alone, so it is the same on every rank.
 
     Attributes:
-        hooks: those whose functions use the context.
-        chain: the virtual stages where they stand, in the order of the forward pass.
-        backward: those of them with hooks on gradients.
-        led: the pipeline stages where the leader runs such a function for all.
+        hooks: the hooks whose functions use the context.
+        chain: the virtual stages of their hook points, in the order of the forward pass.
+        backward: those of these virtual stages that have hooks on gradients.
+        once: the pipeline stages where one rank runs such a function for all.
         replicated: the pipeline stages where all ranks run one.
         stages: the number of pipeline stages.
     """
@@ -36,17 +44,17 @@ class ContextPlan:
     hooks: frozenset[HookFunction] = frozenset()
     chain: tuple[int, ...] = ()
     backward: frozenset[int] = frozenset()
-    led: frozenset[int] = frozenset()
+    once: frozenset[int] = frozenset()
     replicated: frozenset[int] = frozenset()
     stages: int = 1
 
     @staticmethod
     def of(active: Sequence[HookEntry], stages: int) -> ContextPlan:
-        """The plan for the hooks that are active."""
+        """The plan for the active hooks."""
         hooks: set[HookFunction] = set()
         chain: set[int] = set()
         backward: set[int] = set()
-        led: set[int] = set()
+        once: set[int] = set()
         replicated: set[int] = set()
         for entry in active:
             hook = entry.hook
@@ -57,48 +65,51 @@ class ContextPlan:
             hooks.add(hook)
             chain |= places
             backward |= places if hook.backward else set()
-            (led if hook.run == "leader" else replicated).update(p % stages for p in places)
+            (once if hook.run == "once" else replicated).update(p % stages for p in places)
         return ContextPlan(
             frozenset(hooks),
             tuple(sorted(chain)),
             frozenset(backward),
-            frozenset(led),
+            frozenset(once),
             frozenset(replicated),
             stages,
         )
 
     @property
     def links(self) -> bool:
-        """Whether anything goes from one stage to another."""
+        """Whether anything is sent between stages."""
         return len({place % self.stages for place in self.chain}) > 1
 
     def beside(self, place: int, step: int) -> int | None:
-        """The next place in the chain, or with `step` -1 the one before, if it is on another stage."""
+        """The next place in the chain, or with `step` -1 the previous one, if it is on another stage."""
         index = self.chain.index(place) + step if place in self.chain else -1
         if not 0 <= index < len(self.chain) or self.chain[index] % self.stages == place % self.stages:
             return None
         return self.chain[index]
 
     def needs_values_backward(self, place: int) -> bool:
-        """Whether a hook on gradients, here or further on in the backward pass, may read values."""
+        """Whether a hook on gradients, at this place or later in the backward pass, may read values."""
         return any(p <= place for p in self.backward)
 
     def leaves_stage(self, place: int, backward: bool) -> bool:
-        """Whether a microbatch comes to this stage no more after this place."""
+        """Whether a microbatch does not return to this stage after this place."""
         mine = [p for p in self.chain if p % self.stages == place % self.stages]
         return not mine or place == (min(mine) if backward else max(mine))
 
     def describe(self) -> str:
-        """Return it in words, for comparing ranks."""
+        """The plan as text, for comparison between ranks."""
         return f", save_ctx on virtual stages {list(self.chain)}" if self.chain else ""
 
 
 class ContextRelay:
-    """Follows the schedule and passes on what the plan says.
+    """Follows the schedule and sends the values that the plan names.
 
-    A package leaves when a microbatch's forward (backward) pass through a virtual stage is over, on every
-    such occasion and whatever has happened, and is waited for before the first function of the next one
-    that uses the context (before the backward pass there): the pipeline's own order has it sent by then.
+    A package is sent at the end of every forward (backward) pass of a microbatch through a virtual stage,
+    even
+    after an error. The receiver waits for the package before the first function of the next virtual stage
+    that
+    uses the context (in the backward pass, before that pass): the pipeline's own order ensures that it was
+    sent.
     """
 
     def __init__(
@@ -117,46 +128,48 @@ class ContextRelay:
         self._due: int | None = None
 
     def adopt(self, plan: ContextPlan) -> None:
-        """Make a plan count. Collective over the leaders of the stages, the first time that it has links."""
+        """Apply a plan. Collective over the leaders of the stages, the first time that the plan has links."""
         self.plan = plan
         stage = self.scopes.stage
-        self.scopes.led, self.scopes.shared = stage in plan.led, stage in plan.replicated
+        self.scopes.once, self.scopes.shared = stage in plan.once, stage in plan.replicated
         if plan.links and self._leads:
             self._relay.open()
 
     def close(self) -> None:
-        """Forget everything, and take the group down. Waits for nobody."""
+        """Discard all values, and release the process group. Does not wait for any rank."""
         self.begin()
         self.scopes.run.clear()
         self.scopes.kept.clear()
         self._relay.close()
 
-    # -- what the session tells ------------------------------------------------------------------------
+    # -- called by the session --------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A step starts, or one is over: nothing is left of microbatches before it."""
+        """Discard the microbatches of earlier steps; called at the beginning and at the end of a step."""
         self.scopes.drop(*self.scopes.micros)
         self._due = None
         self._relay.abandon()
 
     def settle(self) -> None:
-        """All ranks have come through the step: what was sent has been received."""
+        """Note that all ranks have completed the step, so that everything sent has been received."""
         self._relay.settle()
 
     def forward_begins(self) -> None:
-        """A microbatch enters a virtual stage."""
+        """Begin a microbatch's forward pass through a virtual stage."""
         if self.plan.chain:
             self.scopes.begin()
             self._due = self.plan.beside(self.scopes.place, -1)
 
     def arrive(self) -> None:
-        """Have what was sent to this virtual stage for the running microbatch. Every rank calls it."""
+        """Receive what was sent to this virtual stage for the running microbatch. Every rank makes
+        the call.
+        """
         source, self._due = self._due, None
         if source is not None:
             self._receive(source, backward=False)
 
     def forward_ends(self) -> None:
-        """It leaves the virtual stage."""
+        """End the forward pass through the virtual stage."""
         if not self.plan.chain:
             return
         self.arrive()
@@ -168,7 +181,7 @@ class ContextRelay:
             self.scopes.drop(self.clock.microbatch)
 
     def backward_begins(self) -> None:
-        """A microbatch comes back to a virtual stage."""
+        """Begin the backward pass through a virtual stage."""
         place = self.scopes.place
         source = self.plan.beside(place, 1)
         if source is not None and self.scopes.begin().training:
@@ -176,7 +189,7 @@ class ContextRelay:
             self._relay.settle(self._message(source, backward=False))
 
     def backward_ends(self) -> None:
-        """It leaves the virtual stage for the last time."""
+        """End the backward pass through the virtual stage."""
         if not self.plan.chain:
             return
         place = self.scopes.place
@@ -238,7 +251,7 @@ class ContextRelay:
 
     def _refused(self, key: Any, error: Exception) -> None:
         self._note(
-            f"save_ctx.{key[1]} cannot be sent to the next pipeline stage ({described(error)}), "
+            f"save_ctx.{key[1]} cannot be sent to the next pipeline stage ({describe_error(error)}), "
             f"iteration {self.clock.iteration}, microbatch {self.clock.microbatch}; save tensors, numbers, "
             "strings or what can be pickled",
             error,

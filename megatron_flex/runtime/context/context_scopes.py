@@ -1,8 +1,9 @@
-"""The values of microbatches and of the run on this rank, and how tensors among them keep their gradients.
+"""The values of microbatches and of the run on this rank, and the gradients of tensors among them.
 
-Within one graph a tensor is handed on as it is. From one graph to another (a later virtual stage; in and out
-of a region whose activations are recomputed) it is lent without one: what its readers send back is put to its
-account, and an anchor on the output of the edit that made it lets that flow on in the backward pass there.
+Within one graph a tensor is passed as it is. Into another graph (a later virtual stage; into and out of a
+region with activation recomputation) the tensor is lent without its graph: the gradients from its readers are
+accumulated in its account, and an anchor on the output of the edit that made the tensor adds them to the
+backward pass there.
 """
 
 from __future__ import annotations
@@ -16,37 +17,41 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives import pack_values, broadcast_package, unpack_values
+from megatron_flex.collectives import broadcast_package, pack_values, unpack_values
 from megatron_flex.errors import HookError
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.clock import Clock
-from megatron_flex.runtime.hooks import HookFunction
-from megatron_flex.runtime.sharing.frames import CallChanges, CallFrame, CallMode
-from megatron_flex.runtime.sharing.graphs import GradientAnchor, TensorLoan, MicrobatchValues
-from megatron_flex.runtime.sharing.values import (
+from megatron_flex.runtime.context.context_values import (
     IMMUTABLE_TYPES,
-    ContextEntry,
+    CallChanges,
+    CallFrame,
+    CallMode,
     CallNamespace,
+    ContextEntry,
+    GradientAnchor,
+    MicrobatchValues,
+    TensorLoan,
     TensorTicket,
     ValueVersion,
-    detach_value,
     bring_to_device,
-    map_leaves,
+    detach_value,
     list_tensors,
+    map_leaves,
 )
+from megatron_flex.runtime.hooks import HookFunction
 
 
 class ContextScopes:
-    """What editing functions of this rank share.
+    """The values shared by the editing functions of this rank.
 
     Attributes:
-        run: values that stay, by name.
-        kept: values of microbatches that were kept, by name and microbatch.
-        micros: the microbatches under way.
-        frame: the call that is running, if one is.
-        led: whether functions that the leader runs use the context on this stage.
-        shared: whether others do; then every rank of the stage has every value.
+        run: values of the run, by name.
+        kept: values that were kept beyond the end of their microbatch, by name and microbatch.
+        micros: the microbatches in progress.
+        frame: the running call, if there is one.
+        once: whether functions that one rank runs use the context on this stage.
+        shared: whether functions that all ranks run use it; every rank of the stage then holds every value.
     """
 
     def __init__(self, mesh: Mesh, clock: Clock, gather_data_parallel: bool) -> None:
@@ -55,7 +60,7 @@ class ContextScopes:
         self.kept: dict[str, dict[int, Any]] = {}
         self.micros: dict[int, MicrobatchValues] = {}
         self.frame: CallFrame | None = None
-        self.led = self.shared = False
+        self.once = self.shared = False
         data = mesh["dp"].size if gather_data_parallel else 1
         self.alone = mesh["tp"].size * mesh["cp"].size * data == 1
         self.stage, self.stages = mesh["pp"].coord, mesh["pp"].size
@@ -64,18 +69,18 @@ class ContextScopes:
 
     @property
     def place(self) -> int:
-        """The virtual stage that is running."""
+        """The running virtual stage."""
         return self.clock.chunk * self.stages + self.stage
 
     def begin(self) -> MicrobatchValues:
-        """The clock's microbatch, which starts here if this is the first that is heard of it."""
+        """Return the values of the clock's microbatch; they are created on first use."""
         number = self.clock.microbatch
         if number not in self.micros:
             self.micros[number] = MicrobatchValues(torch.is_grad_enabled())
         return self.micros[number]
 
     def drop(self, *numbers: int) -> None:
-        """Forget microbatches; their graphs know them, so that they must let go of their tensors."""
+        """Discard microbatches; their tensors are released explicitly, because their graphs refer to them."""
         for number in numbers:
             micro = self.micros.pop(number, None)
             if micro is not None:
@@ -92,10 +97,11 @@ class ContextScopes:
         function: Callable[[], Tensor],
         attempt: Callable[[Callable[[], Tensor]], Tensor],
     ) -> Tensor:
-        """Run an editing function, given as a call without arguments, with the context of its microbatch.
+        """Run an editing function, passed as a call without arguments, with the context of its microbatch.
 
-        What it reads comes to its device: layers of one model may be on several. `attempt` makes the call,
-        and what that changed counts unless it raises.
+        Values are moved to the device of the call, as layers of one model may be on several. `attempt` makes
+        the
+        call; the changes are applied unless it raises.
         """
         self._delta = CallChanges()
         frame = self.frame = self._frame(hook, index, key, device)
@@ -123,7 +129,9 @@ class ContextScopes:
             key,
             mode,
             micro,
-            CallNamespace(values, bring_to_device(device, partial(self._lend, micro, mode, hook.run == "leader"))),
+            CallNamespace(
+                values, bring_to_device(device, partial(self._lend, micro, mode, hook.run == "once"))
+            ),
             CallNamespace(run, bring_to_device(device, _copy_value if replayed else _return_value)),
         )
 
@@ -136,10 +144,12 @@ class ContextScopes:
             return CallMode.APART
         return CallMode.PLAIN if torch.is_grad_enabled() else CallMode.FIRST
 
-    def _lend(self, micro: MicrobatchValues, mode: CallMode, led: bool, entry: ContextEntry) -> Any:
-        """A value as one call gets it: containers of its own, and tensors with a way back."""
-        # What every rank has made, and the leader alone reads, has no way back along the leader's graph.
-        same = self.alone or entry.led or not led
+    def _lend(self, micro: MicrobatchValues, mode: CallMode, once: bool, entry: ContextEntry) -> Any:
+        """The value that one call receives: copies of containers, and tensors that propagate
+        gradients back.
+        """
+        # If every rank made the tensor and only the edit's rank reads it, that rank's graph has no path back.
+        same = self.alone or entry.once or not once
         numbers = count()
 
         def leaf(item: Any) -> Any:
@@ -154,24 +164,25 @@ class ContextScopes:
             if same and mode is CallMode.REPLAY and ticket in micro.made:
                 return micro.made[ticket]
             token = torch.empty(0, requires_grad=True)
+            # torch does not type `apply`
             return TensorLoan.apply(token, [item], partial(micro.credit, ticket))  # type: ignore[no-untyped-call]
 
         return map_leaves(entry.value, leaf)
 
     def _commit(self, frame: CallFrame) -> None:
         delta, key, mode = CallChanges(), frame.key, frame.mode
-        led = frame.hook.run == "leader"
+        once = frame.hook.run == "once"
         for name, value in frame.values.touched().items():
             version = ValueVersion(self.place, key.site, key.call, frame.index, name)
             found = list(enumerate(list_tensors(value)))
             if mode in (CallMode.PLAIN, CallMode.REPLAY):
-                self._anchors += [(led, (version, n), t) for n, t in found if t.requires_grad]
+                self._anchors += [(once, (version, n), t) for n, t in found if t.requires_grad]
             if mode is CallMode.REPLAY:
                 frame.micro.made.update({(version, n): t for n, t in found if t.requires_grad})
                 continue
             wants = tuple(_wants_gradient(t, mode) for _, t in found)
             place = self.place if mode is CallMode.PLAIN else None
-            delta.written[name] = ContextEntry(value, version, wants, place, led, frozenset({self.stage}))
+            delta.written[name] = ContextEntry(value, version, wants, place, once, frozenset({self.stage}))
         if mode is CallMode.REPLAY:
             return
         delta.removed, delta.run_removed = frame.values.removed, frame.run.removed
@@ -189,24 +200,24 @@ class ContextScopes:
             names.update(new)
 
     def keep(self, name: str) -> None:
-        """Keep a value of the running call's microbatch beyond its end."""
+        """Keep a value of the running call's microbatch beyond the end of the microbatch."""
         if self.frame is not None and self.frame.mode is not CallMode.REPLAY:
             value = detach_value(self.frame.values.get(name))
-            self.kept.setdefault(name, {}).pop(self.clock.microbatch, None)  # so that it comes to be the last
+            self.kept.setdefault(name, {}).pop(self.clock.microbatch, None)  # reinserted as the last one
             self.kept[name][self.clock.microbatch] = value
 
-    # -- the leader's ----------------------------------------------------------------------------------
+    # -- functions that run once -----------------------------------------------------------------------
 
     def share(
         self, hook: HookFunction, refused: Callable[[str, Exception], None], holders: Mesh, here: bool
     ) -> None:
-        """Give the other ranks what the leader's call has changed. Collective over `holders`.
+        """Broadcast the changes made by a call on one rank. Collective over `holders`.
 
         Args:
-            hook: whose call it was.
-            refused: told about a value that cannot be sent, by name.
-            holders: the axes of the ranks that the leader runs it for.
-            here: whether this rank does.
+            hook: the hook of the call.
+            refused: called with the name of a value that cannot be sent.
+            holders: the axes of the ranks for which the call runs.
+            here: whether the call ran on this rank.
         """
         if self.alone or not self.shared or self._mode(hook) is CallMode.REPLAY:
             return
@@ -234,21 +245,26 @@ class ContextScopes:
     # -- gradients -------------------------------------------------------------------------------------
 
     def anchor_gradients(self, full: Tensor, holders: Mesh, leads: bool) -> Tensor:
-        """The output of the edits at a site, by which gradients come back to the tensors that they saved."""
+        """Anchor the output of the edits at a site, so that gradients reach the tensors that these edits
+        saved.
+        """
         anchors, self._anchors = self._anchors, []
-        for led in (False, True) if full.is_floating_point() else ():
-            mine = [(ticket, tensor) for by, ticket, tensor in anchors if by is led]
+        for once in (False, True) if full.is_floating_point() else ():
+            mine = [(ticket, tensor) for by, ticket, tensor in anchors if by is once]
             if mine:
                 tickets = [ticket for ticket, _ in mine]
-                # Of what every rank has made, the leader alone may have read: then its account counts.
-                spread = self.led and self.shared and not led and not self.alone
+                # If every rank made the tensor, only the edit's rank may have read it: its account is used.
+                spread = self.once and self.shared and not once and not self.alone
                 take = partial(_take_gradients, self.begin(), tickets, holders if spread else None, leads)
+                # torch does not type `apply`
                 full = cast(Tensor, GradientAnchor.apply(full, take, *(t for _, t in mine)))  # type: ignore[no-untyped-call]
         return full
 
 
-def _take_gradients(micro: MicrobatchValues, tickets: list[TensorTicket], holders: Mesh | None, leads: bool) -> list[Tensor | None]:
-    """Gradients of saved tensors, in the order of their tickets; None for one that nobody used."""
+def _take_gradients(
+    micro: MicrobatchValues, tickets: list[TensorTicket], holders: Mesh | None, leads: bool
+) -> list[Tensor | None]:
+    """The gradients of saved tensors, in the order of their tickets; None for an unused tensor."""
     found = {n: micro.account.pop(t) for n, t in enumerate(tickets) if t in micro.account}
     if holders is not None:
         found = unpack_values(broadcast_package(pack_values(found, _raise_error) if leads else None, holders))
@@ -256,7 +272,7 @@ def _take_gradients(micro: MicrobatchValues, tickets: list[TensorTicket], holder
 
 
 def _call_checked(frame: CallFrame, function: Callable[[], Tensor]) -> Tensor:
-    """Call a function, and see that its recomputation will find what it found."""
+    """Call a function, and check that its recomputation will read the same values."""
     out = function()
     if frame.mode is CallMode.FIRST:
         changed = [*frame.values.changed_in_place(), *frame.run.changed_in_place()]
@@ -269,7 +285,7 @@ def _call_checked(frame: CallFrame, function: Callable[[], Tensor]) -> Tensor:
 
 
 def _wants_gradient(tensor: Tensor, mode: CallMode) -> bool:
-    """Whether a gradient shall come back; only its replay knows that of what a first pass makes."""
+    """Whether a gradient is to be propagated back; for a tensor of a first pass only the replay decides."""
     if mode is CallMode.FIRST:
         return tensor.is_floating_point() or tensor.is_complex()
     return mode is CallMode.PLAIN and tensor.requires_grad

@@ -1,4 +1,4 @@
-"""`save_ctx` as editing functions, and a person outside of them, see it."""
+"""`save_ctx`, the object that editing functions receive, and that users read outside of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OWN_NAMES = ("run", "keep", "kept")
 
 
 class RunContext(Namespace):
-    """Values that stay on this stage until they are deleted, or the hooks are restored."""
+    """Values that persist on this stage until they are deleted, or the model is restored."""
 
     def __init__(self, scopes: ContextScopes) -> None:
         object.__setattr__(self, "_scopes", scopes)
@@ -38,7 +38,7 @@ class RunContext(Namespace):
             self._scopes.run[name] = value
 
     def __delattr__(self, name: str) -> None:
-        getattr(self, name)  # raises if it is not there
+        getattr(self, name)  # raises AttributeError without such a value
         if self._scopes.frame:
             self._scopes.frame.run.remove(name)
         else:
@@ -50,14 +50,16 @@ class RunContext(Namespace):
     def __iter__(self) -> Iterator[str]:
         return iter(self._all())
 
+    # typeshed declares an attribute, and this is a property
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
-        """What `vars` gives: the names that are there with their values, a copy."""
+        """A copy of all names with their values, for `vars`."""
         return self._all()
 
     def __eq__(self, other: object) -> bool:
         return self is other
 
+    # `Namespace` is not hashable, and typeshed types its `__hash__` as None
     __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __repr__(self) -> str:
@@ -65,11 +67,12 @@ class RunContext(Namespace):
 
 
 class Context(Namespace):
-    """What editing functions share: the names of a microbatch, and behind them those of the run.
+    """The values that editing functions share: those of a microbatch first, then those of the run.
 
-    In an editing function attributes are read and written in its microbatch, whatever the pipeline stage;
-    they are gone when the microbatch is through. `run` has what stays on this stage. Outside of editing
-    functions a person sees what stays, and what was kept: of each name the last.
+    Inside an editing function, attributes belong to its microbatch, on any pipeline stage; they are deleted
+    when
+    the microbatch ends. `run` holds the values that persist on this stage. Outside of editing functions,
+    attributes are the persistent values and the kept ones: for each name the last.
     """
 
     def __init__(self, scopes: ContextScopes) -> None:
@@ -78,18 +81,18 @@ class Context(Namespace):
 
     @property
     def run(self) -> RunContext:
-        """The values that stay on this stage."""
+        """The values that persist on this stage."""
         found: RunContext = object.__getattribute__(self, "_run")
         return found
 
     @property
     def kept(self) -> dict[str, dict[int, Any]]:
-        """What was kept on this rank, by name and microbatch."""
+        """The values kept on this rank, by name and microbatch."""
         scopes: ContextScopes = object.__getattribute__(self, "_scopes")
         return {name: dict(found) for name, found in scopes.kept.items()}
 
     def keep(self, *names: str) -> None:
-        """Keep values of this microbatch, as they are now, beyond its end; the next step's replace them.
+        """Keep current values of this microbatch beyond its end; the next step's values replace them.
 
         Raises:
             AttributeError: this microbatch has no such value.
@@ -111,7 +114,10 @@ class Context(Namespace):
         scopes, known = self._scopes, self._names()
         if scopes.frame is None:
             hint = "a microbatch's values end with it: save_ctx.keep(name) or save_ctx.run keeps them"
-            return f"save_ctx has no {name!r} outside of editing functions; {_suggest_names(name, known)}; {hint}"
+            return (
+                f"save_ctx has no {name!r} outside of editing functions; {_suggest_names(name, known)}; "
+                f"{hint}"
+            )
         key = scopes.frame.key
         when = f"microbatch {key.microbatch} of iteration {key.iteration}"
         return f"save_ctx has no {name!r} in {when}; {_suggest_names(name, known)}"
@@ -154,14 +160,16 @@ class Context(Namespace):
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._names()]
 
+    # typeshed declares an attribute, and this is a property
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
-        """What `vars` gives: the names that are there with their values, a copy."""
+        """A copy of all names with their values, for `vars`."""
         return self._all()
 
     def __eq__(self, other: object) -> bool:
         return self is other
 
+    # `Namespace` is not hashable, and typeshed types its `__hash__` as None
     __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __repr__(self) -> str:

@@ -1,1 +1,1 @@
-"""What helps to write an edit: a look at functions before they run, trials, traces, a debugger."""
+"""Tools for writing edits: source analysis, dry runs, traces, and a debugger."""

@@ -1,4 +1,4 @@
-"""Editing functions tried on a small tensor before a step: what they return, and whether they run."""
+"""Tries editing functions on a small tensor before a step: whether they run, and what they return."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ from torch import Tensor, nn
 
 from megatron_flex.adapters import Adapter, ParameterSite
 from megatron_flex.collectives import gather_objects, is_leader
-from megatron_flex.errors import FlexWarning, HookError, described
 from megatron_flex.config import flex_config
+from megatron_flex.errors import FlexWarning, HookError, describe_error
 from megatron_flex.mesh import Mesh
 from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.debug.error_origin import find_user_line
 from megatron_flex.runtime.debug.purity import is_pure
-from megatron_flex.runtime.debugging.understanding import unwrap_function, read_source, warn_of_mistakes
-from megatron_flex.runtime.editing import call_editing_function
-from megatron_flex.runtime.hooks import HookFunction, describe_edit
+from megatron_flex.runtime.edit_runner import call_editing_function, seed_generators
+from megatron_flex.runtime.function_analysis import read_source, unwrap_function, warn_of_mistakes
 from megatron_flex.runtime.hook_registry import HookEntry
-from megatron_flex.runtime.streams import seed_generators
+from megatron_flex.runtime.hooks import HookFunction, describe_edit
 from megatron_flex.sites import Site
 
-MAX_TRIAL_ENTRIES = 1 << 20  # entries of a tensor that is tried at a registration
-DEFAULT_LENGTHS = {"b": 2}  # lengths that stand for those that only the data tell
+MAX_TRIAL_ENTRIES = 1 << 20  # bounds the tensor of a dry run at registration
+DEFAULT_LENGTHS = {"b": 2}  # in place of lengths that depend on the data
 DEFAULT_LENGTH = 8
 
 
 class TrialSetup(NamedTuple):
-    """What a trial needs to know of the model.
+    """The model's properties that a dry run uses.
 
     Attributes:
-        device: where its tensors are.
-        dtypes: those that they may have, the usual one first.
-        lengths: of `s` and `b`, as far as they are known for certain.
+        device: the device of the tensors.
+        dtypes: the possible dtypes, the usual one first.
+        lengths: the lengths of `s` and `b`, as far as they are certain.
     """
 
     device: torch.device
@@ -47,40 +46,50 @@ class TrialSetup(NamedTuple):
 
 
 def read_trial_setup(adapter: Adapter, parameters: Iterable[ParameterSite]) -> TrialSetup:
-    """What trials need of a model: where its parameters are, and in which dtype."""
+    """Read from a model the device and dtypes of its parameters."""
     own = [p.parameter for p in parameters if p.parameter is not None and p.parameter.is_floating_point()]
     device, dtype = (own[0].device, own[0].dtype) if own else (torch.device("cpu"), torch.float32)
-    known: dict[str, int] = getattr(adapter, "lengths", dict)()
+    known = adapter.lengths()
     return TrialSetup(device, list(dict.fromkeys([dtype, torch.float32])), known)
 
 
 class DryRun:
-    """Looks at what a person wrote before it runs; one for a session.
+    """Checks editing functions before they run; one for each session.
 
     Attributes:
-        stage: what trials need to know of the model.
+        stage: the model's properties that dry runs use.
     """
 
     def __init__(self, adapter: Adapter, parameters: Iterable[ParameterSite], mesh: Mesh) -> None:
         self.stage, self._mesh = read_trial_setup(adapter, parameters), mesh
 
+    @property
+    def lengths(self) -> Mapping[str, int]:
+        """The lengths of `s` and `b`, as far as they are certain."""
+        return self.stage.lengths
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an entry of the dtype that the model's tensors usually have."""
+        return self.stage.dtypes[0].itemsize
+
     def consider(self, entry: HookEntry) -> None:
-        """Warn of what a hook's source says, and try it if that can do no harm.
+        """Warn of likely mistakes in a hook's source, and try the hook if that is safe.
 
         Raises:
-            HookError: it would not do.
+            HookError: the editing function is invalid.
         """
         hook = entry.hook
         if hook.editing_function is not None:
-            on_gpu, leads = self.stage.device.type == "cuda", hook.run == "leader"
-            warn_of_mistakes(hook.editing_function, hook.describe, on_gpu, leads)
+            on_gpu, once = self.stage.device.type == "cuda", hook.run == "once"
+            warn_of_mistakes(hook.editing_function, hook.describe, on_gpu, once)
             if flex_config.dry_run:
                 _try_or_warn(hook, entry.sites, self.stage)
 
     def all(
         self, entries: Iterable[HookEntry], own: Mapping[str, Site], modules: nn.ModuleDict
     ) -> list[tuple[TrialFailure, bool]]:
-        """Try editing functions at the sites of this rank's stage, side effects and all.
+        """Run editing functions at the sites of this rank's stage, including their side effects.
 
         Collective over the mesh.
 
@@ -90,10 +99,10 @@ class DryRun:
             modules: the trainable modules.
 
         Returns:
-            What went wrong on any rank, once, and whether it would go wrong in a step.
+            The failures on all ranks without repetition, and for each whether it would occur in a step.
         """
         mine: list[tuple[TrialFailure, bool]] = []
-        context = Namespace()  # what they save in a trial is for trials
+        context = Namespace()  # separate from `save_ctx` of the steps
         for entry in entries:
             hook, here = entry.hook, [own[s.name] for s in entry.sites if s.name in own and s.shape]
             runs = hook.run == "replicated" or is_leader(self._mesh)
@@ -103,28 +112,29 @@ class DryRun:
             module = getattr(here[0].tap, "module", None)
             failure = run_trial(hook, here[0], shape, self.stage, module, context, modules)
             if failure is not None:
-                lacks = isinstance(failure.error, AttributeError)  # perhaps what another stage saves
+                lacks = isinstance(failure.error, AttributeError)  # perhaps another stage saves the value
                 mine.append((failure._replace(error=None), failure.wrong or (certain and not lacks)))
         outcome = gather_objects(mine, self._mesh, [a.name for a in self._mesh])
         return list({f.text: (f, bad) for found in outcome for f, bad in found}.values())
 
 
 def _try_or_warn(hook: HookFunction, sites: Sequence[Site], stage: TrialSetup) -> None:
-    """Rehearse; what is left out where it fails is warned of alone."""
+    """Try a hook; with `on_error="skip"` only warn of a failure."""
     try:
         try_if_harmless(hook, sites, stage)
-    except Exception as error:  # a person's function, which steps would leave out as well
+    except Exception as error:  # the user's function, which steps would skip as well
         if hook.on_error == "raise":
             raise
         warnings.warn(f"{error}; on_error='skip': passes where it fails are left unedited", FlexWarning, 6)
 
 
 def try_if_harmless(hook: HookFunction, sites: Sequence[Site], stage: TrialSetup) -> None:
-    """Try a hook's editing function at one of its sites, if that cannot do any harm.
+    """Try a hook's editing function at one of its sites, if the function has no side effects.
 
     Raises:
-        HookError: it returns something else than it has to; or it raises, and with these very lengths it
-            would raise in a step.
+        HookError: the result is invalid; or the function raises, and the lengths are those of a step, where
+            it
+            would raise too.
     """
     edit = hook.editing_function
     if edit is None or not sites:
@@ -134,7 +144,7 @@ def try_if_harmless(hook: HookFunction, sites: Sequence[Site], stage: TrialSetup
     if len(shape) != len(site.dims) or not shape or prod(shape) > MAX_TRIAL_ENTRIES:
         return
     pure = getattr(hook.editing_at(Key(site.name, 0, 0, 0, 0)), "pure", None)
-    if pure is not None:  # it says so itself, and has seen the site
+    if pure is not None:  # the function declares it, and has seen the site
         if not (pure and certain):
             return
     else:
@@ -146,19 +156,21 @@ def try_if_harmless(hook: HookFunction, sites: Sequence[Site], stage: TrialSetup
         return
     if outcome.wrong or certain:
         raise HookError(outcome.text)
-    if outcome.error is not None and not isinstance(outcome.error, IndexError):  # which may be that of a length
+    if outcome.error is not None and not isinstance(
+        outcome.error, IndexError
+    ):  # which may be the error of a length
         file, line = outcome.place
         warnings.warn_explicit(outcome.text, FlexWarning, file, line)
 
 
 class TrialFailure(NamedTuple):
-    """What went wrong in a trial.
+    """The failure of a dry run.
 
     Attributes:
-        text: in words.
-        wrong: whether what the function returned cannot be right; else it raised `error`.
-        error: what it raised.
-        place: the file and line of the user's that raised, or the function's own.
+        text: the message.
+        wrong: whether the function's result is invalid; otherwise the function raised `error`.
+        error: the exception.
+        place: the file and line of the user's code that raised, or those of the function.
     """
 
     text: str
@@ -176,7 +188,7 @@ def run_trial(
     context: Namespace,
     modules: nn.ModuleDict,
 ) -> TrialFailure | None:
-    """Run an editing function on random tensors, of each dtype that its site may have, until one is right."""
+    """Run an editing function on random tensors, of each dtype that its site may have, until one succeeds."""
     found: TrialFailure | None = None
     for dtype in stage.dtypes:
         key = Key(site.name, 0, 0, 0, 0)
@@ -185,7 +197,7 @@ def run_trial(
             with seed_generators(key, 0, full), torch.enable_grad():
                 full = _make_activation(full.normal_(0, 1), hook)
                 call_editing_function(partial(hook.editing_at, key), module, full, context, modules)
-        except Exception as error:
+        except Exception as error:  # reported as the result
             found = found or _describe_failure(hook, site, shape, dtype, error)
         else:
             return None
@@ -193,14 +205,17 @@ def run_trial(
 
 
 def _make_activation(values: Tensor, hook: HookFunction) -> Tensor:
-    """A tensor that is no leaf and needs a gradient, as activations are; gradients need none."""
+    """A non-leaf tensor that requires a gradient, as activations do; gradients do not."""
     return values if hook.backward else values.requires_grad_() * 1
 
 
 def choose_trial_shape(site: Site, stage: TrialSetup) -> tuple[tuple[int, ...], bool]:
-    """The whole's shape for a trial, and whether that is certain."""
+    """The full tensor's shape for a dry run, and whether the shape is certain."""
     known = [stage.lengths.get(n) if isinstance(n, str) else n for n in site.shape]
-    shape = [DEFAULT_LENGTHS.get(str(n), DEFAULT_LENGTH) if k is None else k for n, k in zip(site.shape, known, strict=True)]
+    shape = [
+        DEFAULT_LENGTHS.get(str(n), DEFAULT_LENGTH) if k is None else k
+        for n, k in zip(site.shape, known, strict=True)
+    ]
     return tuple(shape), None not in known
 
 
@@ -213,7 +228,7 @@ def _describe_failure(
     own = (function.__code__.co_filename, function.__code__.co_firstlineno) if function else ("<unknown>", 0)
     wrong = isinstance(error, HookError)
     place = own if wrong else find_user_line(error) or own
-    what = described(error)
+    what = describe_error(error)
     where = f"{describe_edit(edit)} ({place[0]}:{place[1]})"
     text = f"hook ({hook.describe()}) tried at {site.name} on {dtype} {tuple(shape)}: {what}, in {where}"
     return TrialFailure(text, wrong, error, place)

@@ -1,4 +1,4 @@
-"""Whose line raised an error, and errors that come up in the backward pass of what a person wrote."""
+"""The line of user code that raised an error, and errors in the backward pass of user code."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ PACKAGE_FOLDER = str(Path(__file__).parents[2])
 TORCH_FOLDER = str(Path(torch.__file__).parent)
 STDLIB_FOLDER = sysconfig.get_paths()["stdlib"]
 SITE_PACKAGES = "site-packages"
-MAX_NODES = 10_000  # nodes of an edit's graph that are looked at
+MAX_NODES = 10_000  # bounds the visited nodes of an edit's graph
 
 
 def find_user_line(error: BaseException) -> tuple[str, int] | None:
-    """File and line of the person's code in which an error came up, and not of what that called.
+    """The file and line of the user code in which an error was raised, rather than of the code that it
+    called.
 
-    Of their files those in the folder of the first one, and below it, count as theirs; torch, the standard
-    library and this package do not. Code without a file (`python -c`, `exec`, a prompt) is by itself.
+    User code is the folder of the first file in the traceback that is not of torch, the standard library or
+    this
+    package, with its subfolders. Code without a file (`python -c`, `exec`, a prompt) counts separately.
     """
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [f for f in frames if not _is_library(f.filename)]
@@ -40,7 +42,7 @@ def find_user_line(error: BaseException) -> tuple[str, int] | None:
 
 
 def _folder(file: str) -> Path | None:
-    """The folder of a file; None of what a traceback names in angle brackets, which is no file."""
+    """The folder of a file; None for a name in angle brackets, which is no file."""
     return None if file.startswith("<") else Path(file).absolute().parent
 
 
@@ -50,11 +52,13 @@ def _is_below(file: str, home: Path) -> bool:
 
 
 def _is_library(file: str) -> bool:
-    return file.startswith((PACKAGE_FOLDER, TORCH_FOLDER, "<frozen")) or (file.startswith(STDLIB_FOLDER) and SITE_PACKAGES not in file)
+    return file.startswith((PACKAGE_FOLDER, TORCH_FOLDER, "<frozen")) or (
+        file.startswith(STDLIB_FOLDER) and SITE_PACKAGES not in file
+    )
 
 
 def format_user_line(error: BaseException) -> str:
-    """The same in words; of an error that came up in nobody's code but ours, our line."""
+    """The file and line as text; the line of this package, if no user code raised the error."""
     found = find_user_line(error)
     if found is None:
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -63,14 +67,14 @@ def format_user_line(error: BaseException) -> str:
 
 
 def guard_backward(made: Tensor, inputs: Tensor, keep: Callable[[BaseException], None]) -> None:
-    """Keep errors of a person's own autograd Functions, that their rank may not leave the others waiting.
+    """Record errors of a user's autograd Functions, as the other ranks would wait for a rank that raises.
 
-    A backward pass that raises then gives no gradient, and the step goes on to its end.
+    A backward pass that raises then returns no gradient, and the step continues to its end.
 
     Args:
-        made: what an editing function returned.
-        whole: what it got, where looking ends.
-        keep: what is done with an error.
+        made: the result of an editing function.
+        inputs: the function's input, where the search of the graph ends.
+        keep: called with each error.
     """
     stop, todo = inputs.grad_fn, deque([made.grad_fn])
     seen: set[Any] = set()
@@ -81,17 +85,19 @@ def guard_backward(made: Tensor, inputs: Tensor, keep: Callable[[BaseException],
         seen.add(node)
         if isinstance(node, BackwardCFunction):
             if vars(type(node))["_forward_cls"].__module__.startswith("megatron_flex."):
-                continue  # ours, of another place: what lies behind is not this edit's
+                continue  # the package's node of another site: not this edit
             if "apply" not in vars(node):
                 vars(node)["apply"] = partial(_apply_guarded, weakref.ref(node), keep)
         todo.extend(n for n, _ in node.next_functions)
 
 
-def _apply_guarded(reference: weakref.ref[Any], keep: Callable[[BaseException], None], *gradients: Any) -> Any:
+def _apply_guarded(
+    reference: weakref.ref[Any], keep: Callable[[BaseException], None], *gradients: Any
+) -> Any:
     node = reference()
     assert node is not None
     try:
         return type(node).apply(node, *gradients)
-    except Exception as error:
+    except Exception as error:  # recorded: all ranks raise it at the end of the step
         keep(error)
         return (None,) * len(node.needs_input_grad)

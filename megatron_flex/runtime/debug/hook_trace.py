@@ -1,4 +1,4 @@
-"""Telling of each firing of a hook: shapes, what was sent, how long it took; not there unless asked for."""
+"""Prints each call of a hook: shapes, communication, time. Not installed unless requested."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from torch import Tensor
 
 from megatron_flex.collectives import CollectiveCall, Route, Timestamp, meter
 from megatron_flex.layout import Layout
+from megatron_flex.runtime.autograd_graph import weak_hook
+from megatron_flex.runtime.capture_dispatcher import CaptureDispatcher
 from megatron_flex.runtime.captures import Key
-from megatron_flex.runtime.debugging.telling import to_stderr
-from megatron_flex.runtime.firing import HookDispatcher
+from megatron_flex.runtime.debug.edit_debugger import to_stderr
+from megatron_flex.runtime.hook_collectives import gather_at_site, scatter_at_site
+from megatron_flex.runtime.hook_dispatcher import HookDispatcher
 from megatron_flex.runtime.hooks import HookFunction, describe_edit
 from megatron_flex.runtime.local_edits import LocalEditPlan
-from megatron_flex.runtime.weak import weakly
 
 
 @dataclass
 class HookCallTrace:
-    """One firing at one site, as this rank saw it.
+    """One call at one site, as observed by this rank.
 
     Attributes:
-        key: when it was.
-        layout: the layout, in words.
+        key: the key of the pass.
+        layout: the layout, as text.
         local: the shape of this rank's tensor.
-        whole: that of the whole; None where it was only read, or edited as it is here.
-        out: that of what went on.
-        edits: the editing functions, in words.
-        moves: the collectives of the forward way, in order.
-        seconds: of the editing functions, without those of collectives between them.
-        back: the collectives of the backward way.
-        here: whether it was edited on this rank's part.
+        whole: the shape of the full tensor; None if the tensor was only captured, or edited as a shard.
+        out: the shape of the result.
+        edits: the editing functions, as text.
+        moves: the collectives of the forward pass, in order.
+        seconds: the time of the editing functions, without the collectives between them.
+        back: the collectives of the backward pass.
+        here: whether the local shard was edited.
     """
 
     key: Key
@@ -47,7 +49,7 @@ class HookCallTrace:
     here: bool = False
 
     def describe(self) -> str:
-        """In one line."""
+        """Format as one line."""
         if self.whole is None and not self.here:
             return f"{_format_key(self.key)}: {self.local} in {self.layout}, kept to be sent later"
         made = "on the shard" if self.here else f"-> {self.whole}"
@@ -57,12 +59,12 @@ class HookCallTrace:
         return " | ".join(parts)
 
     def describe_back(self) -> str:
-        """What its backward way sent, in one line."""
+        """Format the communication of the backward pass as one line."""
         return " | ".join([f"{_format_key(self.key)}, backward", *describe_moves(self.back)])
 
 
 def describe_moves(moves: list[CollectiveCall]) -> list[str]:
-    """Each collective with its bytes and time."""
+    """Format each collective with its bytes and time."""
     lines = [f"{m.op} along {m.axis}, {m.nbytes} bytes, {m.seconds * 1e3:.2f} ms" for m in moves]
     return lines or ["nothing sent"]
 
@@ -73,35 +75,36 @@ def _format_key(key: Key) -> str:
 
 
 class Tracer:
-    """Stands in for two methods of a Firing until it is taken out.
+    """Replaces `EditDispatcher.edit` and `CaptureDispatcher.capture` of a session until `stop()`.
 
     Attributes:
-        last: the last firing at each site.
+        last: the last call at each site.
     """
 
     def __init__(self, firing: HookDispatcher, say: Callable[[str], None] | None = None) -> None:
         self.firing, self.say = firing, say or to_stderr
         self.last: dict[str, HookCallTrace] = {}
-        self._open: HookCallTrace | None = None  # whose backward way is going on
-        vars(firing).update(edited=self.edited, read=self.read)
+        self._open: HookCallTrace | None = None  # the call whose backward pass is running
+        vars(firing.edits).update(edit=self.edit)
+        vars(firing.captures).update(capture=self.capture)
 
     def stop(self) -> None:
-        """Take it out."""
+        """Restore the replaced methods."""
         self._close()
-        vars(self.firing).pop("edited", None)
-        vars(self.firing).pop("read", None)
+        vars(self.firing.edits).pop("edit", None)
+        vars(self.firing.captures).pop("capture", None)
 
-    def read(
+    def capture(
         self, hooks: list[HookFunction], key: Key, local: Tensor, layout: Layout, route: Route | None
     ) -> None:
-        """As `HookDispatcher.read`, and tell of it."""
+        """As `CaptureDispatcher.capture`, and print the call."""
         self._close()
         words = (route.token_layout if route else layout).describe(self.firing.mesh.sizes)
         self.last[key.site] = seen = HookCallTrace(key, words, tuple(local.shape), out=tuple(local.shape))
-        HookDispatcher.read(self.firing, hooks, key, local, layout, route)
+        CaptureDispatcher.capture(self.firing.captures, hooks, key, local, layout, route)
         self.say(seen.describe())
 
-    def edited(
+    def edit(
         self,
         hooks: list[HookFunction],
         key: Key,
@@ -111,25 +114,25 @@ class Tracer:
         route: Route | None,
         record: bool,
     ) -> Tensor:
-        """As `HookDispatcher.edited`, and tell of it."""
+        """As `EditDispatcher.edit`, and print the call."""
         self._close()
         firing = self.firing
         words = (route.token_layout if route else layout).describe(firing.mesh.sizes)
         edits = " | ".join(describe_edit(h.editing_function) for h in hooks if h.editing_function is not None)
         seen = HookCallTrace(key, words, tuple(local.shape), edits=edits)
-        way = firing.locally.way(hooks, key, local, layout, route)
-        if way is not None:
-            return self._on_part(seen, hooks, key, module, local, way, record)
+        plan = firing.edits.planner.find_plan(hooks, key, local, layout, route)
+        if plan is not None:
+            return self._on_part(seen, hooks, key, module, local, plan, record)
         meter.sink = seen.moves.append
         try:
-            whole = firing.gather(local, layout, route)
+            whole = gather_at_site(local, layout, route, firing.mesh)
             seen.whole = tuple(whole.shape)
             if record:
-                firing.keep(hooks, key, whole, layout)
+                firing.captures.keep_full(hooks, key, whole, layout)
             before, start = len(seen.moves), Timestamp(whole)
-            made = firing.edit(hooks, key, module, whole, layout, record)
+            made = firing.edits.edit_full(hooks, key, module, whole, layout, record)
             seen.seconds = Timestamp(made).since(start) - sum(m.seconds for m in seen.moves[before:])
-            out = firing.scatter(made, local, layout, route)
+            out = scatter_at_site(made, local, layout, route, firing.mesh)
         finally:
             meter.sink = None
         seen.out = tuple(out.shape)
@@ -137,7 +140,7 @@ class Tracer:
         self.say(seen.describe())
         self._follow(seen, out)
         if whole.grad_fn is not None:
-            _find_first_node(whole.grad_fn).register_hook(weakly(self._close))
+            _find_first_node(whole.grad_fn).register_hook(weak_hook(self._close))
         return out
 
     def _on_part(
@@ -147,13 +150,13 @@ class Tracer:
         key: Key,
         module: Any,
         local: Tensor,
-        way: LocalEditPlan,
+        plan: LocalEditPlan,
         record: bool,
     ) -> Tensor:
         seen.here, start = True, Timestamp(local)
         meter.sink = seen.moves.append
         try:
-            out = self.firing.on_part(hooks, key, module, local, way, record)
+            out = self.firing.edits.edit_shard(hooks, key, module, local, plan, record)
             seen.seconds = Timestamp(out).since(start) - sum(m.seconds for m in seen.moves)
         finally:
             meter.sink = None
@@ -163,16 +166,16 @@ class Tracer:
         if out is not local:
             self._follow(seen, out)
             if local.grad_fn is not None:
-                local.grad_fn.register_prehook(weakly(self._close))
+                local.grad_fn.register_prehook(weak_hook(self._close))
         return out
 
     def _follow(self, seen: HookCallTrace, out: Tensor) -> None:
-        """Count what the backward way sends, from the node that made what went on."""
+        """Count the collectives of the backward pass, which begins at the node that made the result."""
         first = out.grad_fn
         if first is None:
             return
 
-        first.register_prehook(weakly(self._begin, seen))
+        first.register_prehook(weak_hook(self._begin, seen))
 
     def _begin(self, seen: HookCallTrace, _: Any) -> None:
         self._close()
@@ -186,9 +189,9 @@ class Tracer:
 
 
 def _find_first_node(node: Any) -> Any:
-    """Of the nodes that made a whole the first: that of experts' rows on their way home, if there is one."""
+    """The first of the nodes that made a full tensor: that of returning expert rows, if there is one."""
     for _ in range(2):
         before = node.next_functions[0][0] if node.next_functions else None
-        if type(before).__name__ in ("_GatherBackward", "_HomeBackward"):
+        if type(before).__name__ in ("_GatherBackward", "_ToTokensBackward"):
             node = before
     return node

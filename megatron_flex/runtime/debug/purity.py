@@ -1,6 +1,6 @@
-"""Whether a function's source proves that running it changes nothing and depends on nothing but the tensor.
+"""Whether a function's source proves that it has no side effects and depends only on the tensor.
 
-What cannot be seen to be harmless counts as harmful.
+A function without proof counts as impure.
 """
 
 from __future__ import annotations
@@ -14,15 +14,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_flex.runtime.debugging.understanding import FunctionSource, resolve_dotted_name, walk_statements
+from megatron_flex.runtime.function_analysis import FunctionSource, resolve_dotted_name, walk_statements
 
 PURE_BUILTINS = {"len", "range", "min", "max", "abs", "sum", "int", "float", "bool", "tuple", "list", "slice"}
 PURE_BUILTINS |= {"enumerate", "zip", "isinstance", "reversed", "round"}
 PURE_MODULES = {torch, torch.nn.functional, torch.linalg, torch.fft, torch.special, math}
-ALLOCATING = ("_like", "zeros", "ones", "empty", "full", "rand", "randn", "arange", "eye", "linspace", "tensor")
+ALLOCATING = (
+    "_like",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "rand",
+    "randn",
+    "arange",
+    "eye",
+    "linspace",
+    "tensor",
+)
 IMPURE = {"save", "load", "compile", "manual_seed", "seed", "initial_seed", "set_default_device"}
 IMPURE |= {"backward", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad"}
-IMPURE |= {"share_memory_", "data_ptr", "numpy", "untyped_storage", "storage", "set_", "resize_", "__setitem__"}
+IMPURE |= {
+    "share_memory_",
+    "data_ptr",
+    "numpy",
+    "untyped_storage",
+    "storage",
+    "set_",
+    "resize_",
+    "__setitem__",
+}
 STATEMENTS = (
     *(ast.Return, ast.Assign, ast.AnnAssign, ast.If, ast.For, ast.Expr, ast.Pass, ast.Raise),
     *(ast.Break, ast.Continue, ast.Assert),
@@ -31,7 +52,7 @@ CONSTANTS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, tor
 
 
 def is_pure(source: FunctionSource) -> bool:
-    """Whether it may be run for a trial."""
+    """Whether a dry run may call the function."""
     if not source.inputs or isinstance(source.node, ast.AsyncFunctionDef):
         return False
     owned = _find_owned_names(source)
@@ -39,7 +60,7 @@ def is_pure(source: FunctionSource) -> bool:
 
 
 def _find_owned_names(source: FunctionSource) -> set[str]:
-    """The names that always stand for the trial's tensor, or for memory made from it."""
+    """The names that always refer to the dry run's tensor, or to memory made from it."""
     given: dict[str, list[ast.expr | None]] = {}
     for node in walk_statements(source.body):
         if isinstance(node, ast.Assign):
@@ -52,7 +73,7 @@ def _find_owned_names(source: FunctionSource) -> set[str]:
                 if isinstance(name, ast.Name):
                     given.setdefault(name.id, []).append(None)
     owned = {source.inputs, *given}
-    while True:  # what depends on a name that is not owned is not
+    while True:  # a name that depends on a name that is not owned is not owned
         lost = {n for n in owned & given.keys() if not all(_is_owned(v, owned, source) for v in given[n])}
         if not lost:
             return owned

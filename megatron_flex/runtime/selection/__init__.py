@@ -1,9 +1,8 @@
-"""Selections pushed down: what of a tensor is wanted is taken from the shard, and only that is sent."""
+"""Selections and reductions applied to the local shard, so that only their result is sent."""
 
 from megatron_flex.runtime.selection import reduce
 from megatron_flex.runtime.selection.entry_selection import Select
-from megatron_flex.runtime.selecting.pushing import SelectionPlan, plan_selection
 from megatron_flex.runtime.selection.reduce import INDICES, Reduction
-from megatron_flex.runtime.selecting.wanted import CaptureSelection
+from megatron_flex.runtime.selection.selection_plan import CaptureSelection, SelectionPlan, plan_selection
 
-__all__ = ["INDICES", "SelectionPlan", "Reduction", "Select", "CaptureSelection", "plan_selection", "reduce"]
+__all__ = ["INDICES", "CaptureSelection", "Reduction", "Select", "SelectionPlan", "plan_selection", "reduce"]

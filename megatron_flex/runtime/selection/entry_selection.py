@@ -1,4 +1,4 @@
-"""Select: which entries of a tensor are wanted, by the names of its dims."""
+"""`Select`: the entries of a tensor to capture, by the names of its dims."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from megatron_flex.errors import HookError
 from megatron_flex.sites import HEAD_DIMS, PACKED_HEAD_DIMS
 
 Indices = int | slice | Sequence[int]
-DimReference = str | int  # a dim's name, or its place
+DimReference = str | int  # a dim's name, or its index
 
 
 class DimChoice(NamedTuple):
-    """The entries wanted of one dim.
+    """The selected entries of one dim.
 
     Attributes:
-        dim: its place in the whole.
-        what: what the entries are called.
-        entries: a slice, or numbers, of which negative ones count from the end.
-        heads: how many heads lie side by side in the dim, if heads are what is counted; 0 if entries are.
+        dim: its index in the full tensor.
+        what: the name of the entries.
+        entries: a slice, or indices; negative ones count from the end.
+        heads: the number of heads packed in the dim, if `entries` are heads; 0 otherwise.
     """
 
     dim: int
@@ -30,10 +30,10 @@ class DimChoice(NamedTuple):
     heads: int = 0
 
     def of(self, length: int) -> list[int]:
-        """The entries of a dim of that length, in the order in which they were asked for.
+        """The selected indices of a dim of that length, in the requested order.
 
         Raises:
-            HookError: one is beyond, or there is none.
+            HookError: an index is out of range, or no entry is selected.
         """
         count = self.heads or length
         if isinstance(self.entries, slice):
@@ -51,36 +51,25 @@ class DimChoice(NamedTuple):
         if not self.heads:
             return found
         if length % count:
-            raise HookError(f"heads: {length} features are not {count} heads; say of=their number")
+            raise HookError(f"heads: {length} features are not {count} heads; pass of=their number")
         width = length // count
         return [at for head in found for at in range(head * width, (head + 1) * width)]
-
-    @property
-    def always(self) -> bool:
-        """Whether every dim that has an entry at all has those: then nothing can go wrong in a step."""
-        if self.heads:
-            return False
-        if not isinstance(self.entries, slice):
-            return all(i in (0, -1) for i in self.entries)
-        ends = [abs(v) for v in (self.entries.start, self.entries.stop) if v is not None]
-        return max(ends, default=0) < 1 << 12 and all(
-            len(range(n)[self.entries]) for n in range(1, sum(ends) + 2)
-        )
 
 
 @dataclass(frozen=True, slots=True)
 class Select:
-    """Which entries are wanted. Dims stay, so that a single one leaves a dim of length one.
+    """The entries to capture. Dims are kept, so that a single entry leaves a dim of length one.
 
-    Each takes a number, numbers, or a slice; negative numbers count from the end, and the order is kept.
+    Each argument is an index, indices, or a slice; negative indices count from the end, and the order is
+    kept.
 
     Attributes:
         positions: tokens, along the dim `s` (of attention scores: the queries).
         samples: samples of the microbatch, along `b`.
-        heads: attention heads, along the dim of them, or where they lie side by side (`nd`).
+        heads: attention heads, along the dim of heads, or packed in the dim `nd`.
         neurons: entries of the last dim.
-        dims: of further dims, by name or place: `{"e": 0}`.
-        of: how many heads lie side by side, where the module does not tell.
+        dims: entries of other dims, by name or index: `{"e": 0}`.
+        of: the number of packed heads, if the module does not provide the number.
     """
 
     positions: Indices | None = None
@@ -96,21 +85,22 @@ class Select:
                 object.__setattr__(self, name, _check_entries(value, name))
         object.__setattr__(self, "dims", {d: _check_entries(v, f"dims[{d!r}]") for d, v in self.dims.items()})
         if self.of is not None and (isinstance(self.of, bool) or self.of < 1):
-            raise HookError(f"Select(of={self.of!r}): say how many heads lie side by side, at least 1")
+            raise HookError(f"Select(of={self.of!r}): give the number of heads, at least 1")
 
     def choices(
         self, names: Sequence[str], heads: int | None = None, site: str = "the tensor"
     ) -> list[DimChoice]:
-        """What is wanted of each dim.
+        """The selected entries of each dim.
 
         Args:
-            names: the dims of the whole.
-            heads: how many heads the module has, 0 if it does not tell; None if it was not asked yet, so that
-                heads that lie side by side are left out.
-            site: where it is.
+            names: the dims of the full tensor.
+            heads: the module's number of heads, 0 if the module does not provide it; None if it is not known
+                yet,
+                which omits selections of packed heads.
+            site: the name of the site.
 
         Raises:
-            HookError: there is no such dim, or two of the wishes are about the same one.
+            HookError: there is no such dim, or two arguments select entries of the same dim.
         """
         out: list[DimChoice] = []
         for what, dim in (("positions", "s"), ("samples", "b")):
@@ -121,24 +111,27 @@ class Select:
             packed = names[at] in PACKED_HEAD_DIMS
             count = self.of or heads
             if packed and count == 0:
-                raise HookError(f"heads: nothing tells how many there are at {site}; say of=their number")
+                raise HookError(f"heads: their number at {site} is not known; pass of=their number")
             if not packed or count:
-                out.append(DimChoice(at, "heads", _normalize_entries(self.heads), (count or 0) if packed else 0))
+                out.append(
+                    DimChoice(at, "heads", _normalize_entries(self.heads), (count or 0) if packed else 0)
+                )
         if self.neurons is not None:
             out.append(DimChoice(len(names) - 1, "neurons", _normalize_entries(self.neurons)))
         out += [
-            DimChoice(locate_dim(d, names, "dims", site), f"dims[{d!r}]", _normalize_entries(v)) for d, v in self.dims.items()
+            DimChoice(locate_dim(d, names, "dims", site), f"dims[{d!r}]", _normalize_entries(v))
+            for d, v in self.dims.items()
         ]
         twice = [c.what for i, c in enumerate(out) if any(c.dim == other.dim for other in out[:i])]
         if twice:
             raise HookError(
-                f"{self.describe()}: {twice[0]} are entries of a dim of {site} that something is chosen of "
-                "already; choose once along a dim"
+                f"{self.describe()}: {twice[0]} selects along a dim of {site} that has a selection already; "
+                "choose once along a dim"
             )
         return out
 
     def describe(self) -> str:
-        """In words: `positions -1, heads [0, 2]`."""
+        """The selection as text: `positions -1, heads [0, 2]`."""
         words = [
             f"{n} {format_entries(getattr(self, n))}"
             for n in ("positions", "samples", "heads", "neurons")
@@ -148,10 +141,10 @@ class Select:
 
 
 def locate_dim(dim: DimReference, names: Sequence[str], what: str, site: str = "the tensor") -> int:
-    """Where a dim is, of two of a name the first.
+    """The index of a dim; the first one if two have the name.
 
     Raises:
-        HookError: there is none.
+        HookError: there is no such dim.
     """
     if isinstance(dim, int) and -len(names) <= dim < len(names):
         return dim % len(names)
@@ -161,7 +154,7 @@ def locate_dim(dim: DimReference, names: Sequence[str], what: str, site: str = "
 
 
 def format_entries(entries: Indices) -> str:
-    """Entries as people write them."""
+    """Format indices as a user writes them."""
     if isinstance(entries, slice):
         ends = ["" if v is None else str(v) for v in (entries.start, entries.stop)]
         return ":".join(ends) + ("" if entries.step is None else f":{entries.step}")
@@ -172,7 +165,7 @@ def format_entries(entries: Indices) -> str:
 def _check_entries(value: Indices, name: str) -> slice | tuple[int, ...]:
     if isinstance(value, slice):
         if value.step == 0:
-            raise HookError(f"Select({name}={value!r}): a slice cannot go by steps of 0")
+            raise HookError(f"Select({name}={value!r}): a slice cannot have a step of 0")
         return value
     try:
         if isinstance(value, bool):

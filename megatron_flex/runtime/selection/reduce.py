@@ -1,7 +1,8 @@
-"""What can be made of a tensor before it is sent: `reduce.mean("s")`, `norm`, `sum`, `topk`, `dot`.
+"""Reductions of a tensor before it is sent: `reduce.mean("s")`, `norm`, `sum`, `topk`, `dot`.
 
-Each says what a rank makes of its part and how the parts of all ranks become what one device has. Dims are
-named, or numbered; those that are reduced go, as in torch.
+Each reduction defines the contribution of a local shard, and how the contributions of all ranks combine to
+the
+single-device result. Dims are named or numbered; reduced dims are removed, as in torch.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from megatron_flex.errors import HookError
 from megatron_flex.runtime.selection import top_entries
 from megatron_flex.runtime.selection.entry_selection import DimReference, locate_dim
 
-INDICES = ".indices"  # what the name of the indices of the greatest has behind the name of their values
-Results = dict[str, Tensor]  # by what stands behind the site's name
+INDICES = ".indices"  # suffix of the indices of the top entries
+Results = dict[str, Tensor]  # by the suffix of the site's name
 
 
 class ReductionContext(NamedTuple):
-    """What a reduction is told of the tensor.
+    """The tensor's properties that a reduction uses.
 
     Attributes:
-        dims: the dims that it goes along.
-        number: how many entries of the whole become one; 0 where only all ranks together know.
-        entries: of the last of these dims: where this rank's entries are in the whole's; None for all.
-        most: the most of them that a rank has.
-        dtype: the whole's.
+        dims: the dims to reduce.
+        number: the number of entries of the full tensor that become one; 0 if only all ranks together know.
+        entries: the indices, in the last of these dims of the full tensor, of this rank's entries; None for
+            all.
+        most: the largest number of these entries on any rank.
+        dtype: the full tensor's dtype.
     """
 
     dims: tuple[int, ...]
@@ -43,13 +45,13 @@ class ReductionContext(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Reduction(ABC):
-    """One number of many.
+    """Reduces many numbers to one.
 
     Attributes:
-        dims: what it goes along.
-        linear: whether that of a sum is the sum of theirs.
-        counts: whether it has to know how many entries the whole has.
-        sized: whether not every length will do.
+        dims: the dims to reduce.
+        linear: whether the reduction of a sum is the sum of the reductions.
+        counts: whether the reduction needs the number of entries of the full tensor.
+        sized: whether some lengths are invalid.
     """
 
     dims: tuple[DimReference, ...]
@@ -59,7 +61,7 @@ class Reduction(ABC):
 
     @property
     def adds(self) -> bool:
-        """Whether a dim comes behind the others."""
+        """Whether the result has a new last dim."""
         return False
 
     def __post_init__(self) -> None:
@@ -67,10 +69,10 @@ class Reduction(ABC):
             raise HookError(f"{self.describe()}: name the dims that it goes along, each once")
 
     def places(self, names: Sequence[str], site: str = "the tensor") -> tuple[int, ...]:
-        """Where the dims are.
+        """The indices of the dims.
 
         Raises:
-            HookError: one is not there.
+            HookError: a dim does not exist.
         """
         found = tuple(locate_dim(d, names, self.describe(), site) for d in self.dims)
         if len(set(found)) < len(found):
@@ -78,34 +80,35 @@ class Reduction(ABC):
         return found
 
     def check(self, length: int, dtype: torch.dtype | None = None) -> None:  # noqa: B027 - most take any
-        """Raise a HookError if the last of the dims cannot be of that length, or the tensor of that dtype."""
+        """Raise a HookError if the length of the last dim, or the tensor's dtype, is invalid."""
 
     @abstractmethod
     def part(self, local: Tensor, where: ReductionContext) -> Tensor:
-        """What a rank makes of its entries; each of the dims stays, and has one entry, or more to choose of.
+        """The contribution of the local shard; each of the dims is kept, with one entry, or several
+        candidates.
 
-        It may have no entry at all.
+        The shard may be empty.
         """
 
     @abstractmethod
     def combine(self, parts: Tensor, where: ReductionContext) -> Results:
-        """What one device has, from the parts of all ranks one behind the other along the dims."""
+        """The single-device result, from the contributions of all ranks concatenated along the dims."""
 
     @abstractmethod
     def describe(self) -> str:
-        """In words."""
+        """The reduction as text."""
 
     def whole(self, tensor: Tensor, where: ReductionContext) -> Results:
-        """What one device has, of the whole."""
+        """The reduction of the full tensor, as on a single device."""
         return self.combine(self.part(tensor, where), where)
 
     def holds(self, dtype: torch.dtype) -> bool:
-        """Whether ranks can do their part for tensors of that dtype."""
+        """Whether local shards of that dtype can be reduced before they are sent."""
         return True
 
 
 def _choose_sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums are made in."""
+    """The dtype in which sums are computed."""
     if dtype.is_complex or dtype == torch.float64:
         return dtype
     return torch.float32 if dtype.is_floating_point else torch.int64
@@ -168,11 +171,11 @@ class _TopKReduction(Reduction):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
-            raise HookError(f"topk({self.k!r}): k is how many are wanted, at least 1")
+            raise HookError(f"topk({self.k!r}): k is the number of entries, at least 1")
 
     def check(self, length: int, dtype: torch.dtype | None = None) -> None:
         if self.k > length:
-            raise HookError(f"{self.describe()}: {self.k} of {length} entries; want at most {length}")
+            raise HookError(f"{self.describe()}: {self.k} of {length} entries; take at most {length}")
         if dtype is not None and dtype.is_complex:
             raise HookError(f"{self.describe()}: complex numbers have no order; take another tensor")
 
@@ -217,7 +220,9 @@ class _DotReduction(Reduction):
 
     def part(self, local: Tensor, where: ReductionContext) -> Tensor:
         wide = (
-            _choose_sum_dtype(where.dtype) if where.dtype.is_floating_point or where.dtype.is_complex else torch.float32
+            _choose_sum_dtype(where.dtype)
+            if where.dtype.is_floating_point or where.dtype.is_complex
+            else torch.float32
         )
         direction = self.direction.to(local.device, wide)
         if where.entries is not None:
@@ -239,7 +244,7 @@ def mean(*dims: DimReference) -> Reduction:
 
 
 def sum(*dims: DimReference) -> Reduction:
-    """The sum along dims, made in fp32 and rounded once."""
+    """The sum along dims, computed in fp32 and rounded once."""
     return _SumReduction(dims)
 
 
@@ -249,9 +254,11 @@ def norm(*dims: DimReference) -> Reduction:
 
 
 def topk(k: int, dim: DimReference, largest: bool = True) -> Reduction:
-    """The greatest, or smallest, along a dim, in order; of equal ones those with the lowest index.
+    """The largest, or smallest, entries along a dim, in order; among equal entries those with the lowest
+    index.
 
-    They are kept under the site's name, and their indices, in what was selected, under that with `.indices`.
+    The values are captured under the site's name, and their indices within the selection with the suffix
+    `.indices`.
     """
     return _TopKReduction((dim,), k, largest)
 
@@ -260,7 +267,7 @@ def dot(direction: Tensor) -> Reduction:
     """The product with a direction along the last dim.
 
     Args:
-        direction: `[h]`, which leaves no such dim, or `[k, h]`, which leaves one of k.
+        direction: `[h]`, which removes the last dim, or `[k, h]`, which replaces it by a dim of length k.
     """
     if not isinstance(direction, Tensor) or direction.ndim not in (1, 2) or not direction.numel():
         shape = tuple(direction.shape) if isinstance(direction, Tensor) else type(direction).__name__

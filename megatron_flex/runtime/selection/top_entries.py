@@ -1,7 +1,8 @@
-"""The greatest entries, with where they are: each as one number that is greater the earlier it is chosen.
+"""The top entries with their indices, each encoded as one integer: a larger integer is selected first.
 
-The upper half orders values, the lower half puts lower indices first. So no two are equal, the choice does
-not depend on how entries lie on ranks, and 8 bytes of each candidate are sent.
+The upper half orders the values, the lower half prefers lower indices. No two integers are equal, the
+selection
+does not depend on how entries are distributed over ranks, and each candidate takes 8 bytes to send.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 
 LOW_BITS = 0xFFFFFFFF
 NAN_BITS = 0x7FC00000
-NO_ENTRY = -(1 << 63)  # of an entry that is not there
+NO_ENTRY = -(1 << 63)  # marks a missing entry
 
 
 def is_rankable(dtype: torch.dtype) -> bool:
@@ -23,11 +24,11 @@ def select_candidates(local: Tensor, dim: int, entries: Tensor | None, count: in
     """The candidates of a rank.
 
     Args:
-        local: its part.
-        dim: the dim along which one chooses.
-        entries: where the part's entries are in the whole; None if as they lie.
-        count: how many candidates; where the part has fewer, there are some that stand for nothing.
-        largest: whether the greatest are wanted, of which NaN is one, or the smallest.
+        local: its shard.
+        dim: the dim along which entries are selected.
+        entries: the indices of the shard's entries in the full tensor; None if they are the same.
+        count: the number of candidates; a smaller shard is filled up with markers of missing entries.
+        largest: whether to select the largest entries, which include NaN, or the smallest.
     """
     shape = [1] * local.ndim
     shape[dim] = local.shape[dim]
@@ -42,16 +43,18 @@ def select_candidates(local: Tensor, dim: int, entries: Tensor | None, count: in
     return keys
 
 
-def select_top(candidates: Tensor, dim: int, k: int, largest: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Values and indices of the first k, from the candidates of all ranks."""
+def select_top(
+    candidates: Tensor, dim: int, k: int, largest: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The values and indices of the top k, from the candidates of all ranks."""
     keys = candidates.topk(k, dim).values
     return _restore_values(keys >> 32, largest, dtype), LOW_BITS - (keys & LOW_BITS)
 
 
 def _order_values(values: Tensor, largest: bool) -> Tensor:
-    """Whole numbers of 32 bits in the order of the values, as int64."""
+    """32-bit integers in the order of the values, as int64."""
     if values.dtype.is_floating_point:
-        bits = (values.float() + 0.0).view(torch.int32)  # a zero of either sign is one value
+        bits = (values.float() + 0.0).view(torch.int32)  # +0 and -0 are equal
         bits = torch.where(values.isnan(), NAN_BITS, bits)
         bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     else:

@@ -1,0 +1,372 @@
+"""The adapter interface: mesh, sites, parameters, and notifications of the schedule's events.
+
+Also the loggers of a framework's training loop, where it has them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.layout import Layout
+from megatron_flex.layout.gradient_layout import ParameterUses
+from megatron_flex.mesh import Mesh
+from megatron_flex.sites import Site
+
+Undo = Callable[[], None]
+AxisSizes = Mapping[str, int | None]  # axis name to the size given by the user
+
+
+class Listener(Protocol):
+    """Receives notifications of steps and microbatches from an adapter; the runtime's clock."""
+
+    def step_begins(
+        self,
+        iteration: int | None,
+        gradient_factor: Callable[[], float] | None = None,
+        microbatches: int = 1,
+    ) -> None:
+        """A schedule starts over `microbatches`; `iteration` if the framework counts iterations.
+
+        `microbatches` is 0 where the number is not known beforehand.
+
+        `gradient_factor` returns the factor between this schedule's gradients and those of one
+        microbatch's own loss; None where it is 1.
+        """
+
+    def step_ends(self, failed: bool) -> None:
+        """The schedule returned, or raised."""
+
+    def forward_begins(self, microbatch: int, chunk: int) -> None:
+        """The forward pass of one microbatch through one of this rank's chunks starts."""
+
+    def forward_ends(self, output: Any, tokens: Tensor | None = None) -> None:
+        """It ended with this output, which identifies the microbatch in `backward_begins`.
+
+        `tokens` are those that its loss sums over, if gradients are divided by all tokens at the end.
+        """
+
+    def backward_begins(self, output: Any) -> None:
+        """The backward pass from that output starts."""
+
+    def backward_ends(self) -> None:
+        """That backward pass ended."""
+
+    def cannot(self, why: str) -> None:
+        """This step cannot be hooked; called on every rank, which raises at the end of the step."""
+
+    def unbatched(self) -> None:
+        """The model is called on packed sequences, whose tensors have a batch dim of one or none."""
+
+    def fails(self, why: str) -> None:
+        """Report an error of this rank; all ranks raise at the end of the step."""
+
+    def hooked(self) -> bool:
+        """Whether any hook is active now."""
+
+    def check_call(self) -> None:
+        """Refuse, on this rank, a call outside of a step where ranks could not synchronize at its end.
+
+        Called before the call waits for another rank, where an adapter knows the caller.
+
+        Raises:
+            HookError: the model is on several pipeline stages, and hooks are active outside of a step.
+        """
+
+    def call_begins(self, gradient_factor: Callable[[], float] | None = None, chunk: int = 0) -> None:
+        """One of this rank's chunks is called outside of any schedule.
+
+        `gradient_factor` as in `step_begins`. Checked as by `check_call`.
+        """
+
+    def call_ends(self, failed: bool) -> None:
+        """That call returned, or raised."""
+
+
+class Part(NamedTuple):
+    """A component detected in or around a model: its parameter storage, its caller, or a wrapper.
+
+    Attributes:
+        name: its name, such as `DistributedDataParallel`.
+        why: the evidence in the model, as text.
+    """
+
+    name: str
+    why: str
+
+
+class GradientLayoutSource(ParameterUses, Protocol):
+    """Determines how the model uses a parameter, which decides the layout of its gradient."""
+
+    def want(self) -> Undo:
+        """Trace calls of the model until the returned function is called."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSite:
+    """A parameter, whose gradient can be hooked.
+
+    Attributes:
+        name: global name, `decoder.layers.17.mlp.linear_fc1.weight`.
+        layout: the relation of the local parameter to the full parameter.
+        shape: the full parameter's shape.
+        parameter: the local parameter; None on ranks that do not own it.
+        stage: the pipeline stage that owns it.
+        chunk: the virtual chunk of that stage.
+        owner: further coordinates of its owning ranks, such as `(("ep", 2),)`. All ranks
+            of the stage list the parameter.
+        copy_of: the name of the parameter on another stage of which this is a copy (a tied output
+            layer); empty if it is none. The gradients of copies must be summed.
+        hidden: why its gradient cannot be hooked; empty if it can.
+        inferred: whether the layout is not declared: the parameter is taken as replicated, unless an
+            `expected_shape` says which dim is sharded. `layout` and `shape` are then those of the local
+            parameter.
+        local: the shape of the result of `Adapter.value`.
+        sharded: whether `parameter` is only a part of that, or has a different form.
+        followed: determines the layout of its gradient where that depends on the use of the parameter;
+            None where `layout` does.
+    """
+
+    name: str
+    layout: Layout
+    shape: tuple[int, ...]
+    parameter: nn.Parameter | None = field(compare=False, repr=False)
+    stage: int = 0
+    owner: tuple[tuple[str, int], ...] = ()
+    copy_of: str = ""
+    hidden: str = ""
+    inferred: bool = False
+    chunk: int = 0
+    local: tuple[int, ...] = ()
+    sharded: bool = False
+    followed: GradientLayoutSource | None = field(default=None, compare=False, repr=False)
+
+    def remote(self) -> ParameterSite:
+        """The parameter as known on ranks that do not own it."""
+        return replace(self, parameter=None, followed=None)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGradient:
+    """A parameter's gradient as this rank holds it.
+
+    Attributes:
+        tensor: of the local parameter's shape, in the memory that the optimizer reads; None if there is none.
+        part: the entries, counted flat, that are reduced on this rank; None for all.
+        group: the ranks whose parts make up the full `tensor`; None where `part` is.
+    """
+
+    tensor: Tensor | None
+    part: tuple[int, int] | None = None
+    group: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Properties of a decoder that the names of other libraries depend on.
+
+    Attributes:
+        heads: number of attention heads.
+        rms: whether its norms are RMSNorm; LayerNorm otherwise.
+        epsilon: the constant that the norms add to the mean square.
+        unit_offset: whether a norm's weight is stored minus one.
+        gated: whether its MLPs are gated.
+        rotary: whether queries and keys get rotary position embedding.
+        causal: whether attention is causal, without other masks.
+        scaled_by_layer: whether scores of layer N are divided by N + 1.
+        tied: whether the output layer shares the word embeddings.
+    """
+
+    heads: int
+    rms: bool
+    epsilon: float
+    unit_offset: bool = False
+    gated: bool = False
+    rotary: bool = False
+    causal: bool = True
+    scaled_by_layer: bool = False
+    tied: bool = False
+
+
+class Adapter(Protocol):
+    """The adapter of one framework to one model (a list of chunks).
+
+    Attributes:
+        name: the framework's name.
+        mesh: the axes of the run.
+        logits: the site of the logits.
+    """
+
+    name: str
+    mesh: Mesh
+    logits: str
+    prefix: str  # prefix that wrappers add to names: `module.`; mostly empty
+
+    def module_names(self) -> list[str]:
+        """Global names of this rank's modules, in model order, without `prefix`; the model's is empty."""
+
+    def parts(self) -> list[Part]:
+        """The components detected in and around the model, the outermost first."""
+
+    def check(self) -> None:
+        """Raise a FlexError if this configuration cannot be hooked at all."""
+
+    def sites(self) -> list[Site]:
+        """The sites that this rank owns, in model order."""
+
+    def parameters(self) -> list[ParameterSite]:
+        """The parameters that this rank owns and whose layout is known, in model order."""
+
+    def without_layout(self) -> dict[str, str]:
+        """The names of this rank's other parameters, and the classes of the modules that own them."""
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        """This rank's buffers that are equal on all data parallel ranks of a correct run, by name."""
+
+    def shards(self) -> Mapping[str, tuple[tuple[int, ...], Tensor]]:
+        """For each parameter sharded over data parallel ranks: this rank's shard, with its index first."""
+
+    def lengths(self) -> Mapping[str, int]:
+        """The configured lengths of dims, by their names in layouts: `s`, `b`."""
+
+    def settle(self) -> None:
+        """Wait until the framework has finished with the parameters. Every rank calls it."""
+
+    def gradients_reduced(self, called: bool = False) -> bool | str:
+        """Whether gradients are reduced over data (and so over tensor) parallel ranks when a step is over.
+
+        Args:
+            called: whether the model ran outside the framework's schedule.
+
+        Returns:
+            As text: why that is unknown, and that the user must state it, if only the author of
+            the loop knows.
+        """
+
+    def value(self, parameter: nn.Parameter) -> Tensor:
+        """A parameter as its layout describes it: without sharding over data parallel ranks.
+
+        Read only. All `dp` ranks of a stage call it alike.
+        """
+
+    def shares(self, name: str) -> tuple[str, ...] | None:
+        """The axes over which a parameter's gradient is partial and not yet reduced.
+
+        After the backward pass, in addition to the axes of its layout. None where that is unknown, or not yet
+        known.
+        """
+
+    def put(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Set a parameter to a tensor as `value` returns it. All `dp` ranks of a stage call it alike."""
+
+    def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
+        """Set its gradient to a tensor of that shape. All `dp` ranks of a stage call it alike."""
+
+    def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
+        """A parameter's gradient, reduced or not yet. All `dp` ranks of a stage call it alike.
+
+        Raises:
+            FlexError: the requested gradient does not exist at this time.
+        """
+
+    def freeze(self) -> Undo:
+        """Freeze all parameters, under the framework's wrappers too, until the function is called.
+
+        Raises:
+            FlexError: a wrapper would wait for gradients that never come.
+        """
+
+    def open_recomputed(self) -> Undo:
+        """Let gradients reach trainable modules in recomputed regions of otherwise frozen parameters."""
+
+    def architecture(self) -> Architecture | None:
+        """The properties of the decoder; None if it is not a known one."""
+
+    def run(self, tokens: Tensor, microbatch_size: int | None = None) -> None:
+        """Run the model forward over full sequences, as a step of its own. Every rank calls it.
+
+        Nothing is differentiated, and random states are restored. If the schedule needs more
+        microbatches than the tokens provide, copies of the last one are added.
+
+        Args:
+            tokens: `[batch, sequence]`, the same on all ranks of a model replica.
+            microbatch_size: sequences in a microbatch; all of them if None.
+
+        Raises:
+            FlexError: before anything runs, on all ranks: this model cannot take these tokens.
+        """
+
+    def watch(self, listener: Listener) -> Undo:
+        """Notify `listener` of the schedule's events, until the returned function is called."""
+
+
+@dataclass(frozen=True)
+class FrameworkMatch:
+    """The answer of a finder about a model of its framework.
+
+    Attributes:
+        name: the framework's name.
+        why: the evidence in the model, as text.
+        make: creates the adapter; called on all ranks together.
+        alone: whether `make` communicates nothing, so that one rank may call it alone.
+        around: whether it is only a wrapper, which may contain any framework's parallel modules:
+            their claim has priority.
+    """
+
+    name: str
+    why: str
+    make: Callable[[], Adapter]
+    alone: bool = False
+    around: bool = False
+
+
+def is_recomputing() -> bool:
+    """Whether this is activation recomputation: a forward pass inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def leaf(output: Any, index: int | None) -> Tensor | None:
+    """The tensor at `index` of a tuple or list output; the output itself if it is a tensor."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, (tuple, list)) and index is not None and len(output) > index:
+        item = output[index]
+        return item if isinstance(item, Tensor) else None
+    return None
+
+
+def with_leaf(output: Any, index: int | None, new: Tensor) -> Any:
+    """`output` with the tensor that `leaf` found replaced."""
+    if isinstance(output, Tensor):
+        return new
+    return type(output)(new if i == index else item for i, item in enumerate(output))
+
+
+class TrainingWriters(NamedTuple):
+    """The loggers of Megatron's training code on this rank; it creates them on the last rank only.
+
+    Attributes:
+        tensorboard: a SummaryWriter, or None.
+        wandb: the module, or a run, that has `log`; or None.
+        every: the interval between logged iterations.
+    """
+
+    tensorboard: Any = None
+    wandb: Any = None
+    every: int = 1
+
+
+def training_writers() -> TrainingWriters:
+    """The writers that `megatron.training` has created so far on this rank; none where it does not run."""
+    state = sys.modules.get("megatron.training.global_vars")
+    args = getattr(state, "_GLOBAL_ARGS", None)
+    return TrainingWriters(
+        getattr(state, "_GLOBAL_TENSORBOARD_WRITER", None),
+        getattr(state, "_GLOBAL_WANDB_WRITER", None),
+        max(1, int(getattr(args, "tensorboard_log_interval", None) or 1)),
+    )

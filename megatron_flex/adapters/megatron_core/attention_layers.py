@@ -1,0 +1,176 @@
+"""Attention, also multi-latent: projections, queries, keys and values, scores and probabilities, output.
+
+Multi-latent attention has projections down to the latents and up to the heads. The key's rotary part is an
+output of `linear_kv_down_proj` and is used by all heads. On more than one tensor parallel rank without
+Transformer Engine's duplicated projection, upstream's gradient of the rotary part covers each rank's own
+heads only. That gradient, and all gradients before it, are therefore those of upstream and not of one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from megatron_flex.adapters.megatron_core.megatron_taps import CoreAttentionOutput, without_batch_dim
+from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
+from megatron_flex.adapters.megatron_core.module_classes import is_identity
+from megatron_flex.adapters.megatron_core.site_builder import (
+    COLUMN_LINEARS,
+    Kind,
+    ParameterKind,
+    SiteBuilder,
+    is_duplicated,
+    norm_inside,
+    qkv,
+)
+from megatron_flex.adapters.taps import MethodOutput, ModuleInput, ModuleOutput
+from megatron_flex.layout import Layout
+from megatron_flex.sites import Site
+
+FUSED_ROPE = "fused_single_qkv_rope=True keeps q, k and v inside one kernel; set it to False to have them"
+FLASH = (
+    "{kind} keeps attention scores and probabilities inside its kernel; build the layers with the local spec "
+    "(--transformer-impl local) to have them as tensors"
+)
+
+
+def attention(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
+    """Self-attention with one fused projection."""
+    of, core, config = b.of, module.core_attention, b.config
+    gated = bool(getattr(config, "attention_output_gate", False))
+    yield from b.both(path, module, of.stream(), "hidden_states", beside=(of.bias_beside(),))
+    per_group = config.num_attention_heads // b.sizes["g"] * (2 if gated else 1) + 2
+    width = b.sizes["g"] * per_group * config.kv_channels
+    yield from b.column(f"{path}.linear_qkv", module.linear_qkv, of.features("qkv"), width)
+    yield from qkv(
+        b,
+        f"{path}.linear_qkv",
+        module.linear_qkv,
+        b.no_rule(module.linear_qkv, COLUMN_LINEARS),
+        gated,
+    )
+    hidden = FUSED_ROPE if getattr(config, "fused_single_qkv_rope", False) else ""
+    parts = {"q": of.heads(), "k": of.groups(), "v": of.groups()}
+    if gated:
+        parts["gate"] = of.heads()
+    for index, (name, layout) in enumerate(parts.items()):
+        tap = MethodOutput(module, "get_query_key_value_tensors", index)
+        yield b.site(f"{path}:{name}", layout, tap, hidden)
+    for role, name in (("q_layernorm", "q"), ("k_layernorm", "k")):
+        norm = getattr(module, role, None)
+        if not is_identity(norm):
+            yield from b.both(f"{path}.{role}", norm, parts[name], "x")
+    for index, (name, keyword) in enumerate((("q", "query"), ("k", "key"), ("v", "value"))):
+        entry = ModuleInput(core, index, keyword)
+        yield without_batch_dim(b.site(f"{path}.core_attention:{name}", parts[name], entry))
+    yield from scores(b, f"{path}.core_attention", core)
+    width = b.sizes["n"] * config.kv_channels
+    yield core_output(b, f"{path}.core_attention:output", core, "nd", width)
+    yield from b.row(f"{path}.linear_proj", module.linear_proj, "nd", width)
+
+
+def core_output(b: SiteBuilder, name: str, core: Any, features: str, width: int) -> Site:
+    """The output of core attention, its heads concatenated in a dim of `width` features (full tensor)."""
+    layout = b.of.features(features)
+    tap = CoreAttentionOutput(core, layout, b.sizes["n"] // b.of.tp)
+    return replace(b.site(name, layout, tap, width=width), unbatched=True)
+
+
+def scores(b: SiteBuilder, path: str, core: Any) -> Iterator[Site]:
+    """Attention scores at the input of the softmax, and probabilities at its output."""
+    softmax = getattr(core, "scale_mask_softmax", None)
+    hidden = "" if softmax is not None else FLASH.format(kind=type(core).__name__)
+    owner = softmax if softmax is not None else core
+    yield b.site(f"{path}:scores", b.of.scores(), ModuleInput(owner, 0, "input"), hidden)
+    yield b.site(f"{path}:probs", b.of.scores(), ModuleOutput(owner), hidden)
+
+
+def _head_norm_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    return of.uncut(parameter.ndim, shared=True)  # each rank applies it to its own heads
+
+
+ATTENTION_KINDS = (Kind(attention, ("SelfAttention",), ("self_attention",)),)
+ATTENTION_PARAMETERS = (ParameterKind(_head_norm_layout, roles=("q_layernorm", "k_layernorm")),)
+
+
+LATENT_CLASSES = ("MLASelfAttention",)
+OWN_HEADS_ONLY = (
+    "without sequence parallelism each tensor parallel rank's duplicate of it gets the gradient of its own "
+    "heads only; train with --sequence-parallel, or hook linear_kv_up_proj"
+)
+
+
+def latent_attention(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
+    """Self-attention over latents."""
+    config, heads = b.config, b.sizes["n"]
+    query, value = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
+    yield from b.both(path, module, b.of.stream(), "hidden_states", beside=(b.of.bias_beside(),))
+    yield from _down_projections(b, path, module)
+    for name, rank in (("q", config.q_lora_rank), ("kv", config.kv_lora_rank)):
+        norm, up = (getattr(module, n, None) for n in (f"{name}_layernorm", f"linear_{name}_up_proj"))
+        yield from map(without_batch_dim, _latent_norm_sites(b, f"{path}.{name}_layernorm", norm, up, rank))
+    for name, rank, each in (
+        ("q_proj", None, query),
+        ("q_up_proj", config.q_lora_rank, query),
+        ("kv_up_proj", config.kv_lora_rank, config.qk_head_dim + value),
+    ):
+        linear = getattr(module, f"linear_{name}", None)
+        if not is_identity(linear):
+            out, width = b.of.features("n*d"), heads * each
+            yield from map(
+                without_batch_dim, b.column(f"{path}.linear_{name}", linear, out, width, within=rank)
+            )
+    yield from _latent_core(b, f"{path}.core_attention", module.core_attention, query, value)
+    yield from b.row(f"{path}.linear_proj", module.linear_proj, "n*d", heads * value)
+
+
+def _down_projections(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
+    config = b.config
+    widths = {"q": config.q_lora_rank, "kv": config.kv_lora_rank + config.qk_pos_emb_head_dim}
+    for name, width in widths.items():
+        at = f"{path}.linear_{name}_down_proj"
+        linear: Any = getattr(module, f"linear_{name}_down_proj", None)
+        if is_duplicated(linear):
+            yield b.site(f"{at}:input", b.of.stream(), ModuleInput(linear, 0, "x"))
+            alone = name == "kv" and b.of.tp > 1 and not b.of.sequence_parallel
+            fixed = OWN_HEADS_ONLY if alone else ""
+            yield b.site(f"{at}:output", b.of.stream(), ModuleOutput(linear), width=width, fixed=fixed)
+        elif not is_identity(linear):
+            yield from b.column(at, linear, b.of.features("r"), width)
+    fused = getattr(module, "linear_qkv_down_proj", None)
+    if not is_identity(fused):
+        packed = b.of.features("q|kv", tuple(widths.values()))
+        yield from b.column(f"{path}.linear_qkv_down_proj", fused, packed, sum(widths.values()))
+
+
+def _latent_norm_sites(b: SiteBuilder, path: str, norm: Any, up: Any, rank: int) -> Iterator[Site]:
+    layout = b.of.stream()
+    latents = replace(layout, dims=(*layout.dims[:-1], replace(layout.dims[-1], name="r")))
+    yield from norm_inside(b, path, norm, up, latents, rank)
+    if not is_identity(norm):
+        yield b.site(f"{path}:input", latents, ModuleInput(norm, 0, "x"), width=rank)
+        yield b.site(f"{path}:output", latents, ModuleOutput(norm), width=rank)
+
+
+def _latent_core(b: SiteBuilder, path: str, core: Any, query: int, value: int) -> Iterator[Site]:
+    heads = b.of.heads()  # of keys and values too: every head has its own
+    arguments = {"q": ("query", query), "k": ("key", query), "v": ("value", value)}
+    for index, (name, (keyword, size)) in enumerate(arguments.items()):
+        yield without_batch_dim(
+            b.site(f"{path}:{name}", heads, ModuleInput(core, index, keyword), width=size)
+        )
+    yield from scores(b, path, core)
+    yield core_output(b, f"{path}:output", core, "n*d", b.sizes["n"] * value)
+
+
+def _latent_norm_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    return of.uncut(parameter.ndim, shared=of.sequence_parallel)  # over full latents, unlike norms of heads
+
+
+LATENT_KINDS = (Kind(latent_attention, LATENT_CLASSES, ("self_attention",)),)
+LATENT_PARAMETERS = (
+    ParameterKind(_latent_norm_layout, roles=("q_layernorm", "kv_layernorm"), inside=LATENT_CLASSES),
+)

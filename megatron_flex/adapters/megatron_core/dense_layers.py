@@ -1,0 +1,237 @@
+"""The dense parts: embeddings, residual stream, norms, MLP, logits; multi-token prediction; BERT's heads.
+
+Layers of multi-token prediction follow the decoder, and each predicts one token further. They use the model's
+own embedding and its output layer, which are therefore called once for each of them and once more for the
+decoder. BERT's own parts follow the encoder, which is a stack like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from megatron_flex.adapters.megatron_core.megatron_taps import (
+    BiasDropoutAdd,
+    EmbeddingPartial,
+    Gemm,
+    OutsideTap,
+)
+from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
+from megatron_flex.adapters.megatron_core.module_classes import is_identity, is_megatron
+from megatron_flex.adapters.megatron_core.site_builder import (
+    COLUMN_LINEARS,
+    ROW_LINEARS,
+    Kind,
+    OwnerKind,
+    ParameterKind,
+    SiteBuilder,
+    gate_up,
+    norm_inside,
+)
+from megatron_flex.adapters.taps import ModuleInput, ModuleOutput
+from megatron_flex.layout import Dim, Layout, replicated
+from megatron_flex.sites import Site
+
+OP_FUSER_MLP = (
+    "Transformer Engine's operation fuser runs the full MLP as one operation; "
+    "set use_transformer_engine_op_fuser=False to have what is in it"
+)
+STREAM_NORMS = ("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "final_norm")
+
+
+def embedding(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
+    """The input of the decoder: the embeddings, and the word embeddings alone.
+
+    Layers of multi-token prediction call the same module, or on a later stage its copy; their embeddings
+    are the input of their `enorm`. So these sites mean one call, whatever the stages.
+    """
+    if not b.root.pre_process:
+        return
+    later = getattr(b.root, "mtp", None)
+    words = getattr(module, "word_embeddings", None)
+    if words is not None:
+        # One rank has no reduction: there the partial sum is the output.
+        inner = EmbeddingPartial(words) if b.of.tp > 1 else ModuleOutput(words)
+        partial = OutsideTap(inner, later)
+        yield b.site(f"{path}.word_embeddings:partial", b.of.word_embeddings_partial(words), partial)
+        tap = OutsideTap(ModuleOutput(words), later)
+        yield b.site(f"{path}.word_embeddings:output", b.of.word_embeddings(words), tap)
+    scattered = getattr(module, "scatter_to_sequence_parallel", True) and b.of.sequence_parallel
+    yield b.site(f"{path}:output", b.of.stream(scattered), OutsideTap(ModuleOutput(module), later))
+
+
+def stack(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
+    """The stack of layers; its output matters where the model ends."""
+    if b.root.post_process:
+        yield b.site(f"{path}:output", b.of.stream(), ModuleOutput(module))
+
+
+def transformer_layer(b: SiteBuilder, path: str, layer: Any) -> Iterator[Site]:
+    """A transformer layer: the residual stream before, between and after its sublayers."""
+    yield b.site(f"{path}:input", b.of.stream(), ModuleInput(layer, 0, "hidden_states"))
+    if not is_identity(layer.self_attn_bda) and not is_identity(layer.mlp):
+        yield b.site(f"{path}:mid", b.of.stream(), BiasDropoutAdd(layer, "self_attn_bda"))
+    yield b.site(f"{path}:output", b.of.stream(), ModuleOutput(layer))
+    for role, linear in (
+        ("input_layernorm", getattr(layer.self_attention, "linear_qkv", None)),
+        ("pre_mlp_layernorm", getattr(layer.mlp, "linear_fc1", None)),
+    ):
+        norm = getattr(layer, role, None)
+        yield from norm_inside(b, f"{path}.{role}", norm, linear, b.of.stream())
+
+
+def norm(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
+    """A norm on the residual stream."""
+    if not is_identity(module):
+        yield from b.both(path, module, b.of.stream(), "x")
+
+
+def mlp(b: SiteBuilder, path: str, module: Any, width: int | None = None, no: str = "") -> Iterator[Site]:
+    """A dense MLP, of the model's width unless another is given."""
+    yield from b.both(path, module, b.of.stream(), "hidden_states", no, (b.of.bias_beside(),))
+    fused = OP_FUSER_MLP if is_megatron(module, "TEFusedMLP", "TEFusedMLPWithGroupedLinear") else ""
+    for site in _mlp_linears(b, path, module, width or b.config.ffn_hidden_size, no):
+        yield replace(site, hidden=fused or site.hidden)
+
+
+def _mlp_linears(b: SiteBuilder, path: str, module: Any, width: int, no: str) -> Iterator[Site]:
+    gated = b.config.gated_linear_unit
+    layout = b.of.features("gate|up" if gated else "f", (1, 1) if gated else (1,))
+    yield from b.column(f"{path}.linear_fc1", module.linear_fc1, layout, width * (2 if gated else 1), no=no)
+    if gated:
+        hidden = no or b.no_rule(module.linear_fc1, COLUMN_LINEARS)
+        yield from gate_up(b, f"{path}.linear_fc1", module.linear_fc1, hidden, width)
+    yield from b.row(f"{path}.linear_fc2", module.linear_fc2, "f", width, no)
+
+
+def output_layer(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
+    """The logits."""
+
+    def resolve(kwargs: dict[str, Any]) -> Layout | None:
+        return b.of.logits(True) if kwargs.get("runtime_gather_output") else None
+
+    layout = b.of.logits(bool(getattr(module, "gather_output", False)))
+    width = b.sizes["v"]
+    yield from b.column(path, module, layout, width if isinstance(width, int) else None, resolve)
+
+
+DENSE_KINDS = (
+    Kind(embedding, roles=("embedding",)),
+    Kind(stack, ("TransformerBlock", "HybridStack", "MambaStack"), ("decoder", "encoder")),
+    Kind(transformer_layer, ("TransformerLayer",)),
+    Kind(norm, roles=STREAM_NORMS),
+    Kind(mlp, ("MLP",), ("mlp",)),
+    Kind(output_layer, roles=("output_layer",)),
+)
+
+
+def _column_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    if name.startswith("layer_norm_"):  # of the norm inside a TELayerNormColumnParallelLinear
+        return _norm_layout(of, role, name, parameter)
+    if role == "output_layer":
+        return of.vocabulary_cut(parameter.ndim)
+    gated = role == "linear_fc1" and of.config.gated_linear_unit
+    return of.rows_cut(parameter.ndim, (1, 1) if gated else (1,))
+
+
+def _row_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    return of.columns_cut() if name == "weight" else of.uncut(1, shared=of.sequence_parallel)
+
+
+def _vocabulary_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    return of.vocabulary_cut(2)
+
+
+def _positions_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    return of.uncut(parameter.ndim, shared=False)
+
+
+def _norm_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    return of.uncut(parameter.ndim, shared=of.sequence_parallel)
+
+
+DENSE_PARAMETERS = (
+    ParameterKind(_column_layout, COLUMN_LINEARS),
+    ParameterKind(_row_layout, ROW_LINEARS),
+    ParameterKind(_vocabulary_layout, ("VocabParallelEmbedding",)),
+    ParameterKind(_positions_layout, roles=("position_embeddings",)),
+    ParameterKind(_norm_layout, roles=STREAM_NORMS),
+)
+
+
+MTP_NORMS = ("enorm", "hnorm")
+
+
+def mtp_block(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
+    """All depths at the input of the output layer: `[(1 + depths) * s, b, h]`, the decoder's states first."""
+    stream = b.of.stream()
+    sequence, *rest = stream.dims
+    last = module.layers[-1].layer_number
+    depths = b.config.mtp_num_layers if getattr(module, "mtp_use_repeated_layer", False) else last
+    depth = Dim(f"{1 + depths}s", sequence.cuts, segments=(1,) * (1 + depths))
+    yield b.site(f"{path}:output", Layout((depth, *rest)), ModuleOutput(module))
+
+
+def mtp_layer(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
+    """One depth: its input states, and its output states for the next depth and the output layer."""
+    yield b.site(f"{path}:input", b.of.stream(), ModuleInput(module, 2, "hidden_states"))
+    yield b.site(f"{path}:output", b.of.stream(), ModuleOutput(module))
+
+
+def mtp_projection(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
+    """Embedding and states concatenated, `[s, b, 2h]`, and the output of one linear on them."""
+    cut = bool(getattr(module, "sequence_parallel", False))
+    no = b.no_rule(module, COLUMN_LINEARS)
+    width = 2 * b.config.hidden_size
+    yield b.site(f"{path}:input", b.of.stream(cut), ModuleInput(module, 0, "input_"), no, width)
+    yield b.site(f"{path}:gemm_input", b.of.gathered(), Gemm(module, before=True), no, width)
+    yield b.site(f"{path}:output", b.of.features("h"), ModuleOutput(module), no)
+
+
+def _mtp_norm_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    return of.uncut(parameter.ndim, shared=of.sequence_parallel)
+
+
+MTP_KINDS = (
+    Kind(mtp_block, ("MultiTokenPredictionBlock",)),
+    Kind(mtp_layer, ("MultiTokenPredictionLayer",)),
+    Kind(norm, roles=MTP_NORMS),
+    Kind(mtp_projection, roles=("eh_proj",)),
+)
+MTP_PARAMETERS = (ParameterKind(_mtp_norm_layout, roles=MTP_NORMS),)
+
+
+def lm_head(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
+    """A replicated linear and norm, applied to the rank's part of the residual stream."""
+    yield from b.both(path, module, b.of.stream(), "hidden_states")
+    yield from b.both(f"{path}.dense", module.dense, b.of.stream(), "input")
+    yield from b.both(f"{path}.layer_norm", module.layer_norm, b.of.stream(), "x")
+
+
+def first_token(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
+    """The outputs for each sample's first token, `[b, ...]`, replicated."""
+    layout = replicated("b", "h" if path == "pooler" else "classes")
+    yield b.site(f"{path}:output", layout, ModuleOutput(module))
+
+
+def _lm_head_layouts(of: ModelLayouts, module: Any) -> Iterator[tuple[nn.Parameter, Layout]]:
+    for parameter in module.parameters():
+        yield parameter, of.uncut(parameter.ndim, shared=of.sequence_parallel)
+
+
+def _tokentypes_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    return of.uncut(parameter.ndim, shared=False)
+
+
+def _first_token_layouts(of: ModelLayouts, module: Any) -> Iterator[tuple[nn.Parameter, Layout]]:
+    heads = [m for m in (getattr(module, "pooler", None), getattr(module, "binary_head", None)) if m]
+    for parameter in (p for head in heads for p in head.parameters()):
+        yield parameter, of.uncut(parameter.ndim, shared=False)
+
+
+BERT_KINDS = (Kind(lm_head, ("BertLMHead",)), Kind(first_token, roles=("pooler", "binary_head")))
+BERT_PARAMETERS = (ParameterKind(_tokentypes_layout, roles=("tokentype_embeddings",)),)
+BERT_OWNERS = (OwnerKind(_lm_head_layouts, ("BertLMHead",)), OwnerKind(_first_token_layouts, ("BertModel",)))

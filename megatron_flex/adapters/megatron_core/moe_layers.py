@@ -1,0 +1,371 @@
+"""Mixtures of experts: the router, dispatched tokens, each expert's MLP, shared experts.
+
+Experts compute on rows that a token dispatcher sent from other ranks; taps route them back to their
+tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.adapters.adapter_base import Undo
+from megatron_flex.adapters.megatron_core import dense_layers
+from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
+from megatron_flex.adapters.megatron_core.module_classes import is_megatron
+from megatron_flex.adapters.megatron_core.site_builder import (
+    FusedPart,
+    Kind,
+    Packing,
+    ParameterKind,
+    SiteBuilder,
+)
+from megatron_flex.adapters.taps import MethodOutput, ModuleInput, ModuleOutput, add_hook, intercept
+from megatron_flex.collectives import Dispatch, Route
+from megatron_flex.layout import Cut, Dim, Layout
+from megatron_flex.mesh import Mesh
+from megatron_flex.sites import Site, Tap, TapCallback
+
+DISPATCH_METHODS = ("dispatch_preprocess", "token_permutation")  # the second before megatron-core 0.14
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertRows:
+    """A tensor of experts, routed back to its tokens.
+
+    Attributes:
+        tap: access to the tensor, whose dim 0 has the rows of this rank's experts.
+        layer: the layer of experts.
+        layout: the layout of the tensor over `etp`.
+        home: the layout of the tensor when its rows are with their tokens.
+        stream: the layout of the tokens.
+        mesh: the run's axes.
+        expert: if given, the tensor has the rows of one expert only, on this rank or on another.
+        owned: whether it is on this rank.
+    """
+
+    tap: Tap
+    layer: nn.Module
+    layout: Layout
+    home: Layout
+    stream: Layout
+    mesh: Mesh
+    expert: int | None = None
+    owned: bool = True
+
+    @property
+    def module(self) -> Any:
+        """The module that owns the tensor."""
+        return getattr(self.tap, "module", None)
+
+    def install(self, fire: TapCallback) -> Undo:
+        """Install `fire`, on ranks without the expert too: they take part with no rows."""
+        watch = _DispatchWatch.on(self.layer)
+        unwatch = watch.add(self)
+
+        def routed(local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
+            assert watch.dispatch is not None, "experts run behind their dispatcher"
+            route = Route(watch.dispatch, self.layout, self.home, self.expert)
+            if self.owned:
+                return fire(local, None, route)
+            no_rows = local[:0]
+            passed = fire(no_rows, None, route)
+            return local if passed is no_rows else torch.cat([local, passed])
+
+        restore = self.tap.install(routed)
+
+        def undo() -> None:
+            restore()
+            unwatch()
+
+        return undo
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertIndices:
+    """The expert numbers of each token, in ascending order; -1 where there are fewer.
+
+    Attributes:
+        module: the layer of experts.
+        stream: the layout of the tokens.
+        mesh: the run's axes.
+    """
+
+    module: nn.Module
+    stream: Layout
+    mesh: Mesh
+
+    def install(self, fire: TapCallback) -> Undo:
+        """Install `fire` before the dispatcher; its result is not used."""
+        watch = _DispatchWatch.on(self.module)
+        return watch.add(self, lambda dispatch: fire(dispatch.indices))
+
+
+@dataclass(frozen=True, eq=False)
+class RouterTokens:
+    """A tensor of a router with one row for each token, viewed as `[s, b, ...]`.
+
+    Attributes:
+        module: the router.
+        tap: access to the tensor.
+    """
+
+    module: nn.Module
+    tap: Tap
+
+    def install(self, fire: TapCallback) -> Undo:
+        """Install `fire`."""
+        seen: list[tuple[int, int]] = []
+
+        def measure(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tokens = args[0] if args else kwargs["input"]
+            seen[:] = [tuple(tokens.shape[:2])]
+
+        def shaped(local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
+            dense = local.view(*seen[0], *local.shape[1:])
+            passed = fire(dense)
+            return local if passed is dense else passed.reshape(local.shape)
+
+        unwatch = add_hook(self.module, measure, pre=True, with_kwargs=True)
+        restore = self.tap.install(shaped)
+
+        def undo() -> None:
+            restore()
+            unwatch()
+
+        return undo
+
+
+class _DispatchWatch:
+    """State shared by the taps of one layer: the dispatch of its current call."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self.dispatch: Dispatch | None = None
+        # By a key for each call of `add`: a hook and `verify()` may both install the same tap.
+        self._users: dict[object, tuple[ExpertRows | ExpertIndices, Callable[[Dispatch], Any] | None]] = {}
+        dispatcher = layer.token_dispatcher
+        method = next(m for m in DISPATCH_METHODS if hasattr(dispatcher, m))
+        self._signature = inspect.signature(getattr(dispatcher, method))
+        self._restore = intercept(dispatcher, method, self._around)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    @staticmethod
+    def on(layer: nn.Module) -> _DispatchWatch:
+        """The layer's watch; created if it has none."""
+        own = vars(layer)
+        if own.get("_flex_watch") is None:  # a copy of a watched layer has None
+            own["_flex_watch"] = _DispatchWatch(layer)
+        # a module's `__dict__` holds anything; this key is set above alone
+        return own["_flex_watch"]  # type: ignore[no-any-return]
+
+    def add(self, tap: ExpertRows | ExpertIndices, tell: Callable[[Dispatch], Any] | None = None) -> Undo:
+        """Keep watching for `tap`, and notify it of each dispatch."""
+        user = object()
+        self._users[user] = tap, tell
+
+        def undo() -> None:
+            del self._users[user]
+            if not self._users:
+                self._restore()
+                del vars(self.layer)["_flex_watch"]
+
+        return undo
+
+    def _around(self, dispatch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = self._signature.bind(*args, **kwargs).arguments
+        tokens, chosen = next(iter(given.values())), given["routing_map"]
+        tap, _ = next(iter(self._users.values()))
+        self.dispatch = Dispatch(
+            chosen.detach(),
+            (int(tokens.shape[0]), int(tokens.shape[1])),
+            self.layer.config.moe_router_topk,
+            tap.stream,
+            "AlltoAll" in type(self.layer.token_dispatcher).__name__,
+            tap.mesh,
+        )
+        for _, tell in self._users.values():
+            if tell is not None:
+                tell(self.dispatch)
+        return dispatch(*args, **kwargs)
+
+
+FIXED_MAP = "the dispatcher sizes its buffers by it; edit router:logits or router:probs"
+FIXED_INDICES = "these are numbers read off the routing map; edit router:logits to choose other experts"
+OTHER_DISPATCHER = (
+    "moe_token_dispatcher_type={kind!r} orders tokens inside its kernels; use 'alltoall' or 'allgather' to "
+    "have what experts compute on"
+)
+PADDED_ROWS = (
+    "{name}={value} gives experts rows that belong to no token; turn it off to have what they compute on"
+)
+SHARED_EXPERT_OVERLAP = (
+    "moe_shared_expert_overlap=True runs the shared experts piecemeal inside the dispatcher; set it to False "
+    "(drop --moe-shared-expert-overlap)"
+)
+FUSED_EXPERTS = (
+    "{kind} runs all experts in one kernel; leave out --moe-grouped-gemm to have single experts, or hook "
+    "all of them together at experts:dispatched, experts.linear_fc1, experts.linear_fc2 and experts:output"
+)
+OP_FUSER_EXPERTS = (
+    "use_transformer_engine_op_fuser=True keeps it inside one kernel; set it to False to have it as a tensor"
+)
+
+# Over `etp`: rows that are replicated (with partial gradients), sharded, and partial.
+ROW_DIM = Dim("t")
+ROW_WEIGHTS = Layout((ROW_DIM,), shared=("etp",))
+FULL_ROWS = Layout((ROW_DIM, Dim("h")), shared=("etp",))
+CUT_ROWS = Layout((ROW_DIM, Dim("f", (Cut("etp"),))))
+PARTIAL_ROWS = Layout((ROW_DIM, Dim("h")), partial=("etp",))
+
+
+def moe_layer(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
+    """A layer of experts: input and output on the residual stream, and the tensors between."""
+    yield from b.both(path, module, b.of.stream(), "hidden_states")
+    yield from _router(b, f"{path}.router", module.router)
+    yield from _experts(b, f"{path}.experts", module)
+    shared = getattr(module, "shared_experts", None)
+    if shared is not None:
+        width = b.config.moe_shared_expert_intermediate_size
+        hidden = SHARED_EXPERT_OVERLAP if b.config.moe_shared_expert_overlap else ""
+        yield from dense_layers.mlp(b, f"{path}.shared_experts", shared, width, hidden)
+
+
+def _router(b: SiteBuilder, path: str, router: Any) -> Iterator[Site]:
+    yield b.site(f"{path}:input", b.of.stream(), ModuleInput(router, 0, "input"))
+    logits = b.of.per_token("e")
+    yield b.site(f"{path}:logits", logits, MethodOutput(router, "gating"))
+    yield b.site(f"{path}:probs", logits, RouterTokens(router, ModuleOutput(router, 0)))
+    yield b.site(f"{path}:map", logits, RouterTokens(router, ModuleOutput(router, 1)), fixed=FIXED_MAP)
+
+
+def _experts(b: SiteBuilder, path: str, module: Any) -> Iterator[Site]:
+    """The input and output of all experts together, by token and slot."""
+    experts, no, stream = module.experts, _why_hidden(b), b.of.stream()
+    yield b.site(
+        f"{path}:indices", b.of.per_token("k"), ExpertIndices(module, stream, b.mesh), no, fixed=FIXED_INDICES
+    )
+    for point, tap, layout in (
+        ("weights", ModuleInput(experts, 2, "permuted_probs"), ROW_WEIGHTS),
+        ("dispatched", ModuleInput(experts, 0, "permuted_local_hidden_states"), FULL_ROWS),
+        ("output", ModuleOutput(experts), PARTIAL_ROWS),
+    ):
+        home = b.of.per_token("k", *(d.name for d in layout.dims[1:]))
+        width = None if layout is ROW_WEIGHTS else _entry_width(b)
+        yield b.site(
+            f"{path}:{point}", home, ExpertRows(tap, module, layout, home, stream, b.mesh), no, width
+        )
+    if is_megatron(experts, "TEGroupedMLP"):
+        yield from _grouped_linears(b, path, module, no)
+    for expert in range(b.config.num_moe_experts):
+        yield from _expert(b, f"{path}.local_experts.{expert}", module, expert, no)
+
+
+def _grouped_linears(b: SiteBuilder, path: str, module: Any, no: str) -> Iterator[Site]:
+    """The two grouped linears of all experts, by token and slot."""
+    fc1, fc2, stream = module.experts.linear_fc1, module.experts.linear_fc2, b.of.stream()
+    if getattr(module.experts, "_with_fused_impl", False):
+        no = no or OP_FUSER_EXPERTS
+    no = no or _why_padded(b)
+    width, wide, entry = _expert_width(b), _fc1_output_layout(b), _entry_width(b)
+    for point, tap, layout, last in (
+        ("linear_fc1:input", ModuleInput(fc1, 0, "x"), FULL_ROWS, entry),
+        ("linear_fc1:output", ModuleOutput(fc1), wide, width * (1 + bool(b.config.gated_linear_unit))),
+        ("linear_fc2:input", ModuleInput(fc2, 0, "x"), CUT_ROWS, width),
+        ("linear_fc2:output", ModuleOutput(fc2), PARTIAL_ROWS, entry),
+    ):
+        home = b.of.per_token("k", layout.dims[-1].name)
+        yield b.site(f"{path}.{point}", home, ExpertRows(tap, module, layout, home, stream, b.mesh), no, last)
+
+
+def _expert(b: SiteBuilder, path: str, module: Any, expert: int, no: str) -> Iterator[Site]:
+    """One expert's MLP, with the rows of its tokens in their order; on ranks without it too."""
+    local = getattr(module.experts, "local_experts", None)
+    if local is None:
+        no = no or FUSED_EXPERTS.format(kind=type(module.experts).__name__)
+        local = [module.experts]
+    owned = expert // len(module.local_expert_indices) == b.mesh["ep"].coord
+    mlp = local[expert % len(local)]
+    fc1, fc2 = getattr(mlp, "linear_fc1", mlp), getattr(mlp, "linear_fc2", mlp)
+    no = no or _why_padded(b)
+    width, wide, entry, stream = _expert_width(b), _fc1_output_layout(b), _entry_width(b), b.of.stream()
+    halves: list[tuple[str, Tap, Layout, int]] = [
+        (f".linear_fc1:{name}", FusedPart(fc1, index, Packing(1, (1, 1))), CUT_ROWS, width)
+        for index, name in enumerate(("gate", "up"))
+        if b.config.gated_linear_unit
+    ]
+    passed: list[tuple[str, Tap, Layout, int]] = [  # in the order of the data flow
+        (":input", ModuleInput(mlp, 0, "hidden_states"), FULL_ROWS, entry),
+        (".linear_fc1:input", ModuleInput(fc1, 0, "input_"), FULL_ROWS, entry),
+        (".linear_fc1:output", ModuleOutput(fc1), wide, width * (1 + bool(b.config.gated_linear_unit))),
+        *halves,
+        (".linear_fc2:input", ModuleInput(fc2, 0, "input_"), CUT_ROWS, width),
+        (".linear_fc2:output", ModuleOutput(fc2), PARTIAL_ROWS, entry),
+        (":output", ModuleOutput(mlp), PARTIAL_ROWS, entry),
+    ]
+    for point, tap, layout, last in passed:
+        home = b.of.rows_of_one(layout.dims[-1].name)
+        rows = ExpertRows(tap, module, layout, home, stream, b.mesh, expert, owned)
+        yield b.site(f"{path}{point}", home, rows, no, last)
+
+
+def _entry_width(b: SiteBuilder) -> int:
+    """The features of the experts' input and output: the hidden size, unless there are latents."""
+    return int(getattr(b.config, "moe_latent_size", None) or b.config.hidden_size)
+
+
+def _expert_width(b: SiteBuilder) -> int:
+    return int(b.config.moe_ffn_hidden_size or b.config.ffn_hidden_size)
+
+
+def _fc1_output_layout(b: SiteBuilder) -> Layout:
+    gated = bool(b.config.gated_linear_unit)
+    return Layout((ROW_DIM, Dim("gate|up" if gated else "f", (Cut("etp"),), (1, 1) if gated else (1,))))
+
+
+def _why_padded(b: SiteBuilder) -> str:
+    low = next((n for n in ("fp8", "fp4") if getattr(b.config, n, None)), "")
+    return PADDED_ROWS.format(name=low, value=getattr(b.config, low)) if low else ""
+
+
+def _why_hidden(b: SiteBuilder) -> str:
+    kind = b.config.moe_token_dispatcher_type
+    if kind not in ("alltoall", "allgather"):
+        return OTHER_DISPATCHER.format(kind=kind)
+    for name in (
+        "moe_pad_expert_input_to_capacity",
+        "moe_router_padding_for_quantization",
+        "moe_router_padding_for_fp8",
+    ):
+        if getattr(b.config, name, False):
+            return PADDED_ROWS.format(name=name, value=True)
+    return ""
+
+
+# -- parameters ----------------------------------------------------------------------------------------
+
+
+def _router_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    return of.uncut(parameter.ndim, shared=of.sequence_parallel)
+
+
+def _grouped_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    """`weight0`, `bias0`, ... of the experts of a grouped linear."""
+    if role == "linear_fc1":
+        return of.rows_cut(parameter.ndim, (1, 1) if of.config.gated_linear_unit else (1,))
+    return of.columns_cut() if parameter.ndim == 2 else of.uncut(1, shared=False)
+
+
+MOE_KINDS = (Kind(moe_layer, ("MoELayer",), ("mlp",)),)
+MOE_PARAMETERS = (
+    ParameterKind(_grouped_layout, ("TEGroupedLinear",), ("linear_fc1", "linear_fc2")),
+    ParameterKind(_router_layout, ("Router",)),
+    ParameterKind(_router_layout, ("SharedExpertMLP",)),
+)

@@ -1,0 +1,173 @@
+"""The storage of parameters' gradients in Megatron, their reduction, and pending changes of parameters.
+
+Also freezing all parameters, in Megatron's wrappers and under its recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_flex.adapters.adapter_base import LocalGradient, Undo
+from megatron_flex.adapters.data_parallel import all_synchronized
+from megatron_flex.adapters.megatron_core.module_classes import MODEL_CLASSES, is_megatron
+from megatron_flex.adapters.taps import add_hook
+from megatron_flex.errors import FlexError
+
+SAY_WHICH = "say reduced=True after finalize_model_grads(), reduced=False before it"
+
+
+class MegatronGradients:
+    """The gradients of one model, with the DistributedDataParallel around its chunks, if there is one.
+
+    Attributes:
+        wrappers: Megatron's DistributedDataParallel wrappers.
+        torchs: torch's DistributedDataParallel wrappers.
+    """
+
+    def __init__(self, chunks: list[nn.Module], roots: list[Any]) -> None:
+        self.config: Any = roots[0].config
+        self.wrappers = [w for chunk in chunks if (w := _ddp_wrapper(chunk)) is not None]
+        self.torchs = [m for c in chunks for m in c.modules() if isinstance(m, DistributedDataParallel)]
+        self._by_parameter = {p: w for w in self.wrappers for p in w.parameters()}
+
+    def gather_parameters(self) -> None:
+        """Finish the gathering that the distributed optimizer defers to the next forward pass."""
+        for wrapper in self.wrappers:
+            if wrapper.ddp_config.overlap_param_gather:
+                wrapper.start_param_sync(force_sync=True)
+
+    def reduced(self, called: bool) -> bool | str:
+        """True if the schedule finalizes gradients, False if nothing can, text if only the user knows."""
+        if self.torchs:
+            return self._reduced_by_torch()
+        if not self.wrappers:
+            return False
+        if self.config.finalize_model_grads_func is None:
+            return f"no finalize_model_grads_func is set; {SAY_WHICH}"
+        return f"the model ran outside the schedule; {SAY_WHICH}" if called else True
+
+    def _reduced_by_torch(self) -> bool | str:
+        """`reduced` where torch's wrapper averages over data parallel ranks, and nothing else is reduced."""
+        config = self.config
+        if getattr(config, "sequence_parallel", False) or config.pipeline_model_parallel_size > 1:
+            return (
+                "torch's DistributedDataParallel leaves what finalize_model_grads() does over tensor and "
+                f"pipeline parallel ranks undone; {SAY_WHICH}"
+            )
+        return all_synchronized(self.torchs)
+
+    def of(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
+        """A parameter's gradient; the distributed optimizer reduces only a part of it on each rank."""
+        main = getattr(parameter, "main_grad", None)
+        local = LocalGradient(parameter.grad if main is None else main)
+        wrapper = self._by_parameter.get(parameter)
+        if wrapper is None:
+            if main is not None and reduced:
+                raise FlexError(
+                    "DistributedDataParallel keeps the gradients and was not given; make the FlexModel of "
+                    "the wrapped chunks"
+                )
+            return local
+        settings, groups = wrapper.ddp_config, wrapper.param_to_bucket_group
+        if parameter not in groups:
+            return local  # frozen when it was wrapped
+        group = groups[parameter]
+        if not reduced and settings.overlap_grad_reduce:
+            raise FlexError(
+                "overlap_grad_reduce=True reduces gradients during the backward pass; ask for reduced ones, "
+                "or turn it off"
+            )
+        if reduced and getattr(group, "grad_reduce_handle", None) is not None:
+            raise FlexError("a reduction of gradients is under way; call finalize_model_grads() first")
+        if not reduced or not settings.use_distributed_optimizer:
+            return local
+        part = _reduced_range(parameter, wrapper, group)
+        return LocalGradient(local.tensor, part, group.intra_distributed_optimizer_instance_group)
+
+
+def _ddp_wrapper(chunk: Any) -> Any:
+    while not is_megatron(chunk, *MODEL_CLASSES):
+        if is_megatron(chunk, "DistributedDataParallel"):
+            return chunk
+        chunk = chunk.module
+    return None
+
+
+def _reduced_range(parameter: nn.Parameter, wrapper: Any, group: Any) -> tuple[int, int]:
+    """The part of a parameter within the shard of its bucket that this rank reduces."""
+    for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers):
+        if parameter in buffer.param_index_map:
+            start, stop, number = buffer.param_index_map[parameter]
+            bucket = buffer.buckets[number]
+            length = bucket.grad_data.numel() // group.intra_distributed_optimizer_instance_size
+            low = bucket.offset + group.intra_distributed_optimizer_instance_rank * length
+            low, high = max(low, start), min(low + length, stop)
+            return (low - start, high - start) if low < high else (0, 0)
+    raise FlexError("a parameter is in no buffer of its DistributedDataParallel; wrap the model anew")
+
+
+def freeze_parameters(roots: list[nn.Module], wrappers: list[Any]) -> Undo:
+    """Turn `requires_grad` off for all parameters, until the returned function is called."""
+    undos = [_set_attribute(p, "requires_grad", False) for root in roots for p in root.parameters()]
+    overlapped = [bool(w.ddp_config.overlap_grad_reduce) for w in wrappers]  # they may share one config
+    for wrapper, waits in zip(wrappers, overlapped, strict=True):
+        undos += _suspend_wrapper(wrapper, waits)
+    return lambda: _undo_all(undos)
+
+
+def _suspend_wrapper(wrapper: Any, waits: bool) -> list[Undo]:
+    """Make a wrapper neither wait for gradients nor gather parameters, which do not change."""
+    undos: list[Undo] = []
+    if waits:
+        groups = [*wrapper.bucket_groups, *wrapper.expert_parallel_bucket_groups]
+        for group in groups:
+            group.reset()
+        if all(hasattr(group, "is_first_batch") for group in groups):
+            # As in a first batch, in which the wrapper does not know yet which gradients come.
+            undos += [_set_attribute(group, "is_first_batch", True) for group in groups]
+        else:
+            # Megatron-core before 0.16 waits for a reduction that the last gradient would have started.
+            undos.append(_set_attribute(wrapper.ddp_config, "overlap_grad_reduce", False))
+            undos.append(_set_attribute(wrapper.config, "grad_sync_func", None))
+    if wrapper.ddp_config.overlap_param_gather:
+        wrapper.start_param_sync(force_sync=True)
+        # Its hooks ignore parameters that are in no bucket, and require that the others are trained.
+        undos.append(_set_attribute(wrapper, "param_to_bucket_group", {}))
+        undos.append(_set_attribute(wrapper.config, "param_sync_func", None))
+    return undos
+
+
+def _set_attribute(owner: Any, name: str, value: Any) -> Undo:
+    before: Any = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, before)
+
+
+def open_recomputed_regions(roots: list[nn.Module]) -> Undo:
+    """Make the input of the layers require a gradient, even where the embedding is frozen.
+
+    Megatron's recomputed regions propagate gradients only if their inputs require them; trained ones inside
+    would get none. Inputs from another pipeline stage require them anyway.
+    """
+    undos = []
+    for root in roots:
+        config: Any = root.config
+        embedding = getattr(root, "embedding", None)
+        if config.recompute_granularity is not None and isinstance(embedding, nn.Module):
+            undos.append(add_hook(embedding, _require_gradient))
+    return lambda: _undo_all(undos)
+
+
+def _require_gradient(_: nn.Module, __: Any, output: Any) -> Any:
+    opens = isinstance(output, Tensor) and torch.is_grad_enabled() and output.is_floating_point()
+    return output.detach().requires_grad_() if opens and not output.requires_grad else output
+
+
+def _undo_all(undos: list[Callable[[], None]]) -> None:
+    for undo in reversed(undos):
+        undo()

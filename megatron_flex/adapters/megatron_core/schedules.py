@@ -1,0 +1,330 @@
+"""Megatron's pipeline schedules: the current step and microbatch, and forward runs over full tokens.
+
+The schedules look up their helpers in their module at each call, so replacing the module's functions is
+enough, in every version; the microbatch is stored on the output tensor from forward to backward.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.adapters.adapter_base import Architecture, Listener, Undo
+from megatron_flex.adapters.megatron_core.megatron_taps import is_packed
+from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
+from megatron_flex.adapters.megatron_core.module_classes import is_megatron, unwrap_model
+from megatron_flex.adapters.taps import add_hook, intercept
+from megatron_flex.errors import FlexError
+from megatron_flex.layout import extract
+from megatron_flex.mesh import Mesh
+
+SCHEDULE_FUNCTIONS = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+)
+
+INFERENCE_WRAPPER = "megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper"
+INFERENCE_METHODS = ("run_one_forward_step", "forward_pass_with_pipeline_parallel")
+
+PACKED_CONTEXT_PARALLEL = (
+    "packed sequences (packed_seq_params) are dealt out over context parallel ranks one by one, and in which "
+    "order is not known here; with context_parallel_size={size}, do without packing, or take the hooks out"
+)
+
+PER_SAMPLE = (
+    "experts get packed sequences by tokens_per_sample, of which a sequence parallel rank has other samples "
+    "and not other positions; leave out tokens_per_sample or --sequence-parallel, or take the hooks out"
+)
+
+
+def watch_schedules(roots: list[nn.Module], context_parallel: int, listener: Listener) -> Undo:
+    """Notify `listener` of the schedules' events for these models and of calls without a schedule."""
+    from megatron.core.pipeline_parallel import schedules
+
+    state = _ScheduleWatcher(roots, context_parallel, listener)
+    undos = [intercept(schedules, name, state.run) for name in SCHEDULE_FUNCTIONS]
+    undos.append(intercept(schedules, "forward_step", state.forward))
+    undos.append(intercept(schedules, "backward_step", state.backward))
+    for number, root in enumerate(roots):
+        undos.append(add_hook(root, partial(state.before_call, number), pre=True, with_kwargs=True))
+        undos.append(add_hook(root, state.after_call, always_call=True))
+    wrapper: Any = getattr(sys.modules.get(INFERENCE_WRAPPER), "AbstractModelInferenceWrapper", None)
+    undos += [intercept(wrapper, name, state.infer) for name in INFERENCE_METHODS if hasattr(wrapper, name)]
+
+    def undo() -> None:
+        for u in reversed(undos):
+            u()
+
+    return undo
+
+
+def keep_schedules_watchable() -> Undo:
+    """Let models attached later also observe the schedule that a loop fetches from now on."""
+    from megatron.core.pipeline_parallel import schedules
+
+    undos = [intercept(schedules, name, _call_unchanged) for name in SCHEDULE_FUNCTIONS]
+
+    def undo() -> None:
+        for u in undos:
+            u()
+
+    return undo
+
+
+def _call_unchanged(schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return schedule(*args, **kwargs)
+
+
+class _ScheduleWatcher:
+    """The state of one watcher; its methods wrap Megatron's functions."""
+
+    def __init__(self, roots: list[nn.Module], context_parallel: int, listener: Listener) -> None:
+        self.roots, self.listener = roots, listener
+        self.context_parallel = context_parallel
+        self.running = False
+        self.calling = False
+
+    def ours(self, model: Any) -> bool:
+        models = model if isinstance(model, (list, tuple)) else [model]
+        return any(unwrap_model(m) is root for m in models if isinstance(m, nn.Module) for root in self.roots)
+
+    def run(self, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.running or not self.ours(kwargs.get("model")):
+            return schedule(*args, **kwargs)
+        count = int(kwargs["num_microbatches"])
+        self.listener.step_begins(current_iteration(), partial(self.gradient_factor, count), count)
+        self.running, failed = True, True
+        try:
+            result = schedule(*args, **kwargs)
+            failed = False
+        finally:
+            self.running = False
+            if failed:
+                self.listener.step_ends(True)
+        self.listener.step_ends(False)
+        return result
+
+    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        model: Any = kwargs.get("model", args[2] if len(args) > 2 else None)
+        if not self.ours(model):
+            return step(*args, **kwargs)
+        if not self.running:
+            raise FlexError(
+                "the schedule that runs was fetched before the hooks were attached and cannot be followed; "
+                "call get_forward_backward_func() after attaching"
+            )
+        chunk = next((i for i, root in enumerate(self.roots) if unwrap_model(model) is root), 0)
+        self.listener.forward_begins(int(kwargs.get("current_microbatch") or 0), chunk)
+        result = step(*args, **kwargs)
+        output, tokens = result if isinstance(result, tuple) else (result, None)
+        per_token = getattr(self.roots[0].config, "calculate_per_token_loss", False)
+        self.listener.forward_ends(output, tokens if per_token else None)
+        return result
+
+    def backward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.running:
+            self.listener.backward_begins(kwargs.get("output_tensor", args[1] if len(args) > 1 else None))
+        result = step(*args, **kwargs)
+        if self.running:
+            self.listener.backward_ends()
+        return result
+
+    def gradient_factor(self, microbatches: int) -> float:
+        """The factor between Megatron's gradients and those of one microbatch's own loss.
+
+        Without the loss for each token it multiplies a loss by the context parallel size and divides it by
+        the number of microbatches, whether a loss function returns a pair or three (then the tokens are a
+        rank's own, fewer by the context parallel size). `config.grad_scale_func` is a further factor.
+        """
+        config: Any = self.roots[0].config
+        factor = 1.0
+        if not getattr(config, "calculate_per_token_loss", False):
+            factor *= self.context_parallel / microbatches
+        if config.grad_scale_func is not None:
+            parameter = next(p for root in self.roots for p in root.parameters())
+            factor *= float(config.grad_scale_func(torch.ones(1, device=parameter.device)))
+        return factor
+
+    def infer(self, forward: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make all stages raise alike: later ones wait for a tensor before they call their part."""
+        if not self.running and self.ours(getattr(wrapper, "model", None)):
+            self.listener.check_call()
+        return forward(wrapper, *args, **kwargs)
+
+    def before_call(self, chunk: int, _: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+        if not self.running and not self.calling:
+            self.listener.call_begins(chunk=chunk)
+            self.calling = True
+        if is_packed(kwargs):
+            self._packed(kwargs["packed_seq_params"])
+
+    def _packed(self, packed: Any) -> None:
+        """The model is called on packed sequences: refuse unsupported hooks."""
+        config: Any = self.roots[0].config
+        self.listener.unbatched()
+        if self.context_parallel > 1:
+            self.listener.cannot(PACKED_CONTEXT_PARALLEL.format(size=self.context_parallel))
+        samples = getattr(packed, "tokens_per_sample", None) is not None
+        if samples and config.sequence_parallel and getattr(config, "num_moe_experts", None):
+            self.listener.cannot(PER_SAMPLE)
+
+    def after_call(self, _: nn.Module, __: Any, output: Any) -> None:
+        if self.calling:
+            self.calling = False
+            self.listener.call_ends(failed=output is None)  # torch passes None when the forward raised
+
+
+def current_iteration() -> int | None:
+    """The iteration of `megatron.training`; None in a custom loop."""
+    state = sys.modules.get("megatron.training.global_vars")
+    args = getattr(state, "_GLOBAL_ARGS", None)
+    found = getattr(args, "curr_iteration", None)
+    return None if found is None else int(found)
+
+
+DECODERS = ("GPTModel", "HybridModel", "MambaModel")
+ROTARY = ("rope", "mrope", "yarn")
+LEARNED_POSITIONS = "learned_absolute"
+NEEDS_LABELS = (
+    "this megatron-core runs a model with mtp_num_layers={} with labels only, and here are tokens alone; run "
+    "your own step in `with flex.interp.trace()`, or take a megatron-core that has process_mtp_loss (0.19)"
+)
+
+
+def read_architecture(root: Any) -> Architecture | None:
+    """The properties of a model, from its configuration."""
+    if not is_megatron(root, *DECODERS):
+        return None
+    config = root.config
+    return Architecture(
+        heads=config.num_attention_heads,
+        rms=config.normalization == "RMSNorm",
+        epsilon=config.layernorm_epsilon,
+        unit_offset=bool(getattr(config, "layernorm_zero_centered_gamma", False)),
+        gated=bool(config.gated_linear_unit),
+        rotary=getattr(root, "position_embedding_type", "") in ROTARY,
+        causal=getattr(config, "window_size", None) is None,
+        scaled_by_layer=bool(getattr(config, "apply_query_key_layer_scaling", False)),
+        tied=bool(getattr(root, "share_embeddings_and_output_weights", False)),
+    )
+
+
+def run_forward(chunks: list[nn.Module], root: Any, mesh: Mesh, tokens: Tensor, size: int | None) -> None:
+    """Run all chunks forward; see `Adapter.run`."""
+    size = tokens.shape[0] if size is None and tokens.ndim == 2 else size
+    if not is_megatron(root, *DECODERS):
+        raise FlexError(
+            f"a {type(root).__name__} cannot be run on tokens alone; run your step in "
+            "`with flex.interp.trace()`"
+        )
+    check_tokens(root, mesh, tokens, size)
+    _check_runs_without_labels(root.config)
+    microbatches = [_local_batch(root, mesh, microbatch) for microbatch in tokens.split(size or 1)]
+    missing = _microbatches_needed(root.config, len(microbatches), len(chunks)) - len(microbatches)
+    microbatches += microbatches[-1:] * missing
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    interleaved = len(chunks) > 1
+    with torch.no_grad(), _keep_random_states():
+        get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=[iter(microbatches) for _ in chunks] if interleaved else iter(microbatches),
+            model=chunks if interleaved else chunks[0],
+            num_microbatches=len(microbatches),
+            seq_length=tokens.shape[1],
+            micro_batch_size=size,
+            forward_only=True,
+            collect_non_loss_data=True,  # so that the output is not treated as a loss
+        )
+
+
+def check_tokens(root: Any, mesh: Mesh, tokens: Tensor, size: int | None) -> None:
+    """Refuse tokens that would fail on some ranks only, or in the middle of the model.
+
+    Raises:
+        FlexError: on all ranks, which have the same tokens.
+    """
+    if tokens.ndim != 2 or tokens.is_floating_point() or not tokens.numel():
+        raise FlexError(
+            f"tokens of shape {tuple(tokens.shape)} and dtype {tokens.dtype}; give integers [batch, sequence]"
+        )
+    batch, length = tokens.shape
+    if not size or size < 0 or batch % size:
+        raise FlexError(f"microbatch_size={size} must divide the batch of {batch}; choose one that does")
+    cp, tp, parallel = mesh["cp"].size, mesh["tp"].size, bool(root.config.sequence_parallel)
+    parts = (2 * cp if cp > 1 else 1) * (tp if parallel else 1)
+    if length % parts:
+        why = f"context parallel size {cp}, tensor parallel size {tp}, sequence_parallel={parallel}"
+        raise FlexError(
+            f"a sequence of {length} cannot be cut into {parts} equal parts ({why}); pad them at the "
+            f"end to {-(-length // parts) * parts}: later tokens do not change what is before them"
+        )
+    longest = getattr(root, "max_sequence_length", length)
+    if getattr(root, "position_embedding_type", "") == LEARNED_POSITIONS and length > longest:
+        raise FlexError(
+            f"a sequence of {length} has no positions in this model; give at most {longest} tokens"
+        )
+    known = getattr(root, "vocab_size", None)
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or (isinstance(known, int) and high >= known):
+        raise FlexError(f"tokens from {low} to {high} are not all in the vocabulary of {known}; give its own")
+
+
+def _check_runs_without_labels(config: Any) -> None:
+    """Refuse multi-token prediction where Megatron computes its losses with labels only."""
+    depths = getattr(config, "mtp_num_layers", None)
+    if depths is None:
+        return
+    from megatron.core.transformer import multi_token_prediction
+
+    if not hasattr(multi_token_prediction, "process_mtp_loss"):
+        raise FlexError(NEEDS_LABELS.format(depths))
+
+
+def _local_batch(root: Any, mesh: Mesh, tokens: Tensor) -> dict[str, Tensor]:
+    """This rank's part of one microbatch, under context parallelism."""
+    device = next(root.parameters()).device
+    layout = ModelLayouts(root.config, mesh, None).loss()
+    places = torch.arange(tokens.shape[1]).expand_as(tokens)
+    share = [extract(layout, t.cpu(), mesh.coords, mesh.sizes) for t in (tokens.long(), places)]
+    return dict(zip(("tokens", "positions"), (t.contiguous().to(device) for t in share), strict=True))
+
+
+def _forward_step(iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
+    batch = next(iterator)
+    return model(batch["tokens"], batch["positions"], None), _discard_logits
+
+
+def _discard_logits(output: Tensor, non_loss_data: bool = False) -> None:
+    """Megatron's logits."""
+
+
+def _microbatches_needed(config: Any, count: int, chunks: int) -> int:
+    """The minimum number of microbatches of the schedule: an interleaved one runs them in groups."""
+    if chunks == 1:
+        return count
+    stages = config.pipeline_model_parallel_size
+    group = getattr(config, "microbatch_group_size_per_vp_stage", None) or stages
+    return int(-(-count // group) * group)
+
+
+@contextmanager
+def _keep_random_states() -> Iterator[None]:
+    """Restore the random generators, so that a training run continues unchanged."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tracker: Any = get_cuda_rng_tracker()
+    states = tracker.get_states()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices, device_type="cuda"):
+        try:
+            yield
+        finally:
+            tracker.set_states(states)

@@ -1,0 +1,383 @@
+"""The building blocks of sites for every kind of module: kinds, builder, parallel linears, fused parts.
+
+Fused tensors are split: queries, keys and values of one projection, gate and up of a gated MLP. Megatron's
+wrappers of Transformer Engine have parallel linears that are sharded like Megatron's own, and norms inside
+linears and duplicated linears besides. They are identified by the wrappers' class names; attributes on
+parameters are not used, as Transformer Engine marks every weight that is not row-parallel as sharded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.adapters.adapter_base import Undo, leaf, with_leaf
+from megatron_flex.adapters.megatron_core.megatron_taps import Gemm, group_argument
+from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
+from megatron_flex.adapters.megatron_core.module_classes import is_identity, is_megatron
+from megatron_flex.adapters.taps import ModuleInput, ModuleOutput, add_hook
+from megatron_flex.layout import Cut, Dim, Layout
+from megatron_flex.mesh import Mesh
+from megatron_flex.sites import Site, Tap, TapCallback
+
+COLUMN_LINEARS = ("ColumnParallelLinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear")
+ROW_LINEARS = ("RowParallelLinear", "TERowParallelLinear")
+INSIDE_KERNEL = (
+    "{kind} keeps what is between its GEMM and its collective inside Transformer Engine; build the layers "
+    "with the local spec (--transformer-impl local) to have it"
+)
+NO_RULE = (
+    "{kind} is none of Megatron's {known} and its layout is not known; build the layers with the local spec "
+    "(--transformer-impl local)"
+)
+
+
+class ModuleMatcher:
+    """Matches modules by their class and their role in the parent."""
+
+    classes: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
+
+    def fits(self, role: str, module: nn.Module, parent: nn.Module | None = None) -> bool:
+        """Whether a module in that role, in that parent, matches."""
+        return (
+            (not self.roles or role in self.roles)
+            and (not self.classes or is_megatron(module, *self.classes))
+            and (not self.inside or is_megatron(parent, *self.inside))
+        )
+
+
+@dataclass(frozen=True)
+class Kind(ModuleMatcher):
+    """A kind of module and its sites.
+
+    Attributes:
+        sites: called with the builder, the module's global path and the module.
+        classes: names of Megatron's classes, of which the module's must be or derive from one; empty for any.
+        roles: the last component of the path must be one of these; empty for any.
+        inside: names of Megatron's classes, of which the parent must be one; empty for any.
+    """
+
+    sites: Callable[[SiteBuilder, str, Any], Iterator[Site]]
+    classes: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ParameterKind(ModuleMatcher):
+    """A kind of module and the layouts of the parameters that it owns.
+
+    Attributes:
+        layout: called with the model's layouts, the module's role in its parent, the parameter's name in the
+            module and the parameter.
+        classes: as for `Kind`.
+        roles: as for `Kind`.
+        inside: as for `Kind`.
+    """
+
+    layout: Callable[[ModelLayouts, str, str, nn.Parameter], Layout]
+    classes: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class OwnerKind(ModuleMatcher):
+    """A kind of module that also declares the layouts of its children's parameters, whose widths it knows.
+
+    Attributes:
+        layouts: called with the model's layouts and the module.
+        classes: as for `Kind`.
+        roles: as for `Kind`.
+    """
+
+    layouts: Callable[[ModelLayouts, Any], Iterator[tuple[nn.Parameter, Layout]]]
+    classes: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ()
+
+
+class SiteBuilder:
+    """One chunk's configuration, and functions that build its sites."""
+
+    def __init__(self, root: Any, mesh: Mesh) -> None:
+        self.root, self.mesh = root, mesh
+        self.config: Any = root.config
+        self.of = ModelLayouts(self.config, mesh, unpadded_vocabulary(root))
+        self.sizes: dict[str, Any] = {
+            "h": self.config.hidden_size,
+            "f": self.config.ffn_hidden_size,
+            "n": self.config.num_attention_heads,
+            "g": self.config.num_query_groups or self.config.num_attention_heads,
+            "d": self.config.kv_channels,
+            "e": getattr(self.config, "num_moe_experts", None),
+            "k": getattr(self.config, "moe_router_topk", None),
+            "v": self.of.vocabulary or getattr(root, "vocab_size", "v"),
+        }
+
+    def site(
+        self,
+        name: str,
+        layout: Layout,
+        tap: Tap,
+        hidden: str = "",
+        width: int | None = None,
+        fixed: str = "",
+        beside: tuple[Layout, ...] = (),
+    ) -> Site:
+        """A site on this stage; `width` is the full tensor's last dim, if its name does not give it."""
+        names = [d.name for d in layout.dims]
+        if layout.permute is not None:
+            names = [names[i] for i in layout.permute]
+        shape: list[int | str] = [self.sizes.get(n, n) for n in names]
+        if width is not None:
+            shape[-1] = width
+        return Site(name, layout, tuple(shape), self.mesh["pp"].coord, hidden, fixed, tap, beside=beside)
+
+    def both(
+        self,
+        path: str,
+        module: Any,
+        layout: Layout,
+        keyword: str,
+        hidden: str = "",
+        beside: tuple[Layout, ...] = (),
+    ) -> Iterator[Site]:
+        """A module's input and output, with the same layout; `beside` is for further outputs."""
+        yield self.site(f"{path}:input", layout, ModuleInput(module, 0, keyword), hidden)
+        yield self.site(f"{path}:output", layout, ModuleOutput(module), hidden, beside=beside)
+
+    def column(
+        self,
+        path: str,
+        module: Any,
+        out: Layout,
+        width: int | None,
+        resolve: Any = None,
+        no: str = "",
+        within: int | None = None,
+    ) -> Iterator[Site]:
+        """The sites of a column-parallel linear, whose output has layout `out`.
+
+        Args:
+            path: its global path.
+            module: the linear.
+            out: the output's layout.
+            width: the output's features, in the full tensor.
+            resolve: where the output's layout depends on the call's keywords.
+            no: why it is hidden.
+            within: the input's features, if they are not the hidden size.
+        """
+        no = no or self.no_rule(module, COLUMN_LINEARS)
+        inside = no or self.inside(module)
+        entry = ModuleInput(module, 0, "x" if inside else "input_")
+        yield self.site(f"{path}:input", self.of.stream(self.sequence_cut(module)), entry, no, within)
+        gemm = Gemm(module, before=True)
+        yield self.site(f"{path}:gemm_input", self.of.gathered(), gemm, inside, within)
+        tap, features = ModuleOutput(module, 0, resolve), out.dims[-1]
+        # An output that is gathered has a bias that is not.
+        features = features if features.cuts else replace(features, cuts=(Cut("tp"),))
+        yield self.site(f"{path}:output", out, tap, no, width, beside=(self.of.bias_beside(features),))
+
+    def row(self, path: str, module: Any, name: str, width: int, no: str = "") -> Iterator[Site]:
+        """The sites of a row-parallel linear, whose input has the features called `name`."""
+        no = no or self.no_rule(module, ROW_LINEARS)
+        inside = no or self.inside(module)
+        entry = ModuleInput(module, 0, "x" if inside else "input_")
+        yield self.site(f"{path}:input", self.of.features(name), entry, no, width)
+        yield self.site(f"{path}:partial", self.of.partial(), Gemm(module, before=False), inside)
+        stream, beside = self.of.stream(self.sequence_cut(module)), (self.of.bias_beside(),)
+        yield self.site(f"{path}:output", stream, ModuleOutput(module), no, beside=beside)
+
+    def sequence_cut(self, module: Any) -> bool:
+        """Whether the tensor on a parallel linear's unsharded side is sharded over the sequence."""
+        if is_megatron(module, "TELinear", "TELayerNormColumnParallelLinear"):
+            return self.of.sequence_parallel  # as Megatron's wrapper configures Transformer Engine
+        return bool(getattr(module, "sequence_parallel", False))
+
+    def no_rule(self, module: Any, known: tuple[str, ...]) -> str:
+        """Why a linear of another class is hidden: its sharding is unknown."""
+        return (
+            "" if is_megatron(module, *known) else NO_RULE.format(kind=type(module).__name__, known=known[0])
+        )
+
+    def inside(self, module: Any) -> str:
+        """Why tensors inside a Transformer Engine linear are not available; empty for Megatron's own."""
+        own = is_megatron(module, COLUMN_LINEARS[0], ROW_LINEARS[0])
+        return "" if own else INSIDE_KERNEL.format(kind=type(module).__name__)
+
+
+def unpadded_vocabulary(root: nn.Module) -> int | None:
+    """The vocabulary without padding, as `megatron.training` knows it; None if it is unknown.
+
+    A model knows only the padded number.
+    """
+    state = sys.modules.get("megatron.training.global_vars")
+    tokenizer = getattr(state, "_GLOBAL_TOKENIZER", None)
+    if tokenizer is None:
+        args = getattr(state, "_GLOBAL_ARGS", None)
+        found = getattr(args, "vocab_size", None)
+    else:
+        found = getattr(tokenizer, "vocab_size", None)
+    padded = getattr(root, "vocab_size", None)
+    return int(found) if isinstance(found, int) and isinstance(padded, int) and found <= padded else None
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The packing of a last dim: `groups` repetitions of parts of relative `widths`.
+
+    Attributes:
+        groups: how often the parts repeat.
+        widths: the parts' widths within a group, in units that follow from the tensor's length.
+        heads: a unit is a head, and a part has the shape `[..., heads, unit]`; else it stays flat.
+    """
+
+    groups: int
+    widths: tuple[int, ...]
+    heads: bool = False
+
+    def split(self, packed: Tensor) -> list[Tensor]:
+        """The parts of `packed`, views or copies."""
+        unit = packed.shape[-1] // (self.groups * sum(self.widths))
+        rows = packed.unflatten(-1, (self.groups, -1)).split([w * unit for w in self.widths], -1)
+        flat = [row.flatten(-2) for row in rows]
+        return [part.unflatten(-1, (-1, unit)) for part in flat] if self.heads else flat
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Concatenate the parts, contiguous."""
+        flat = [part.flatten(-2) for part in parts] if self.heads else parts
+        return torch.cat([part.unflatten(-1, (self.groups, -1)) for part in flat], -1).flatten(-2)
+
+
+@dataclass(frozen=True, eq=False)
+class FusedPart:
+    """One part of a linear's fused output, split from it and, if a hook changed it, written back.
+
+    Several parts of one output may be tapped: each tap gets the output of the ones before it.
+
+    Attributes:
+        module: the linear.
+        index: which part.
+        packing: the packing of the parts in the local output, or in the full output if `gathered`.
+        gathered: a rank's slice of the output ends within a part, so that the parts exist only in the full
+            output. The tap gathers the output as upstream does right after the projection.
+    """
+
+    module: nn.Module
+    index: int
+    packing: Packing
+    gathered: bool = False
+
+    def install(self, fire: TapCallback) -> Undo:
+        """Call `fire` after the module's forward."""
+
+        def hook(module: nn.Module, _: tuple[Any, ...], output: Any) -> Any:
+            local = leaf(output, 0)
+            if local is None:
+                return None
+            packed = self._whole(local) if self.gathered else local
+            parts = self.packing.split(packed)
+            part = parts[self.index].contiguous()
+            new = fire(part)
+            if new is part:
+                return None
+            parts[self.index] = new
+            joined = self.packing.join(parts)
+            return with_leaf(output, 0, self._own(joined, local) if self.gathered else joined)
+
+        return add_hook(self.module, hook)
+
+    def _group(self) -> Any:
+        for name in ("tp_group", "_tp_group"):
+            group = getattr(self.module, name, None)
+            if group is not None:
+                return group
+        from megatron.core import parallel_state
+
+        return parallel_state.get_tensor_model_parallel_group()
+
+    def _whole(self, local: Tensor) -> Tensor:
+        from megatron.core.tensor_parallel import mappings
+
+        gather = mappings.all_gather_last_dim_from_tensor_parallel_region
+        full: Tensor = gather(local, **group_argument(gather, self._group()))
+        return full
+
+    def _own(self, full: Tensor, local: Tensor) -> Tensor:
+        width = local.shape[-1]
+        return full.narrow(-1, torch.distributed.get_rank(self._group()) * width, width).contiguous()
+
+
+def qkv(b: SiteBuilder, path: str, linear: Any, hidden: str, gated: bool) -> Iterator[Site]:
+    """The parts of `linear_qkv:output`: before the norms of queries and keys, before rotary embedding.
+
+    Its columns are, for each group of heads, `[q... | gate... | k | v]`.
+    """
+    groups, split = b.sizes["g"], b.sizes["g"] < b.of.tp
+    heads = b.sizes["n"] // groups
+    names = ("q", "gate", "k", "v") if gated else ("q", "k", "v")
+    widths = (heads, heads, 1, 1) if gated else (heads, 1, 1)
+    packing = Packing(groups if split else groups // b.of.tp, widths, heads=True)
+    for index, name in enumerate(names):
+        kept = name in ("k", "v")
+        layout = b.of.groups() if kept else b.of.heads()
+        if split:
+            layout = _gathered_layout(layout)
+        yield b.site(f"{path}:{name}", layout, FusedPart(linear, index, packing, split), hidden)
+
+
+def gate_up(b: SiteBuilder, path: str, linear: Any, hidden: str, width: int) -> Iterator[Site]:
+    """The halves of a gated MLP's `linear_fc1:output`, without the bias, which is added after the linear.
+
+    Each has `width` features in the full tensor.
+    """
+    for index, name in enumerate(("gate", "up")):
+        tap = FusedPart(linear, index, Packing(1, (1, 1)))
+        yield b.site(f"{path}:{name}", b.of.features("f"), tap, hidden, width)
+
+
+def _gathered_layout(layout: Layout) -> Layout:
+    """The layout of a part of a fused tensor that every rank gathers before it uses its own slice."""
+    sequence, batch, heads, size = layout.dims
+    return Layout((sequence, batch, Dim(heads.name), size), shared=("tp",))
+
+
+LINEAR_WITH_NORM = "TELayerNormColumnParallelLinear"
+NORM_INSIDE = (
+    "the norm is inside {kind} behind it, whose input is the tensor before the norm; build the layers with "
+    "the local spec (--transformer-impl local) to have its output"
+)
+
+
+def is_duplicated(linear: Any) -> bool:
+    """Whether a linear is replicated on all tensor parallel ranks."""
+    return is_megatron(linear, "TELinear") and not is_megatron(linear, *COLUMN_LINEARS, *ROW_LINEARS)
+
+
+def norm_inside(
+    b: SiteBuilder, path: str, norm: Any, linear: Any, layout: Layout, width: int | None = None
+) -> Iterator[Site]:
+    """The sites of a norm that the spec leaves out because the next linear contains the norm.
+
+    The module in the norm's position is an identity, and `linear:input` is the same tensor.
+    """
+    if isinstance(norm, nn.Module) and is_identity(norm) and is_megatron(linear, LINEAR_WITH_NORM):
+        yield b.site(f"{path}:input", layout, ModuleInput(norm, 0, "x"), width=width)
+        hidden = NORM_INSIDE.format(kind=type(linear).__name__)
+        yield b.site(f"{path}:output", layout, ModuleOutput(norm), hidden, width)
+
+
+def _duplicated_layout(of: ModelLayouts, role: str, name: str, parameter: nn.Parameter) -> Layout:
+    return of.uncut(parameter.ndim, shared=of.sequence_parallel)
+
+
+TRANSFORMER_ENGINE_PARAMETERS = (
+    ParameterKind(_duplicated_layout, ("TELinear",)),
+)  # kinds of parallel linears precede this one

@@ -1,0 +1,233 @@
+"""Callers of a model and the notifications about calls, including parts compiled by torch.compile.
+
+Compiled code keeps the hooks of the time of tracing and ignores later ones. So parts that have active
+hooks are called uncompiled, while the others, and all parts if there are no hooks, run
+compiled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.adapters.adapter_base import Listener, Undo, is_recomputing
+from megatron_flex.adapters.module_names import unwrap
+from megatron_flex.adapters.taps import WrappingTap, intercept
+from megatron_flex.errors import FlexError
+from megatron_flex.mesh import Mesh
+from megatron_flex.sites import TapCallback
+
+COMPILED_ATTRIBUTE = "_orig_mod"  # torch.compile's attribute for the wrapped module
+
+
+class CompiledRegion:
+    """A compiled module.
+
+    Attributes:
+        owner: the wrapper that `torch.compile` returned, or the module that `compile()` was called on.
+        entrance: the attribute through which it is called.
+        hooks: the number of hooks inside.
+    """
+
+    def __init__(self, owner: nn.Module) -> None:
+        inner: nn.Module | None = owner._modules.get(COMPILED_ATTRIBUTE)
+        self.owner, self.inner = owner, owner if inner is None else inner
+        self.entrance = "_compiled_call_impl" if inner is None else "forward"
+        self.hooks = 0
+
+    def enter(self) -> None:
+        """A hook is added inside."""
+        self.hooks += 1
+
+    def leave(self) -> None:
+        """A hook is removed."""
+        self.hooks -= 1
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether a module is called from within it."""
+        return any(m is module for m in self.owner.modules())
+
+    def watch(self) -> Undo:
+        """Call the uncompiled module, until that is undone."""
+        return intercept(self.owner, self.entrance, self._call)
+
+    def _call(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.hooks:
+            return compiled(*args, **kwargs)
+        before: Callable[..., Any] = self.inner._call_impl if self.inner is self.owner else self.inner
+        return before(*args, **kwargs)
+
+
+class CompiledCaller:
+    """Code that was compiled with a call of the model in it, and uses hooks only if the model looks new."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root, self.hooks = root, 0
+        self._undo: Undo | None = None
+
+    def enter(self) -> None:
+        """A hook is added to the model, whose `forward` changes, so that it is traced again."""
+        self.hooks += 1
+        if self._undo is None:
+            self._undo = intercept(self.root, "forward", _call_unchanged)
+
+    def leave(self) -> None:
+        """A hook is removed; after the last one the model is as before."""
+        self.hooks -= 1
+        if not self.hooks and self._undo is not None:
+            self._undo()
+            self._undo = None
+
+    def holds(self, module: nn.Module) -> bool:
+        """All modules of the model."""
+        return True
+
+    def watch(self) -> Undo:
+        """Nothing to replace."""
+        return lambda: None
+
+
+def _call_unchanged(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+def exclude_from_compilation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is never inlined into compiled code."""
+    compiler: Any = sys.modules.get("torch._dynamo")
+    return function if compiler is None else cast(Callable[..., Any], compiler.disable(function))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calling it runs compiled code."""
+    return COMPILED_ATTRIBUTE in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def compiled_regions(chunk: nn.Module, root: nn.Module) -> list[CompiledRegion | CompiledCaller]:
+    """The compiled modules of a model, parents first, and the code that calls it."""
+    callers: list[CompiledRegion | CompiledCaller] = (
+        [CompiledCaller(root)] if "torch._dynamo" in sys.modules else []
+    )
+    return callers + [CompiledRegion(m) for m in chunk.modules() if is_compiled(m)]
+
+
+def entrance_of(chunk: nn.Module, root: nn.Module) -> tuple[nn.Module, str]:
+    """The object and its attribute through which each call of the model goes, outside of compiled code.
+
+    Args:
+        chunk: the model as it was given.
+        root: the module inside all wrappers.
+    """
+    around = next(
+        (m for m in chunk.modules() if is_compiled(m) and any(i is root for i in m.modules())), None
+    )
+    if around is None:
+        return root, "_call_impl"
+    region = CompiledRegion(around)
+    return region.owner, region.entrance
+
+
+@dataclass(frozen=True, eq=False)
+class UncompiledTap(WrappingTap):
+    """Wraps a tap; the compiled parts around its module run uncompiled."""
+
+    tap: Any
+    regions: tuple[CompiledRegion | CompiledCaller, ...]
+
+    def install(self, fire: TapCallback) -> Undo:
+        """Install `fire` through the wrapped tap."""
+        undo: Undo = self.tap.install(fire)
+        for region in self.regions:
+            region.enter()
+
+        def take_out() -> None:
+            undo()
+            for region in self.regions:
+                region.leave()
+
+        return take_out
+
+
+class ModelRunner(Protocol):
+    """The caller of a model.
+
+    Attributes:
+        name: the caller, such as `a pipeline schedule`.
+        why: the evidence in the model, as text.
+    """
+
+    name: str
+    why: str
+
+    def watch(self, listener: Listener) -> Undo:
+        """Notify `listener` of steps and calls, until the returned function is called."""
+
+    def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
+        """Run it over full sequences of tokens, as a step of its own, without differentiation."""
+
+
+class UserLoop:
+    """A module that the user's own loop calls.
+
+    Args:
+        chunk: the module, with wrappers.
+        mesh: the axes of the run.
+        factor: returns the factor between its gradients and those of a call's own loss; None: 1.
+        turn: the index of the chunk on this rank.
+    """
+
+    name = "a loop of one's own"
+    why = "no schedule of a framework's is there to call it"
+
+    def __init__(
+        self, chunk: nn.Module, mesh: Mesh, factor: Callable[[], float] | None = None, turn: int = 0
+    ) -> None:
+        self.chunk, self.root, self.mesh, self.factor, self.turn = chunk, unwrap(chunk), mesh, factor, turn
+        self._listener: Listener | None = None
+
+    def watch(self, listener: Listener) -> Undo:
+        """Report each call of the module, but not its recomputation."""
+        self._listener = listener
+        running: list[bool] = []
+
+        def around(call: Any, *args: Any, **kwargs: Any) -> Any:
+            if running or is_recomputing():
+                return call(*args, **kwargs)
+            listener.call_begins(self.factor, self.turn)
+            running.append(True)
+            try:
+                output = call(*args, **kwargs)
+            except BaseException:
+                running.clear()
+                listener.call_ends(True)
+                raise
+            running.clear()
+            listener.call_ends(False)
+            return output
+
+        # Around all hooks, including later ones: their tensors belong to the call.
+        return intercept(*entrance_of(self.chunk, self.root), exclude_from_compilation(around))
+
+    def run(self, tokens: Tensor, microbatch_size: int | None) -> None:
+        """Call the module with tokens as its input; microbatches along their first dim."""
+        if self.mesh["pp"].size > 1:
+            raise FlexError(
+                "a module on several pipeline stages cannot be run from here, since only your loop knows "
+                "what they hand on; run that in `with flex.interp.trace(), flex.step():`"
+            )
+        assert self._listener is not None
+        self._listener.step_begins(None, microbatches=0)
+        failed = True
+        try:
+            with torch.no_grad():
+                for part in tokens.split(microbatch_size or max(len(tokens), 1)):
+                    self.chunk(part)
+            failed = False
+        finally:
+            if failed:
+                self._listener.step_ends(True)
+        self._listener.step_ends(False)

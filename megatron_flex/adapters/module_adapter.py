@@ -1,0 +1,357 @@
+"""The adapter of any tree of modules, composed of three parts.
+
+Layout rules for a framework's parallel modules, the parameter storage, and the caller of
+the model. A new framework usually needs one of them; `compose` detects the other two around a model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from megatron_flex.adapters import data_parallel, dtensor_parameters, huggingface, sharded_ddp
+from megatron_flex.adapters.adapter_base import (
+    Architecture,
+    Listener,
+    LocalGradient,
+    ParameterSite,
+    Part,
+    Undo,
+)
+from megatron_flex.adapters.layout_rules import NoRules, Rule, Rules, Spread
+from megatron_flex.adapters.model_calls import ModelRunner, UncompiledTap, UserLoop, compiled_regions
+from megatron_flex.adapters.module_names import ROOT, has_forward, named_modules, unwrap
+from megatron_flex.adapters.parameter_storage import SAY_REDUCED, ModuleParameters, ParameterStorage
+from megatron_flex.adapters.taps import AnyInput, AnyOutput, RuleTap
+from megatron_flex.collectives import gather_objects
+from megatron_flex.errors import FlexError
+from megatron_flex.layout import Dim, Layout, full_shape
+from megatron_flex.mesh import Mesh
+from megatron_flex.sites import Site, Tap
+
+if TYPE_CHECKING:
+    from megatron_flex.adapters.propagation import LayoutPropagator, PropagatedParameter
+
+
+class ModuleAdapter:
+    """One module on each rank, whose submodules are the hook points.
+
+    Args:
+        chunk: the module as it was given, with wrappers.
+        mesh: the axes of the run.
+        rules: the rules of its framework's parallel modules; None where the user declares shapes.
+        keeping: the parameter storage; the modules themselves if None.
+        driving: the caller; the user's loop if None.
+        name: the framework's name.
+    """
+
+    def __init__(
+        self,
+        chunk: nn.Module,
+        mesh: Mesh,
+        rules: Rules | None = None,
+        keeping: ParameterStorage | None = None,
+        driving: ModelRunner | None = None,
+        name: str = "plain",
+    ) -> None:
+        self.name, self.mesh, self.root = name, mesh, unwrap(chunk)
+        self.rules: Rules = rules or NoRules()
+        self.prefix = next(f"{n}." if n else "" for n, m in chunk.named_modules() if m is self.root)
+        self._named = list(named_modules(self.root))
+        self.rename(ROOT if mesh["pp"].size == 1 else f"stage{mesh['pp'].coord}")
+        self._known = {m: r for n, m in self._named if (r := self.rules.of(n, m)) is not None}
+        self.keeping: ParameterStorage = keeping or ModuleParameters(self.root)
+        self.driving: ModelRunner = driving or UserLoop(chunk, mesh)
+        self._compiled = compiled_regions(chunk, self.root)
+        follow = rules is not None and any(mesh[a].size > 1 for a in ("tp", "cp"))
+        placing = {m: r for m, r in self._known.items() if r.places}
+        self.follower = _make_propagator(self.root, placing, mesh) if follow else None
+        # Parameters whose partial gradients are declared by a layout or a module, without tracing a call.
+        owned = (f"{n}.{own}" for n, m in self._named if m in placing for own in m._parameters)
+        with_layout = (k.name for k in self.keeping.parameters() if k.layout is not None)
+        self._gradient_layout_known = {*owned, *with_layout, *self._layouts()}
+        # Parameters whose gradients a module sums over tensor parallel ranks after the backward pass.
+        sums = getattr(self.rules, "sums_gradients", None)
+        summing = ((n, m) for n, m in self._named if sums is not None and sums(m))
+        self._summed = {f"{n}.{own}" if n else own for n, m in summing for own in m._parameters}
+
+    def rename(self, own: str) -> None:
+        """Give the outermost module a name."""
+        self._own, self.logits = own, f"{own}:output"
+        self._modules = list(self._callable())
+
+    def _callable(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules that can be called, by name."""
+        name_in_use = any(n == self._own for n, _ in self._named)  # a part has that name
+        for name, module in self._named:
+            if has_forward(module) and not (name_in_use and not name):
+                yield name or self._own, module
+
+    def module_names(self) -> list[str]:
+        """All modules, also those that only hold others; the outermost has an empty name."""
+        return [name for name, _ in self._named]
+
+    def parts(self) -> list[Part]:
+        """The parameter storage and the caller."""
+        return [Part(part.name, part.why) for part in (self.keeping, self.driving)]
+
+    def check(self) -> None:
+        """Refuse code that runs without its modules, and stages with the same names. Collective over `pp`."""
+        self.check_modules()
+        check_names_distinct([self.names()], self.mesh)
+
+    def check_modules(self) -> None:
+        """Refuse code that runs without its modules."""
+        for name, module in self.root.named_modules():
+            kind = type(module).__name__
+            if kind == "RecursiveScriptModule":
+                raise FlexError(
+                    f"{name or ROOT} is a {kind}, compiled code that runs past hooks; give the "
+                    "module as it was before torch.jit.script"
+                )
+
+    def names(self) -> list[str]:
+        """Of the modules that can be called, and of parameters."""
+        return [*(n for n, _ in self._modules), *(k.name for k in self.keeping.parameters())]
+
+    # -- sites ------------------------------------------------------------------------------------------
+
+    def sites(self) -> list[Site]:
+        """Input and output of every module that can be called, parents first, and the rules' inner points."""
+        return [
+            replace(site, tap=self._uncompiled(site.tap, module))
+            for name, module in self._modules
+            for site in self._of(name, module)
+        ]
+
+    def _uncompiled(self, tap: Tap | None, module: nn.Module) -> Tap | None:
+        """The tap adapted to compiled parts; to propagate a layout, all of them run uncompiled."""
+        around = [r for r in self._compiled if self.follower is not None or r.holds(module)]
+        return UncompiledTap(tap, tuple(around)) if around and tap is not None else tap
+
+    def _of(self, name: str, module: nn.Module) -> Iterator[Site]:
+        rule = self._known.get(module, Rule())
+        yield self._site(f"{name}:input", AnyInput(module), rule)
+        for point in rule.points:
+            yield self._bare(
+                f"{name}:{point.name}", RuleTap(point.tap, partial(_constant_spread, point.spread))
+            )
+        yield self._site(f"{name}:output", AnyOutput(module), rule)
+
+    def _site(self, name: str, tap: AnyInput | AnyOutput, rule: Rule) -> Site:
+        placed: Tap = tap
+        if self.follower is not None and isinstance(tap, AnyInput):
+            placed = self.follower.tap(name, tap, rule.inputs, tap.module)
+        elif self.follower is not None:
+            placed = self.follower.tap(name, tap, rule.outputs, None, rule.beside)
+        return self._bare(name, placed, rule.hidden)
+
+    def _opened(self, tap: Tap) -> Tap:
+        """The tap as the rules adapt it: some tensors have their own layouts."""
+        opened = getattr(self.rules, "opened", None)
+        return tap if opened is None else cast(Tap, opened(tap))
+
+    def _bare(self, name: str, tap: Tap, hidden: str = "") -> Site:
+        follows = self.follower is not None
+        stage, opened = self.mesh["pp"].coord, self._opened(tap)
+        return Site(name, Layout(()), (), stage, hidden, tap=opened, inferred=True, followed=follows)
+
+    # -- parameters ------------------------------------------------------------------------------------
+
+    def parameters(self) -> list[ParameterSite]:
+        """All parameters that have a shape."""
+        stage, layouts = self.mesh["pp"].coord, self._layouts()
+        out = []
+        for kept in self.keeping.parameters():
+            found = kept.layout or layouts.get(kept.name)
+            layout = found or Layout(tuple(Dim() for _ in kept.shape))
+            shape = full_shape(layout, kept.shape, self.mesh.sizes)
+            said = found is None and self.follower is None  # by the user, or not at all
+            site = ParameterSite(kept.name, layout, shape, kept.parameter, stage, inferred=said)
+            site = replace(site, hidden=kept.hidden, local=kept.shape, sharded=kept.sharded)
+            out.append(replace(site, followed=self._followed(kept.name)))
+        return out
+
+    def _layouts(self) -> dict[str, Layout]:
+        return {
+            f"{name}.{own}" if name else own: layout
+            for name, module in self._named
+            if module in self._known
+            for own, layout in self._known[module].parameters.items()
+        }
+
+    def without_layout(self) -> dict[str, str]:
+        """Those without a shape or a layout."""
+        return self.keeping.without_layout()
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Buffers saved in checkpoints; without the running statistics of norms over a rank's samples."""
+        return {
+            f"{name}.{own}" if name else own: buffer
+            for name, module in self._named
+            if not isinstance(module, _NormBase) or isinstance(module, nn.SyncBatchNorm)
+            for own, buffer in module._buffers.items()
+            if type(buffer) is Tensor and not buffer.is_meta and own not in module._non_persistent_buffers_set
+        }
+
+    def shards(self) -> dict[str, tuple[tuple[int, ...], Tensor]]:
+        """This rank's shard of each parameter sharded over data parallel ranks."""
+        return self.keeping.shards()
+
+    def lengths(self) -> dict[str, int]:
+        """None are known."""
+        return {}
+
+    def settle(self) -> None:
+        """Wait for the parameter storage."""
+        self.keeping.settle()
+
+    def gradients_reduced(self, called: bool = False) -> bool | str:
+        """Whether the storage reduces gradients, whoever calls the model."""
+        known = self.keeping.reduced()
+        return f"{self.name} does not tell; {SAY_REDUCED}" if known is None else known
+
+    def value(self, parameter: nn.Parameter) -> Tensor:
+        """A full parameter but for tensor parallelism."""
+        return self.keeping.value(parameter)
+
+    def _followed(self, name: str) -> PropagatedParameter | None:
+        """Determines the layout of a parameter's gradient, if neither a layout nor a module declares it."""
+        if self.follower is None or name in self._gradient_layout_known:
+            return None
+        from megatron_flex.adapters.propagation import PropagatedParameter
+
+        return PropagatedParameter(self.follower, name)
+
+    def shares(self, name: str) -> tuple[str, ...] | None:
+        """For a parameter between parallel modules: the result of tracing a call."""
+        if self.follower is None or name in self._gradient_layout_known or name in self._summed:
+            return ()
+        return self.follower.shared.get(name, ()) if self.follower.calls else None
+
+    def put(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Set it."""
+        self.keeping.put(parameter, value)
+
+    def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
+        """A parameter's gradient."""
+        return self.keeping.gradient(parameter, reduced)
+
+    def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
+        """Set that."""
+        self.keeping.put_gradient(parameter, value)
+
+    def freeze(self) -> Undo:
+        """Freeze all parameters, until the returned function is called."""
+        return self.keeping.freeze()
+
+    def open_recomputed(self) -> Undo:
+        """Nothing: recomputation is up to the module."""
+        return lambda: None
+
+    def architecture(self) -> Architecture | None:
+        """Not known."""
+        return None
+
+    # -- running ---------------------------------------------------------------------------------------
+
+    def run(self, tokens: Tensor, microbatch_size: int | None = None) -> None:
+        """Run it over full sequences of tokens."""
+        self.driving.run(tokens, microbatch_size)
+
+    def watch(self, listener: Listener) -> Undo:
+        """Report steps and calls, and propagate layouts in them."""
+        undos = [*(region.watch() for region in self._compiled), self.driving.watch(listener)]
+        if self.follower is not None:
+            undos.append(self.follower.watch())
+
+        def undo() -> None:
+            for one in reversed(undos):
+                one()
+
+        return undo
+
+
+def check_names_distinct(mine: list[list[str]], mesh: Mesh) -> None:
+    """Refuse a name of several modules. Collective over `pp`.
+
+    Args:
+        mine: the names of each of this rank's chunks.
+        mesh: the axes of the run.
+
+    Raises:
+        FlexError: there is one.
+    """
+    seen: dict[str, tuple[int, int]] = {}
+    for stage, chunks in enumerate(gather_objects(mine, mesh, ["pp"])):
+        for chunk, names in enumerate(chunks):
+            for name in names:
+                first = seen.setdefault(name, (stage, chunk))
+                if first != (stage, chunk):
+                    which = "" if first[0] != stage else f", chunks {first[1]} and {chunk},"
+                    raise FlexError(
+                        f"pipeline stages {first[0]} and {stage}{which} both have a {name!r}; a name must "
+                        "identify one hook point: give the modules of each stage different names"
+                    )
+
+
+def _make_propagator(root: nn.Module, known: Mapping[nn.Module, Rule], mesh: Mesh) -> LayoutPropagator:
+    from megatron_flex.adapters.propagation import LayoutPropagator  # most models need none
+
+    return LayoutPropagator(root, known, mesh)
+
+
+def _constant_spread(spread: Spread, tensor: Tensor) -> Spread:
+    return spread
+
+
+def keeping_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> ParameterStorage:
+    """The parameter storage of a model: the outermost wrapper that shards or reduces them."""
+    if owners := sharded_ddp.sharded_ddp_wrappers_of(chunk):
+        sharded_ddp.check_sharded_ddp(owners, chunk, mesh)
+        return sharded_ddp.ShardedDDPParameters(root, owners)
+    if "deepspeed" in sys.modules:
+        from megatron_flex.adapters import deepspeed
+
+        if (zero := deepspeed.keeping_of(chunk, root, mesh)) is not None:
+            return zero
+    if units := data_parallel.fsdp_wrappers_of(chunk):
+        return data_parallel.FSDPParameters(root, units)
+    if dtensor_parameters.has_dtensors(chunk):
+        return dtensor_parameters.DTensorParameters(root, mesh, data_parallel.ddp_wrappers_of(chunk))
+    if wrappers := data_parallel.ddp_wrappers_of(chunk):
+        return data_parallel.DDPParameters(root, wrappers)
+    if "accelerate" in sys.modules and huggingface.is_offloaded(chunk):
+        return huggingface.OffloadedParameters(root)
+    return ModuleParameters(root)
+
+
+def driving_of(chunk: nn.Module, root: nn.Module, mesh: Mesh) -> ModelRunner:
+    """The caller of a model."""
+    if "deepspeed" in sys.modules:
+        from megatron_flex.adapters import deepspeed
+
+        if (engine := deepspeed.driving_of(chunk, mesh)) is not None:
+            return engine
+    return UserLoop(chunk, mesh)
+
+
+def compose(chunk: nn.Module, mesh: Mesh, rules: Rules | None = None, name: str = "plain") -> ModuleAdapter:
+    """The adapter of one module with the storage and the caller detected around it.
+
+    Args:
+        chunk: the module as it was given, with wrappers.
+        mesh: the axes of the run.
+        rules: the rules of its framework's parallel modules; None where the user declares shapes.
+        name: the framework's name.
+    """
+    root = unwrap(chunk)
+    return ModuleAdapter(
+        chunk, mesh, rules, keeping_of(chunk, root, mesh), driving_of(chunk, root, mesh), name
+    )

@@ -1,0 +1,235 @@
+"""`megatron-flex estimate`: what a dump would write and hooks would cost, before there is a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from rich.console import Console
+
+from megatron_flex.cli.command_options import JsonOption
+from megatron_flex.cli.console_output import (
+    format_bytes,
+    make_console,
+    make_table,
+    print_json,
+    print_nonempty_columns,
+)
+from megatron_flex.dump import Dump
+from megatron_flex.dump.dump_settings import parse_token_setting
+from megatron_flex.errors import FlexError
+from megatron_flex.launch.estimate import DumpEstimate, Links, RunEstimate, estimate_dump, estimate_hooks
+from megatron_flex.sites import strip_numbers
+
+MAX_STAGES_SHOWN = 8  # of more stages only the lightest and the heaviest are told
+
+
+def _option(words: str, *, metavar: str, flags: tuple[str, ...] = ()) -> Any:
+    """An option that is left out as a rule."""
+    return typer.Option(*flags, metavar=metavar, help=words, show_default=False)
+
+
+FlagsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[-- MEGATRON FLAGS]", help="The run's own flags.", show_default=False),
+]
+ConfigOption = Annotated[
+    Path | None,
+    _option("YAML or JSON of Megatron's arguments.", metavar="FILE", flags=("--config", "-c")),
+]
+SitesOption = Annotated[
+    list[str] | None,
+    _option("Sites to dump; may be repeated.", metavar="PATTERN", flags=("--sites", "-s")),
+]
+ParametersOption = Annotated[
+    list[str] | None, _option("Parameters to dump; may be repeated.", metavar="PATTERN")
+]
+GradientsOption = Annotated[bool, typer.Option("--gradients", "-g", help="Gradients, too.")]
+TokensOption = Annotated[
+    str | None,
+    _option("Positions: 0,5 or a slice ::8, or random:64, or a fraction 0.1.", metavar="WHICH"),
+]
+MeanOption = Annotated[bool, typer.Option("--mean", help="The mean over the positions only.")]
+DtypeOption = Annotated[str | None, _option("To cast to.", metavar="bf16|fp16|fp32")]
+WorldSizeOption = Annotated[int | None, _option("Ranks.", metavar="N")]
+MeshOption = Annotated[
+    list[str] | None, _option("Instead of the config's: tp, pp, cp, ep, etp, dp.", metavar="AXIS=N")
+]
+MicrobatchesOption = Annotated[int | None, _option("That each data parallel rank dumps.", metavar="N")]
+EveryOption = Annotated[int, typer.Option(metavar="N", help="Dump every n-th iteration.")]
+RunIterationsOption = Annotated[int | None, _option("Iterations of the run.", metavar="N")]
+DiskOption = Annotated[
+    float | None, _option("What the disks take together, in 10^9 bytes/s.", metavar="GB/S")
+]
+ReadOption = Annotated[
+    list[str] | None,
+    _option(
+        "What hooks read: PATTERN@gradient, PATTERN@positions=-1, PATTERN@mean=s; may be repeated.",
+        metavar="PATTERN[@...]",
+    ),
+]
+EditOption = Annotated[
+    list[str] | None,
+    _option(
+        "What hooks edit: PATTERN=general, =local, =linear:4, or a preset, =scale=1.01; may be repeated.",
+        metavar="PATTERN=HOW",
+    ),
+]
+GpusPerNodeOption = Annotated[
+    int, typer.Option("--gpus-per-node", metavar="N", help="Ranks fill nodes of so many.")
+]
+NvlinkOption = Annotated[
+    float, typer.Option(metavar="GB/S", help="Of one GPU to the others of its node, one way.")
+]
+NetworkOption = Annotated[float, typer.Option(metavar="GB/S", help="Of one GPU to other nodes, one way.")]
+PcieOption = Annotated[float, typer.Option(metavar="GB/S", help="Of one GPU to its host, one way.")]
+
+
+def estimate(
+    flags: FlagsArgument = None,
+    config: ConfigOption = None,
+    sites: SitesOption = None,
+    parameters: ParametersOption = None,
+    gradients: GradientsOption = False,
+    tokens: TokensOption = None,
+    mean: MeanOption = False,
+    dtype: DtypeOption = None,
+    world_size: WorldSizeOption = None,
+    mesh: MeshOption = None,
+    microbatches: MicrobatchesOption = None,
+    every: EveryOption = 1,
+    iterations: RunIterationsOption = None,
+    disk: DiskOption = None,
+    read: ReadOption = None,
+    edit: EditOption = None,
+    gpus_per_node: GpusPerNodeOption = 8,
+    nvlink: NvlinkOption = 450.0,
+    network: NetworkOption = 50.0,
+    pcie: PcieOption = 55.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a dump would write and what hooks would cost, before there is a run.
+
+    By site, pipeline stage and rank, from the configuration of a Megatron run alone.
+
+    For example: megatron-flex estimate -s 'decoder.layers.*' --world-size 64 -- --num-layers 32 ...
+    """
+    if (config is None) == (not flags):
+        raise FlexError("say the run's configuration once: --config FILE, or its flags behind --")
+    run = str(config) if config is not None else cast(list[str], flags)
+    how: dict[str, Any] = {
+        "mesh": parse_mesh_sizes(mesh),
+        "world_size": world_size,
+        "microbatches": microbatches,
+    }
+    estimated: RunEstimate | None = None
+    if read or edit:
+        links = Links(gpus_per_node, nvlink * 1e9, network * 1e9, pcie * 1e9)
+        kept: dict[str, Any] = {"tokens": parse_token_setting(tokens), "reduce": "mean" if mean else None}
+        if isinstance(kept["tokens"], float):  # spread evenly, as the estimate of the dump has them
+            kept["tokens"] = slice(None, None, max(1, round(1 / kept["tokens"])))
+        dump = Dump("the folder", sites, dtype=dtype, gradients=gradients, **kept) if sites else None
+        estimated = estimate_hooks(run, read=read or (), edit=edit or (), links=links, dump=dump, **how)
+        if not (sites or parameters):
+            _print_estimates(None, estimated, as_json)
+            return
+    found = estimate_dump(
+        run,
+        sites or (),
+        dtype=dtype,
+        gradients=gradients,
+        parameters=parameters or (),
+        tokens=parse_token_setting(tokens),
+        reduce="mean" if mean else None,
+        every=every,
+        iterations=iterations,
+        disk_bytes_per_second=None if disk is None else disk * 1e9,
+        **how,
+    )
+    _print_estimates(found, estimated, as_json)
+
+
+def _print_estimates(found: DumpEstimate | None, estimated: RunEstimate | None, as_json: bool) -> None:
+    """What was asked for: a dump, hooks, or both."""
+    if as_json:
+        hooks = {"hook_estimate": estimated.to_json()} if estimated else {}
+        print_json({**(found.to_json() if found else {}), **hooks})
+        return
+    if estimated is not None:
+        print_run_estimate(make_console(), estimated)
+    if found is not None:
+        print_dump_estimate(make_console(), found)
+
+
+def parse_mesh_sizes(assignments: list[str] | None) -> dict[str, int] | None:
+    """What is said of sizes of axes.
+
+    Raises:
+        FlexError: it is no AXIS=N.
+    """
+    out = {}
+    for word in (w for words in assignments or () for w in words.split(",")):
+        axis, _, size = word.partition("=")
+        if not size.isdigit():
+            raise FlexError(f"--mesh {word}: say AXIS=N, such as tp=8")
+        out[axis] = int(size)
+    return out or None
+
+
+def print_dump_estimate(out: Console, found: DumpEstimate) -> None:
+    """Sites, stages, totals."""
+    rows = make_table("tensor", "stage", "shape", "layout", ">of a rank", ">in all")
+    for row in found.rows():
+        rows.add_row(*row)
+    out.print(rows)
+    if len(found.stages) > 1:
+        out.print()
+        stages = make_table(">stage", ">bytes in an iteration")
+        shown = list(enumerate(found.stages))
+        if len(shown) > MAX_STAGES_SHOWN:
+            ends = {min(shown, key=lambda s: s[1])[0], max(shown, key=lambda s: s[1])[0]}
+            shown = [s for s in shown if s[0] in ends]
+        for stage, nbytes in shown:
+            stages.add_row(str(stage), format_bytes(nbytes))
+        out.print(stages)
+        if len(shown) < len(found.stages):
+            out.print(f"the lightest and the heaviest of {len(found.stages)} stages")
+    out.print()
+    totals = make_table("", "")
+    totals.show_header = False
+    for name, value in found.summary():
+        totals.add_row(name, value)
+    out.print(totals)
+
+
+LINK_COLUMNS = (">NVLink", ">network", ">PCIe")
+TENSOR_COLUMNS = (
+    "tensor",
+    "hook",
+    "layout",
+    ">whole",
+    ">part",
+    "collectives",
+    *LINK_COLUMNS,
+    ">disk",
+    ">device",
+)
+RANK_COLUMNS = ("rank", ">collectives", *LINK_COLUMNS, ">shared", ">disk", ">of links", ">device", ">host")
+
+
+def print_run_estimate(out: Console, found: RunEstimate) -> None:
+    """Hooks, and what ranks pay for all of them in a step."""
+    out.print("each time that a tensor passes:")
+    print_nonempty_columns(out, TENSOR_COLUMNS, found.rows())
+    out.print("\nof a rank in a step:")
+    print_nonempty_columns(out, RANK_COLUMNS, found.summary())
+    if found.flags:
+        out.print(
+            f"and {found.flags} collectives of a few bytes, by which ranks compare flags at a step's end"
+        )
+    slowest = found.slowest
+    out.print(f"slowest: {slowest.role}, {slowest.seconds * 1e3:.3f} ms")
+    for name, why in {strip_numbers(n): w for n, w in found.uncounted.items()}.items():
+        out.print(f"not counted: {name}: {why}")
+    out.print()

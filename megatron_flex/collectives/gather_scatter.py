@@ -1,0 +1,499 @@
+"""Gather the full tensor on every rank and scatter it again, forward and backward conjugates side by side.
+
+Every rank of the group runs the same edit on the same full tensor. The gradient of the full tensor is
+therefore the same on all ranks, and the backward pass of a gather takes the rank's own shard of the gradient
+instead of a sum. The plan of an assembly is computed once for each layout and shape on a mesh, without
+communication. Plans are looked up by the identity of the layout: comparing layouts by value costs more than a
+small copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_flex.collectives.messages import as_bytes, buffer_pool
+from megatron_flex.collectives.meter import call_metered
+from megatron_flex.layout import (
+    Layout,
+    Lengths,
+    ShardBlock,
+    ShardPosition,
+    assemble,
+    copy_blocks,
+    copy_shard,
+    count_parts,
+    extract,
+    full_shape,
+    locate_shard,
+    padded_shape,
+    plan_blocks,
+    uneven_lengths,
+)
+from megatron_flex.layout.gradient_layout import conjugate_layout
+from megatron_flex.mesh import Axis, Mesh
+
+MAX_REMEMBERED_PLANS = 4096  # a bound, because each new sequence length adds a plan
+
+
+@dataclass(frozen=True, slots=True)
+class AssemblyPlan:
+    """The plan of the assembly of a full tensor from shards of one shape.
+
+    Attributes:
+        layout: the layout of the shards; the reference keeps the layout's identity unique.
+        sums: the axes to sum over, before any gather.
+        axes: the axes to gather over, the last counting fastest; empty if each rank has the full tensor.
+        rest: the layout after the sums.
+        whole: the shape of the full tensor.
+        stack: whether the shards, concatenated in memory, are the full tensor.
+        blocks: the source and destination slices of each shard; empty for a stack.
+    """
+
+    layout: Layout
+    sums: tuple[Axis, ...]
+    axes: tuple[Axis, ...]
+    rest: Layout
+    whole: tuple[int, ...]
+    stack: bool
+    blocks: tuple[ShardBlock, ...]
+
+    @property
+    def count(self) -> int:
+        """The number of shards."""
+        return prod(a.size for a in self.axes)
+
+
+def assembly_plan(layout: Layout, mesh: Mesh, shape: torch.Size) -> AssemblyPlan:
+    """The plan of the assembly of the full tensor from equal shards of this shape. No communication.
+
+    Raises:
+        LayoutError: the shape does not fit the layout.
+    """
+    at = "whole", id(layout), shape
+    found: AssemblyPlan | None = mesh.memo.get(at)
+    if found is None:
+        found = _make_assembly_plan(layout, mesh, shape)
+        _remember(mesh.memo, at, found)
+    return found
+
+
+def find_shard_position(layout: Layout, mesh: Mesh, whole: torch.Size, local: torch.Size) -> ShardPosition:
+    """The position of the local shard, of shape `local`, in a full tensor of shape `whole`."""
+    at = "part", id(layout), whole, local
+    found: tuple[Layout, ShardPosition] | None = mesh.memo.get(at)
+    if found is None:
+        found = layout, locate_shard(layout, whole, mesh.coords, mesh.sizes, local)
+        _remember(mesh.memo, at, found)
+    return found[1]
+
+
+def _remember(known: dict[Any, Any], at: Any, found: Any) -> None:
+    if len(known) >= MAX_REMEMBERED_PLANS:
+        known.clear()
+    known[at] = found
+
+
+def check_shard(shape: torch.Size, layout: Layout, mesh: Mesh) -> None:
+    """Validate that a local tensor of this shape can be a shard in its layout. No communication.
+
+    Raises:
+        LayoutError: the shape does not fit the layout.
+    """
+    if not has_uneven_shards(layout, mesh):
+        assembly_plan(layout, mesh, shape)
+    elif len(shape) != len(layout.dims):
+        padded_shape(layout, shape, mesh.sizes)
+
+
+def has_uneven_shards(layout: Layout, mesh: Mesh) -> bool:
+    """Whether shards may differ in length."""
+    return any(d.uneven and any(mesh[c.axis].size > 1 for c in d.cuts) for d in layout.dims)
+
+
+def split_sum_and_gather_axes(layout: Layout, mesh: Mesh) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+    """The axes to sum over, and those to gather over."""
+    sums = tuple(mesh[a] for a in layout.partial if mesh[a].size > 1)
+    return sums, tuple(mesh[a] for a in layout.axes if mesh[a].size > 1 and a not in layout.partial)
+
+
+def is_stack(layout: Layout, local: Sequence[int], mesh: Mesh) -> bool:
+    """Whether the shards, concatenated in memory, are the full tensor."""
+    cut = [i for i, d in enumerate(layout.dims) if any(mesh[c.axis].size > 1 for c in d.cuts)]
+    if layout.permute is not None or len(cut) != 1 or prod(local[: cut[0]]) != 1:
+        return False
+    dim = layout.dims[cut[0]]
+    plain = all(c.order == "contiguous" and c.copies == 1 for c in dim.cuts if mesh[c.axis].size > 1)
+    full = local[cut[0]] * count_parts(dim, mesh.sizes)
+    lengths = [full if i == cut[0] else n for i, n in enumerate(local)]
+    kept = all(d.keep is None or d.keep >= n for d, n in zip(layout.dims, lengths, strict=True))
+    return plain and len(dim.segments) == 1 and kept
+
+
+def _make_assembly_plan(layout: Layout, mesh: Mesh, shape: torch.Size) -> AssemblyPlan:
+    sums, axes = split_sum_and_gather_axes(layout, mesh)
+    rest = Layout(layout.dims, (), layout.shared, layout.permute)
+    whole = tuple(full_shape(rest, shape, mesh.sizes))
+    stack = bool(axes) and is_stack(rest, shape, mesh)
+    blocks = plan_blocks(rest, shape, mesh.sizes) if axes and not stack else ()
+    return AssemblyPlan(layout, sums, axes, rest, whole, stack, blocks)
+
+
+# torch's name of the gather of equal shards into one tensor, since 2.13 and before.
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+
+
+def gather_full(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    """Gather the full tensor on every rank.
+
+    Collective over the axes that the tensor is sharded or partial over; without such axes nothing is sent.
+    Differentiable: in the backward pass each rank takes its shard, under `conjugate_layout(layout)`, of the
+    full tensor's gradient, which is equal on all ranks.
+
+    Args:
+        local: this rank's tensor, in `layout`.
+        layout: the layout of the shards.
+        mesh: the run's axes.
+
+    Returns:
+        The full tensor, contiguous, in separate memory.
+    """
+    # torch does not type `apply`
+    return cast(Tensor, _Gather.apply(local, layout, mesh))  # type: ignore[no-untyped-call]
+
+
+def scatter_full(whole: Tensor, local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    """Scatter a full tensor that all ranks hold: each rank takes its own shard.
+
+    The forward pass sends nothing; the backward pass is collective over the axes that shard the gradient.
+
+    Args:
+        whole: the full tensor, the same on every rank, of the shape that `gather_full` returned.
+        local: the shard before the edit, for the padding that the layout strips.
+        layout: the layout of the shards.
+        mesh: the run's axes.
+
+    Returns:
+        The local tensor in `layout`, contiguous, in separate memory.
+    """
+    # torch does not type `apply`
+    return cast(Tensor, _Scatter.apply(whole, local, layout, mesh))  # type: ignore[no-untyped-call]
+
+
+def to_edit_rank(whole: Tensor, holders: Mesh) -> Tensor:
+    """The full tensor, as the input of an edit that only one rank runs.
+
+    The forward pass sends nothing; the backward pass broadcasts that rank's gradient to all ranks that hold
+    the full tensor. Each of these ranks calls `to_edit_rank`, and `from_edit_rank` after it.
+
+    Args:
+        whole: the full tensor, the same on all `holders`.
+        holders: the result of `replica_mesh`.
+    """
+    if whole.is_floating_point() and torch.is_grad_enabled() and not whole.requires_grad:
+        # The edit's result may still require a gradient; then all ranks must run the backward pass.
+        whole = whole.detach().requires_grad_()
+    # torch does not type `apply`
+    return cast(Tensor, _ToEditRank.apply(whole, holders))  # type: ignore[no-untyped-call]
+
+
+def from_edit_rank(made: Tensor, whole: Tensor, holders: Mesh) -> Tensor:
+    """Broadcast the result that one rank computed from the full tensor to every rank.
+
+    The forward pass is collective over `holders`; the backward pass sends nothing.
+
+    Args:
+        made: on the edit's rank its result, of the shape and dtype of `whole`; elsewhere `whole`.
+        whole: the result of `to_edit_rank`, whose backward pass runs even if `made` does not depend on it.
+        holders: the result of `replica_mesh`.
+    """
+    # torch does not type `apply`
+    return cast(Tensor, _FromEditRank.apply(made, whole, holders))  # type: ignore[no-untyped-call]
+
+
+def broadcast_from_first(tensor: Tensor, mesh: Mesh) -> Tensor:
+    """Broadcast the tensor of the rank with coordinate 0 on all axes to every rank. Collective over the mesh.
+
+    Args:
+        tensor: contiguous; overwritten on the other ranks.
+        mesh: the run's axes.
+    """
+    axes = list(mesh)
+    for index, axis in enumerate(axes):
+        # Broadcasts along the next axes reach the ranks with other coordinates there.
+        if axis.size > 1 and mesh.is_first(a.name for a in axes[index + 1 :]):
+            call_metered("broadcast", axis, tensor, dist.broadcast, tensor, axis.ranks[0])
+    return tensor
+
+
+def replica_mesh(layout: Layout, mesh: Mesh) -> Mesh:
+    """The axes along which ranks hold the same full tensor after a gather."""
+    data = (mesh["dp"],) if "dp" in layout.axes else ()
+    return Mesh((*data, mesh["cp"], mesh["tp"]))
+
+
+class _ToEditRank(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, holders: Mesh) -> Tensor:
+        ctx.holders = holders
+        return whole.detach()  # not a view, which could not be edited in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return broadcast_from_first(grad.clone(memory_format=torch.contiguous_format), ctx.holders), None
+
+
+class _FromEditRank(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, whole: Tensor, holders: Mesh) -> Tensor:
+        return broadcast_from_first(made.detach().clone(memory_format=torch.contiguous_format), holders)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, torch.zeros_like(grad), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+        ctx.layout, ctx.mesh, ctx.shape = layout, mesh, local.shape
+        whole, ctx.lengths = assemble_on_all_ranks(local, layout, mesh)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # Like every gradient it may share memory with others: a receiver must not write to a gradient.
+        layout = conjugate_layout(ctx.layout)
+        return _take_local_shard(grad, layout, ctx.mesh, ctx.shape, ctx.lengths, alias=True), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+        ctx.layout, ctx.mesh = layout, mesh
+        shapes = _gather_shapes(local, layout, mesh)
+        lengths = uneven_lengths(Layout(layout.dims), shapes, mesh.sizes) if shapes else {}
+        return _take_local_shard(whole, layout, mesh, local.shape, lengths, local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        mesh: Mesh = ctx.mesh
+        # The full tensor's gradient is assembled even where the edit's result needs none: if each rank
+        # decided by itself, a rank whose edit failed would wait for the others forever.
+        whole, lengths = assemble_on_all_ranks(grad, conjugate_layout(ctx.layout), mesh, alias=True)
+        passed = None
+        if any(d.keep is not None for d in ctx.layout.dims):  # the padding bypasses the full tensor
+            nothing = whole.new_zeros(1).expand(whole.shape)
+            passed = extract(ctx.layout, nothing, mesh.coords, mesh.sizes, grad, lengths)
+        return whole, passed, None, None
+
+
+def _take_local_shard(
+    whole: Tensor,
+    layout: Layout,
+    mesh: Mesh,
+    shape: torch.Size,
+    lengths: Lengths,
+    old: Tensor | None = None,
+    alias: bool = False,
+) -> Tensor:
+    """The local shard of a full tensor; `old` has its padding."""
+    if lengths:
+        return extract(
+            layout, whole, mesh.coords, mesh.sizes, old if old is not None else shape, lengths, alias
+        )
+    return copy_shard(find_shard_position(layout, mesh, whole.shape, shape), whole, old, alias)
+
+
+def assemble_on_all_ranks(
+    local: Tensor, layout: Layout, mesh: Mesh, alias: bool = False
+) -> tuple[Tensor, Lengths]:
+    """The full tensor on every rank, and the lengths of uneven shards; not differentiable.
+
+    Collective over `layout.live(mesh.sizes)`: one all-reduce for each partial axis, one all-gather for each
+    axis of sharding, and for uneven dims one more, of the shapes.
+
+    Args:
+        local: this rank's tensor.
+        layout: the layout of the shards.
+        mesh: the run's axes.
+        alias: whether the result may share memory with `local`, where `local` is the full tensor.
+    """
+    if has_uneven_shards(layout, mesh):
+        return _assemble_uneven(local, layout, mesh, alias)
+    recipe, tensor = assembly_plan(layout, mesh, local.shape), local.detach()
+    if recipe.sums:
+        tensor = _sum_over_axes(tensor, recipe.sums)
+    if not recipe.axes:
+        return _copy_unless_owned(
+            assemble(recipe.rest, [tensor], mesh.sizes), tensor, alias, bool(recipe.sums)
+        ), {}
+    whole = tensor.new_empty(recipe.whole)
+    if recipe.stack:
+        _gather_into(whole, tensor, recipe.axes)
+        return whole, {}
+    stacked = buffer_pool.take(recipe.count * tensor.nbytes, tensor.device)
+    _gather_into(stacked, as_bytes(tensor), recipe.axes)
+    shards = stacked.view(tensor.dtype).view(recipe.count, *tensor.shape).unbind()
+    copy_blocks(recipe.blocks, recipe.rest, shards, whole)
+    buffer_pool.give_back(stacked)
+    return whole, {}
+
+
+def _sum_over_axes(tensor: Tensor, axes: Sequence[Axis]) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    for axis in axes:
+        call_metered("all_reduce", axis, total, dist.all_reduce, total)
+    return total
+
+
+def _copy_unless_owned(whole: Tensor, tensor: Tensor, alias: bool, ours: bool) -> Tensor:
+    """A full tensor that is `tensor` or a view of it: copied, unless it may share memory."""
+    given = whole.is_contiguous() and (alias or (ours and whole is tensor))
+    return whole if given else whole.clone(memory_format=torch.contiguous_format)
+
+
+def _assemble_uneven(local: Tensor, layout: Layout, mesh: Mesh, alias: bool) -> tuple[Tensor, Lengths]:
+    """`assemble_on_all_ranks` for shards that may differ in length."""
+    sizes = mesh.sizes
+    shapes = _gather_shapes(local, layout, mesh)
+    lengths = uneven_lengths(Layout(layout.dims), shapes, sizes)
+    (sums, axes), tensor = split_sum_and_gather_axes(layout, mesh), local.detach()
+    if sums:
+        tensor = _sum_over_axes(tensor, sums)
+    rest = Layout(layout.dims, (), layout.shared, layout.permute)
+    whole = tensor.new_empty(full_shape(rest, local.shape, sizes, lengths))
+    if len(set(shapes)) == 1 and is_stack(rest, local.shape, mesh):
+        _gather_into(whole, tensor, axes)
+        return whole, lengths
+    count, width = prod(a.size for a in axes), max(prod(s) for s in shapes) * tensor.itemsize
+    flat = as_bytes(tensor)
+    if flat.nbytes < width:
+        flat = buffer_pool.take(width, tensor.device)
+        flat[: tensor.nbytes].copy_(as_bytes(tensor))
+    stacked = buffer_pool.take(count * width, tensor.device)
+    _gather_into(stacked, flat, axes)
+    shards = [
+        slot[: prod(shape) * tensor.itemsize].view(tensor.dtype).reshape(shape)
+        for slot, shape in zip(stacked.split(width) if width else [stacked] * count, shapes, strict=True)
+    ]
+    assemble(rest, shards, sizes, out=whole)
+    buffer_pool.give_back(stacked)
+    return whole, lengths
+
+
+def _gather_into(out: Tensor, tensor: Tensor, axes: Sequence[Axis]) -> None:
+    """Concatenate the equally shaped tensors of all ranks, the last axis counting fastest."""
+    flat, borrowed = as_bytes(tensor), []
+    for axis in reversed(axes[1:]):
+        borrowed.append(buffer_pool.take(flat.nbytes * axis.size, flat.device))
+        call_metered("all_gather", axis, borrowed[-1], getattr(dist, GATHER), borrowed[-1], flat)
+        flat = borrowed[-1]
+    call_metered("all_gather", axes[0], out, getattr(dist, GATHER), as_bytes(out), flat)
+    for buffer in borrowed:
+        buffer_pool.give_back(buffer)
+
+
+def stack_along(tensor: Tensor, axis: Axis) -> Tensor:
+    """Stack the equally shaped tensors of an axis along a new first dim."""
+    out = torch.empty((axis.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+    _gather_into(out, tensor, [axis])
+    return out
+
+
+def _gather_shapes(local: Tensor, layout: Layout, mesh: Mesh) -> list[tuple[int, ...]]:
+    """The shapes of all shards if they may be uneven, otherwise none. Collective only if they may be."""
+    if not has_uneven_shards(layout, mesh):
+        return []
+    tensor = torch.tensor(local.shape, dtype=torch.int64, device=local.device)
+    for name in reversed(layout.axes):
+        if mesh[name].size > 1 and name not in layout.partial:
+            tensor = stack_along(tensor, mesh[name])
+    return [tuple(int(n) for n in row) for row in tensor.reshape(-1, local.ndim).tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCollective:
+    """One planned collective.
+
+    Attributes:
+        op: its name.
+        axis: the axis of its group.
+        number: bytes of its result on one rank, for each combination of the dims in `names`.
+        names: dims whose length depends on the data.
+    """
+
+    op: str
+    axis: str
+    number: float
+    names: tuple[str, ...]
+
+    def nbytes(self, lengths: Mapping[str, int]) -> float:
+        """The bytes for given lengths."""
+        return self.number * prod(lengths[n] for n in self.names)
+
+    def describe(self) -> str:
+        """A text such as `all_gather along tp, 128*s*b bytes`."""
+        amount = "*".join([f"{self.number:g}", *self.names])
+        return f"{self.op} along {self.axis}, {amount} bytes"
+
+
+def plan_full_gather(
+    layout: Layout, shape: Sequence[int | str], itemsize: int, mesh: Mesh
+) -> list[PlannedCollective]:
+    """The collectives that assemble the full tensor on every rank.
+
+    Args:
+        layout: the layout of the shards.
+        shape: the full tensor's shape; a name for each dim whose length depends on the data.
+        itemsize: bytes of an entry.
+        mesh: the run's axes.
+    """
+    cut = prod(count_parts(d, mesh.sizes) for d in layout.dims)
+    number = itemsize * prod(_pad_known_lengths(layout, shape, mesh)) / cut
+    names = tuple(n for n in shape if isinstance(n, str))
+    live = layout.live(mesh.sizes)
+    out = [PlannedCollective("all_reduce", a, number, names) for a in live if a in layout.partial]
+    for axis in (a for a in reversed(live) if a not in layout.partial):
+        number *= mesh[axis].size
+        out.append(PlannedCollective("all_gather", axis, number, names))
+    return out
+
+
+def plan_result_broadcast(
+    layout: Layout, shape: Sequence[int | str], itemsize: int, mesh: Mesh
+) -> list[PlannedCollective]:
+    """The collectives that broadcast the result of one rank to the others, or the gradient back.
+
+    Args:
+        layout: the layout of the shards.
+        shape: the full tensor's shape.
+        itemsize: bytes of an entry.
+        mesh: the run's axes.
+    """
+    number = float(itemsize * prod(n for n in shape if isinstance(n, int)))
+    names = tuple(n for n in shape if isinstance(n, str))
+    axes = list(replica_mesh(layout, mesh))
+    return [
+        PlannedCollective("broadcast", a.name, number, names)
+        for i, a in enumerate(axes)
+        if a.size > 1 and mesh.is_first(later.name for later in axes[i + 1 :])
+    ]
+
+
+def _pad_known_lengths(layout: Layout, shape: Sequence[int | str], mesh: Mesh) -> list[int]:
+    """The known lengths of dims, with the least padding that their sharding requires."""
+    order = layout.permute or tuple(range(len(layout.dims)))
+    out = []
+    for place, length in zip(order, shape, strict=True):
+        dim = layout.dims[place]
+        if isinstance(length, int):
+            count = count_parts(dim, mesh.sizes) if dim.keep is not None else 1
+            out.append(-(-length // count) * count)
+    return out

@@ -1,0 +1,130 @@
+"""Captures between nodes: the first rank of a node sends all shards of its node and step in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_flex.collectives.transport.segments import Segment
+from megatron_flex.collectives.transport.shard_placement import (
+    Member,
+    ShardPlacement,
+    align_tensor_size,
+    place_shard,
+)
+from megatron_flex.layout import Layout, Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """One tensor that all ranks wrote their shards of."""
+
+    tag: Any
+    layout: Layout
+    local: tuple[int, ...]
+    dtype: torch.dtype
+    at: int
+    place: ShardPlacement
+
+
+class NodeShards(NamedTuple):
+    """The offset of each shard of a tensor in the message of a node, by global rank, and where they end."""
+
+    at: dict[int, int]
+    end: int
+
+
+def locate_node_shards(record: TensorRecord, node: Sequence[Member], sizes: Sizes, start: int) -> NodeShards:
+    """The offsets at which the ranks of a node write their shards of a tensor, from `start` on."""
+    at: dict[int, int] = {}
+    size = align_tensor_size(torch.Size(record.local).numel() * record.dtype.itemsize)
+    for member in node:
+        if place_shard(record.layout, record.local, member.coords, sizes).writes:
+            at[member.rank] = start
+            start += size
+    return NodeShards(at, start)
+
+
+class NodeExchange:
+    """Messages between the first ranks of the nodes. Nodes without the leader collect shards as they are.
+
+    Every method is collective over those first ranks.
+    """
+
+    def __init__(self, group: Any, firsts: Sequence[int], rank: int) -> None:
+        """`firsts`: global ranks, the leader first; `group`: of them, on the CPU."""
+        self.group, self.firsts, self.rank = group, tuple(firsts), rank
+
+    def first_of(self, wrong: str) -> str:
+        """The errors of all nodes, in words; empty if there are none."""
+        answers: list[Any] = [None] * len(self.firsts)
+        dist.all_gather_object(answers, wrong, group=self.group)
+        return "; ".join(dict.fromkeys(s for s in answers if s))
+
+    def least(self, size: int) -> int:
+        """The least size of all nodes."""
+        found = torch.tensor([size], dtype=torch.int64)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self.group)
+        return int(found)
+
+    def bring(
+        self,
+        records: Sequence[TensorRecord],
+        segment: Segment,
+        sent: int,
+        members: Sequence[Member],
+        sizes: Sizes,
+    ) -> None:
+        """Send the shards of the other nodes to their places on the leader's node."""
+        if self.rank != self.firsts[0]:
+            if sent:
+                dist.send(segment.tensor(0, (sent,), torch.uint8), self.firsts[0], group=self.group)
+            return
+        arrivals = []
+        for first in self.firsts[1:]:
+            name = next(m.node for m in members if m.rank == first)
+            node = [m for m in members if m.node == name]
+            start, places = 0, []
+            for record in records:
+                parts = locate_node_shards(record, node, sizes, start)
+                places.append(parts.at)
+                start = parts.end
+            if start:
+                buffer = torch.empty(start, dtype=torch.uint8)
+                arrivals.append((dist.irecv(buffer, first, group=self.group), buffer, node, places))
+        for work, buffer, node, places in arrivals:
+            if work is not None:
+                work.wait()
+            for record, at in zip(records, places, strict=True):
+                self._place(record, buffer, node, at, segment, sizes)
+
+    def _place(
+        self,
+        record: TensorRecord,
+        buffer: torch.Tensor,
+        node: Sequence[Member],
+        at: dict[int, int],
+        segment: Segment,
+        sizes: Sizes,
+    ) -> None:
+        shape = (record.place.planes, *record.place.shape)
+        planes = segment.tensor(record.at, shape, record.dtype)
+        count = torch.Size(record.local).numel() * record.dtype.itemsize
+        for member in node:
+            start = at.get(member.rank)
+            if start is not None and count:
+                shard = buffer[start : start + count].view(record.dtype).view(record.local)
+                place_shard(record.layout, record.local, member.coords, sizes).write(shard, planes)
+
+
+def open_node_exchange(firsts: list[int], rank: int) -> NodeExchange | None:
+    """Connect the first ranks of the nodes, collectively; None if gloo cannot."""
+    try:
+        group = dist.new_group(firsts, backend="gloo", use_local_synchronization=True)
+    except RuntimeError:  # no network that gloo can use, or a build without it
+        return None
+    return NodeExchange(group, firsts, rank)

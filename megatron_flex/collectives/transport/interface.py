@@ -1,0 +1,110 @@
+"""The interface of a transport, which carries captured shards to the rank that receives captures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron_flex.collectives.expert_route import Route
+from megatron_flex.layout import Layout
+from megatron_flex.mesh import Mesh
+
+Arrival = tuple[Any, Tensor]  # the tag of a capture and its full tensor, on the rank that receives captures
+Watch = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TransportBytes:
+    """The bytes that one capture moves, for the estimate before a run.
+
+    Attributes:
+        host: that each rank copies from its device to host memory.
+        sent: that the busiest rank sends to another node.
+        received: that the receiving rank gets from other nodes.
+    """
+
+    host: int
+    sent: int
+    received: int
+
+
+class Transport(Protocol):
+    """Carries captured shards of one pipeline stage to the rank that receives captures.
+
+    All ranks of a stage make the same calls in the same order.
+    """
+
+    @classmethod
+    def open(cls, mesh: Mesh, watch: Watch | None) -> Transport | None:
+        """Set the transport up; None, on all ranks of the stage, if it is not available.
+
+        Collective within the stage.
+
+        Args:
+            mesh: the axes of the run.
+            watch: called now and then while this rank waits for another one; it may raise.
+        """
+
+    @property
+    def active(self) -> bool:
+        """Whether anything was submitted in this step."""
+
+    @property
+    def unsent(self) -> int:
+        """The number of captures that a collective has still to send."""
+
+    def submit(self, tag: Any, local: Tensor, layout: Layout, route: Route | None = None) -> bool:
+        """Copy the local shard of a capture, which the caller may overwrite afterwards. No communication.
+
+        Args:
+            tag: names the capture; equal on all ranks.
+            local: the local shard, detached.
+            layout: how the shards relate; with a route, of the rows once they are back at their tokens.
+            route: of the rows of experts.
+
+        Returns:
+            Whether this transport carries the capture. All ranks of the stage return the same.
+
+        Raises:
+            LayoutError: the shape does not fit the layout.
+            FlexError: a rank has ended, or recorded something else in the step before.
+        """
+
+    def start(self) -> list[Arrival]:
+        """Begin to send what was submitted, if it has become large. Collective within the stage.
+
+        Returns:
+            What arrived of the captures that were sent before, on the receiving rank.
+        """
+
+    def finish(self, gathers: bool) -> list[Arrival]:
+        """Deliver everything that was submitted.
+
+        Args:
+            gathers: whether another transport runs a collective afterwards: then no rank goes on before
+                all ranks agree that the step is good.
+
+        Returns:
+            What arrived, on the receiving rank; nothing on the others.
+
+        Raises:
+            FlexError: a rank has ended, or the ranks recorded different tensors.
+        """
+
+    def drop(self, failed: bool) -> None:
+        """Discard what was submitted; `failed`: perhaps other ranks submitted more, or less."""
+
+    def close(self) -> None:
+        """Discard what was submitted and release all memory. Waits for no rank."""
+
+    @staticmethod
+    def estimate(part: int, ranks_per_node: Sequence[int]) -> TransportBytes:
+        """The bytes that a capture moves.
+
+        Args:
+            part: bytes of a local shard.
+            ranks_per_node: how many ranks send a shard, for each node; the first is the receiving rank's.
+        """

@@ -1,0 +1,425 @@
+"""Captures without a collective: each rank writes its shards to shared memory, where the leader reads full
+tensors.
+
+    forward, backward   every rank copies its shard to its place in the current slot; no one waits
+    end of the step     every rank sends a note to the first rank of its node, and goes on
+                        the first rank waits for the notes, returns the tensors in the slot without a copy,
+                        and answers with the slot of the next step
+    next step           a rank reads that answer when it first has something to write
+
+The place of a shard follows from the captures before it, which are the same on all ranks. A capture that does
+not fit goes with another transport; all ranks decide alike. Between nodes, the first rank of each node sends
+one message for a step. During setup the ranks of a stage find which of them share memory.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_flex.collectives.expert_route import Route
+from megatron_flex.collectives.leader_gather import REPLICA_AXES
+from megatron_flex.collectives.rank_agreement import gather_objects
+from megatron_flex.collectives.transport.between_nodes import (
+    NodeExchange,
+    TensorRecord,
+    locate_node_shards,
+    open_node_exchange,
+)
+from megatron_flex.collectives.transport.device_copies import DeviceCopies
+from megatron_flex.collectives.transport.interface import Arrival, TransportBytes, Watch
+from megatron_flex.collectives.transport.node_sockets import NodeConnection, NodeServer, connect_to_node
+from megatron_flex.collectives.transport.segments import Segment, Slot, SlotRing, remove_stale_files
+from megatron_flex.collectives.transport.shard_placement import (
+    Member,
+    TensorSpaceCache,
+    sum_planes,
+)
+from megatron_flex.config import flex_config
+from megatron_flex.errors import FlexError, FlexWarning
+from megatron_flex.layout import Layout
+from megatron_flex.mesh import Mesh
+
+
+class SharedMemoryTransport:
+    """The transport of one rank. `members[0]` is the leader, which receives what all members submit.
+
+    Attributes:
+        watch: called now and then while this rank waits for another one; it may raise.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        me: int,
+        mesh: Mesh,
+        lines: dict[int, NodeConnection],
+        ring: SlotRing | None,
+        across: NodeExchange | None,
+    ) -> None:
+        """`lines`: to the others of the node if this is its first rank, which has the `ring`, else to it."""
+        self.members, self.me = members, me
+        self.sizes = {a: mesh[a].size for a in members[me].coords}
+        elsewhere = {a for a, n in mesh.sizes.items() if n > 1 and a not in self.sizes}
+        self._lines, self._ring, self._across = lines, ring, across
+        self._near = [m for m in members if m.node == members[me].node]
+        self._rooms = TensorSpaceCache(members, me, self.sizes, elsewhere)
+        self._segments: dict[int, Segment] = {}
+        self._slot: Slot | None = None  # on the node's first rank
+        self._segment: Segment | None = None
+        self._capacity = 0
+        self._told: set[int] = set()
+        self._answer_pending = ring is None  # an answer that was not read yet
+        self._copies: DeviceCopies | None = None
+        self._broken, self._warned = "", False
+        self.watch: Watch | None = None
+        self._records: list[TensorRecord] = []
+        self.count, self._crc = 0, 0  # of all that was recorded in this step
+        self._at, self._need = 0, 0  # where the next goes, and what all together would have needed
+        self._sent = 0  # bytes of what goes to another node
+        self._skip = False
+        if ring is not None:
+            self._next(ring.take(1))
+            self._answer(self._agreed_capacity())
+
+    @classmethod
+    def open(cls, mesh: Mesh, watch: Watch | None) -> SharedMemoryTransport | None:
+        """Connect the ranks of the stage: `Transport.open`."""
+        found = open_shared_memory(mesh)
+        if found is not None:
+            found.watch = watch
+        return found
+
+    @property
+    def active(self) -> bool:
+        """Whether anything was submitted in this step, gathered captures included."""
+        return self.count > 0
+
+    @property
+    def unsent(self) -> int:
+        """None: no collective sends them."""
+        return 0
+
+    # -- while the model runs ----------------------------------------------------------------------------
+
+    def submit(self, tag: Any, local: Tensor, layout: Layout, route: Route | None = None) -> bool:
+        """Write the local shard to its place; False where it has to be gathered: `Transport.submit`."""
+        if route is not None:  # rows of experts go back to their tokens first
+            self.note(tag)
+            return False
+        known = self._rooms.of(layout, local)
+        self.note(f"{tag}{known.words}")
+        place, size = known.place, known.size
+        if place is None or local.layout != torch.strided:
+            return False
+        self._need += size
+        if self._answer_pending:
+            self._read_answer()
+        if self._skip or self._at + size > self._capacity:
+            return False
+        record = TensorRecord(tag, layout, tuple(local.shape), local.dtype, self._at, place)
+        self._at += size
+        if self._leads:
+            self._records.append(record)
+        self._write(record, local)
+        return True
+
+    def note(self, tag: Any) -> None:
+        """Count a tensor that another transport carries: all ranks must have recorded the same."""
+        self._crc = crc32(str(tag).encode(), self._crc)
+        self.count += 1
+
+    def _write(self, record: TensorRecord, local: Tensor) -> None:
+        if self._segment is None or not local.numel():
+            return
+        if not self._here:
+            parts = locate_node_shards(record, self._near, self.sizes, self._sent)
+            self._sent = parts.end
+            at = parts.at.get(self.members[self.me].rank)
+            if at is None:
+                return
+            whole = self._segment.tensor(at, local.shape, local.dtype)
+            pairs = [(whole, local)]
+        elif record.place.writes:
+            shape = (record.place.planes, *record.place.shape)
+            planes = self._segment.tensor(record.at, shape, record.dtype)
+            pairs = [(target, local[source]) for target, source in record.place.targets(planes)]
+        else:
+            return
+        if local.is_cuda:
+            self._copies = self._copies or DeviceCopies(local.device)
+            self._copies.start(pairs, self._segment)
+            return
+        for target, source in pairs:
+            target.copy_(source)
+
+    # -- at the end of a step ----------------------------------------------------------------------------
+
+    def start(self) -> list[Arrival]:
+        """Nothing is left to send: every rank has written its shard to its place."""
+        return []
+
+    def finish(self, gathers: bool) -> list[Arrival]:
+        """End the step: `Transport.finish`. Ranks that do not receive wait only if `gathers`."""
+        if self._copies is not None:
+            self._copies.finish()
+        if self._answer_pending:
+            self._read_answer()
+        mine = {"count": self.count, "crc": self._crc, "skip": self._skip}
+        if self._ring is None:
+            (line,) = self._lines.values()
+            line.send(mine)
+            self._answer_pending = True
+            self._begin(skip=False)
+            if gathers:
+                self._read_answer()
+            return []
+        wrong = self._differing(mine)
+        records, need, sent, before = self._records, self._need, self._sent, self._segment
+        self._begin(skip=False)
+        if self._across is not None:
+            wrong = self._across.first_of(wrong)
+            if not wrong and before is not None:
+                self._across.bring(records, before, sent, self.members, self.sizes)
+        if wrong:
+            self._fail(wrong)
+        out = self._collect_tensors(records if self._leads else [], need)
+        capacity = self._agreed_capacity()
+        if need > capacity:
+            self._warn_if_lacking(need)
+        self._answer(capacity)
+        return out
+
+    def drop(self, failed: bool) -> None:
+        """Discard the step, which perhaps failed at different places: what comes next is gathered.
+
+        Another rank may still be writing its shards of that step, so the slot is not used again before all
+        ranks have met at the end of a step.
+        """
+        if not failed and not self.count:
+            return
+        if self._copies is not None:
+            self._copies.finish()
+        self._begin(skip=True)
+
+    def close(self) -> None:
+        """Disconnect, and release the memory; tensors that were returned stay as they are."""
+        if self._copies is not None:
+            self._copies.close()
+            self._copies = None
+        for line in self._lines.values():
+            line.close()
+        self._lines, self._answer_pending = {}, False
+        self._slot = self._segment = None
+        self._segments.clear()
+        self._records.clear()
+        self._capacity = 0
+        if self._ring is not None:
+            self._ring.close()
+
+    @staticmethod
+    def estimate(part: int, ranks_per_node: Sequence[int]) -> TransportBytes:
+        """Each rank copies its shard to host memory; one rank of each other node sends its node's shards."""
+        others = ranks_per_node[1:]
+        return TransportBytes(part, max(others, default=0) * part, sum(others) * part)
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    @property
+    def _leads(self) -> bool:
+        return self.me == 0
+
+    @property
+    def _here(self) -> bool:
+        """Whether full tensors are assembled on this node."""
+        return self.members[self.me].node == self.members[0].node
+
+    def _begin(self, skip: bool) -> None:
+        self._records = []
+        self.count = self._crc = self._at = self._need = self._sent = 0
+        self._skip = skip
+
+    def _differing(self, mine: dict[str, Any]) -> str:
+        """Wait for the notes of the other ranks of the node; how they differ, empty if they do not."""
+        wrong = []
+        for number, line in self._lines.items():
+            try:
+                theirs, _ = line.receive(self.watch)
+            except FlexError as error:
+                wrong.append(str(error))
+                continue
+            if theirs != mine:
+                rank = self.members[number].rank
+                wrong.append(
+                    f"rank {rank} recorded {theirs['count']} tensors in a step in which rank "
+                    f"{self.members[self.me].rank} recorded {mine['count']}, or tensors of other sites or "
+                    "shapes; all ranks of a stage must capture the same tensors, in the same order"
+                )
+        return "; ".join(wrong)
+
+    def _collect_tensors(self, records: list[TensorRecord], need: int) -> list[tuple[Any, Tensor]]:
+        ring, slot, segment = self._ring, self._slot, self._segment
+        assert ring is not None
+        if slot is None or segment is None:
+            self._next(ring.take(need))
+            return []
+        if not records:
+            self._next(ring.taken(slot, need))
+            return []
+        for record in records:
+            if record.place.planes > 1:
+                shape = (record.place.planes, *record.place.shape)
+                sum_planes(segment.tensor(record.at, shape, record.dtype))
+        wanted = [(r.at, r.place.shape, r.dtype) for r in records]
+        after = ring.take(need, besides=slot)
+        if after is None:  # the session holds so many tensors that the slot is needed again
+            tensors = [segment.tensor(*w).clone() for w in wanted]
+            after = ring.taken(slot, need)
+        else:
+            tensors = segment.give(wanted)
+        self._next(after)
+        return [(r.tag, t) for r, t in zip(records, tensors, strict=True)]
+
+    def _next(self, slot: Slot | None) -> None:
+        self._slot, self._segment = slot, None if slot is None else slot.segment
+
+    def _agreed_capacity(self) -> int:
+        size = 0 if self._segment is None else self._segment.size
+        return size if self._across is None else self._across.least(size)
+
+    def _answer(self, capacity: int, wrong: str = "") -> None:
+        """Send the other ranks of the node the place where they write next."""
+        ring, slot = self._ring, self._slot
+        assert ring is not None
+        self._capacity = capacity
+        number = None if slot is None else slot.number
+        size = 0 if slot is None else slot.segment.size
+        note = {"slot": number, "size": size, "capacity": capacity, "kept": ring.numbers, "wrong": wrong}
+        new = slot is not None and slot.number not in self._told
+        for line in self._lines.values():
+            # A rank that has ended needs no answer; if it should not have, the next step's end notices.
+            with suppress(FlexError):
+                line.send(note, slot.fd if new and slot is not None else None)
+        if slot is not None:
+            self._told.add(slot.number)
+
+    def _read_answer(self) -> None:
+        """Read the answer of the node's first rank, waiting for it if need be."""
+        if self._broken:
+            raise FlexError(self._broken)
+        (line,) = self._lines.values()
+        note, fd = line.receive(self.watch)
+        if fd is not None and note["slot"] is not None:
+            self._segments[note["slot"]] = Segment(fd, note["size"])
+        elif fd is not None:
+            os.close(fd)
+        self._answer_pending = False
+        self._segments = {n: s for n, s in self._segments.items() if n in note["kept"]}
+        self._segment, self._capacity = self._segments.get(note["slot"]), note["capacity"]
+        if self._copies is not None:
+            self._copies.keep(self._segments.values())
+        if note["wrong"]:
+            self._answer_pending, self._broken = True, note["wrong"]
+            raise FlexError(self._broken)
+
+    def _fail(self, wrong: str) -> None:
+        """Raise, here now and on the others when they next write."""
+        self._slot = self._segment = None
+        self._answer_pending, self._broken = True, wrong
+        for number, line in list(self._lines.items()):
+            try:
+                line.send({"slot": None, "size": 0, "capacity": 0, "kept": [], "wrong": wrong})
+            except FlexError:  # that rank has ended
+                del self._lines[number]
+        raise FlexError(wrong)
+
+    def _warn_if_lacking(self, need: int) -> None:
+        ring = self._ring
+        assert ring is not None
+        if self._warned or not ring.lacking:
+            return
+        self._warned = True
+        warnings.warn(
+            f"the captures of a step need {need} bytes of shared memory, and {ring.lacking}; what does not "
+            "fit is gathered, which is slower: give it room (docker run --shm-size="
+            f"{-(-4 * need // (1 << 30))}g, FLEX_SHARED_BYTES={2 * need}), name another folder in memory "
+            "(FLEX_SHARED_FOLDER), or capture less",
+            FlexWarning,
+            stacklevel=2,
+        )
+
+
+def open_shared_memory(mesh: Mesh) -> SharedMemoryTransport | None:
+    """Shared memory for the ranks of a stage; None, on all of them, where every capture must be gathered.
+
+    Collective over the axes that a stage's tensors are cut along.
+    """
+    axes = [a.name for a in mesh if a.name not in REPLICA_AXES and a.size > 1]
+    if not axes:
+        return None
+    door = _open_server()
+    member = Member(dist.get_rank(), {a: mesh[a].coord for a in axes}, flex_config.node or _node_name())
+    open_at = (door.name, door.token) if door else ("", "")
+    answers = gather_objects((member, open_at, flex_config.shared_bytes), mesh, axes)
+    members = [m for m, _, _ in answers]
+    me = members.index(member)
+    firsts = [i for i, m in enumerate(members) if m.node not in [n.node for n in members[:i]]]
+    first = next(i for i in firsts if members[i].node == member.node)
+    line, across, good = None, None, min(most for _, _, most in answers) > 0
+    if good and me != first:
+        name, token = answers[first][1]
+        line = connect_to_node(name, token, me, f"rank {members[first].rank}")
+        good = line is not None
+    elif good:
+        good = door is not None
+        if len(firsts) > 1:
+            across = open_node_exchange([members[i].rank for i in firsts], member.rank)
+            good = good and across is not None
+    if not all(gather_objects(good, mesh, axes)):
+        if line is not None:
+            line.close()
+        if door is not None:
+            door.close()
+        return None
+    lines: dict[int, NodeConnection] = {} if line is None else {first: line}
+    ring = None
+    if me == first and door is not None:
+        near = {i: f"rank {m.rank}" for i, m in enumerate(members) if m.node == member.node and i != me}
+        try:
+            lines = door.let_in(near)
+        except BaseException:
+            door.close()
+            raise
+        remove_stale_files(flex_config.shared_folder)
+        ring = SlotRing(flex_config.shared_folder, flex_config.shared_bytes)
+    if door is not None:
+        door.close()
+    return SharedMemoryTransport(members, me, mesh, lines, ring, across)
+
+
+def _open_server() -> NodeServer | None:
+    if sys.platform != "linux":
+        return None
+    try:
+        return NodeServer()
+    except OSError:  # a sandbox without such sockets
+        return None
+
+
+def _node_name() -> str:
+    """The same for processes that can reach each other by abstract sockets, which go by network namespace."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")
+    except OSError:
+        return socket.gethostname()

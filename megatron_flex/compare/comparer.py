@@ -1,0 +1,356 @@
+"""compare: two dumps in execution order, tensor by tensor, and replicas that differ within one of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from typing import Any
+
+from megatron_flex.compare.compared_dump import (
+    PARAMETER,
+    SAMPLE_AXIS,
+    TOKEN_AXIS,
+    VALUE,
+    ComparedDump,
+    ComparedTensor,
+    open_compared_dump,
+)
+from megatron_flex.compare.comparison import Comparison, ReplicaMismatch, Row, Worst
+from megatron_flex.compare.error_patterns import explain_divergence, find_dim_shares, find_holders
+from megatron_flex.compare.tensor_pairs import (
+    COMPARE_BLOCK,
+    DifferenceSums,
+    TensorPair,
+    align_arrays,
+    sum_differences,
+)
+from megatron_flex.compare.tolerance import ReductionDepths, Tolerances, read_precision
+from megatron_flex.dump import GRADIENT, PARAMETER_GRADIENT
+from megatron_flex.dump.tools.dump_verification import ReplicaChecksums
+from megatron_flex.errors import DumpError, FlexError, suggest_nearest
+from megatron_flex.progress import progress as shown
+from megatron_flex.progress import track
+from megatron_flex.sites import GRADIENT_SUFFIX
+
+
+def find_replica_mismatches(source: ComparedDump, iterations: Sequence[int]) -> list[ReplicaMismatch]:
+    """Tensors whose replicas differ between ranks, in execution order.
+
+    Only a dump made with `replicas=True` has the necessary checksums.
+
+    Args:
+        source: the dump.
+        iterations: the iterations to check.
+    """
+    order = {i.name: n for n, i in enumerate(source.items())}
+    out: list[ReplicaMismatch] = []
+    for iteration in track(iterations, f"comparing the replicas of {source.label}", unit="iterations"):
+        ill: dict[tuple[str, int], set[int]] = defaultdict(set)
+        for rank, _, entry in _read_replica_checksums(source, iteration).differing():
+            grad = entry.kind in (GRADIENT, PARAMETER_GRADIENT) and not entry.site.endswith(GRADIENT_SUFFIX)
+            ill[entry.site + GRADIENT_SUFFIX * grad, entry.microbatch].add(rank)
+        found = [
+            ReplicaMismatch(source.label, n, iteration, m, tuple(sorted(r))) for (n, m), r in ill.items()
+        ]
+        out += sorted(found, key=lambda o: (order.get(o.name, len(order)), o.microbatch))
+    return out
+
+
+def _read_replica_checksums(source: ComparedDump, iteration: int) -> ReplicaChecksums:
+    """Every checksum of an iteration."""
+    written = source.dump.written((iteration, 0))
+    out = ReplicaChecksums(written.run.manifest)
+    for rank in written.run.coords:
+        for path in written.paths(rank):
+            try:
+                out.add(rank, source.dump.files.open(path).part)
+            except OSError as error:
+                raise DumpError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return out
+
+
+ProgressFunction = Callable[[int, int, str], None]  # number done, total, and the next item
+PathOrText = str | PathLike[str]
+
+
+def compare(
+    a: Any,
+    b: Any,
+    tolerance: float | Mapping[str, float] | None = None,
+    tolerance_from: Any = None,
+    *,
+    allow_missing: bool = False,
+    progress: ProgressFunction | None = None,
+    block_bytes: int = COMPARE_BLOCK,
+) -> Comparison:
+    """Find the first site, in execution order, at which two dumps differ by more than round-off.
+
+    The dumps may have different layouts. Tensors are aligned by site, iteration, sample and token. Tensors
+    of only one dump are `missing`, which makes the exit status 1 unless it is allowed. At most
+    a few blocks are in memory at a time.
+
+    Args:
+        a: a dump, or its path.
+        b: the other dump, or its path.
+        tolerance: how far correct runs may differ, relative to the norm and to the greatest entry: for all
+            sites, or by globs over their names. None: derived from dtype and depth.
+        tolerance_from: a third dump, or its path, of a run that is correct up to round-off (another layout,
+            inputs perturbed in the last digit): its difference from the nearer of the two, times a
+            margin, is the tolerance of each site that it has.
+        allow_missing: whether sites or iterations may be in only one of the dumps.
+        progress: called before each tensor, instead of a bar in the terminal.
+        block_bytes: maximum bytes of one tensor in memory, in fp64.
+
+    Raises:
+        DumpError: a dump cannot be read, or the two have nothing in common.
+        FlexError: a tolerance is no number, is negative, or both kinds are given.
+    """
+    _check_tolerance(tolerance, tolerance_from)
+    with (
+        open_compared_dump(a, "A") as one,
+        open_compared_dump(b, "B") as two,
+        open_compared_dump(tolerance_from, "C") as noise,
+    ):
+        walk = _Comparer(one, two, noise, tolerance, block_bytes)
+        return walk.run(progress, allow_missing)
+
+
+def _check_tolerance(tolerance: float | Mapping[str, float] | None, tolerance_from: Any) -> None:
+    said = tolerance.values() if isinstance(tolerance, Mapping) else [tolerance]
+    for value in said:
+        if value is not None and not (isinstance(value, (int, float)) and value >= 0):
+            raise FlexError(f"tolerance={value!r}: a number, 0 or greater, as a part of a tensor's norm")
+    if tolerance_from is not None and isinstance(tolerance, (int, float)):
+        raise FlexError("tolerance and tolerance_from are both given; leave one of them out")
+
+
+@dataclass
+class _Comparer:
+    """A comparison in progress."""
+
+    a: ComparedDump
+    b: ComparedDump
+    noise: ComparedDump | None
+    said: float | Mapping[str, float] | None
+    most: int
+    notes: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    alone: list[list[ComparedTensor]] = field(default_factory=list)
+    depths: ReductionDepths = field(init=False)
+    first: tuple[TensorPair, DifferenceSums] | None = None
+    steps: int = 0
+
+    def run(self, progress: ProgressFunction | None, allow_missing: bool) -> Comparison:
+        items, iterations = self.items(), self.iterations()
+        self.depths = ReductionDepths(self.order(), max(read_precision(s).layers for s in (self.a, self.b)))
+        tolerances = Tolerances(self.said, self.a, self.b, self.depths)
+        with shown("comparing", unit="tensors") as bar:
+            rows = self.rows(items, iterations, tolerances, progress or bar.to)
+        if not rows:
+            raise DumpError(
+                f"{self.a.path} and {self.b.path} have nothing in common: "
+                f"{'; '.join([*self.missing, *self.notes])}"
+            )
+        replicas = [
+            *find_replica_mismatches(self.a, iterations),
+            *find_replica_mismatches(self.b, iterations),
+        ]
+        hints = self.explain_first_divergence(rows)
+        return Comparison(
+            self.a.describe(),
+            self.b.describe(),
+            tuple(rows),
+            tuple(replicas),
+            tuple(hints),
+            (*self.missing, *self.notes),
+            tuple(self.missing),
+            allow_missing,
+        )
+
+    def rows(
+        self,
+        items: list[ComparedTensor],
+        iterations: list[int],
+        tolerances: Tolerances,
+        report: ProgressFunction,
+    ) -> list[Row]:
+        """Compare all common tensors; record those that cannot be compared."""
+        rows: list[Row] = []
+        self.notes += [f"{s.label}: {told}" for s in (self.a, self.b) for told in s.dump.missing]
+        skipped: dict[str, list[str]] = {}
+        for step, iteration in enumerate(iterations):
+            self.steps = iteration  # so many steps may have moved the parameters apart
+            for number, item in enumerate(items):
+                report(step * len(items) + number, len(iterations) * len(items), item.name)
+                pairs = self.pairs(item, iteration)
+                if isinstance(pairs, str):
+                    skipped.setdefault(pairs, []).append(item.name)
+                else:
+                    if item.kind == VALUE and has_same_weights(rows, iteration):
+                        self.steps = 0
+                    rows.append(self.row(pairs, tolerances))
+        self.missing += [f"not compared: {_format_some(names)}: {why}" for why, names in skipped.items()]
+        return rows
+
+    # -- the common tensors --------------------------------------------------------------------------
+
+    def order(self) -> list[str]:
+        """Names of sites in execution order, from the run on fewer ranks, where stages do not interleave."""
+        leader = min((self.a, self.b), key=lambda s: len(s.ranks))
+        return leader.order
+
+    def items(self) -> list[ComparedTensor]:
+        """The common tensors, in execution order."""
+        one, two = self.a.items(), self.b.items()
+        leader, other = (one, two) if len(self.a.ranks) <= len(self.b.ranks) else (two, one)
+        common = [i for i in leader if i in set(other)]
+        for name, mine, others in (("A", one, set(two)), ("B", two, set(one))):
+            alone = [i for i in mine if i not in others]
+            self.alone.append(alone)
+            if alone:
+                self.missing.append(f"only in {name}: {_format_some([i.name for i in alone])}")
+        if not common:
+            names = [i.name for i in two]
+            close = suggest_nearest(one[0].name, names) if one and names else ""
+            raise DumpError(
+                f"{self.a.path} and {self.b.path} have no site in common: "
+                f"{_format_some([i.name for i in one])} "
+                f"and {_format_some(names)}{close}"
+            )
+        return common
+
+    def iterations(self) -> list[int]:
+        """The common iterations."""
+        one, two = set(self.a.iterations), set(self.b.iterations)
+        if not one & two:
+            raise DumpError(
+                f"{self.a.path} and {self.b.path} have no iteration in common: "
+                f"{_format_some(sorted(one))} and "
+                f"{_format_some(sorted(two))}"
+            )
+        for name, mine, others in (("A", one, two), ("B", two, one)):
+            if mine - others:
+                self.missing.append(f"iterations only in {name}: {_format_some(sorted(mine - others))}")
+        return sorted(one & two)
+
+    def pairs(self, item: ComparedTensor, iteration: int) -> list[TensorPair] | str:
+        """Both tensors, aligned; a text if they have nothing in common."""
+        one, two = self.a.array(item), self.b.array(item)
+        for source, array in ((self.a, one), (self.b, two)):
+            if iteration not in array.iterations:
+                return f"{source.label} does not have it in iteration {iteration}"
+        pairs = align_arrays(item, iteration, one, two)
+        if not isinstance(pairs, str):
+            self._note_selection(pairs[0])
+        return pairs
+
+    def _note_selection(self, pair: TensorPair) -> None:
+        for name, array in (("A", pair.a), ("B", pair.b)):
+            for dim in (SAMPLE_AXIS, TOKEN_AXIS):
+                place = pair.along(dim)
+                if place is None:
+                    continue
+                total, used = array.shape[array.dims.index(dim)], pair.shape[place]
+                note = f"{used} of {total} {dim}s of {name} are compared, which both have"
+                if used < total and note not in self.notes:
+                    self.notes.append(note)
+
+    # -- one tensor ------------------------------------------------------------------------------------
+
+    def row(self, pairs: list[TensorPair], tolerances: Tolerances) -> Row:
+        """Compare one tensor."""
+        found, pair = sum_differences(pairs, self.most)
+        item = pair.item
+        noise = self.measured(item, pair.iteration)
+        allowed = tolerances.of(item, (pair.a.dtype, pair.b.dtype), self.steps, noise)
+        row = Row(
+            item.name,
+            item.kind,
+            pair.iteration,
+            found.count,
+            found.relative,
+            found.cosine,
+            found.greatest,
+            found.error,
+            allowed,
+            found.equal,
+            None if found.equal else _make_worst(pair, found),
+        )
+        if row.diverges and self.first is None:
+            self.first = pair, found
+            assert row.worst is not None
+            worst = replace(
+                row.worst,
+                ranks_a=find_holders(self.a, pair, found.worst),
+                ranks_b=find_holders(self.b, pair, found.worst),
+            )
+            row = replace(row, worst=worst)
+        return row
+
+    def measured(self, item: ComparedTensor, iteration: int) -> float | None:
+        """The distance of the third run from the nearer of the two; None if it lacks this tensor."""
+        noise = self.noise
+        if noise is None or item not in noise.items():
+            return None
+        third = noise.array(item)
+        if iteration not in third.iterations:
+            return None
+        errors = []
+        for source in (self.a, self.b):
+            pairs = align_arrays(item, iteration, source.array(item), third)
+            if not isinstance(pairs, str):
+                errors.append(sum_differences(pairs, self.most)[0].error)
+        return min(errors, default=None)
+
+    def explain_first_divergence(self, rows: list[Row]) -> Iterator[str]:
+        """The pattern of the first divergence, and other errors there."""
+        if self.first is None:
+            return
+        pair, found = self.first
+        shares = find_dim_shares(self.a, pair)
+        for place, more in find_dim_shares(self.b, pair).items():
+            shares.setdefault(place, []).extend(more)
+        axes = {**self.a.told, **self.b.told}
+        yield from explain_divergence(pair, found, shares, axes, self.most)
+        module = pair.item.site.partition(":")[0]
+        for this_run, other, alone in (("A", "B", self.alone[0]), ("B", "A", self.alone[1])):
+            inside = [
+                i for i in alone if i.site.startswith((f"{module}.", f"{module}:")) and i.kind == "value"
+            ]
+            again = [i for i in inside if i.call]
+            if again:
+                yield f"{len(again)} places of it were passed more often in {this_run} than in {other}"
+            elif inside:
+                yield f"{len(inside)} places of it were passed in {this_run} only"
+        ill = [r.name for r in rows if r.diverges and r.kind == PARAMETER and r.iteration == pair.iteration]
+        own = [n for n in ill if n.startswith(f"{module}.")] if pair.item.kind != PARAMETER else []
+        if own:
+            yield f"parameters of it differ as well: {_format_some(own)}; the weights are not the same"
+        elif ill and pair.item.kind != PARAMETER:
+            yield f"parameters differ as well: {_format_some(ill)}"
+
+
+def has_same_weights(rows: list[Row], iteration: int) -> bool:
+    """Whether parameters were compared in an iteration, and are equal."""
+    own = [r for r in rows if r.kind == PARAMETER and r.iteration == iteration]
+    return bool(own) and all(r.equal for r in own)
+
+
+def _make_worst(pair: TensorPair, found: DifferenceSums) -> Worst:
+    numbers = [known[i] for known, i in zip(pair.numbers, found.worst, strict=True)]
+    sample, token = pair.along(SAMPLE_AXIS), pair.along(TOKEN_AXIS)
+    rest = tuple(n for p, n in enumerate(numbers) if p not in (sample, token))
+    return Worst(
+        pair.iteration,
+        None if sample is None else numbers[sample],
+        None if token is None else numbers[token],
+        rest,
+        *found.values,
+    )
+
+
+def _format_some(names: list[Any], most: int = 5) -> str:
+    text = ", ".join(map(str, names[:most]))
+    return text + (f" and {len(names) - most} more" if len(names) > most else "")

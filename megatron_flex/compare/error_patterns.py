@@ -1,0 +1,412 @@
+"""Patterns in the error of the first divergence: one rank's shard, a constant factor, permuted rows.
+
+Each pattern is reported only where the numbers show it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from megatron_flex.compare.compared_dump import SAMPLE_AXIS, TOKEN_AXIS, ComparedDump
+from megatron_flex.compare.tensor_pairs import COMPARE_BLOCK, DifferenceSums, TensorPair
+from megatron_flex.errors import LayoutError
+from megatron_flex.layout import Dim, Layout, Sizes, spans
+
+MOST_MATCHED_ROWS, MOST_MATCHED_COLUMNS = 2048, 512  # at most this many are matched against each other
+MOST_LISTED = 8  # hook points listed in a sentence
+
+
+@dataclass(frozen=True, slots=True)
+class DimShares:
+    """The shards of a dim along one axis, in one of the two runs.
+
+    Attributes:
+        run: `A` or `B`.
+        axis: the mesh axis.
+        size: its size.
+        parts: for each coordinate, its entries of the dim.
+    """
+
+    run: str
+    axis: str
+    size: int
+    parts: tuple[tuple[int, ...], ...]
+
+
+def compute_shares(run: str, dim: Dim, length: int, sizes: Sizes) -> list[DimShares]:
+    """The shards of a dim: one item for each axis that shards it, over all coordinates of the others."""
+    live = [c.axis for c in dim.cuts if sizes.get(c.axis, 1) > 1 and not c.partial]
+    if dim.uneven:
+        return []
+    out = []
+    for axis in live:
+        held: list[tuple[int, ...]] = []
+        for coord in range(sizes[axis]):
+            own_entries: set[int] = set()
+            for others in _list_coordinates({a: sizes[a] for a in live if a != axis}):
+                for start, stop in spans(dim, length, {**others, axis: coord}, sizes):
+                    own_entries |= set(range(start, stop))
+            held.append(tuple(sorted(own_entries)))
+        out.append(DimShares(run, axis, sizes[axis], tuple(held)))
+    return out
+
+
+def _list_coordinates(sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    out: list[dict[str, int]] = [{}]
+    for axis, size in sizes.items():
+        out = [{**o, axis: c} for o in out for c in range(size)]
+    return out
+
+
+def find_wrong_ranks(energy: Tensor, found: Sequence[DimShares], numbers: Sequence[int]) -> list[str]:
+    """Whether an error is only in the shards of some coordinates, or only at their borders.
+
+    Args:
+        energy: squares of the error, by entry of a dim.
+        found: the shards of the dim.
+        numbers: the indices of those entries in the full tensor.
+    """
+    out = []
+    wrong = {numbers[int(i)] for i in (energy > energy.sum() * 1e-9).nonzero()}
+    last = max(numbers)
+    for share in found:
+        ill = [c for c, part in enumerate(share.parts) if wrong & set(part)]
+        if 0 < len(ill) < share.size:
+            out.append(
+                f"all of the error is in what {share.axis} rank{'s' if len(ill) > 1 else ''} "
+                f"{_format_list(ill)} of {share.size} hold{'s' if len(ill) == 1 else ''} in {share.run}"
+            )
+        edges = {i for part in share.parts for i in part if not {i - 1, i + 1} <= set(part)}
+        edges -= {0, last}
+        if wrong and wrong <= edges and len(edges) < last / 2:
+            out.append(f"all of the error is at the borders between {share.axis} ranks of {share.run}")
+    return out
+
+
+def find_wrong_entries(name: str, energy: Tensor, numbers: Sequence[int]) -> str:
+    """The entries of a dim that differ, if not all do."""
+    wrong = [int(i) for i in (energy > energy.sum() * 1e-9).nonzero()]
+    if not 0 < len(wrong) < len(energy):
+        return ""
+    return f"{len(wrong)} of {len(energy)} {name} differ: {_format_list([numbers[i] for i in wrong])}"
+
+
+def find_constant_factor(ratio: float, rest: float, axes: Mapping[str, int]) -> str:
+    """Whether one is a multiple of the other, and which sizes could be the factor.
+
+    Args:
+        ratio: the best-fitting factor, B over A.
+        rest: the norm of the remaining difference, over the norm of B.
+        axes: sizes that could be the factor, by name.
+    """
+    if not math.isfinite(ratio) or abs(ratio - 1) < 1e-3 or rest > 1e-2 * min(abs(ratio - 1), 1):
+        return ""
+    named = {n: s for n, s in axes.items() if s > 1}
+    wording: list[str] = []
+    for count in range(1, len(named) + 1):
+        for chosen in combinations(named, count):
+            size = math.prod(named[n] for n in chosen)
+            product_of = " x ".join(chosen)
+            if math.isclose(ratio, size, rel_tol=1e-3):
+                wording.append(product_of)
+            elif math.isclose(ratio, 1 / size, rel_tol=1e-3):
+                wording.append(f"1 / ({product_of})" if count > 1 else f"1 / {product_of}")
+        if wording:
+            break
+    return f"B is A times a constant factor, {ratio:.6g}" + (
+        f", which is {' or '.join(wording)}" if wording else ""
+    )
+
+
+def find_common_vector(name: str, difference: Tensor, scale: float) -> str:
+    """Whether the difference is one vector, the same in each row: a bias, added or omitted.
+
+    Args:
+        name: the name of the rows.
+        difference: `[rows, ...]`, B minus A.
+        scale: the norm of the compared tensor.
+    """
+    rows = difference.reshape(len(difference), -1)
+    if len(rows) < 3 or rows.shape[1] < 2:
+        return ""
+    mean = rows.mean(0, keepdim=True)
+    spread = float((rows - mean).norm())
+    if float(mean.norm()) * math.sqrt(len(rows)) > 1e-3 * scale and spread < 1e-3 * float(rows.norm()):
+        return f"the difference is the same vector for all {name}: a bias added too often or left out"
+    return ""
+
+
+def find_permutation(
+    name: str, a: Tensor, b: Tensor, numbers: Sequence[int], known: Mapping[str, Callable[[int], list[int]]]
+) -> str:
+    """Whether rows of one are rows of the other in another order.
+
+    Args:
+        name: the name of the rows.
+        a: `[rows, ...]`.
+        b: likewise.
+        numbers: the numbers of the rows.
+        known: orders with a name, as functions of the number of rows: row i of B would be row f[i] of A.
+    """
+    left, right = (t.reshape(len(t), -1)[:, :MOST_MATCHED_COLUMNS].double() for t in (a, b))
+    if not 2 <= len(left) <= MOST_MATCHED_ROWS or not (left.isfinite().all() and right.isfinite().all()):
+        return ""
+    close = 1e-3 * max(float(left.norm(dim=1).max()), 1e-300)
+    wrong = ((left - right).norm(dim=1) > close).nonzero().flatten()
+    if len(wrong) < 2:
+        return ""
+    for wording, order in known.items():
+        places = torch.tensor(order(len(left)))
+        if float((left[places] - right).norm(dim=1).max()) <= close:
+            return f"{name} are permuted: {wording}"
+    distance, place = torch.cdist(right[wrong], left).min(1)
+    if float((distance <= close).double().mean()) < 0.9:
+        return ""
+    pairs = [f"{numbers[int(i)]}<-{numbers[int(p)]}" for i, p in zip(wrong, place, strict=True)]
+    kept = set(range(len(left))) - {int(i) for i in wrong}
+    again = bool(kept & {int(p) for p in place}) or len(set(place.tolist())) < len(place)
+    return f"{name} are {'repeated' if again else 'permuted'} (B<-A): {_format_list(pairs)}"
+
+
+def make_contiguous_order(size: int, zigzag: bool) -> Callable[[int], list[int]]:
+    """The order of rows if zigzag shards were filled from contiguous ones, or the other way round."""
+
+    def order(length: int) -> list[int]:
+        if length % (2 * size):
+            return list(range(length))
+        chunks = [list(c) for c in torch.arange(length).chunk(2 * size)]
+        zig = [int(i) for r in range(size) for i in [*chunks[r], *chunks[2 * size - 1 - r]]]
+        if zigzag:
+            return zig
+        out = [0] * length
+        for place, row in enumerate(zig):
+            out[row] = place
+        return out
+
+    return order
+
+
+def _format_list(items: Sequence[object]) -> str:
+    text = ", ".join(map(str, items[:MOST_LISTED]))
+    return text + (f" and {len(items) - MOST_LISTED} more" if len(items) > MOST_LISTED else "")
+
+
+LAYOUT_DIM_NAMES = {SAMPLE_AXIS: "b", TOKEN_AXIS: "s"}
+
+
+def match_dims(layout: Layout, dims: Sequence[str]) -> dict[int, Dim]:
+    """The layout's dim for each dim of an array, as far as it has one."""
+    order = layout.permute or tuple(range(len(layout.dims)))
+    left = [layout.dims[i] for i in order]
+    out: dict[int, Dim] = {}
+    for place, name in enumerate(dims):
+        if name in LAYOUT_DIM_NAMES:
+            match = next((d for d in left if d.name == LAYOUT_DIM_NAMES[name]), None)
+            if match is not None:
+                out[place] = match
+                left.remove(match)
+    rest = [p for p, name in enumerate(dims) if name not in LAYOUT_DIM_NAMES]
+    if len(rest) == len(left):
+        out.update(zip(rest, left, strict=True))
+    return out
+
+
+def find_dim_shares(source: ComparedDump, pair: TensorPair) -> dict[int, list[DimShares]]:
+    """The shards of the dims of a tensor, by the index of the dim."""
+    layout = source.layout(pair.item)
+    out: dict[int, list[DimShares]] = {}
+    for place, dim in match_dims(layout, pair.dims).items() if layout is not None else ():
+        if pair.dims[place] == SAMPLE_AXIS:
+            found = _find_sample_shares(source, pair, pair.numbers[place])
+        else:
+            found = _find_axis_shares(source, dim, _get_full_length(pair, place))
+        if found:
+            out[place] = found
+    return out
+
+
+def _find_axis_shares(source: ComparedDump, dim: Dim, length: int) -> list[DimShares]:
+    if dim.keep is not None:
+        return []  # its length with padding is not known here
+    try:
+        return compute_shares(source.label, dim, length, source.sizes)
+    except LayoutError:
+        return []
+
+
+def _find_sample_shares(source: ComparedDump, pair: TensorPair, numbers: Sequence[int]) -> list[DimShares]:
+    replicas = source.map_samples_to_replicas(pair.item, pair.iteration)
+    if not replicas:
+        return []
+    size = source.sizes["dp"]
+    parts = tuple(tuple(n for n in numbers if replicas.get(n) == r) for r in range(size))
+    return [DimShares(source.label, "dp", size, parts)]
+
+
+def _get_full_length(pair: TensorPair, place: int) -> int:
+    """The length of a full dim; a lower bound if only some tokens were dumped."""
+    return max(pair.numbers[place], default=-1) + 1
+
+
+def find_holders(source: ComparedDump, pair: TensorPair, at: Sequence[int]) -> tuple[str, ...]:
+    """The ranks that held an entry, with their coordinates.
+
+    Args:
+        source: the dump.
+        pair: the compared part of the tensor.
+        at: the entry's index in the compared part.
+    """
+    layout, stage = source.layout(pair.item), source.stage(pair.item)
+    if layout is None:
+        return ()
+    cut = {p: d for p, d in match_dims(layout, pair.dims).items() if pair.dims[p] != SAMPLE_AXIS}
+    numbers = [known[i] for known, i in zip(pair.numbers, at, strict=True)]
+    samples = [n for n, d in zip(numbers, pair.dims, strict=True) if d == SAMPLE_AXIS]
+    replica = source.map_samples_to_replicas(pair.item, pair.iteration).get(samples[0]) if samples else None
+    out = []
+    for rank, coords in source.ranks:
+        if stage not in (None, coords.get("pp", 0)) or replica not in (None, coords.get("dp", 0)):
+            continue
+        if all(_is_holder(source, d, _get_full_length(pair, p), coords, numbers[p]) for p, d in cut.items()):
+            live = ", ".join(f"{a} {c}" for a, c in coords.items() if a in source.told)
+            out.append(f"rank {rank}" + (f" ({live})" if live else ""))
+    return tuple(out)
+
+
+def _is_holder(source: ComparedDump, dim: Dim, length: int, coords: Mapping[str, int], number: int) -> bool:
+    if dim.uneven or dim.keep is not None or not dim.cuts:
+        return True
+    try:
+        return any(a <= number < b for a, b in spans(dim, length, coords, source.sizes))
+    except LayoutError:
+        return True
+
+
+ENTRY_NAMES = {SAMPLE_AXIS: "samples", TOKEN_AXIS: "tokens"}
+
+
+def explain_divergence(
+    pair: TensorPair,
+    found: DifferenceSums,
+    held: Mapping[int, Sequence[DimShares]],
+    axes: Mapping[str, int],
+    most: int = COMPARE_BLOCK,
+) -> list[str]:
+    """The patterns of the error.
+
+    Args:
+        pair: the tensor in both dumps.
+        found: its statistics.
+        held: the shards, by dim.
+        axes: sizes that a constant factor could come from, by name.
+        most: maximum bytes of a block.
+    """
+    if found.discrete:
+        part = f"{found.differing} of {found.count} entries differ"
+        return [f"{part}; where what they were chosen by is nearly tied, round-off alone can do that"]
+    if pair.a.dtype.is_complex or pair.b.dtype.is_complex:
+        return []  # the patterns are of real numbers
+    energies, norms = _measure_energies(pair, most, found.broken > 0)
+    if found.broken:
+        hints = [f"{found.broken} of {found.count} entries are NaN or infinite in one of the two"]
+        return [*hints, *_find_error_places(pair, energies, held)]
+    zeros = [n for n, squares in (("A", found.squares_a), ("B", found.squares_b)) if not squares]
+    if zeros:
+        return [f"{zeros[0]} is zero everywhere"]
+    ratio = found.dots / found.squares_a
+    rest = math.sqrt(max(found.squares_b - ratio * found.dots, 0.0) / found.squares_b)
+    if hint := find_constant_factor(ratio, rest, axes):
+        return [hint]
+    hints = _find_permutations(pair, found, held, most)
+    hints += [
+        f"{n} is zero wherever they differ" for n, squares in zip("AB", norms, strict=True) if not squares
+    ]
+    hints += _find_error_places(pair, energies, held, all_dims=not hints)
+    return [h for h in dict.fromkeys(hints) if h]
+
+
+def _find_error_places(
+    pair: TensorPair, energies: list[Tensor], held: Mapping[int, Sequence[DimShares]], all_dims: bool = True
+) -> list[str]:
+    """The shards, samples, tokens and features that contain the error."""
+    out: list[str] = []
+    for place, dim in enumerate(pair.dims):
+        out += find_wrong_ranks(energies[place], held.get(place, ()), pair.numbers[place])
+        if all_dims or dim in ENTRY_NAMES:
+            out.append(find_wrong_entries(_name_entries(dim), energies[place], pair.numbers[place]))
+    return [h for h in out if h]
+
+
+def _name_entries(dim: str) -> str:
+    """The name of a dim's entries."""
+    return ENTRY_NAMES.get(dim, f"entries along {dim!r}")
+
+
+def _measure_energies(pair: TensorPair, most: int, broken: bool) -> tuple[list[Tensor], tuple[float, float]]:
+    """For each dim the squares of the difference, summed over all others; those of A and B where they differ.
+
+    Where one of the two is not finite, only those entries count, as 1.
+    """
+    out = [torch.zeros(n, dtype=torch.float64) for n in pair.shape]
+    norms = 0.0, 0.0
+    for block, a, b in pair.blocks(most):
+        left, right = a.double(), b.double()
+        unlike = left != right
+        squares = (unlike & ~(right - left).isfinite()).double() if broken else (right - left).square()
+        norms = norms[0] + float(left[unlike].square().sum()), norms[1] + float(right[unlike].square().sum())
+        for dim, part in enumerate(block):
+            others = [d for d in range(squares.ndim) if d != dim]
+            out[dim][part] += squares.sum(others) if others else squares
+    return out, norms
+
+
+def _find_permutations(
+    pair: TensorPair, found: DifferenceSums, held: Mapping[int, Sequence[DimShares]], most: int
+) -> list[str]:
+    """Rows permuted along one of the dims, or a vector that was added to all of them."""
+    out = []
+    for place, dim in enumerate(pair.dims):
+        name = _name_entries(dim)
+        a, b = _read_rows(pair, place, found, most)
+        if a is None or b is None:
+            continue
+        known = {}
+        for share in held.get(place, ()) if dim == TOKEN_AXIS else ():
+            if share.axis == "cp":
+                text = f"as if {share.run}'s {share.size} context parallel ranks had contiguous parts"
+                known[f"{text}, and not zigzag ones"] = make_contiguous_order(share.size, share.run == "A")
+        hint = find_permutation(name, a, b, pair.numbers[place], known)
+        if not hint and dim == TOKEN_AXIS:
+            hint = find_common_vector(name, b.double() - a.double(), float(a.double().norm()))
+        out += [hint] if hint else []
+    return out
+
+
+def _read_rows(
+    pair: TensorPair, place: int, found: DifferenceSums, most: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Both as `[entries along a dim, ...]`; a bounded part of the other dims."""
+    length = pair.shape[place]
+    if not 2 <= length <= MOST_MATCHED_ROWS:
+        return None, None
+    room = max(1, min(most // (8 * length), 4 * MOST_MATCHED_COLUMNS))
+    block = []
+    for dim, size in enumerate(pair.shape):
+        if dim == place:
+            block.append(slice(0, size))
+            continue
+        one = (
+            pair.dims[place] == TOKEN_AXIS and pair.dims[dim] == SAMPLE_AXIS
+        )  # each may have an order of its own
+        count = 1 if one else min(size, room)
+        start = min(found.worst[dim], size - count)  # includes the differing entry
+        block.append(slice(start, start + count))
+        room = max(1, room // count)
+    a, b = pair.read(block)
+    return a.movedim(place, 0), b.movedim(place, 0)

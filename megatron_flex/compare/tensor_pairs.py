@@ -1,0 +1,331 @@
+"""Two dumped tensors, aligned by samples and tokens, and sums over their difference, block by block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from megatron_flex.compare.compared_dump import MICROBATCH_AXIS, SAMPLE_AXIS, TOKEN_AXIS, ComparedTensor
+from megatron_flex.dump.reader import DumpArray
+
+COMPARE_BLOCK = 64 << 20  # bytes of one block of one tensor, in fp64
+
+
+def split_into_blocks(shape: Sequence[int], most: int = COMPARE_BLOCK) -> Iterator[tuple[slice, ...]]:
+    """Split a shape into blocks of at most `most` bytes in fp64, along its first dims.
+
+    An empty shape has one block; a shape with no entries has none.
+    """
+    if math.prod(shape) == 0:
+        return
+    inner = 8
+    steps = [1] * len(shape)
+    for dim in reversed(range(len(shape))):
+        steps[dim] = max(1, min(shape[dim], most // inner))
+        inner *= steps[dim]
+    for starts in product(*(range(0, n, step) for n, step in zip(shape, steps, strict=True))):
+        yield tuple(slice(s, min(s + step, n)) for s, step, n in zip(starts, steps, shape, strict=True))
+
+
+@dataclass(slots=True)
+class DifferenceSums:
+    """Sums over pairs of entries.
+
+    Attributes:
+        count: number of pairs.
+        differing: number of unequal pairs. Two NaNs are equal.
+        broken: pairs with one NaN or infinity that the other lacks.
+        worst: index of the greatest difference; the first broken pair if there is one.
+        values: the two entries there; magnitudes for complex entries.
+        discrete: whether entries are integers, which have no round-off.
+    """
+
+    count: int = 0
+    differing: int = 0
+    broken: int = 0
+    squares_a: float = 0.0
+    squares_b: float = 0.0
+    dots: float = 0.0
+    squares: float = 0.0
+    greatest: float = 0.0
+    peak: float = 0.0
+    worst: tuple[int, ...] = ()
+    values: tuple[float, float] = (0.0, 0.0)
+    discrete: bool = False
+    _found: bool = field(default=False, repr=False)
+
+    def add(self, a: Tensor, b: Tensor, start: Sequence[int] = ()) -> None:
+        """Add a block of both.
+
+        Args:
+            a: block of the first tensor.
+            b: block of the second tensor, of the same shape.
+            start: position of the block in the full tensor; indices count from there.
+        """
+        self.discrete = not all(t.is_floating_point() or t.is_complex() for t in (a, b))
+        wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+        left, right = a.to(wide), b.to(wide)
+        if self.discrete and a.dtype == b.dtype:
+            different = a != b  # fp64 does not have every integer
+        else:
+            different = (left != right) & ~(left.isnan() & right.isnan())
+        finite = left.isfinite() & right.isfinite()
+        broken = different & ~finite
+        self.count += left.numel()
+        self.differing += int(different.sum())
+        if not finite.all():
+            left, right = left.where(finite, 0.0), right.where(finite, 0.0)
+        distance = (left - right).abs()
+        if self.discrete:
+            distance = distance.where(~different | (distance > 0), 1.0)
+        self.squares_a += float(left.abs().square().sum())
+        self.squares_b += float(right.abs().square().sum())
+        self.dots += float((left * right.conj()).real.sum())
+        self.squares += float(distance.square().sum())
+        if left.numel():
+            self.peak = max(self.peak, float(left.abs().max()), float(right.abs().max()))
+            self._note_worst(a, b, distance, broken, start)
+        self.broken += int(broken.sum())
+
+    def _note_worst(
+        self, a: Tensor, b: Tensor, distance: Tensor, broken: Tensor, start: Sequence[int]
+    ) -> None:
+        if self.broken:
+            return
+        has_broken = bool(broken.any())
+        flat = int((broken.int() if has_broken else distance).argmax())
+        found = float(distance.reshape(-1)[flat])
+        if has_broken or found > self.greatest or not self._found:
+            at = [int(i) for i in torch.unravel_index(torch.tensor(flat), distance.shape)]
+            self.worst = tuple(i + s for i, s in zip(at, start, strict=True)) if start else tuple(at)
+            self.values = _compute_magnitude(a.reshape(-1)[flat]), _compute_magnitude(b.reshape(-1)[flat])
+            self._found = True
+        self.greatest = math.inf if has_broken else max(self.greatest, found)
+
+    @property
+    def equal(self) -> bool:
+        """Whether no pair differs."""
+        return self.differing == 0
+
+    @property
+    def relative(self) -> float:
+        """The norm of the difference over the greater of the two norms; infinite with a NaN in one only."""
+        if self.broken:
+            return math.inf
+        scale = math.sqrt(max(self.squares_a, self.squares_b))
+        return math.sqrt(self.squares) / scale if scale else 0.0
+
+    @property
+    def cosine(self) -> float:
+        """The cosine of the angle between the two; 1 for two zero tensors, 0 if one of them is zero."""
+        if self.broken:
+            return math.nan
+        scale = math.sqrt(self.squares_a) * math.sqrt(self.squares_b)
+        if scale:
+            return max(-1.0, min(1.0, self.dots / scale))
+        return 1.0 if self.equal else 0.0
+
+    @property
+    def error(self) -> float:
+        """The quantity that tolerances bound: the greater of relative error and max difference over peak.
+
+        For integers, the fraction that differs.
+        """
+        if self.discrete:
+            return self.differing / self.count if self.count else 0.0
+        if self.broken:
+            return math.inf
+        return max(self.relative, self.greatest / self.peak if self.peak else 0.0)
+
+
+def _compute_magnitude(entry: Tensor) -> float:
+    """An entry as one real number: a complex one's absolute value."""
+    return float(entry.abs() if entry.is_complex() else entry)
+
+
+CommonIndices = tuple[int, ...] | None  # indices along a dim; None for all
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPair:
+    """The common part of one tensor in one iteration, or in a part of it.
+
+    Attributes:
+        item: the tensor.
+        iteration: the framework's number.
+        a: from the first dump, without the dim of iterations.
+        b: from the second dump.
+        dims: their names.
+        numbers: for each dim, the numbers of its entries: samples, token positions.
+        picked_a: the indices along each dim of `a`.
+        picked_b: likewise.
+        microbatch: its number in the iteration, where a tensor has no samples.
+    """
+
+    item: ComparedTensor
+    iteration: int
+    a: DumpArray
+    b: DumpArray
+    dims: tuple[str, ...]
+    numbers: tuple[tuple[int, ...], ...]
+    picked_a: tuple[CommonIndices, ...]
+    picked_b: tuple[CommonIndices, ...]
+    microbatch: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the common part."""
+        return tuple(map(len, self.numbers))
+
+    def read(self, block: Sequence[slice]) -> tuple[Tensor, Tensor]:
+        """A block of both; only that block is read."""
+        return _read_indices(self.a, self.picked_a, block), _read_indices(self.b, self.picked_b, block)
+
+    def blocks(self, most: int = COMPARE_BLOCK) -> Iterator[tuple[tuple[slice, ...], Tensor, Tensor]]:
+        """All blocks, one after the other."""
+        for block in split_into_blocks(self.shape, most):
+            yield block, *self.read(block)
+
+    def along(self, dim: str) -> int | None:
+        """The index of a dim; None if there is none of that name."""
+        return self.dims.index(dim) if dim in self.dims else None
+
+
+def sum_differences(
+    pairs: Sequence[TensorPair], most: int = COMPARE_BLOCK
+) -> tuple[DifferenceSums, TensorPair]:
+    """Sums over all blocks of all pairs, and the pair with the greatest difference."""
+    out, worst = DifferenceSums(), pairs[0]
+    for pair in pairs:
+        for block, a, b in pair.blocks(most):
+            before = out.worst, out.values, out.broken
+            out.add(a, b, tuple(s.start for s in block))
+            if (out.worst, out.values, out.broken) != before:
+                worst = pair
+    return out, worst
+
+
+def align_arrays(item: ComparedTensor, iteration: int, a: DumpArray, b: DumpArray) -> list[TensorPair] | str:
+    """Align two arrays.
+
+    Args:
+        item: the tensor.
+        iteration: a common iteration.
+        a: over iterations.
+        b: likewise.
+
+    Returns:
+        The common part: usually one pair; one for each sample where tokens were selected by sample, one
+        for each microbatch where there are no samples. Or a text that says why there is none.
+    """
+    one, two = a.at(iteration), b.at(iteration)
+    if MICROBATCH_AXIS in (*one.dims, *two.dims):
+        return _align_by_microbatch(item, iteration, one, two)
+    return _align_by_label(item, iteration, one[0], two[0])
+
+
+def _align_by_microbatch(
+    item: ComparedTensor, iteration: int, a: DumpArray, b: DumpArray
+) -> list[TensorPair] | str:
+    left, right = ([piece.array for piece in x.pieces()] for x in (a, b))
+    if len(left) != len(right):
+        return f"{len(left)} microbatches in A and {len(right)} in B, and no samples to tell them by"
+    out: list[TensorPair] = []
+    for number, (one, two) in enumerate(zip(left, right, strict=True)):
+        found = _align_by_label(item, iteration, one, two, number)
+        if isinstance(found, str):
+            return f"{found} (microbatch {number})"
+        out += found
+    return out
+
+
+def _align_by_label(
+    item: ComparedTensor, iteration: int, a: DumpArray, b: DumpArray, microbatch: int | None = None
+) -> list[TensorPair] | str:
+    marks = [[d if d in (SAMPLE_AXIS, TOKEN_AXIS) else "" for d in x.dims] for x in (a, b)]
+    if marks[0] != marks[1]:
+        return f"dims {', '.join(a.dims)} in A and {', '.join(b.dims)} in B"
+    if any(t is not None and t.ndim == 2 for t in (a.tokens, b.tokens)):
+        return _align_by_sample(item, iteration, a, b)
+    found = _make_pair(item, iteration, a, b, _list_labels(a), _list_labels(b), microbatch)
+    return found if isinstance(found, str) else [found]
+
+
+def _list_labels(array: DumpArray) -> list[tuple[int, ...]]:
+    """The names of the entries of each dim."""
+    known = {SAMPLE_AXIS: array.samples, TOKEN_AXIS: array.tokens}
+    found = [known.get(d) for d in array.dims]
+    return [
+        tuple(range(n)) if t is None else tuple(int(i) for i in t.tolist())
+        for n, t in zip(array.shape, found, strict=True)
+    ]
+
+
+def _make_pair(
+    item: ComparedTensor,
+    iteration: int,
+    a: DumpArray,
+    b: DumpArray,
+    numbers_a: Sequence[tuple[int, ...]],
+    numbers_b: Sequence[tuple[int, ...]],
+    microbatch: int | None = None,
+) -> TensorPair | str:
+    numbers: list[tuple[int, ...]] = []
+    for dim, mine, other in zip(a.dims, numbers_a, numbers_b, strict=True):
+        if dim not in (SAMPLE_AXIS, TOKEN_AXIS) and len(mine) != len(other):
+            return f"{len(mine)} entries along {dim!r} in A and {len(other)} in B"
+        both = tuple(sorted(set(mine) & set(other)))
+        if not both and (mine or other):
+            return f"no {dim} that both have"
+        numbers.append(both)
+    one, two = (
+        tuple(_find_common_indices(n, w) for n, w in zip(x, numbers, strict=True))
+        for x in (numbers_a, numbers_b)
+    )
+    return TensorPair(item, iteration, a, b, tuple(a.dims), tuple(numbers), one, two, microbatch)
+
+
+def _align_by_sample(
+    item: ComparedTensor, iteration: int, a: DumpArray, b: DumpArray
+) -> list[TensorPair] | str:
+    """Where the tokens were selected by sample: sample by sample."""
+    split = [{number: (row, tokens) for number, row, tokens in _iterate_samples(x)} for x in (a, b)]
+    out = []
+    for number in sorted(split[0].keys() & split[1].keys()):
+        sides, labels = [], []
+        for array, rows in zip((a, b), split, strict=True):
+            row, tokens = rows[number]
+            sides.append(array[row : row + 1])
+            labels.append([(number,), tokens, *(tuple(range(n)) for n in array.shape[2:])])
+        found = _make_pair(item, iteration, sides[0], sides[1], labels[0], labels[1])
+        if not isinstance(found, str):
+            out.append(found)
+    return out or "no sample and token that both have"
+
+
+def _iterate_samples(array: DumpArray) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """For an array over samples, tokens, ...: each sample's number, its index, and its tokens' positions."""
+    samples, tokens = array.samples, array.tokens
+    assert samples is not None, "tokens are drawn by sample"
+    assert tokens is not None
+    for row, number in enumerate(samples.tolist()):
+        own = tokens[row] if tokens.ndim == 2 else tokens
+        yield int(number), row, tuple(int(i) for i in own.tolist())
+
+
+def _find_common_indices(numbers: tuple[int, ...], wanted: tuple[int, ...]) -> CommonIndices:
+    if numbers == wanted:
+        return None
+    places = {n: i for i, n in enumerate(numbers)}
+    return tuple(places[n] for n in wanted)
+
+
+def _read_indices(array: DumpArray, picked: Sequence[CommonIndices], block: Sequence[slice]) -> Tensor:
+    index = [part if p is None else list(p[part]) for p, part in zip(picked, block, strict=True)]
+    found: Tensor = array[tuple(index)].torch()
+    return found

@@ -1,0 +1,213 @@
+"""The connection between a hook of the 2023 interface and the native hook that implements it.
+
+The user's editing function runs with compat's save_ctx, which recomputation sees in the same state as the
+first pass; captures are appended to the user's dict, by hook and in order.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_flex.collectives import broadcast_items
+from megatron_flex.compat.core.hook_function import HookFunction, SharedState
+from megatron_flex.runtime import HookFunction as NativeHook
+from megatron_flex.runtime import Key, Session
+from megatron_flex.runtime.hooks import EditingFunction, HookType
+from megatron_flex.sites import GRADIENT_SUFFIX
+
+
+class SaveContextReplay:
+    """Records, during a step, the content of save_ctx before each call of an editing function.
+
+    Values that a replay writes are discarded after the replay. Later calls in the same replay see them
+    instead of the first pass's values, so that gradients flow through them. Lists, dicts and sets are copied
+    one level deep.
+    """
+
+    def __init__(self, context: Namespace) -> None:
+        self.context = context
+        self._step = -1
+        self._before: dict[Hashable, dict[str, Any]] = {}
+        self._wrote: dict[Hashable, dict[str, Any]] = {}
+        self._instead: dict[int, tuple[Any, Any]] = {}  # by id: the first pass's value, and the replay's
+
+    @contextmanager
+    def first(self, step: int, key: Hashable) -> Iterator[None]:
+        """The first pass through a hook point."""
+        if step != self._step:
+            self._step = step
+            self._before.clear()
+            self._wrote.clear()
+            self._instead.clear()
+        before = _copy_containers(vars(self.context))
+        self._before[key] = before
+        yield
+        now = vars(self.context)
+        self._wrote[key] = {n: v for n, v in now.items() if n not in before or before[n] is not v}
+
+    @contextmanager
+    def replay(self, key: Hashable) -> Iterator[None]:
+        """The pass through the same hook point in recomputation."""
+        if key not in self._before:
+            yield
+            return
+        live = vars(self.context).copy()
+        found = {n: self._now(v) for n, v in _copy_containers(self._before[key]).items()}
+        self._set(found)
+        try:
+            yield
+            for name, old in self._wrote.get(key, {}).items():
+                if hasattr(self.context, name):
+                    self._instead[id(old)] = (old, getattr(self.context, name))
+        finally:
+            self._set(live)
+
+    def _now(self, value: Any) -> Any:
+        old, new = self._instead.get(id(value), (None, None))
+        return new if old is value and old is not None else value
+
+    def _set(self, values: dict[str, Any]) -> None:
+        vars(self.context).clear()
+        vars(self.context).update(values)
+
+
+def _copy_containers(values: dict[str, Any]) -> dict[str, Any]:
+    return {n: v.copy() if isinstance(v, (list, dict, set)) else v for n, v in values.items()}
+
+
+GRADIENT_HOOK_TYPES = ("full_backward", "full_backward_pre", "tensor")
+
+
+def wrap_editing_function(
+    hook: HookFunction,
+    kind: HookType,
+    state: SharedState,
+    session: Session,
+    rewind: SaveContextReplay,
+    label: str,
+    divisor: int,
+) -> EditingFunction:
+    """An editing function with the signature of native hooks.
+
+    Its input is captured under `label`, for each hook: the second hook at a hook point sees, and captures,
+    the result of the first. The native save_ctx is not used.
+
+    Args:
+        hook: the hook with the editing function.
+        kind: the kind of its registration.
+        state: the shared state of hooks.
+        session: the native session.
+        rewind: the replay of save_ctx under recomputation.
+        label: the name of the captures.
+        divisor: gradients are divided by this before the edit, and multiplied by it after the edit.
+    """
+    function, backward = hook.editing_function, kind in GRADIENT_HOOK_TYPES
+
+    def edit(module: nn.Module | None, inputs: Tensor, _context: Any, _modules: Any) -> Tensor:
+        __tracebackhide__ = True
+        shown = inputs if divisor == 1 else inputs / divisor
+        key = session.record_inner_tensor(label, shown, replays=not backward)
+        replaying = not backward and session.clock.replaying()
+        with rewind.replay(key) if replaying else rewind.first(key.step, key):
+            made = function(None if kind == "tensor" else module, shown, state.save_ctx, state.modules)
+        return made if divisor == 1 or not isinstance(made, Tensor) else made * divisor
+
+    vars(edit)["user_functions"] = (function,)
+    edit.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
+    with suppress(TypeError, ValueError):  # a built-in function without a signature
+        vars(edit)["__signature__"] = inspect.signature(function)
+    return edit
+
+
+logger = logging.getLogger("megatron_flex.compat")
+# The order of several hooks under one name, in a forward and in a backward pass.
+HOOK_TYPE_ORDER: tuple[HookType, ...] = (
+    "forward_pre",
+    "forward",
+    "full_backward_pre",
+    "full_backward",
+    "tensor",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureRecipient:
+    """The recipient of a capture.
+
+    Attributes:
+        hook: the user's hook.
+        native: the native hook.
+        place: the index of its kind of registration in ORDER.
+        divisor: gradients are divided by this; 1 where they are divided already.
+    """
+
+    hook: HookFunction
+    native: NativeHook
+    place: int
+    divisor: int
+
+
+class CaptureDelivery:
+    """Moves native captures to `output_ptr` whenever captures have arrived.
+
+    Args:
+        session: the native session.
+        output_ptr: the user's dict.
+        everywhere: deliver captures to every rank instead of the leader only.
+    """
+
+    def __init__(self, session: Session, output_ptr: dict[str, list[Tensor]], everywhere: bool) -> None:
+        self.session, self.output_ptr, self.everywhere = session, output_ptr, everywhere
+        self._recipients: dict[str, list[CaptureRecipient]] = {}
+        session.delivered = self.deliver
+
+    def add(
+        self, name: str, hook: HookFunction, native: NativeHook, kind: HookType, divisor: int = 1
+    ) -> None:
+        """Append the captures of a name to the output of a hook.
+
+        Args:
+            name: the name of a site or parameter, or the label of an editing function's captures.
+            hook: the user's hook.
+            native: the native hook.
+            kind: the kind of its registration.
+            divisor: the divisor of gradients that are not divided yet.
+        """
+        self._recipients.setdefault(name, []).append(
+            CaptureRecipient(hook, native, HOOK_TYPE_ORDER.index(kind), divisor)
+        )
+
+    def deliver(self) -> None:
+        """Move the captures that have arrived. Collective over the mesh if `everywhere`."""
+        captures = self.session.captures
+        mine = self.session.is_leader
+        items = [(k, t) for n in captures if mine for k, t in zip(captures[n].keys, captures[n], strict=True)]
+        captures.clear()
+        if self.everywhere:
+            items = broadcast_items(items, self.session.mesh)
+        active = {entry.hook for entry in self.session.registry.active}
+        found = [(r, k, t) for k, t in items for r in self._recipients.get(k.site, ()) if r.native in active]
+        uses = Counter(id(t) for _, _, t in found)
+        for reader, _, tensor in sorted(found, key=lambda item: _delivery_order(item[0], item[1])):
+            divided = tensor if reader.divisor == 1 else tensor / reader.divisor
+            own = divided.clone() if divided is tensor and uses[id(tensor)] > 1 else divided
+            logger.debug("%s: a tensor of shape %s", reader.hook.module_name, tuple(own.shape))
+            reader.hook.keep(own, self.output_ptr)
+
+
+def capture_name(name: str, kind: HookType) -> str:
+    """The name of a native hook's captures at a site or parameter."""
+    return name + GRADIENT_SUFFIX if kind in GRADIENT_HOOK_TYPES else name
+
+
+def _delivery_order(reader: CaptureRecipient, key: Key) -> tuple[bool, int, int, int]:
+    return HOOK_TYPE_ORDER[reader.place] in GRADIENT_HOOK_TYPES, key.microbatch, key.call, reader.place

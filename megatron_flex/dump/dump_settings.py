@@ -1,0 +1,293 @@
+"""The settings of a dump, and their text form in command lines and files: `0,5`, `::8`, `random:64`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import index
+from os import PathLike, fspath
+from typing import Any, Literal
+
+import torch
+
+from megatron_flex.dump.json_form import to_json
+from megatron_flex.dump.schema import SettingsRecord, SliceRecord
+from megatron_flex.dump.token_selection import (
+    NumberSelection,
+    RandomTokens,
+    TokenSelection,
+    is_selected,
+    normalize_tokens,
+    tokens_to_json,
+)
+from megatron_flex.errors import FlexError
+from megatron_flex.sites import Pattern, describe_pattern
+
+
+def parse_token_setting(text: str | None, flag: str = "--tokens", fractions: bool = True) -> Any:
+    """Parse a selection of token positions.
+
+    Args:
+        text: numbers, a slice, `random:` with a count, or a fraction; None for all positions.
+        flag: the name of the flag, for error messages.
+        fractions: whether a fraction is allowed.
+
+    Returns:
+        None, a list, a slice, a RandomTokens or a float.
+
+    Raises:
+        FlexError: the text is none of these.
+    """
+    if text is None:
+        return None
+    try:
+        if text.startswith("random:"):
+            return RandomTokens(int(text.removeprefix("random:")))
+        if ":" in text:
+            return slice(*(int(n) if n else None for n in text.split(":")))
+        if "." in text and fractions:
+            return float(text)
+        return [int(n) for n in text.split(",")]
+    except (ValueError, TypeError):
+        also = ", or a fraction 0.1" if fractions else ""
+        raise FlexError(f"{flag} {text}: say 0,5 or a slice ::8, or random:64{also}") from None
+
+
+def parse_number_ranges(text: str, flag: str = "iterations") -> list[int | slice]:
+    """Parse numbers and ranges: `100`, `100,200`, `0:1000:100`, several separated by commas.
+
+    Raises:
+        FlexError: an item is neither a number nor a range.
+    """
+    out: list[int | slice] = []
+    for item in text.split(","):
+        try:
+            if ":" in item:
+                first, last, *step = (int(n) if n.strip() else None for n in item.split(":"))
+                out.append(slice(first, last, *step))
+            else:
+                out.append(int(item))
+        except (ValueError, TypeError):
+            raise FlexError(
+                f"{flag} {item!r}: no number and no range; say 100, or 100,200, or 0:1000:100"
+            ) from None
+    return out
+
+
+def parse_number_setting(text: str | None, flag: str = "iterations") -> Any:
+    """Parse a selection of numbers from 0 on, as `Dump` accepts it.
+
+    Returns:
+        None, a slice, or a sorted list.
+
+    Raises:
+        FlexError: the text is invalid, empty, has negative numbers, or has an open range beside other items.
+    """
+    if text is None:
+        return None
+    spans = parse_number_ranges(text, flag)
+    out: set[int] = set()
+    for span in spans:
+        if isinstance(span, int):
+            out.add(span)
+            continue
+        first, last, step = span.start or 0, span.stop, 1 if span.step is None else span.step
+        if first < 0 or step < 1 or (last is not None and last <= first):
+            raise FlexError(f"{flag} {text}: a range counts up from 0, such as 0:1000:100")
+        if len(spans) == 1:
+            return slice(first, last, step)
+        if last is None:
+            raise FlexError(f"{flag} {text}: beside others a range needs its end, such as 0:1000:100")
+        out |= set(range(first, last, step))
+    if min(out) < 0:
+        raise FlexError(f"{flag} {text}: count from 0")
+    return sorted(out)
+
+
+SampleOrder = Literal["interleaved", "blocks"]
+WhenFull = Literal["wait", "drop"]
+OnDumpError = Literal["warn", "raise"]
+WantedNumbers = int | slice | Iterable[int] | None
+SHORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Dump:
+    """Dumps the tensors of a run, each rank its local shards, to a folder that `open_dump` reads.
+
+    Every rank makes a Dump with the same settings and passes it to `attach` or `FlexModel.register_dump`.
+    No tensor is communicated: each rank copies its shards, and a background thread writes them.
+
+    Args:
+        path: the folder, on a file system that all ranks share. Another run of the same model and settings
+            continues the dump: complete iterations are not written again.
+        sites: names or patterns of modules and hook points, as for HookFunction; a module's name selects its
+            output.
+        every: dump iterations whose number is a multiple of `every`.
+        iterations: dump only these of the iterations: a slice, a range, numbers.
+        microbatches: dump only these of each iteration, by their number on the data parallel rank.
+        samples: dump only these samples, by their number in the global batch. All microbatches must have
+            equally many samples.
+        tokens: dump only these positions: a number, a list, a slice (`slice(None, None, 8)`), or
+            `sampled(64)`.
+        reduce: `mean` writes the mean over the (selected) positions of each sample, in fp32.
+        dtype: cast to this dtype before copying: a torch.dtype, or `bf16`, `fp16`, `fp32`.
+        gradients: also dump the gradients at the hook points, at the scale of a microbatch's own loss, and
+            the gradients of `parameters`, after reduction, at the framework's scale. If a tensor has several
+            uses (the residual stream, beside a norm's input), the model's own gradient is then summed in
+            another order; everything else in the run stays equal bit for bit.
+        parameters: names or patterns of parameters, dumped with their values at the start of the step.
+        order: how samples of data parallel ranks are numbered: `interleaved`, as Megatron's samplers
+            distribute them (microbatch by microbatch over all ranks), or `blocks`, rank by rank.
+        runs: if a schedule runs several times in an iteration (evaluation), the `first`, or `all`.
+        when_full: if the disk is slower than the model: `wait` for the disk, or `drop` entire iterations, on
+            all ranks, and count them.
+        on_error: if writing fails: `warn`, and the iteration is absent; or `raise`, on all ranks, at the end
+            of the step.
+        queue_bytes: the maximum number of bytes that are copied and not yet written.
+        part_bytes: the approximate size in bytes at which a rank starts another file of the iteration.
+        durable: whether a commit waits until the data are on the disk itself, which protects against power
+            loss; a killed process loses nothing that was committed either way.
+        replicas: whether the ranks that do not write a replicated tensor write its checksum, so that a reader
+            detects replicas that differ.
+        groups: groups that the hooks of the dump belong to.
+
+    Raises:
+        FlexError: a setting is invalid.
+
+    Example:
+        `Dump("dumps/run", "decoder.layers.*", every=100, tokens=slice(None, None, 8))`
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        sites: Sequence[Pattern] | Pattern = (),
+        *,
+        every: int = 1,
+        iterations: WantedNumbers = None,
+        microbatches: WantedNumbers = None,
+        samples: WantedNumbers = None,
+        tokens: int | slice | Sequence[int] | RandomTokens | None = None,
+        reduce: Literal["mean"] | None = None,
+        dtype: torch.dtype | str | None = None,
+        gradients: bool = False,
+        parameters: Sequence[Pattern] | Pattern = (),
+        order: SampleOrder = "interleaved",
+        runs: Literal["first", "all"] = "first",
+        when_full: WhenFull = "wait",
+        on_error: OnDumpError = "warn",
+        queue_bytes: int = 1 << 30,
+        part_bytes: int = 256 << 20,
+        durable: bool = False,
+        replicas: bool = False,
+        groups: Iterable[str] = (),
+    ) -> None:
+        self.path = fspath(path)
+        self.sites, self.parameters = _list_patterns(sites), _list_patterns(parameters)
+        self.every, self.gradients, self.replicas, self.durable = every, gradients, replicas, durable
+        self.iterations = _normalize_numbers("iterations", iterations)
+        self.microbatches = _normalize_numbers("microbatches", microbatches)
+        self.samples = _normalize_numbers("samples", samples)
+        self.tokens: TokenSelection = normalize_tokens(tokens)
+        self.dtype = _parse_dtype(dtype)
+        self.reduce, self.order, self.runs = reduce, order, runs
+        self.when_full, self.on_error = when_full, on_error
+        self.queue_bytes, self.part_bytes = queue_bytes, part_bytes
+        self.groups = tuple(groups)
+        self._check()
+
+    def _check(self) -> None:
+        if not self.sites and not self.parameters:
+            raise FlexError("a Dump of nothing: name sites, such as 'decoder.layers.*', or parameters")
+        if self.every < 1:
+            raise FlexError(f"every={self.every}: dump every n-th iteration, n at least 1")
+        for name, allowed in (
+            ("reduce", (None, "mean")),
+            ("order", ("interleaved", "blocks")),
+            ("runs", ("first", "all")),
+            ("when_full", ("wait", "drop")),
+            ("on_error", ("warn", "raise")),
+        ):
+            if getattr(self, name) not in allowed:
+                known = ", ".join(map(str, allowed))
+                raise FlexError(f"{name}={getattr(self, name)!r} is none of {known}")
+        for name in ("queue_bytes", "part_bytes"):
+            if getattr(self, name) < 1:
+                raise FlexError(f"{name}={getattr(self, name)}: a number of bytes, at least 1")
+
+    def wants_iteration(self, number: int) -> bool:
+        """Return whether the iteration is to be dumped."""
+        return number % self.every == 0 and is_selected(number, self.iterations)
+
+    def wants_microbatch(self, number: int) -> bool:
+        """Return whether the microbatch is to be dumped."""
+        return is_selected(number, self.microbatches)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings that readers need, in plain values."""
+        record = SettingsRecord(
+            sites=[describe_pattern(p) for p in self.sites],
+            parameters=[describe_pattern(p) for p in self.parameters],
+            every=self.every,
+            iterations=_numbers_to_json(self.iterations),
+            microbatches=_numbers_to_json(self.microbatches),
+            samples=_numbers_to_json(self.samples),
+            tokens=tokens_to_json(self.tokens),
+            reduce=self.reduce,
+            dtype=None if self.dtype is None else str(self.dtype).removeprefix("torch."),
+            gradients=self.gradients,
+            order=self.order,
+            runs=self.runs,
+            replicas=self.replicas,
+        )
+        return to_json(record)
+
+    def __repr__(self) -> str:
+        sites = ", ".join(describe_pattern(s) for s in self.sites) or "no sites"
+        return f"<Dump of {sites} to {self.path}>"
+
+    def describe(self) -> str:
+        """Return the settings that must be equal on all ranks, as text."""
+        return f"dump to {self.path} of {self.to_json()}"
+
+
+def _list_patterns(given: Sequence[Pattern] | Pattern) -> list[Pattern]:
+    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+
+
+def _normalize_numbers(name: str, given: WantedNumbers) -> NumberSelection:
+    if isinstance(given, slice):
+        ends = (
+            given.start or 0,
+            0 if given.stop is None else given.stop,
+            1 if given.step is None else given.step,
+        )
+        if min(ends[:2]) < 0 or ends[2] < 1:
+            raise FlexError(
+                f"{name}={given!r}: how many there are is not known; count from 0, with steps of 1 or more"
+            )
+        return given
+    if given is None:
+        return None
+    try:
+        found = frozenset(index(n) for n in ([given] if isinstance(given, int) else given))
+    except TypeError:
+        found = frozenset()
+    if isinstance(given, bool) or not found or min(found) < 0:
+        raise FlexError(
+            f"{name}={given!r} is no number from 0 on, list of them, range or slice; say which to dump"
+        )
+    return found
+
+
+def _numbers_to_json(wanted: NumberSelection) -> Any:
+    if isinstance(wanted, slice):
+        return to_json(SliceRecord([wanted.start, wanted.stop, wanted.step]))
+    return None if wanted is None else sorted(wanted)
+
+
+def _parse_dtype(given: torch.dtype | str | None) -> torch.dtype | None:
+    if given is None or isinstance(given, torch.dtype):
+        return given
+    if given in SHORT_DTYPES:
+        return SHORT_DTYPES[given]
+    raise FlexError(f"dtype={given!r} is no torch.dtype and none of {', '.join(SHORT_DTYPES)}")

@@ -1,0 +1,280 @@
+"""The sources of a DumpArray: the activations of a site over all samples, and a parameter or its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron_flex.dump.reader.sample_plan import (
+    MicrobatchSamples,
+    SamplePlan,
+    SamplePlanner,
+    StoredTensorKey,
+)
+from megatron_flex.dump.reader.shard_files import LocatedShard, StoredDump, WeightedCache
+from megatron_flex.dump.reader.stored_runs import IterationKey
+from megatron_flex.dump.reader.tensor_assembly import (
+    AssembledTensor,
+    StoredTensor,
+    group_shards,
+    has_all_shards,
+)
+from megatron_flex.errors import DumpError
+from megatron_flex.layout import DimIndex, Layout, RegionIndex, Sizes, compact_index
+
+MOST_CACHED_SHARDS = 1 << 17  # shards of plans that are kept
+
+
+class ActivationSource:
+    """The tensors of a site, in order of samples.
+
+    Args:
+        dump: that has them.
+        which: the tensor.
+        passes: the iterations.
+    """
+
+    def __init__(self, dump: StoredDump, which: StoredTensorKey, passes: list[IterationKey]) -> None:
+        self.dump, self.which, self.passes, self.name = dump, which, passes, which.name
+        self._planner = SamplePlanner(dump, which)
+        self._plans: WeightedCache[IterationKey, SamplePlan] = WeightedCache(MOST_CACHED_SHARDS)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ActivationSource, (self.dump, self.which, self.passes)
+
+    # -- what it is ------------------------------------------------------------------------------------
+
+    @cached_property
+    def like(self) -> SamplePlan:
+        """The first iteration, which the others must be like."""
+        if not self.passes:
+            raise DumpError(f"{self.name}: no iteration of {self.dump.path} is complete")
+        return self.plan(self.passes[0])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one iteration."""
+        return self.like.shape
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The names of its dims."""
+        like = self.like
+        tokens = [] if like.token is None else ["token"]
+        front = "microbatch" if like.sample is None else "sample"
+        return (front, *tokens, *(like.first.dims[d] for d in like.rest))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its values."""
+        return self.like.first.dtype
+
+    @property
+    def held(self) -> tuple[Layout, Sizes]:
+        """How ranks held it, in the first iteration, and the mesh."""
+        return self.like.first.layout, self.like.written.run.sizes
+
+    def plan(self, which: IterationKey) -> SamplePlan:
+        """How the samples of an iteration lie.
+
+        Raises:
+            DumpError: the site has nothing in it.
+        """
+        return self._plans.get(
+            which, lambda: self._planner.plan(self.dump.written(which)), lambda plan: plan.weight
+        )
+
+    def among(self, passes: list[IterationKey]) -> ActivationSource:
+        """The same over other iterations."""
+        if passes == self.passes:
+            return self
+        for which in passes:
+            self.dump.written(which)
+        return ActivationSource(self.dump, self.which, passes)
+
+    def labels(self, which: IterationKey) -> tuple[Tensor | None, Tensor | None]:
+        """The numbers of the samples, and the positions of the tokens: `[token]` or `[sample, token]`."""
+        plan = self.plan(which)
+        numbers = [n for block in plan.blocks for n in block.numbers]
+        samples = None if plan.sample is None else torch.tensor(numbers, dtype=torch.int64)
+        if plan.token is None:
+            return samples, None
+        if plan.drawn:
+            table = [list(plan.positions(n)) for n in numbers]
+            return samples, torch.tensor(table, dtype=torch.int64).reshape(plan.shape[:2])
+        return samples, torch.tensor(list(plan.positions(0)), dtype=torch.int64)
+
+    def request(self, which: IterationKey, microbatch: int, replica: int) -> str | None:
+        """The request that a microbatch of a replica answered, if it did."""
+        found = self._planner.found(self.dump.written(which), replica).get(microbatch, [])
+        return next((entry.request for _, entry, _, _ in found if entry.request is not None), None)
+
+    def pieces(self) -> Iterator[tuple[IterationKey, int, int, ActivationSource]]:
+        """Iteration, microbatch, replica, and a source of that alone."""
+        for which in self.passes:
+            written = self.dump.written(which)
+            for replica in written.run.replicas:
+                for microbatch in sorted(self._planner.found(written, replica)):
+                    source = ActivationSource(
+                        self.dump, replace(self.which, only=(microbatch, replica)), [which]
+                    )
+                    yield which, microbatch, replica, source
+                if self.plan(which).joined:
+                    break
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def read(self, which: IterationKey, where: RegionIndex, out: Tensor) -> None:
+        """Read the entries wanted of one iteration.
+
+        Args:
+            which: the iteration.
+            where: samples, tokens (if it has some), features.
+            out: where they go; values are converted to its dtype.
+
+        Raises:
+            DumpError: a file is gone or damaged; this iteration has another shape than the first.
+        """
+        plan = self.plan(which)
+        if plan is not self.like and (plan.shape != self.shape or plan.first.dtype != self.dtype):
+            raise DumpError(
+                f"{self.name}: {list(plan.shape)} {plan.first.dtype} in {plan.written.describe()}, and "
+                f"{list(self.shape)} {self.dtype} in iteration {self.passes[0][0]}: read one by one with "
+                ".at(number), or what was written at a time with .pieces()"
+            )
+        for block, places in plan.among(where[0]):
+            one = self._planner.tensor(plan, block)
+            # samples that have tokens of their own are read one by one
+            for group in [[place] for place in places] if plan.drawn else [places]:
+                at = compact_index([a for a, _ in group])
+                items = [item for _, item in group]
+                if isinstance(at, range):
+                    self._read_block(plan, one, block, items, where[1:], out[at.start : at.stop : at.step])
+                else:
+                    found = out.new_empty(len(items), *out.shape[1:])
+                    self._read_block(plan, one, block, items, where[1:], found)
+                    out[torch.tensor(at)] = found
+
+    def _read_block(
+        self,
+        plan: SamplePlan,
+        one: StoredTensor,
+        block: MicrobatchSamples,
+        items: list[int],
+        where: RegionIndex,
+        out: Tensor,
+    ) -> None:
+        """Samples of a block, counted among those that are kept."""
+        sample, token = plan.sample, plan.token
+        wanted: list[DimIndex] = [range(0)] * len(one.shape)
+        front = []
+        if sample is not None:
+            wanted[sample] = compact_index([block.kept[i] for i in items])
+            front.append(sample)
+        if token is not None:
+            positions = plan.positions(block.numbers[items[0]])
+            wanted[token] = compact_index([positions[t] for t in where[0]])
+            where = where[1:]
+            front.append(token)
+        for dim, index in zip(plan.rest, where, strict=True):
+            wanted[dim] = index
+        order = [*front, *plan.rest]
+        if isinstance(one, AssembledTensor) and sample is not None:
+            one.region(wanted, out.permute([order.index(d) for d in range(len(order))]))
+        else:
+            out.copy_(one.region(wanted).permute(order))
+
+
+class ParameterSource:
+    """A parameter in each iteration: of which rank does not matter, as long as all of it is found.
+
+    Args:
+        dump: that has it.
+        name: of the parameter.
+        kind: `parameter` or `parameter_gradient`.
+        stage: the pipeline stage that has it.
+        passes: the iterations.
+    """
+
+    def __init__(
+        self, dump: StoredDump, name: str, kind: str, stage: int, passes: list[IterationKey]
+    ) -> None:
+        self.dump, self.name, self.kind, self.stage, self.passes = dump, name, kind, stage, passes
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ParameterSource, (self.dump, self.name, self.kind, self.stage, self.passes)
+
+    @cached_property
+    def _like(self) -> AssembledTensor:
+        if not self.passes:
+            raise DumpError(f"{self.name}: no iteration of the dump is complete")
+        return self._assembled(self.passes[0])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one iteration."""
+        return self._like.shape
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The names of its dims."""
+        return tuple(self._like.dims)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its values."""
+        return self._like.dtype
+
+    @property
+    def held(self) -> tuple[Layout, Sizes]:
+        """How ranks held it, in the first iteration, and the mesh."""
+        return self._like.layout, self._like.sizes
+
+    def among(self, passes: list[IterationKey]) -> ParameterSource:
+        """The same over other iterations."""
+        for which in passes:
+            self.dump.written(which)
+        return ParameterSource(self.dump, self.name, self.kind, self.stage, passes)
+
+    def labels(self, which: IterationKey) -> tuple[Tensor | None, Tensor | None]:
+        """A parameter has neither samples nor tokens."""
+        return None, None
+
+    def request(self, which: IterationKey, microbatch: int, replica: int) -> str | None:
+        """A parameter belongs to no request."""
+        return None
+
+    def pieces(self) -> Iterator[tuple[IterationKey, int, int, ParameterSource]]:
+        """Each iteration by itself."""
+        for which in self.passes:
+            yield which, 0, 0, self.among([which])
+
+    def read(self, which: IterationKey, where: RegionIndex, out: Tensor) -> None:
+        """Read the entries wanted of one iteration into `out`."""
+        one = self._like if which == self.passes[0] else self._assembled(which)
+        if one.shape != self.shape or one.dtype != self.dtype:
+            raise DumpError(
+                f"{one.where}: {list(one.shape)} {one.dtype}, and {list(self.shape)} {self.dtype} in the "
+                "first: read them one by one with .at(number)"
+            )
+        one.region(where, out)
+
+    def _assembled(self, which: IterationKey) -> AssembledTensor:
+        written = self.dump.written(which)
+        where = f"{self.name} ({self.kind}), {written.describe()}"
+        found: list[LocatedShard] = []
+        for replica in written.run.replicas:
+            found += self.dump.entries(written, self.name, self.kind, self.stage, replica)
+            if found:
+                layout, shards = group_shards(found, written.run.sizes, where)
+                if has_all_shards(layout, shards, written.run.sizes):
+                    break
+        if not found:
+            raise DumpError(f"{where}: it is not there; .at(...) chooses iterations that have it")
+        if not has_all_shards(layout, shards, written.run.sizes):
+            raise DumpError(f"{where}: ranks wrote only some of its shards")
+        return AssembledTensor(self.dump.files, layout, written.run.sizes, shards, where)

@@ -1,0 +1,392 @@
+"""DumpArray: a tensor of a dump over all iterations, of which nothing is read until it is converted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from megatron_flex.dump.reader.stored_runs import IterationKey
+from megatron_flex.errors import DumpError
+from megatron_flex.layout import DimIndex, Layout, RegionIndex, Sizes, compact_index
+
+
+class IndexOutOfRange(DumpError, IndexError):
+    """An index that the axis does not have."""
+
+
+def parse_index_key(key: Any, shape: Sequence[int], dims: Sequence[str]) -> list[DimIndex | int]:
+    """What `array[key]` means, axis by axis.
+
+    Integers drop their axis; slices may have steps, also negative ones; lists, 1-dim tensors and 1-dim masks
+    choose along their own axis, each by itself.
+
+    Args:
+        key: as Python hands it over.
+        shape: of the array.
+        dims: the axes' names, for errors.
+
+    Raises:
+        DumpError: too many indices, or one that is none of these.
+        OutOfRange: an entry that the axis does not have.
+    """
+    keys = list(key) if isinstance(key, tuple) else [key]
+    dots = [i for i, k in enumerate(keys) if k is Ellipsis]
+    if len(dots) > 1:
+        raise DumpError("more than one ... in an index")
+    given = len(keys) - len(dots)
+    if given > len(shape):
+        raise DumpError(f"{given} indices for an array of {len(shape)} axes ({', '.join(dims)})")
+    fill: list[Any] = [slice(None)] * (len(shape) - given)
+    at = dots[0] if dots else len(keys)
+    keys = keys[:at] + fill + keys[at + len(dots) :]
+    return [_parse_axis_key(k, n, d) for k, n, d in zip(keys, shape, dims, strict=True)]
+
+
+def _parse_axis_key(key: Any, length: int, dim: str) -> DimIndex | int:
+    if isinstance(key, slice):
+        try:
+            return compact_index(range(length)[key])
+        except (TypeError, ValueError) as error:
+            raise DumpError(f"{key!r} is no slice of {dim!r}: {error}") from None
+    if key is None or isinstance(key, (str, float)):
+        raise DumpError(f"{key!r} is no index of {dim!r}: integers, slices, lists of integers and masks are")
+    if hasattr(key, "tolist"):
+        key = key.tolist()
+    if isinstance(key, bool):
+        raise DumpError(f"{key!r} is no index of {dim!r}; a mask has one entry for each of {length}")
+    if isinstance(key, range):
+        key = list(key)
+    if isinstance(key, (list, tuple)):
+        return _parse_axis_list(list(key), length, dim)
+    if hasattr(key, "__index__"):
+        return _parse_axis_integer(key.__index__(), length, dim)
+    raise DumpError(f"{key!r} is no index of {dim!r}: integers, slices, lists of integers and masks are")
+
+
+def _parse_axis_list(key: list[Any], length: int, dim: str) -> DimIndex:
+    if key and all(isinstance(k, bool) for k in key):
+        if len(key) != length:
+            raise IndexOutOfRange(f"a mask of {len(key)} entries for {dim!r} of {length}")
+        return compact_index([i for i, k in enumerate(key) if k])
+    wrong = next((k for k in key if isinstance(k, bool) or not hasattr(k, "__index__")), None)
+    if wrong is not None:
+        raise DumpError(
+            f"{wrong!r} in a list of indices of {dim!r}; a list has integers only, or a mask of one axis"
+        )
+    return compact_index([_parse_axis_integer(k.__index__(), length, dim) for k in key])
+
+
+def _parse_axis_integer(at: int, length: int, dim: str) -> int:
+    if not -length <= at < length:
+        raise IndexOutOfRange(f"index {at} is out of range for {dim!r} of {length}")
+    return at % length
+
+
+def compose_indices(index: DimIndex, of: DimIndex) -> DimIndex:
+    """Entries of entries."""
+    if isinstance(index, range) and isinstance(of, range):
+        return compact_index(of[index.start : index.stop : index.step]) if len(index) else range(0)
+    return compact_index([of[i] for i in index])
+
+
+def apply_index(values: Sequence[Any] | Tensor, index: DimIndex | int) -> Any:
+    """The same of a list, or of the first dim of a tensor."""
+    if isinstance(index, int):
+        return values[index]
+    if isinstance(values, Tensor):
+        return values[torch.tensor(list(index), dtype=torch.int64)]
+    return [values[i] for i in index]
+
+
+class ArraySource(Protocol):
+    """Where an array's values come from."""
+
+    name: str
+    passes: list[IterationKey]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one iteration."""
+        ...
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The names of its dims."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its values."""
+        ...
+
+    @property
+    def held(self) -> tuple[Layout, Sizes]:
+        """How ranks held it, in the first iteration, and the mesh."""
+        ...
+
+    def read(self, which: IterationKey, where: RegionIndex, out: Tensor) -> None:
+        """Read the entries wanted of one iteration into `out`, in its dtype."""
+        ...
+
+    def labels(self, which: IterationKey) -> tuple[Tensor | None, Tensor | None]:
+        """The numbers of the samples, and the positions of the tokens: `[token]` or `[sample, token]`."""
+        ...
+
+    def among(self, passes: list[IterationKey]) -> ArraySource:
+        """The same over other iterations."""
+        ...
+
+    def request(self, which: IterationKey, microbatch: int, replica: int) -> str | None:
+        """The request that a microbatch of a replica answered, if it did."""
+        ...
+
+    def pieces(self) -> Iterator[tuple[IterationKey, int, int, ArraySource]]:
+        """What was written at a time: iteration, microbatch, replica, and a source of that alone."""
+        ...
+
+
+class MicrobatchArray(NamedTuple):
+    """What was written at a time.
+
+    Attributes:
+        iteration: its number.
+        run_of: which run of the schedule in it.
+        microbatch: its number on the replica.
+        replica: the data parallel coordinate.
+        array: over (sample, token, *features); `samples` and `tokens` tell which.
+        request: the request that a server answered with it; None in training.
+    """
+
+    iteration: int
+    run_of: int
+    microbatch: int
+    replica: int
+    array: DumpArray
+    request: str | None = None
+
+
+class DumpArray:
+    """A tensor of a dump: an array over (iteration, sample, token, *features), read when it is converted.
+
+    The sample's number is the one in the global batch, the token's the position in the sequence, whatever the
+    layout of the run was. A tensor without samples has `microbatch` there, one entry for each
+    microbatch of each data parallel replica; one without tokens leaves them out.
+
+    Slicing gives another DumpArray and reads nothing: integers, slices with any step, lists, masks and `...`.
+    Several lists choose each along their own axis (as in `numpy.ix_`).
+
+    Attributes:
+        name: of the site or parameter.
+    """
+
+    def __init__(self, source: ArraySource, view: list[DimIndex | int] | None = None) -> None:
+        self._source = source
+        self._view, self._sliced = view, view is not None
+        self._all: list[DimIndex | int] | None = None
+        self.name = source.name
+
+    # -- what it is ------------------------------------------------------------------------------------
+
+    @property
+    def view(self) -> list[DimIndex | int]:
+        """The entries of each axis of what was dumped; an integer where the axis is gone."""
+        if self._view is not None:
+            return self._view
+        if self._all is None:
+            self._all = [range(n) for n in (len(self._source.passes), *self._source.shape)]
+        return self._all
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Entries of each axis; those of the first iteration hold for all."""
+        return tuple(len(v) for v in self.view if not isinstance(v, int))
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The names of the axes."""
+        names = ("iteration", *self._source.dims)
+        return tuple(n for n, v in zip(names, self.view, strict=True) if not isinstance(v, int))
+
+    @property
+    def ndim(self) -> int:
+        """How many axes."""
+        return len(self.dims)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values, as they are stored."""
+        return self._source.dtype
+
+    @property
+    def size(self) -> int:
+        """How many values."""
+        out = 1
+        for n in self.shape:
+            out *= n
+        return out
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def layout(self) -> str:
+        """How ranks held it, in words, in the first iteration."""
+        layout, sizes = self.held
+        return layout.describe(sizes)
+
+    @property
+    def held(self) -> tuple[Layout, Sizes]:
+        """How ranks held it in the first iteration, and how many there are along each axis."""
+        return self._source.held
+
+    @property
+    def passes(self) -> list[IterationKey]:
+        """The iterations: number, and which run of the schedule in it (0 for the first)."""
+        first = self.view[0]
+        return [self._source.passes[i] for i in ([first] if isinstance(first, int) else first)]
+
+    @property
+    def iterations(self) -> list[int]:
+        """The numbers of the iterations."""
+        return [number for number, _ in self.passes]
+
+    @property
+    def samples(self) -> Tensor | None:
+        """The numbers of the samples in the global batch, in the first iteration; None without."""
+        return self._labels(0)
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """The positions of the tokens: `[token]`, sampled ones `[iteration, sample, token]`; None without."""
+        return self._labels(1)
+
+    def _labels(self, which: int) -> Tensor | None:
+        if which >= len(self._source.dims) or not self.passes:
+            return None
+        found = self._source.labels(self.passes[0])[which]
+        if found is None:
+            return None
+        own = self.view[1:3]
+        if found.ndim == 1:
+            return _index_labels(found, [own[which]])
+        every = [self._source.labels(p)[which] for p in self.passes]
+        table = torch.stack([_index_labels(cast(Tensor, t), own) for t in every])
+        return table[0] if isinstance(self.view[0], int) else table
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f"{self.name}: a single value has no length")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{d} {n}" for d, n in zip(self.dims, self.shape, strict=True))
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"DumpArray({self.name}: {axes or 'one value'}; {kind}, {self.nbytes:,} bytes; {self.layout})"
+
+    def _repr_html_(self) -> str:
+        from megatron_flex.dump.reader.dump_html import render_array  # only in notebooks
+
+        return render_array(self)
+
+    # -- slicing ---------------------------------------------------------------------------------------
+
+    def __getitem__(self, key: Any) -> DumpArray:
+        live = [i for i, v in enumerate(self.view) if not isinstance(v, int)]
+        wanted = parse_index_key(key, self.shape, self.dims)
+        view = list(self.view)
+        for axis, want in zip(live, wanted, strict=True):
+            had = cast(DimIndex, view[axis])
+            view[axis] = had[want] if isinstance(want, int) else compose_indices(want, had)
+        return DumpArray(self._source, view)
+
+    def __iter__(self) -> Iterator[DumpArray]:
+        return (self[i] for i in range(len(self)))
+
+    def at(self, *iterations: int | IterationKey) -> DumpArray:
+        """These iterations, by number; `(number, 1)` is the second run of the schedule in it.
+
+        Raises:
+            DumpError: one that the dump does not have whole.
+        """
+        wanted = [(i, 0) if isinstance(i, int) else (int(i[0]), int(i[1])) for i in iterations]
+        source = self._source.among(wanted)
+        if not self._sliced:
+            return DumpArray(source)
+        for own, length, dim in zip(self.view[1:], source.shape, source.dims, strict=True):
+            if max(compact_index([own]) if isinstance(own, int) else own, default=-1) >= length:
+                raise DumpError(f"{self.name}: {dim!r} has {length} entries there, fewer than were sliced")
+        return DumpArray(source, [range(len(wanted)), *self.view[1:]])
+
+    def pieces(self) -> Iterator[MicrobatchArray]:
+        """What was written at a time, each as an array of its own: for tensors whose shapes differ."""
+        if self._sliced and self.view[1:] != [range(n) for n in self._source.shape]:
+            raise DumpError(
+                f"{self.name}: pieces are of the whole array or of some iterations: slice each piece"
+            )
+        for which, microbatch, replica, source in self._source.among(self.passes).pieces():
+            request = source.request(which, microbatch, replica)
+            yield MicrobatchArray(which[0], which[1], microbatch, replica, DumpArray(source)[0], request)
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def torch(self, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
+        """Read it.
+
+        Args:
+            dtype: to convert to; None for the one it is stored in.
+            device: to copy to; None for the CPU.
+
+        Raises:
+            DumpError: a file is gone or damaged, or iterations or microbatches have different shapes.
+        """
+        where = tuple(compact_index([v]) if isinstance(v, int) else v for v in self.view)
+        source, passes = self._source, [self._source.passes[i] for i in where[0]]
+        lengths = [len(i) for i in where[1:]]
+        out = torch.empty([len(passes), *lengths], dtype=dtype or source.dtype)
+        for row, which in enumerate(passes):
+            source.read(which, where[1:], out[row])
+        live = [n for n, v in zip(out.shape, self.view, strict=True) if not isinstance(v, int)]
+        out = out.reshape(live)
+        return out if device is None else out.to(device)
+
+    def numpy(self) -> Any:
+        """Read it as a numpy array; bfloat16 and 8-bit floats, which numpy does not have, become float32.
+
+        Raises:
+            DumpError: numpy is not installed.
+        """
+        try:
+            import numpy  # noqa: F401
+        except ImportError:
+            raise DumpError(f"{self.name}: numpy is not installed; .torch() needs none") from None
+        found = self.torch()
+        lacks = found.dtype == torch.bfloat16 or (found.is_floating_point() and found.dtype.itemsize == 1)
+        return (found.float() if lacks else found).numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        if copy is False:
+            raise ValueError("an array of a dump is read from files: it cannot be had without a copy")
+        found = self.numpy()
+        return found if dtype is None else found.astype(dtype)
+
+    def item(self) -> Any:
+        """The value of an array of one."""
+        return self.torch().item()
+
+    def __reduce__(self) -> Any:
+        return DumpArray, (self._source, self._view if self._sliced else None)
+
+
+def _index_labels(labels: Tensor, own: list[DimIndex | int]) -> Tensor:
+    for dim, index in reversed(list(enumerate(own[: labels.ndim]))):
+        labels = (
+            labels.select(dim, index)
+            if isinstance(index, int)
+            else labels.index_select(dim, torch.tensor(list(index), dtype=torch.int64))
+        )
+    return labels

@@ -1,0 +1,144 @@
+"""What is missing of a dump, as text: found by manifests and the names of files."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+from megatron_flex.dump.part_format import (
+    format_iteration_folder,
+    parse_iteration_folder,
+)
+from megatron_flex.dump.reader.stored_runs import DumpRun, IterationKey
+from megatron_flex.dump.run_folders import list_iteration_folder, renamed_runs, run_paths
+from megatron_flex.dump.schema import Manifest, read_settings
+
+MOST_DETAILED = 8  # iterations whose missing ranks are listed
+
+
+def missing(path: Path, runs: Sequence[DumpRun], whole: Collection[IterationKey]) -> list[str]:
+    """Runs without a manifest, and iterations that are incomplete or missing in all runs.
+
+    Args:
+        path: the dump's folder.
+        runs: those that are read.
+        whole: the iterations that are complete in some run.
+
+    Raises:
+        DumpError: a folder cannot be read.
+    """
+    known = {run.folder.name for run in runs}
+    others = [folder.name for _, folder in run_paths(path) if folder.name not in known]
+    out = [f"{name} has no manifest: nothing of it can be read" for name in others]
+    out += [one.text for one in renamed_runs(path)]
+    for run in runs:
+        for which in run.folders:
+            if which not in whole:
+                out.append(_describe(run, which, _absent(run, which) if len(out) < MOST_DETAILED else []))
+    text = gaps_in_words(gaps((run.manifest, [number for number, _ in run.folders]) for run in runs))
+    out += [text] if text else []
+    return out if whole else [*out, "no iteration is complete: nothing can be read yet"]
+
+
+def lost(runs: Sequence[DumpRun], whole: Collection[IterationKey]) -> list[str]:
+    """Iterations that are incomplete in all runs, though the writer continued after them: parts are lost.
+
+    What a killed run was writing, and what the newest run may be writing still, is not among them.
+
+    Raises:
+        DumpError: a folder cannot be read.
+    """
+    out = []
+    for run in runs:
+        incomplete = [which for which in run.folders if which not in whole]
+        if not incomplete:
+            continue
+        later = [list_iteration_folder(run.folder / format_iteration_folder(*which), *which)
+                 for which in run.folders if which >= incomplete[0]]  # fmt: skip
+        latest = {rank: (f.number, f.run_of) for f in later for rank, _ in f.files}
+        for folder in later:
+            which = folder.number, folder.run_of
+            gone = [
+                rank
+                for rank in folder.missing(list(run.coords))
+                if which not in whole and (rank in folder.closed or latest.get(rank, (-1, 0)) > which)
+            ]
+            if gone:
+                out.append(_describe(run, which, gone))
+    return out
+
+
+def _absent(run: DumpRun, which: IterationKey) -> list[int]:
+    folder = list_iteration_folder(run.folder / format_iteration_folder(*which), *which)
+    return list(folder.missing(list(run.coords)))
+
+
+def _describe(run: DumpRun, which: IterationKey, ranks: Sequence[int]) -> str:
+    number, run_of = which
+    text = (
+        f"iteration {number}"
+        + (f", pass {run_of}" if run_of else "")
+        + f" of {run.folder.name} is incomplete"
+    )
+    return text + (f": parts of rank {_some(ranks)} are missing" if ranks else "")
+
+
+def _some(ranks: Sequence[int], most: int = 6) -> str:
+    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    return ", ".join(map(str, ranks[:most])) + more
+
+
+MOST_GAPS = 1000  # iterations that are not there, of a run
+
+
+def gaps(runs: Iterable[tuple[Manifest, Sequence[int]]]) -> list[int]:
+    """Iterations between the first and the last of a run of which there is no folder in any run.
+
+    They were dropped, could not be written, were pruned, or somebody removed them: no file says which. Which
+    iterations there should be is known by the settings, by what later runs left out as earlier ones had it,
+    and else by the steps in which those that are there follow one another.
+
+    Args:
+        runs: the manifest of each, and the numbers of the iterations that have a folder in it.
+    """
+    several = [(manifest, set(numbers)) for manifest, numbers in runs]
+    present = {number for _, numbers in several for number in numbers}
+    out: set[int] = set()
+    for manifest, numbers in several:
+        skipped = {
+            found[0] for name in manifest.skipped if (found := parse_iteration_folder(name)) is not None
+        }
+        out |= skipped - present
+        wanted = _wanted(manifest.settings, sorted(numbers | skipped))
+        out.update(islice((n for n in wanted if n not in present), MOST_GAPS))
+    return sorted(out)
+
+
+def _wanted(settings: Mapping[str, Any], numbers: Sequence[int]) -> Iterable[int]:
+    """The iterations that a run dumps, from the first to the last of `numbers`."""
+    if len(numbers) < 2:
+        return ()
+    first, last = numbers[0], numbers[-1]
+    record = read_settings(settings)
+    every, several = record.every, record.iterations
+    every = every if type(every) is int and every > 0 else 1
+    if isinstance(several, list):
+        return [n for n in several if type(n) is int and first <= n <= last and n % every == 0]
+    steps = every if every > 1 and several is None else gcd(*(n - first for n in numbers))
+    return range(first, last + 1, steps)
+
+
+def gaps_in_words(numbers: Sequence[int], most: int = 8) -> str:
+    """One line that names missing iterations; empty where none is missing."""
+    if not numbers:
+        return ""
+    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
+    listed = ", ".join(map(str, numbers[:most])) + more
+    word = ("iteration", "is") if len(numbers) == 1 else ("iterations", "are")
+    return (
+        f"{word[0]} {listed} {word[1]} not there, between others that are: dropped, not written, pruned, or "
+        "removed by somebody"
+    )

@@ -1,0 +1,392 @@
+"""Part files opened to read: cached headers and mappings, shards, and checksums block by block."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, Generic, Literal, Protocol, TypeVar, cast, get_args
+
+import torch
+from torch import Tensor
+
+from megatron_flex.dump.checksums import (
+    CHECKSUM_BLOCK,
+    compute_checksum,
+    count_checksum_blocks,
+    get_block_checksum,
+)
+from megatron_flex.dump.part_format import StoredPart, parse_iteration_folder, parse_part_name, read_part
+from megatron_flex.dump.reader.stored_runs import IterationKey, StoredIteration
+from megatron_flex.dump.schema import REPLICA, Manifest, ShardEntry, SiteRecord, layout_from_json
+from megatron_flex.errors import DumpError, LayoutError
+from megatron_flex.layout import Coords, Layout, RegionIndex, take_entries
+
+READ_BYTES = 4 << 20  # bytes of a shard of version 1 that are read at a time
+
+
+class ChecksumRecord:
+    """Which blocks of which shards have been compared.
+
+    A shard of version 1 has one checksum: it is a single block, however much of it is read.
+
+    Attributes:
+        bytes_checked: whose checksums were computed.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_checked = 0
+        self._seen: dict[
+            tuple[Path, str], bytearray | None
+        ] = {}  # a byte for each block; None: all are right
+
+    def check(
+        self, part: StoredPart, entry: ShardEntry, data: memoryview, where: RegionIndex | None = None
+    ) -> None:
+        """Compare the blocks of a shard that hold some of its entries, if that was not done before.
+
+        Args:
+            part: that has the shard.
+            entry: which.
+            data: all of its bytes.
+            where: for each dim of what is stored the entries that are read; all if None.
+
+        Raises:
+            DumpError: a block is not what was written.
+        """
+        key = part.path, entry.tensor
+        checked = self._seen.setdefault(key, bytearray(_count_blocks(part, len(data))))
+        if checked is None:
+            return
+        dtype, shape, _, _ = part.where[entry.tensor]
+        if part.version == 1 or len(checked) == 1 or where is None:
+            wanted: Sequence[int] = range(len(checked))
+        else:
+            wanted = find_touched_blocks(shape, where, dtype.itemsize, len(checked))
+        for number in wanted:
+            if not checked[number]:
+                self._compare(part, entry, data, number)
+                checked[number] = 1
+        if all(checked):
+            self._seen[key] = None
+
+    def _compare(self, part: StoredPart, entry: ShardEntry, data: memoryview, number: int) -> None:
+        first, last = (0, len(data)) if part.version == 1 else _get_block_border(number, len(data))
+        self.bytes_checked += last - first
+        found = f"{zlib.crc32(data):08x}" if part.version == 1 else compute_checksum(data[first:last])
+        if found != (entry.checksum if part.version == 1 else get_block_checksum(entry.blocks, number)):
+            raise DumpError(_describe_damage(part, entry, number, first, last))
+
+
+def find_wrong_blocks(part: StoredPart, entry: ShardEntry, file: BinaryIO) -> list[int]:
+    """The numbers of the blocks of a shard that are not as they were written; all of it is read."""
+    _, _, at, size = part.where[entry.tensor]
+    file.seek(at)
+    if part.version > 1:
+        sizes = (
+            last - first
+            for first, last in (_get_block_border(n, size) for n in range(count_checksum_blocks(size)))
+        )
+        found = (compute_checksum(file.read(nbytes)) for nbytes in sizes)
+        return [n for n, one in enumerate(found) if one != get_block_checksum(entry.blocks, n)]
+    crc = 0
+    while size > 0 and (read := file.read(min(size, READ_BYTES))):
+        crc = zlib.crc32(read, crc)
+        size -= len(read)
+    return [] if size == 0 and f"{crc:08x}" == entry.checksum else [0]
+
+
+def count_shard_blocks(part: StoredPart, entry: ShardEntry) -> int:
+    """How many blocks a shard has."""
+    return _count_blocks(part, part.where[entry.tensor][3])
+
+
+def _describe_damage(part: StoredPart, entry: ShardEntry, number: int, first: int, last: int) -> str:
+    """The error of a block whose bytes are not those that were written."""
+    call = f", call {entry.call}" if entry.call else ""
+    count, at = count_shard_blocks(part, entry), part.where[entry.tensor][2]
+    return (
+        f"{part.path}: the bytes of {entry.site} ({entry.kind}, microbatch {entry.microbatch}{call}, rank "
+        f"{part.index.rank}) are not those that were written: the checksum of block {number} of {count} is "
+        f"wrong (bytes {at + first} to {at + last - 1} of the file); the file is damaged"
+    )
+
+
+def find_touched_blocks(shape: Sequence[int], where: RegionIndex, itemsize: int, count: int) -> list[int]:
+    """The blocks that have any of the entries wanted of each dim of a tensor that lies in row-major order.
+
+    Args:
+        shape: of the tensor.
+        where: for each dim the entries.
+        itemsize: bytes of an entry.
+        count: blocks of the tensor.
+    """
+    if any(len(index) == 0 for index in where):
+        return []
+    last = len(shape) - 1
+    while last >= 0 and where[last] == range(shape[last]):
+        last -= 1
+    if last < 0:
+        return list(range(count))
+    inner = prod(shape[last + 1 :]) * itemsize  # bytes that are wanted together, wherever they are
+    index = where[last]
+    if isinstance(index, range) and index.step == 1:
+        run, outer = inner * len(index), last
+        offsets = torch.tensor([index.start * inner])
+    else:
+        run, outer = inner, last + 1
+        offsets = torch.zeros(1, dtype=torch.int64)
+    for dim in range(outer):
+        starts = torch.tensor(list(where[dim]), dtype=torch.int64) * (prod(shape[dim + 1 :]) * itemsize)
+        offsets = (offsets[:, None] + starts).reshape(-1)
+    return _list_covered_blocks(offsets // CHECKSUM_BLOCK, (offsets + run - 1) // CHECKSUM_BLOCK, count)
+
+
+def _list_covered_blocks(first: Tensor, last: Tensor, count: int) -> list[int]:
+    """The numbers from each first to its last."""
+    steps = torch.zeros(count + 1, dtype=torch.int64)
+    steps.index_add_(0, first, torch.ones_like(first))
+    steps.index_add_(0, last + 1, -torch.ones_like(last))
+    found: list[int] = steps.cumsum(0)[:count].nonzero().flatten().tolist()
+    return found
+
+
+def _get_block_border(number: int, size: int) -> tuple[int, int]:
+    return number * CHECKSUM_BLOCK, min((number + 1) * CHECKSUM_BLOCK, size)
+
+
+def _count_blocks(part: StoredPart, size: int) -> int:
+    return 1 if part.version == 1 else count_checksum_blocks(size)
+
+
+ChecksumPolicy = Literal["blocks", "first", "never"]
+CHECKSUM_POLICIES: tuple[ChecksumPolicy, ...] = get_args(ChecksumPolicy)
+MOST_OPEN_FILES = 256  # files that are mapped at once; a process may have some thousand open
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+LocatedShard = tuple[
+    StoredPart, ShardEntry, Layout, Coords
+]  # an entry, the part that has it, and the rank's coordinates
+
+
+class WeightedCache(Generic[K, V]):
+    """The values that were asked for last, up to a total weight."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self._weight = most, 0
+        self._values: OrderedDict[K, tuple[V, int]] = OrderedDict()
+        self._lock, self._process = threading.Lock(), os.getpid()
+
+    def get(self, key: K, make: Callable[[], V], weight: Callable[[V], int] = lambda _: 1) -> V:
+        """The value of a key; made where it is not kept."""
+        if self._process != os.getpid():  # forked off, maybe while another thread held the lock
+            self._lock, self._process = threading.Lock(), os.getpid()
+        with self._lock:
+            found = self._values.get(key)
+            if found is not None:
+                self._values.move_to_end(key)
+                return found[0]
+        value = make()
+        with self._lock:
+            if key not in self._values:
+                self._values[key] = value, weight(value)
+                self._weight += self._values[key][1]
+            while self._weight > self.most and len(self._values) > 1:
+                self._weight -= self._values.popitem(last=False)[1][1]
+        return value
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def clear(self) -> None:
+        """Let go of all."""
+        with self._lock:
+            self._values.clear()
+            self._weight = 0
+
+
+class IndexedPart:
+    """A part whose header was read.
+
+    Attributes:
+        part: the header.
+        by: its entries by site and kind, each with its layout; with a part that knows of these alone, so that
+            who keeps them does not keep all.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.part: StoredPart = read_part(path)
+        self.by: dict[tuple[str, str], tuple[StoredPart, list[tuple[ShardEntry, Layout]]]] = {}
+        index = self.part.index
+        bare = replace(index, layouts=(), entries=())
+        try:
+            layouts = [parse_layout_text(json.dumps(record)) for record in index.layouts]
+            for entry in index.entries:
+                layout = layouts[entry.layout]
+                if entry.layout < 0 or len(entry.shape) != len(layout.dims):
+                    raise LayoutError(f"{entry.tensor[:80]} of shape {entry.shape} in {layout.describe()}")
+                part, several = self.by.setdefault(
+                    (entry.site, entry.kind), (replace(self.part, index=bare, where={}), [])
+                )
+                several.append((entry, layout))
+                if entry.kind != REPLICA:
+                    cast(dict[str, Any], part.where)[entry.tensor] = self.part.where[entry.tensor]
+        except (LayoutError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise DumpError(f"{path}: its index is no dump's: {error}; the file is damaged") from error
+
+
+@lru_cache(4096)
+def parse_layout_text(text: str) -> Layout:
+    """A layout, from JSON's text."""
+    return layout_from_json(json.loads(text))
+
+
+class PartFiles:
+    """The parts of a dump, opened as they are needed.
+
+    Args:
+        check: compare with their checksums the `blocks` that are read, when they are read first; all blocks
+            of a shard when it is `first` read; or `never`.
+        most_open: how many files are mapped at once.
+        most_entries: how many entries of headers are kept.
+
+    Attributes:
+        opened: how many headers were read.
+        bytes_read: how many bytes of tensors were copied.
+    """
+
+    def __init__(
+        self, check: ChecksumPolicy = "blocks", most_open: int = MOST_OPEN_FILES, most_entries: int = 1 << 18
+    ) -> None:
+        if check not in CHECKSUM_POLICIES:
+            raise DumpError(f"check={check!r} is none of {', '.join(CHECKSUM_POLICIES)}")
+        self.check: ChecksumPolicy = check
+        self.integrity = ChecksumRecord()
+        self.bytes_read = self.opened = 0
+        self._maps: WeightedCache[Path, mmap.mmap] = WeightedCache(most_open)
+        self._headers: WeightedCache[Path, IndexedPart] = WeightedCache(most_entries)
+
+    @property
+    def mapped(self) -> int:
+        """How many files are mapped."""
+        return len(self._maps)
+
+    def open(self, path: Path) -> IndexedPart:
+        """The header of a part."""
+
+        def make() -> IndexedPart:
+            self.opened += 1
+            return _index_part(path)
+
+        return self._headers.get(path, make, lambda o: 1 + len(o.part.index.entries))
+
+    def read(self, part: StoredPart, entry: ShardEntry, where: RegionIndex) -> Tensor:
+        """Copy entries of a shard, as it is stored: like `view`, and a tensor of its own."""
+        return self.view(part, entry, where).clone(memory_format=torch.contiguous_format)
+
+    def view(self, part: StoredPart, entry: ShardEntry, where: RegionIndex) -> Tensor:
+        """Entries of a shard, as it is stored; nothing is read of what ranges leave out.
+
+        Args:
+            part: that has the shard.
+            entry: which.
+            where: for each dim the entries wanted.
+
+        Returns:
+            A view of the file, which the caller copies at once and does not write to.
+
+        Raises:
+            DumpError: the file is gone or has shrunk, or the checksum of a block is wrong.
+        """
+        if entry.kind == REPLICA:
+            raise DumpError(f"{part.path}: {entry.site} is there as a checksum only")
+        dtype, shape, start, size = part.where[entry.tensor]
+        if size == 0:
+            return take_entries(torch.empty(shape, dtype=dtype), where)
+        mapped = self._map(part, start, size)
+        stored = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=start)
+        if self.check != "never":
+            with memoryview(mapped) as content, content[start : start + size] as data:
+                self.integrity.check(part, entry, data, where if self.check == "blocks" else None)
+        if start % dtype.itemsize:
+            stored = stored.clone()
+        small = dtype.itemsize == 1 and dtype is not torch.bool  # not every function knows 8-bit floats
+        tensor = stored.view(torch.uint8 if small else dtype).reshape(shape)
+        out = take_entries(tensor, where)
+        self.bytes_read += out.nbytes
+        return out.view(dtype) if small else out
+
+    def _map(self, part: StoredPart, start: int, size: int) -> mmap.mmap:
+        mapped = self._maps.get(part.path, lambda: _map_part_file(part.path))
+        if mapped.size() < start + size or len(mapped) < start + size:
+            # reading past a file's end kills the process
+            raise DumpError(f"{part.path}: has shrunk to {mapped.size()} bytes since it was opened")
+        return mapped
+
+    def close(self) -> None:
+        """Let go of all files."""
+        self._maps.clear()
+        self._headers.clear()
+
+
+def _index_part(path: Path) -> IndexedPart:
+    """The header of a part, which must be of the rank and iteration that its name has."""
+    opened, named = IndexedPart(path), (parse_iteration_folder(path.parent.name), parse_part_name(path.name))
+    index = opened.part.index
+    stated = (index.iteration, index.run_of), (index.rank, index.part, index.parts)
+    if stated != named:
+        raise DumpError(f"{path} contains {stated}, but its name says {named}: it was moved")
+    return opened
+
+
+def _map_part_file(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            # a private mapping that nobody writes to: torch warns of memory that is read-only
+            flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+            return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except (OSError, ValueError) as error:
+        raise DumpError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+class StoredDump(Protocol):
+    """What the sources of arrays ask of a dump that is open.
+
+    Attributes:
+        path: the folder.
+        files: its parts.
+    """
+
+    path: Path
+    files: PartFiles
+
+    @property
+    def manifest(self) -> Manifest:
+        """That of the first run."""
+
+    @property
+    def places(self) -> Mapping[str, SiteRecord]:
+        """The sites, by name."""
+
+    def written(self, which: IterationKey) -> StoredIteration:
+        """A complete iteration.
+
+        Raises:
+            DumpError: it is incomplete, or not there.
+        """
+
+    def entries(
+        self, written: StoredIteration, site: str, kind: str, stage: int, replica: int
+    ) -> list[LocatedShard]:
+        """What the ranks of a stage of a replica wrote of a site."""
+
+    def nothing(self, name: str, written: StoredIteration, stage: int) -> DumpError:
+        """The error where an iteration has nothing of a site."""

@@ -1,0 +1,466 @@
+"""The schema of a dump: each document is a dataclass here, and its forms on disk are derived from the fields.
+
+A new field is one line in its class. `stored` declares exceptions: a default that is left out, a version
+that lacks the field. A changed form needs another `DUMP_VERSION`; a test freezes the forms of both versions,
+and tests/surface/schema.txt lists them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import isfinite, prod
+from pathlib import Path
+from typing import Any
+
+from megatron_flex.dump.checksums import ZERO_CHECKSUM, is_sealed, seal_json
+from megatron_flex.dump.json_form import (
+    CONTROL_CHARACTER,
+    MOST_DIMS,
+    FirstVersion,
+    Form,
+    check_form,
+    derive_form,
+    from_json,
+    load_json,
+    pick_known,
+    remove_fields,
+    stored,
+    to_json,
+)
+from megatron_flex.errors import DumpError
+from megatron_flex.layout import Cut, Dim, Layout
+
+DUMP_FORMAT, DUMP_VERSION = "megatron_flex.dump", 2
+READABLE_VERSIONS = (1, 2)  # the versions that are read
+MANIFEST_NAME = "manifest.json"
+VALUE, GRADIENT, PARAMETER, PARAMETER_GRADIENT, ROUTING, REPLICA = (
+    "value",
+    "gradient",
+    "parameter",
+    "parameter_gradient",
+    "routing",
+    "replica",
+)
+
+
+CUT_FORM, DIM_FORM, LAYOUT_FORM = (derive_form(kind, DUMP_VERSION, brief=True) for kind in (Cut, Dim, Layout))
+
+
+@dataclass(frozen=True, slots=True)
+class SiteRecord:
+    """A hook point, or a parameter, of the dump.
+
+    Attributes:
+        name: the global name.
+        layout: the layout in plain JSON values.
+        shape: of the full tensor; a name (`s`, `b`) for a dim whose length depends on the data.
+        stage: the pipeline stage that owns the tensor.
+        chunk: the virtual chunk of that stage.
+        inferred: whether the layout was unknown before the run; then each part records the inferred one.
+        axes: the meaning of the dims (`sequence`, `batch`, `hidden`), by their names in the layout.
+    """
+
+    name: str
+    layout: dict[str, Any] = field(metadata=stored(form=LAYOUT_FORM))
+    shape: Sequence[int | str]
+    stage: int = 0
+    chunk: int = 0
+    inferred: bool = False
+    axes: Mapping[str, str] = field(default_factory=dict, metadata=stored(optional=True, since=2))
+
+    def __post_init__(self) -> None:
+        if CONTROL_CHARACTER.search(self.name):
+            raise DumpError(f"{self.name!r} cannot be dumped: it has a control character; rename the module")
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestFront:
+    """The keys of a manifest before those of `Manifest`.
+
+    Attributes:
+        format: the name of the format.
+        version: of the format.
+        checksum: of the text of the manifest.
+    """
+
+    format: str
+    version: int
+    checksum: str = field(default="", metadata=stored(since=2))
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The manifest of a run.
+
+    Attributes:
+        run: the number of the run.
+        created: the time, in UTC, ISO 8601.
+        versions: of the packages that wrote the run.
+        framework: the adapter's name.
+        axes: the mesh, name to size, from the outermost to the innermost.
+        experts: the second division of the ranks, for layers of experts.
+        ranks: each rank's number and coordinates.
+        model: the framework's config of the model, restricted to plain values.
+        identity: a digest of the names and full shapes of all parameters.
+        sites: the dumped hook points, in model order.
+        parameters: the dumped parameters, in model order.
+        settings: of the Dump.
+        skipped: iterations that are complete in earlier runs, and that this run does not write.
+    """
+
+    run: int
+    created: str
+    versions: Mapping[str, str]
+    framework: str
+    axes: Mapping[str, int]
+    experts: Mapping[str, int]
+    ranks: Sequence[tuple[int, Mapping[str, int]]] = field(metadata=stored(form=["list"]))
+    model: Mapping[str, Any]
+    identity: str
+    sites: Sequence[SiteRecord]
+    parameters: Sequence[SiteRecord]
+    settings: Mapping[str, Any]
+    skipped: Sequence[str] = ()
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The number of ranks by axis name."""
+        return {**self.axes, **self.experts}
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest atomically."""
+        front = ManifestFront(DUMP_FORMAT, DUMP_VERSION, ZERO_CHECKSUM.decode())
+        record = stringify_nonfinite({**to_json(front), **to_json(self)})
+        path = folder / (MANIFEST_NAME + ".tmp")
+        path.unlink(missing_ok=True)
+        with path.open("xb") as file:  # and not through a link that somebody has put there
+            file.write(seal_json(json.dumps(record, indent=1, allow_nan=False).encode()))
+            file.flush()
+            os.fsync(file.fileno())
+        path.rename(folder / MANIFEST_NAME)
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """Read the manifest in a run's folder.
+
+        Raises:
+            DumpError: the manifest is missing, damaged or of another version.
+        """
+        path = folder / MANIFEST_NAME
+        try:
+            text = path.read_bytes()
+            record = load_json(text)
+            front = pick_known(ManifestFront, record)
+            if front.format != DUMP_FORMAT:
+                raise DumpError(f"{path}: no manifest of a dump")
+            version = front.version
+            if type(version) is not int or version not in READABLE_VERSIONS:
+                raise DumpError(
+                    f"{path}: version {str(version)[:20]}; this megatron_flex reads versions "
+                    f"{READABLE_VERSIONS[0]} to "
+                    f"{READABLE_VERSIONS[-1]}: use the one that wrote it, or a newer one"
+                )
+            if version > 1 and not is_sealed(text):
+                raise DumpError(f"{path}: its checksum is wrong: it is damaged, or somebody changed it")
+            check_form(record, FORMS[version]["MANIFEST"])
+            manifest = from_json(Manifest, remove_fields(record, ManifestFront), version)
+            manifest = replace(manifest, ranks=tuple(_parse_rank(one) for one in manifest.ranks))
+            _check_ranks(manifest)
+            return manifest
+        except DumpError:
+            raise
+        except OSError as error:
+            raise DumpError(f"{path}: cannot be read: {error.strerror or error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DumpError(f"{path}: no manifest of a dump, or a damaged one: {error!r}") from error
+
+
+def stringify_nonfinite(value: Any) -> Any:
+    """Return the same values, with floats that JSON lacks (NaN, infinities) as strings."""
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: stringify_nonfinite(one) for key, one in value.items()}
+    return [stringify_nonfinite(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _parse_rank(record: Any) -> tuple[int, dict[str, int]]:
+    check_form(record, "list")
+    rank, coords = record
+    check_form(rank, "int")
+    check_form(coords, {"*": "int"})
+    return rank, coords
+
+
+def _check_ranks(manifest: Manifest) -> None:
+    """Check that every rank has coordinates on the mesh, and that the mesh has no further coordinates."""
+    ranks, sizes = manifest.ranks, manifest.sizes
+    if len({rank for rank, _ in ranks}) != len(ranks) or any(rank < 0 for rank, _ in ranks) or not ranks:
+        raise ValueError("a rank that is there twice, or none at all")
+    for axes in (manifest.axes, manifest.experts):
+        if min(axes.values(), default=1) < 1 or prod(axes.values()) > len(ranks):
+            raise ValueError(f"axes {dict(axes)} of {len(ranks)} ranks")
+    for rank, coords in ranks:
+        if any(not 0 <= at < sizes.get(axis, 0) for axis, at in coords.items()):
+            raise ValueError(f"rank {rank} at {coords} of {dict(sizes)}")
+    if len({tuple(coords.get(a, 0) for a in manifest.axes) for _, coords in ranks}) != len(ranks):
+        raise ValueError("two ranks at one place")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEntry:
+    """One shard in a part: of which tensor, and which part of the full tensor.
+
+    Attributes:
+        site: the name of the site or parameter.
+        kind: `value`, `gradient`, `parameter`, `parameter_gradient`; `routing`, where experts' rows go;
+            `replica`, of which only the checksum is there.
+        microbatch: of this data parallel rank; 0 for parameters.
+        call: the pass through the site within the microbatch.
+        layout: index into the part's layouts: of the shard as it was before tokens and samples were picked.
+        shape: of that shard.
+        dtype: as safetensors names it; of what is written.
+        picked: whether its tokens and samples were picked: `[kept, ...]` is written then.
+        span: the entries, counted flat, that are written; None for all.
+        checksum: of its bytes: that of the text of its blocks' checksums; in version 1 CRC-32 in hexadecimal.
+        blocks: the checksums of its blocks, one after the other; none of a replica, nor in version 1.
+        route: of experts' rows a `RowsRoute`; of a router's decision a `RouterRecord`; None of every other
+            tensor.
+        turn: how many tensors the rank captured before it in the iteration, those that others write included.
+        request: the request that a server answered with it; None in training. One of a microbatch and call.
+        axes: what its dims are, by their names in the layout, where the manifest does not say it.
+    """
+
+    site: str
+    kind: str
+    microbatch: int
+    call: int
+    layout: int
+    shape: tuple[int, ...]
+    dtype: str
+    picked: bool = field(default=False, metadata=stored(omitted=True, first=FirstVersion("picked", "bool")))
+    span: tuple[int, int] | None = field(
+        default=None, metadata=stored(omitted=True, first=FirstVersion("span", "list|null"))
+    )
+    checksum: str = field(default="", metadata=stored(first=FirstVersion("crc", "int", "{:08x}".format)))
+    route: dict[str, Any] | None = field(
+        default=None,
+        metadata=stored(form="object", omitted=True, first=FirstVersion("route?", "object|null")),
+    )
+    turn: int = 0
+    blocks: str = field(default="", metadata=stored(omitted=True, since=2))
+    request: str | None = field(default=None, metadata=stored(omitted=True, since=2))
+    axes: Mapping[str, str] | None = field(default=None, metadata=stored(omitted=True, since=2))
+
+    @property
+    def tensor(self) -> str:
+        """The name of the tensor in the file."""
+        end = "" if self.span is None else f"|{self.span[0]}"
+        return f"{self.site}|{self.kind}|{self.microbatch}|{self.call}{end}"
+
+
+@dataclass(frozen=True, slots=True)
+class PartIndex:
+    """The index of a part.
+
+    Attributes:
+        rank: who wrote it.
+        coords: the rank's coordinates.
+        iteration: the framework's number.
+        run_of: which run of the schedule in that iteration, from 0.
+        training: whether gradients were made.
+        microbatches: how many the data parallel rank had; 0 if that is not known.
+        part: its number.
+        parts: how many there are, in the last of them; 0 in the others.
+        layouts: in JSON's values.
+        entries: the shards, in the order in which they were captured.
+    """
+
+    rank: int
+    coords: Mapping[str, int]
+    iteration: int
+    run_of: int
+    training: bool
+    microbatches: int
+    part: int
+    parts: int
+    layouts: Sequence[dict[str, Any]] = field(default=(), metadata=stored(form=[LAYOUT_FORM]))
+    entries: Sequence[ShardEntry] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PartMetadata:
+    """The metadata of a part, as safetensors has it: texts by name.
+
+    Attributes:
+        format: the name of the format, and its version.
+        checksum: of the header; of version 1 CRC-32.
+        index: a `PartIndex` as JSON.
+    """
+
+    format: str
+    checksum: str = field(default="", metadata=stored(first=FirstVersion("crc", "str")))
+    index: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensorSpan:
+    """Where a tensor is in a part, as safetensors has it.
+
+    Attributes:
+        dtype: as safetensors names it.
+        shape: of the tensor.
+        data_offsets: of its first byte, and of the byte after its last one.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RowsRoute:
+    """The `route` of an entry that has rows of experts.
+
+    Attributes:
+        of: the layer whose routers sent them.
+        expert: its number, if all rows are of one expert.
+    """
+
+    of: str | None = None
+    expert: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RouterRecord:
+    """The `route` of an entry that has the decision of a router, as bits.
+
+    Attributes:
+        experts: how many there are to choose from.
+        shape: `(s, b)` of the tokens.
+        slots: experts of a token, at most.
+        stream: the layout of the tokens, a document of its own.
+        etp_outer: whether the axis of expert tensor parallelism is outside that of experts.
+    """
+
+    experts: int
+    shape: tuple[int, int]
+    slots: int
+    stream: dict[str, Any]
+    etp_outer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsRecord:
+    """The settings of a Dump that readers use; a manifest of another version may have others.
+
+    Attributes: the settings of `Dump`, as plain values.
+    """
+
+    sites: Any = ()
+    parameters: Any = ()
+    every: Any = None
+    iterations: Any = None
+    microbatches: Any = None
+    samples: Any = None
+    tokens: Any = None
+    reduce: Any = None
+    dtype: Any = None
+    gradients: Any = None
+    order: Any = "interleaved"
+    runs: Any = None
+    replicas: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class SliceRecord:
+    """A selection of every n-th number: start, stop and step."""
+
+    slice: list[int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class RandomRecord:
+    """A selection of positions at random; the attributes are those of `RandomTokens`."""
+
+    sampled: int
+    seed: int
+
+
+def derive_forms(version: int) -> dict[str, Form]:
+    """Return the forms of all documents in a version of the format, by name."""
+    return {
+        "META": derive_form(PartMetadata, version),
+        "INDEX": derive_form(PartIndex, version),
+        "MANIFEST": derive_form(ManifestFront, version) | derive_form(Manifest, version),
+    }
+
+
+FORMS: dict[int, dict[str, Form]] = {version: derive_forms(version) for version in READABLE_VERSIONS}
+TENSOR_FORM = derive_form(StoredTensorSpan, DUMP_VERSION)
+
+MOST_SEGMENTS = 4096  # of a dim: packed projections have a few, and as many as pieces at most
+DIM_MEANINGS = {
+    "s": "sequence",
+    "b": "batch",
+    "h": "hidden",
+    "n": "heads",
+    "g": "query groups",
+    "d": "head width",
+    "v": "vocabulary",
+    "k": "experts of a token",
+    "t": "rows",
+    "gate|up": "feed-forward, gate and up",
+    "q|k|v": "queries, keys and values",
+}
+
+
+def describe_dims(layout: Layout) -> dict[str, str]:
+    """Return the meaning of the dims of a layout, by name; unknown names are left out."""
+    return {d.name: DIM_MEANINGS[d.name] for d in layout.dims if d.name in DIM_MEANINGS}
+
+
+def read_settings(settings: Mapping[str, Any]) -> SettingsRecord:
+    """Read the settings in a manifest; missing settings have defaults."""
+    return pick_known(SettingsRecord, settings)
+
+
+def list_dim_names(layout: Mapping[str, Any]) -> list[str]:
+    """List the names of the dims of a layout's document, which may be damaged."""
+    return [str(dim.get("name", "")) for dim in layout.get("dims", ())]
+
+
+def layout_to_json(layout: Layout) -> dict[str, Any]:
+    """Convert a layout to plain values; fields that have their default are left out."""
+    return to_json(layout, brief=True)
+
+
+def layout_from_json(record: Any) -> Layout:
+    """Convert the result of `layout_to_json` back to a layout.
+
+    Raises:
+        LayoutError: no layout has these values.
+        ValueError: the document does not describe a layout.
+    """
+    check_form(record, LAYOUT_FORM)
+    layout = from_json(Layout, record, DUMP_VERSION)
+    if len(layout.dims) > MOST_DIMS:
+        raise ValueError(f"a layout of {len(layout.dims)} dims")
+    for dim in layout.dims:
+        _check_dim(dim)
+    return layout
+
+
+def _check_dim(dim: Dim) -> None:
+    if len(dim.segments) > MOST_SEGMENTS or len(dim.cuts) > MOST_DIMS:
+        raise ValueError(f"a dim of {len(dim.segments)} segments and {len(dim.cuts)} cuts")
+    if min(dim.segments, default=0) < 1 or (dim.keep is not None and dim.keep < 0):
+        raise ValueError(f"segments {dim.segments}, of which {dim.keep} are kept")
+    for cut in dim.cuts:
+        if cut.order not in ("contiguous", "zigzag"):
+            raise ValueError(f"order {cut.order!r} is none of contiguous, zigzag")
+        if cut.copies < 1:
+            raise ValueError(f"{cut.copies} copies")

@@ -1,0 +1,422 @@
+"""Verification of a dump: every checksum, differing replicas, and what is missing, by rank and site."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from megatron_flex.dump.part_format import StoredPart, read_part
+from megatron_flex.dump.reader.missing_parts import gaps, gaps_in_words
+from megatron_flex.dump.reader.shard_files import count_shard_blocks, find_wrong_blocks
+from megatron_flex.dump.run_folders import (
+    IterationFolder,
+    RunFolder,
+    count_part_bytes,
+    is_temporary,
+    list_run_folders,
+    map_stages,
+    renamed_runs,
+)
+from megatron_flex.dump.schema import (
+    GRADIENT,
+    PARAMETER,
+    PARAMETER_GRADIENT,
+    REPLICA,
+    ROUTING,
+    VALUE,
+    Manifest,
+    ShardEntry,
+    layout_from_json,
+    list_dim_names,
+    read_settings,
+)
+from megatron_flex.dump.writer.run_creation import check_same_dump
+from megatron_flex.errors import DumpError, LayoutError
+from megatron_flex.layout import Layout
+from megatron_flex.progress import BYTES, ProgressBar, progress
+from megatron_flex.sites import GRADIENT_SUFFIX
+
+UNSHARED_AXES = (
+    "pp",
+    "dp",
+    "edp",
+)  # axes along which ranks have other activations, though no layout names them
+
+
+class _Replica(NamedTuple):
+    rank: int
+    entry: ShardEntry
+
+
+@dataclass(slots=True)
+class ReplicaChecksums:
+    """The replicas of one iteration.
+
+    Attributes:
+        manifest: of the run; without one nothing is compared.
+        compared: how many checksums of replicas there are.
+    """
+
+    manifest: Manifest | None
+    compared: int = 0
+    _owners: dict[tuple[Any, ...], _Replica] = field(default_factory=dict)
+    _copies: dict[tuple[Any, ...], list[_Replica]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, rank: int, part: StoredPart) -> None:
+        """Take in a part."""
+        if self.manifest is None or not read_settings(self.manifest.settings).replicas:
+            return
+        try:
+            layouts = [layout_from_json(record) for record in part.index.layouts]
+        except (LayoutError, KeyError, TypeError, ValueError, AttributeError):
+            return  # _find_contradictions reports it
+        for entry in part.index.entries:
+            if entry.kind == ROUTING or entry.route is not None or not 0 <= entry.layout < len(layouts):
+                continue  # experts' rows: no layout tells which ranks hold the same ones
+            key = self._key(entry, layouts[entry.layout], dict(part.index.coords))
+            if entry.kind == REPLICA:
+                self.compared += 1
+                self._copies[key].append(_Replica(rank, entry))
+            else:
+                self._owners[key] = _Replica(rank, entry)
+
+    def differing(self) -> Iterator[tuple[int, int, ShardEntry]]:
+        """The rank, the one that it is compared with (which wrote it, if one did), and that one's entry."""
+        for key, copies in self._copies.items():
+            first = self._owners.get(key, copies[0])
+            for rank, entry in copies:
+                if entry.checksum != first.entry.checksum:
+                    yield rank, first.rank, first.entry
+
+    def _key(self, entry: ShardEntry, layout: Layout, coords: dict[str, int]) -> tuple[Any, ...]:
+        """What ranks that hold the same tensor have in common."""
+        assert self.manifest is not None
+        name = entry.site + (GRADIENT_SUFFIX if entry.kind in (GRADIENT, PARAMETER_GRADIENT) else "")
+        whose = entry.kind == REPLICA and name.removesuffix(GRADIENT_SUFFIX) in {
+            p.name for p in self.manifest.parameters
+        }
+        apart = () if whose or entry.kind in (PARAMETER, PARAMETER_GRADIENT) else UNSHARED_AXES
+        expert = any(a in layout.axes for a in self.manifest.experts)
+        copies = {c.axis: c.copies for d in layout.dims for c in d.cuts if c.copies > 1 and not c.partial}
+        at = tuple(
+            (axis, coords.get(axis, 0) // copies.get(axis, 1))
+            for axis, size in (self.manifest.experts if expert else self.manifest.axes).items()
+            if size > 1 and (axis in apart or axis in layout.axes)
+        )
+        return name, entry.microbatch, entry.call, entry.span, at
+
+
+@dataclass(frozen=True, slots=True)
+class DumpFinding:
+    """Something that is not as it should be.
+
+    Attributes:
+        kind: `manifest`, `missing`, `torn`, `header`, `checksum`, `replica`, `contradiction`, `stray`,
+            `gap`.
+        where: the file or folder, from the dump's folder on.
+        text: what is wrong, in a line.
+        rank: whose file it is; None where it belongs to no rank.
+        iteration: None where it belongs to none.
+        sites: what is lost or wrong; gradients as `NAME.grad`.
+        error: whether something is lost or wrong; else nothing that a reader shows is.
+    """
+
+    kind: str
+    where: str
+    text: str
+    rank: int | None = None
+    iteration: int | None = None
+    sites: tuple[str, ...] = ()
+    error: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """In plain values."""
+        values = {n: getattr(self, n) for n in ("kind", "where", "text", "rank", "iteration", "error")}
+        return {**values, "sites": list(self.sites)}
+
+
+@dataclass(slots=True)
+class Verification:
+    """What was checked, and what was found.
+
+    Attributes:
+        findings: in the order of runs and iterations.
+        files: parts that were read.
+        tensors: whose checksum was computed.
+        nbytes: of them.
+        replicas: checksums of replicas that were compared.
+        whole: iterations that some run has whole.
+    """
+
+    findings: list[DumpFinding] = field(default_factory=list)
+    files: int = 0
+    tensors: int = 0
+    nbytes: int = 0
+    replicas: int = 0
+    whole: list[int] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is lost or wrong."""
+        return not any(f.error for f in self.findings)
+
+    def to_json(self) -> dict[str, Any]:
+        """In plain values."""
+        return {
+            "good": self.good,
+            "files": self.files,
+            "tensors": self.tensors,
+            "bytes": self.nbytes,
+            "replicas": self.replicas,
+            "iterations": self.whole,
+            "findings": [f.to_json() for f in self.findings],
+        }
+
+
+def verify_dump(path: Path, live: bool = False) -> Verification:
+    """Read every byte of a dump and compare it with its checksum; find what is not there.
+
+    Args:
+        path: the dump's folder.
+        live: the newest run still writes: what it has not closed yet is not counted as torn.
+
+    Raises:
+        DumpError: there is no dump.
+    """
+    runs = list_run_folders(path)
+    with progress("verifying", count_part_bytes(runs), BYTES) as bar:
+        return _Verifier(path, runs, bar, live).run()
+
+
+@dataclass(slots=True)
+class _RunContents:
+    """What is known of a run when all of it was read: parts that are missing are named by it.
+
+    Attributes:
+        names: the tensors in each rank's parts, by rank and number.
+        sites: those that some part has.
+    """
+
+    names: dict[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
+    sites: set[str] = field(default_factory=set)
+
+
+class _Verifier:
+    def __init__(self, path: Path, runs: list[RunFolder], bar: ProgressBar, live: bool) -> None:
+        self.path, self.runs, self.bar, self.live = path, runs, bar, live
+        self.out = Verification()
+        self.whole = {
+            (f.number, f.run_of)
+            for r in runs
+            for f in r.iterations
+            if r.manifest is not None and not f.missing(r.ranks)
+        }
+
+    def run(self) -> Verification:
+        self.out.whole = sorted({number for number, _ in self.whole})
+        first = next((r.manifest for r in self.runs if r.manifest is not None), None)
+        for run in self.runs:
+            if run.manifest is None:
+                self._add("manifest", run.path / "manifest.json", f"run {run.number}: {run.damage}")
+            elif run.manifest.run != run.number:
+                self._add("contradiction", run.path / "manifest.json", f"it is of run {run.manifest.run}")
+            if run.manifest is not None and first is not None:
+                try:
+                    check_same_dump(self.path, first, run.manifest)
+                except DumpError as error:
+                    self._add("contradiction", run.path / "manifest.json", str(error))
+            self._run(run)
+        self._beside()
+        return self.out
+
+    def _beside(self) -> None:
+        """What is in no run: folders of runs that were renamed, iterations of which nothing is there."""
+        for one in renamed_runs(self.path):
+            kind = "contradiction" if one.lost else "stray"
+            self._add(kind, one.path, one.text, error=one.lost)
+        known = [(r.manifest, [f.number for f in r.iterations]) for r in self.runs if r.manifest is not None]
+        if values := gaps_in_words(gaps(known)):
+            self._add("gap", self.path, values, error=False)
+
+    def _add(self, kind: str, where: Path, text: str, **more: Any) -> None:
+        self.out.findings.append(DumpFinding(kind, str(where.relative_to(self.path)), text, **more))
+
+    # -- what is there ---------------------------------------------------------------------------------
+
+    def _run(self, run: RunFolder) -> None:
+        seen, late = _RunContents(), []
+        for folder in run.iterations:
+            replicas = ReplicaChecksums(run.manifest)
+            for (rank, number), (file, nbytes) in sorted(folder.files.items()):
+                part = self._part(run, folder, rank, number, file)
+                if part is None:
+                    late.append((file, rank, number, folder.number))
+                else:
+                    seen.names.setdefault(
+                        (rank, number), tuple(_format_entry_name(e) for e in part.index.entries)
+                    )
+                    seen.sites.update(e.site for e in part.index.entries)
+                    replicas.add(rank, part)
+                self.bar.advance(nbytes)
+            self._replicas(folder, replicas)
+            self._strays(folder.strays)
+        self._strays(run.strays)
+        for file, rank, number, iteration in late:
+            text, sites = self._lost(run, seen, rank, [number], rest=False)
+            self.out.findings = [
+                f if f.where != str(file.relative_to(self.path)) or f.kind != "header"
+                else DumpFinding("header", f.where, f"{f.text}; lost: {text}", rank, iteration, sites)
+                for f in self.out.findings
+            ]  # fmt: skip
+        self._absent(run, seen)
+
+    def _part(
+        self, run: RunFolder, folder: IterationFolder, rank: int, number: int, file: Path
+    ) -> StoredPart | None:
+        about: dict[str, Any] = {"rank": rank, "iteration": folder.number}
+        try:
+            part = read_part(file)
+        except DumpError as error:
+            text = str(error).removeprefix(f"{file}: ")
+            self._add("header", file, f"rank {rank}, iteration {folder.number}: {text}", **about)
+            return None
+        self.out.files += 1
+        for text in _find_contradictions(run, folder, rank, number, part):
+            self._add("contradiction", file, f"rank {rank}, iteration {folder.number}: {text}", **about)
+        try:
+            with file.open("rb") as handle:
+                for entry in part.index.entries:
+                    if entry.kind != REPLICA and (wrong := self._describe_wrong_blocks(handle, part, entry)):
+                        text = (
+                            f"rank {rank}, iteration {folder.number}: the checksum of "
+                            f"{_format_entry_name(entry)}"
+                            f"{_format_entry_call(entry)} is wrong in {wrong}: its bytes are not those "
+                            "that were written"
+                        )
+                        self._add("checksum", file, text, sites=(_format_entry_name(entry),), **about)
+        except OSError as error:
+            text = f"rank {rank}, iteration {folder.number}: cannot be read: {error.strerror or error}"
+            self._add("header", file, text, **about)
+            return None
+        return part
+
+    def _describe_wrong_blocks(self, handle: BinaryIO, part: StoredPart, entry: ShardEntry) -> str:
+        """Which blocks of a tensor are not as they were written, in words; nothing if all are."""
+        self.out.tensors += 1
+        self.out.nbytes += part.where[entry.tensor][3]
+        wrong = [str(number) for number in find_wrong_blocks(part, entry, handle)]
+        return f"block {_format_names(wrong)} of {count_shard_blocks(part, entry)}" if wrong else ""
+
+    def _replicas(self, folder: IterationFolder, replicas: ReplicaChecksums) -> None:
+        self.out.replicas += replicas.compared
+        for rank, owner, entry in replicas.differing():
+            text = (
+                f"iteration {folder.number}: rank {rank} held another "
+                f"{_format_entry_name(entry)}{_format_entry_call(entry)} than "
+                f"rank {owner}, which wrote it: the replicas are out of step"
+            )
+            about: dict[str, Any] = {
+                "rank": rank,
+                "iteration": folder.number,
+                "sites": (_format_entry_name(entry),),
+            }
+            self._add("replica", folder.path, text, **about)
+
+    def _strays(self, strays: Sequence[tuple[Path, int]]) -> None:
+        for path, nbytes in strays:
+            what = "a file that its writer did not finish" if is_temporary(path) else "not of a dump"
+            self._add("stray", path, f"{what}, {nbytes} bytes", error=False)
+
+    # -- what is not -----------------------------------------------------------------------------------
+
+    def _absent(self, run: RunFolder, seen: _RunContents) -> None:
+        newest = run is self.runs[-1]
+        ranks = run.ranks
+        latest = {rank: n for n, f in enumerate(run.iterations) for rank, _ in f.files}
+        for n, folder in enumerate(run.iterations):
+            in_another_run = (folder.number, folder.run_of) in self.whole
+            for rank, absent in folder.missing(ranks).items():
+                closed = rank in folder.closed
+                stopped = not closed and latest.get(rank, -1) <= n
+                if stopped and newest and self.live:
+                    continue
+                what, sites = self._lost(run, seen, rank, absent, rest=not closed)
+                numbers = ", ".join(map(str, absent))
+                if stopped:
+                    reason = f"rank {rank} stopped before its part {numbers}"
+                    text = f"iteration {folder.number} is incomplete: {reason}"
+                else:
+                    text = f"iteration {folder.number}: part {numbers} of rank {rank} is missing"
+                text += f"; lost: {what}" + ("; another run has it complete" if in_another_run else "")
+                about: dict[str, Any] = {"rank": rank, "iteration": folder.number, "sites": sites}
+                kind = "torn" if stopped else "missing"
+                self._add(kind, folder.path, text, error=not in_another_run, **about)
+        if run.manifest is not None and any(not f.missing(ranks) for f in run.iterations):
+            for name in sorted(set(map_stages(run.manifest)) - seen.sites):
+                text = f"{name}: the manifest has it, and no part does: nothing passed there"
+                self._add("contradiction", run.path, text, error=False, sites=(name,))
+
+    def _lost(
+        self, run: RunFolder, seen: _RunContents, rank: int, numbers: Sequence[int], rest: bool
+    ) -> tuple[str, tuple[str, ...]]:
+        """What was in parts that are not there, from the same parts of other iterations."""
+        last = numbers[-1]
+        held = [names for (r, n), names in sorted(seen.names.items())
+                if r == rank and (n in numbers or (rest and n > last))]  # fmt: skip
+        sites = tuple(dict.fromkeys(name for names in held for name in names))
+        if sites:
+            return _format_names(sites), sites
+        coords = next((c for r, c in run.manifest.ranks if r == rank), {}) if run.manifest else {}
+        stage = coords.get("pp", 0)
+        sites = tuple(name for name, at in map_stages(run.manifest).items() if at == stage)
+        return (f"of {_format_names(sites)} what it wrote" if sites else "what it wrote"), sites
+
+
+def _find_contradictions(
+    run: RunFolder, folder: IterationFolder, rank: int, number: int, part: StoredPart
+) -> Iterator[str]:
+    """Where a part, its name and the manifest disagree."""
+    index = part.index
+    stated = index.rank, index.part, index.iteration, index.run_of
+    if stated != (rank, number, folder.number, folder.run_of):
+        yield "it says it is rank {}, part {}, iteration {}, run {} of it".format(*stated)
+    for entry in index.entries:
+        if not 0 <= entry.layout < len(index.layouts):
+            yield f"{_format_entry_name(entry)}: layout {entry.layout} of {len(index.layouts)}"
+        elif len(list_dim_names(index.layouts[entry.layout])) != len(entry.shape):
+            yield f"{_format_entry_name(entry)}: a shape of {len(entry.shape)} dims, and a layout of others"
+    if named := sorted(set(part.where) - {e.tensor for e in index.entries}):
+        yield f"the tensor {named[0]!r} is not in its index"
+    if run.manifest is None:
+        return
+    coords = dict(run.manifest.ranks)
+    if rank not in coords:
+        yield f"the manifest has no rank {rank}"
+    elif dict(index.coords) != dict(coords[rank]):
+        yield f"coordinates {dict(index.coords)}; the manifest has {dict(coords[rank])}"
+    known = map_stages(run.manifest)
+    own = [e for e in index.entries if e.kind != ROUTING]  # which is of a layer, and not of a site
+    for name in sorted({e.site.removesuffix(GRADIENT_SUFFIX) for e in own} - set(known)):
+        yield f"the manifest has no site or parameter {name!r}"
+    stage = dict(index.coords).get("pp", 0)
+    for name in sorted(
+        {e.site for e in own if e.kind in (VALUE, GRADIENT) and known.get(e.site, stage) != stage}
+    ):
+        yield f"{name} passed in stage {stage}, and the manifest has it in stage {known[name]}"
+
+
+def _format_entry_name(entry: ShardEntry) -> str:
+    return entry.site + (GRADIENT_SUFFIX if entry.kind in (GRADIENT, PARAMETER_GRADIENT) else "")
+
+
+def _format_entry_call(entry: ShardEntry) -> str:
+    calls = f", call {entry.call}" if entry.call else ""
+    return f" (microbatch {entry.microbatch}{calls})"
+
+
+def _format_names(names: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,157 @@
+"""The folder of a new run: created beside the runs of the same dump, whose complete iterations it skips."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from secrets import token_hex
+from shutil import rmtree
+
+from megatron_flex.dump.part_format import format_run_folder, list_complete_parts, read_part
+from megatron_flex.dump.schema import MANIFEST_NAME, Manifest
+from megatron_flex.dump.writer.part_writer import sync_folder
+from megatron_flex.errors import DumpError
+
+CHANGEABLE_SETTINGS = ("every", "iterations")  # settings in which runs of one dump may differ
+
+
+RUN_NAME = re.compile(r"run-[0-9]{4,}")
+
+
+TEMPORARY_RUN_NAME = re.compile(r"\.run-.*\.tmp")  # a run that was being opened
+
+
+CHECKED_ITERATIONS = 64  # iterations of which headers are read before they count as complete
+
+
+def create_run(path: Path, manifest: Manifest) -> Manifest:
+    """Make the folder of a new run, which has its name once its manifest is in it. One rank calls it.
+
+    Args:
+        path: the dump's folder.
+        manifest: of the run; its number and what it skips are found here.
+
+    Returns:
+        The manifest as it was written.
+
+    Raises:
+        DumpError: the folder holds another model's dump or one of other settings, or cannot be written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        earlier = list(list_begun_runs(path))
+        foreign = [
+            f.name
+            for f in path.iterdir()
+            if not (RUN_NAME.fullmatch(f.name) or TEMPORARY_RUN_NAME.fullmatch(f.name))
+        ]
+        if foreign and not earlier:
+            raise DumpError(f"{path} is no dump, and not empty ({min(foreign)!r}); name another folder")
+        skipped: set[str] = set()
+        for folder in earlier:
+            before = Manifest.read(folder)
+            check_same_dump(path, before, manifest)
+            skipped |= list_complete_iterations(folder, before)
+        return _create_run_folder(path, replace(manifest, skipped=tuple(sorted(skipped))))
+    except OSError as error:
+        raise DumpError(f"{path}: no dump can be written there: {error.strerror or error}") from error
+    except (ValueError, TypeError) as error:  # raised on one rank; other ranks must learn of it
+        raise error if isinstance(error, DumpError) else DumpError(f"{path}: {error}") from error
+
+
+def find_access_problem(path: Path, manifest: Manifest, seconds: float = 5.0) -> str:
+    """Why this rank cannot write to a run that another one made, or nothing.
+
+    Args:
+        path: the dump's folder.
+        manifest: of the run.
+        seconds: how long to wait, as a network's file system may tell of new folders late.
+    """
+    folder = path / format_run_folder(manifest.run)
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            os.listdir(path)  # makes such a file system look again
+            if Manifest.read(folder).created != manifest.created:
+                return "sees another folder of that name"
+            return "" if os.access(folder, os.W_OK | os.X_OK) else "may not write to it"
+        except (OSError, DumpError):
+            if time.monotonic() > until:
+                return "does not see it"
+        time.sleep(0.1)
+
+
+def _create_run_folder(path: Path, manifest: Manifest) -> Manifest:
+    """Make the folder under the next number that is free; another job may be opening the dump too."""
+    rough = path / f".run-{os.getpid()}-{token_hex(4)}.tmp"
+    rough.mkdir()
+    try:
+        number = max((int(f.name[4:]) for f in path.iterdir() if RUN_NAME.fullmatch(f.name)), default=-1) + 1
+        while True:
+            manifest = replace(manifest, run=number)
+            manifest.write(rough)
+            try:
+                rough.rename(
+                    path / format_run_folder(number)
+                )  # which fails where a folder with anything in it is
+                sync_folder(path)
+                return manifest
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                number += 1
+    except BaseException:
+        rmtree(rough, ignore_errors=True)
+        raise
+
+
+def list_begun_runs(path: Path) -> Iterator[Path]:
+    """The folders of runs that have begun, in order."""
+    found = sorted(
+        (f for f in path.glob("run-*") if RUN_NAME.fullmatch(f.name)), key=lambda f: int(f.name[4:])
+    )
+    return (f for f in found if (f / MANIFEST_NAME).exists())
+
+
+def check_same_dump(path: Path, before: Manifest, now: Manifest) -> None:
+    """Refuse to mix dumps.
+
+    Raises:
+        DumpError: the folder holds another model's dump, or one of other settings.
+    """
+    if before.identity != now.identity:
+        raise DumpError(f"{path} holds another model's dump ({before.framework}); name another folder")
+    for key, value in now.settings.items():
+        if key not in CHANGEABLE_SETTINGS and before.settings.get(key) != value:
+            raise DumpError(
+                f"{path} holds a dump with {key}={before.settings.get(key)!r}, and not {value!r}; name "
+                "another folder, or say the same"
+            )
+
+
+def list_complete_iterations(folder: Path, manifest: Manifest) -> set[str]:
+    """The names of a run's iterations that every rank has closed.
+
+    By the names of files, as there may be thousands; of the last ones the headers are read too, as a power
+    cut leaves names of files that are not on disk, unless the dump is durable.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    ranks = [rank for rank, _ in manifest.ranks]
+    complete = {}
+    for iteration in os.scandir(folder):
+        if iteration.is_dir() and (parts := list_complete_parts(Path(iteration.path), ranks)) is not None:
+            complete[iteration.name] = parts
+    for name in sorted(complete)[-CHECKED_ITERATIONS:]:
+        try:
+            for part in (p for parts in complete[name].values() for p in parts):
+                read_part(part)
+        except DumpError:
+            del complete[name]
+    return set(complete)

@@ -1,0 +1,255 @@
+"""Presets that replace values: by those of another run, of other samples or positions, of a trainable module.
+
+The module must be registered: an adapter, a sparse autoencoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.edits.edit_base import Edit
+from megatron_flex.edits.tensors import DeviceConstant, group_by_pass, read_tensor_file
+from megatron_flex.errors import HookError, SiteError, suggest_nearest
+from megatron_flex.runtime import Readings
+from megatron_flex.runtime.captures import Key
+from megatron_flex.sites import Site
+
+PatchSource = Tensor | Sequence[Tensor] | Mapping[str, Any] | str | Path
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class resample(Edit):
+    """Replace each sample by another one, drawn at random; or each position, of any dim.
+
+    None keeps its own values. All ranks draw the same permutation, also in recomputation.
+
+    Attributes:
+        over: the name of the dim.
+    """
+
+    over: str = "b"
+
+    def mixes(self) -> set[str]:
+        return {"*"}
+
+    def needs(self) -> set[str]:
+        return {self.over}
+
+    def check(self, site: Site) -> None:
+        self.place(self.over, "over", site.name)
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        dim = self.place(self.over, "over")
+        order = torch.randperm(inputs.shape[dim])
+        source = torch.empty_like(order)
+        source[order] = order.roll(1)
+        return inputs.index_select(dim, source.to(inputs.device))
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class swap(Edit):
+    """Exchange two samples of the microbatch.
+
+    Attributes:
+        first: index of the first sample.
+        second: index of the second sample.
+    """
+
+    first: int
+    second: int
+    draws = False
+
+    @property
+    def linear(self) -> bool:
+        return True
+
+    def mixes(self) -> set[str]:
+        return {"b"}
+
+    def needs(self) -> set[str]:
+        return {"b"}
+
+    def check(self, site: Site) -> None:
+        self.place("b", "samples", site.name)
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        dim = self.place("b", "samples")
+        size = inputs.shape[dim]
+        if not all(-size <= i < size for i in (self.first, self.second)):
+            raise HookError(f"{self!r}: the microbatch has {size} samples; name two of them, from 0")
+        order = torch.arange(size)
+        order[[self.first, self.second]] = order[[self.second, self.first]]
+        return inputs.index_select(dim, order.to(inputs.device))
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class patch(Edit):
+    """Replace by the values of another run.
+
+    Attributes:
+        source: a tensor for every microbatch; a list of one for each microbatch; the captures of a run
+            (`flex.output_dict`, or the readings of one site); a mapping from sites to any of these; a
+            file that `edits.write` wrote. Of the full tensor's shape, or of its last dims.
+    """
+
+    source: PatchSource
+    _found: Any = field(init=False)
+    _now: DeviceConstant | None = field(default=None, init=False)
+    draws = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        found: Any = self.source
+        if isinstance(found, (str, Path)):
+            found = read_tensor_file(found)
+        if isinstance(found, dict):
+            found = group_by_pass(found)
+        object.__setattr__(self, "_found", found)
+        if isinstance(found, Tensor):
+            object.__setattr__(self, "_now", DeviceConstant(found))
+
+    def mixes(self) -> set[str]:
+        return {"*"}
+
+    def needs(self) -> set[str]:
+        # Of a trained tensor, a rank would have a partial gradient.
+        return {"*"} if self._now is not None and self._now.tensor.requires_grad else set()
+
+    def check(self, site: Site) -> None:
+        if isinstance(self._found, dict):
+            self._of(site.name)
+
+    def for_pass(self, key: Key) -> patch:
+        """The edit with the tensor of one call."""
+        if isinstance(self._found, Tensor):
+            return self
+        found = self._of(key.site) if isinstance(self._found, Mapping) else self._found
+        return self._with(_now=DeviceConstant(_select_pass(found, key)), _cut={})
+
+    def _of(self, site: str) -> Any:
+        """The source's tensors for a site."""
+        for name in (site, site.partition(":")[0]):
+            try:
+                return self._found[name]
+            except (KeyError, SiteError) as error:
+                last = error
+        raise HookError(
+            f"{self!r}: nothing for {site} in the source{suggest_nearest(site, self._found)}; what a run "
+            "reads "
+            "arrives on its leader: write it to a file with edits.write() for all ranks"
+        ) from last
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        if self._now is None:
+            raise HookError(
+                f"{self!r}: which of its tensors is meant is known in a hook only; pass one tensor"
+            )
+        return self.constant(self._now, inputs, "a patch").expand_as(inputs).clone()
+
+
+def _select_pass(found: Any, key: Key) -> Tensor:
+    """The tensor of a microbatch and call."""
+    if isinstance(found, Tensor):
+        return found
+    passes: dict[tuple[int, int], Tensor]
+    if isinstance(found, Readings):
+        last = max((k.step for k in found.keys), default=0)
+        keyed = zip(found.keys, found, strict=True)
+        passes = {(k.microbatch, k.call): t for k, t in keyed if k.step == last}
+    elif isinstance(found, dict):
+        passes = found
+    else:
+        passes = {(n, 0): t for n, t in enumerate(found)}
+    if (key.microbatch, key.call) not in passes:
+        raise HookError(
+            f"the source of a patch has {len(passes)} tensors and none of microbatch {key.microbatch}, call "
+            f"{key.call}; give one for each, or one tensor for all"
+        )
+    return passes[key.microbatch, key.call]
+
+
+class LowRank(nn.Module):
+    """`x + up(down(x))` on the last dim; `up` starts at zero, so that the initial edit changes nothing.
+
+    Args:
+        features: the last dim.
+        rank: the inner dimension.
+    """
+
+    def __init__(self, features: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(features, rank, bias=False)
+        self.up = nn.Linear(rank, features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The edited tensor, of the input's shape."""
+        added: Tensor = self.up(self.down(inputs))
+        return inputs + added
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class low_rank(Edit):
+    """Replace by the output of a module, usually a `LowRank`.
+
+    Attributes:
+        name: the name under which the module was registered.
+    """
+
+    name: str
+    pure = False
+    fresh = False  # a module may do anything with its input
+    uses_modules = True
+
+    def mixes(self) -> set[str]:
+        return {"*"}
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        return _run_module(self, modules, self.name, inputs)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class splice(Edit):
+    """Replace by a module's reconstruction: a sparse autoencoder, a transcoder.
+
+    Attributes:
+        name: the name under which the module was registered; it returns the reconstruction,
+            or a tuple that begins with it.
+        keep_error: add the reconstruction error, without gradient: values are unchanged, and
+            gradients pass through the module alone.
+    """
+
+    name: str
+    keep_error: bool = False
+    pure = False
+    fresh = False  # a module may do anything with its input
+    uses_modules = True
+
+    def mixes(self) -> set[str]:
+        return {"*"}
+
+    def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
+        made = _run_module(self, modules, self.name, inputs)
+        return made + (inputs - made).detach() if self.keep_error else made
+
+
+def _run_module(edit: Edit, modules: nn.ModuleDict, name: str, inputs: Tensor) -> Tensor:
+    if name not in modules:
+        known = f"; known: {', '.join(modules)}" if len(modules) else "; none is"
+        raise HookError(
+            f"{edit!r}: no trainable module {name!r} is registered{suggest_nearest(name, modules)}{known}"
+        )
+    made = modules[name](inputs)
+    made = made[0] if isinstance(made, tuple) else made
+    if not isinstance(made, Tensor) or made.shape != inputs.shape:
+        returned = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+        raise HookError(
+            f"{edit!r}: the module returned {returned} for {tuple(inputs.shape)}; return that shape"
+        )
+    return made

@@ -1,0 +1,374 @@
+"""The estimate of a hook at one tensor in one pass: collectives, bytes by link (NVLink, network, PCIe), and
+memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_flex.collectives import TRANSPORTS, Shard, plan_full_gather, plan_read, plan_result_broadcast
+from megatron_flex.dump.size_estimate import EstimatedTensor
+from megatron_flex.errors import FlexError, HookError
+from megatron_flex.estimate.hook_notation import HookSpec
+from megatron_flex.layout import Layout, full_shape
+from megatron_flex.layout.gradient_layout import conjugate_layout
+from megatron_flex.mesh import Axis, Mesh
+from megatron_flex.runtime.hooks import for_site
+from megatron_flex.runtime.selection import CaptureSelection, plan_selection
+from megatron_flex.sites import Site
+
+RANK_ORDER = ("pp", "dp", "cp", "tp")  # Megatron's, the fastest last; `ep` divides what `dp` and `cp` count
+# The bytes that each rank sends in a ring, as a share of the collective's result on one rank.
+RING_SHARES = {
+    "all_gather": lambda n: (n - 1) / n,
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "reduce": lambda n: (n - 1) / n,
+    "broadcast": lambda n: (n - 1) / n,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Bandwidth of one GPU's links in bytes per second, one way. `docs/estimate.md` has the sources.
+
+    Attributes:
+        gpus_per_node: ranks fill nodes of this many GPUs in order.
+        nvlink: to the other GPUs of its node.
+        network: to other nodes.
+        pcie: to its host.
+    """
+
+    gpus_per_node: int = 8
+    nvlink: float = 450e9
+    network: float = 50e9
+    pcie: float = 55e9
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not getattr(self, field.name) > 0:
+                raise FlexError(f"{field.name}={getattr(self, field.name)}: links need a number above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of one rank by link: the larger of sent and received.
+
+    Attributes:
+        nvlink: to and from ranks of its node.
+        network: to and from other nodes.
+        pcie: between device and host.
+        shared: written into shared memory of the host, which is where PCIe's bytes go.
+        disk: written to disk, in the background.
+    """
+
+    nvlink: float = 0
+    network: float = 0
+    pcie: float = 0
+    shared: float = 0
+    disk: float = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def times(self, count: float) -> Traffic:
+        """The sum of this many."""
+        return Traffic(*(getattr(self, f.name) * count for f in fields(self)))
+
+    def seconds(self, links: Links) -> float:
+        """The time of all links in seconds, one after the other, without latencies."""
+        return self.nvlink / links.nvlink + self.network / links.network + self.pcie / links.pcie
+
+
+class Placement:
+    """The nodes of the ranks of a group.
+
+    Args:
+        sizes: of the mesh's axes.
+        gpus_per_node: ranks fill nodes of this many GPUs in order.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], gpus_per_node: int) -> None:
+        shape = tuple(sizes.get(a, 1) for a in RANK_ORDER)
+        self._nodes = torch.arange(prod(shape), device="cpu").reshape(shape) // gpus_per_node
+        self.nodes = cache(self._group)
+
+    def _group(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The nodes of the ranks along these axes, in order; for the group that spans the most nodes."""
+        groups = self._along(axes)
+        spread = groups.sort(1).values.diff(dim=1).ne(0).sum(1)
+        first = int((spread == spread.max()).nonzero()[0])
+        return tuple(int(n) for n in groups[first])
+
+    def _along(self, axes: Sequence[str]) -> Tensor:
+        rest = [a for a in RANK_ORDER if a not in axes]
+        turned = self._nodes.permute([RANK_ORDER.index(a) for a in (*rest, *axes)])
+        return turned.reshape(-1, prod(turned.shape[len(rest) :]))
+
+    def within(self, axes: tuple[str, ...]) -> bool:
+        """Whether every group along these axes is within one node."""
+        return len(set(self.nodes(axes))) == 1
+
+
+def traffic_between(nbytes: float, inside: bool) -> Traffic:
+    """Bytes between ranks of one node, or of two."""
+    return Traffic(nvlink=nbytes) if inside else Traffic(network=nbytes)
+
+
+NO_TRAFFIC = Traffic()
+
+
+@dataclass(frozen=True, slots=True)
+class AddedCollective:
+    """One collective that a hook adds.
+
+    Attributes:
+        op: its name.
+        axis: the mesh axis.
+        ranks: the number of ranks on it.
+        nbytes: of its result on one rank.
+        backward: whether it runs in the backward pass.
+    """
+
+    op: str
+    axis: str
+    ranks: int
+    nbytes: int
+    backward: bool = False
+
+    def describe(self) -> str:
+        """As text: `all_gather tp`, `all_reduce tp backward`."""
+        return f"{self.op} {self.axis}" + (" backward" if self.backward else "")
+
+
+@dataclass(frozen=True, slots=True)
+class PassEstimate:
+    """One hook at one tensor, for each call.
+
+    Attributes:
+        way: what the hook does there: `read`, `edit of the whole`, `edit of the part`, `edit by sums`,
+            `dump`, `statistics`; `... of what is gathered` after another edit has gathered it.
+        collectives: in order; the leader takes part in each, and so does every rank of the stage, except for
+            broadcasts of the rank's result that ran the edit: ranks get those along one axis after another.
+        whole: bytes of the full tensor to read or edit.
+        part: bytes of one rank's shard.
+        rank: traffic of the busiest rank other than the leader.
+        leader: traffic of the rank that receives the stage's captures.
+        up: bytes that the stage's leader sends to the first stage's.
+        device: maximum bytes that a rank holds on its device during the call.
+        host: bytes in host memory of a rank other than the leader.
+        leader_host: bytes in host memory of the leader, until the captures are taken.
+    """
+
+    way: str
+    collectives: tuple[AddedCollective, ...] = ()
+    whole: int = 0
+    part: int = 0
+    rank: Traffic = NO_TRAFFIC
+    leader: Traffic = NO_TRAFFIC
+    up: int = 0
+    device: int = 0
+    host: int = 0
+    leader_host: int = 0
+
+
+def estimate_pass(
+    hook: HookSpec, held: EstimatedTensor, site: Site, mesh: Mesh, placement: Placement, heads: int = 0
+) -> PassEstimate:
+    """The estimate of a hook at one tensor.
+
+    Args:
+        hook: the hook.
+        held: the tensor, or its gradient.
+        site: its site.
+        mesh: the run's mesh, as its first rank has it.
+        placement: the placement of its ranks.
+        heads: the number of attention heads of a layer.
+
+    Raises:
+        HookError: the hook cannot be registered there, or the site lacks a dim that it selects.
+    """
+    if hook.kind == "read":
+        return _estimate_read(hook, held, site, mesh, placement, heads)
+    return _estimate_edit(hook, held, site, mesh, placement)
+
+
+def _padded_bytes(held: EstimatedTensor, mesh: Mesh) -> int:
+    """Bytes of the full tensor, with the padding that is gathered."""
+    parts = prod(c.size for c in _cutting_axes(held.layout, mesh))
+    copies = prod(c.copies for d in held.layout.dims for c in d.cuts if mesh[c.axis].size > 1)
+    return round(prod(held.local) * held.weight * parts / copies)
+
+
+def _cutting_axes(layout: Layout, mesh: Mesh) -> list[Axis]:
+    return [mesh[c.axis] for d in layout.dims for c in d.cuts if mesh[c.axis].size > 1]
+
+
+# -- reading -------------------------------------------------------------------------------------------
+
+
+def _estimate_read(
+    hook: HookSpec, held: EstimatedTensor, site: Site, mesh: Mesh, placement: Placement, heads: int
+) -> PassEstimate:
+    """Every rank with a shard writes it to shared memory of its node; other nodes send theirs once."""
+    if any(isinstance(n, str) for n in held.shape):
+        raise HookError(f"{held.name}: its length depends on the data; leave it out")
+    layout, part = held.layout, round(prod(held.local)) * held.weight
+    size = prod(n for n in held.shape if isinstance(n, int)) * held.weight
+    if hook.wanted is not None:
+        layout, part, size = _estimate_selection(hook.wanted, held, site, mesh, heads)
+    up = size if held.stage else 0
+    if hook.gathered:  # every rank has it, and the leader keeps it
+        kept = Traffic(pcie=size)
+        return PassEstimate(
+            "read of what is gathered", (), size, part, NO_TRAFFIC, kept, up, device=size, leader_host=size
+        )
+    axes = layout.live(mesh.sizes)
+    nodes = Counter(placement.nodes(axes)) if axes else Counter([0])
+    moved = TRANSPORTS[0].estimate(part, tuple(nodes.values()))
+    mine = Traffic(pcie=moved.host, shared=moved.host)
+    rank = (mine if plan_read(layout, mesh) else NO_TRAFFIC) + Traffic(network=moved.sent)
+    leader = mine + Traffic(network=moved.received)
+    landed = size if not layout.partial else part * sum(nodes.values())
+    return PassEstimate(
+        "read",
+        (),
+        size,
+        part,
+        rank,
+        leader,
+        up,
+        device=part,
+        host=moved.sent,
+        leader_host=landed,
+    )
+
+
+def _estimate_selection(
+    wanted: CaptureSelection, held: EstimatedTensor, site: Site, mesh: Mesh, heads: int
+) -> tuple[Layout, int, int]:
+    """A rank's reduced shard: its layout, its bytes, and those of the result on the leader."""
+    wanted.check(site)
+    shape = tuple(round(n) for n in held.local)
+    none, sizes, dtype = torch.device("meta"), mesh.sizes, DTYPE_BY_WIDTH[held.weight]
+    plan = plan_selection(wanted, held.layout, shape, dtype, torch.device("cpu"), sizes, mesh.coords, heads)
+    one = tuple((d, t.to(none)) for d, t in plan.picks)
+    made = replace(plan, picks=one).local(torch.empty(shape, dtype=dtype, device=none))
+    kept = prod(full_shape(plan.layout, made.shape, sizes)) * made.element_size()
+    return plan.layout, made.nbytes, kept
+
+
+# -- editing -------------------------------------------------------------------------------------------
+
+
+def _estimate_edit(
+    hook: HookSpec, held: EstimatedTensor, site: Site, mesh: Mesh, placement: Placement
+) -> PassEstimate:
+    if site.fixed:
+        raise HookError(f"{site.name} can be read and not edited: {site.fixed}")
+    whole = _padded_bytes(held, mesh)
+    part = round(prod(held.local) * held.weight)
+    sums = _requested_sums(hook, held, site, mesh)
+    if sums is None:
+        sent = [] if hook.gathered else _gather_collectives(hook, held, mesh)
+        way = "edit of the whole" if sent else "edit of what each rank has whole"
+        way = "edit of what is gathered" if hook.gathered else way
+        sent += _broadcast_collectives(hook, held, mesh) if hook.once else []
+        device = (2 * whole if sent or hook.gathered else whole) + part
+    else:
+        both = (False,) if hook.gradient else (False, True)
+        sent = [
+            AddedCollective("all_reduce", a.name, a.size, n, hook.gradient or back)
+            for back in both
+            for axes, n in sums
+            for a in axes
+        ]
+        way, device = "edit by sums" if sent else "edit of the part", part + sum(n for _, n in sums)
+    moved = sum((_ring_traffic(s, placement) for s in sent), NO_TRAFFIC)
+    return PassEstimate(way, tuple(sent), whole, part, moved, moved, device=device)
+
+
+def _gather_collectives(hook: HookSpec, held: EstimatedTensor, mesh: Mesh) -> list[AddedCollective]:
+    """The traffic of gathering the full tensor, and of its gradient."""
+    passes = [(held.layout, hook.gradient)] + (
+        [] if hook.gradient else [(conjugate_layout(held.layout), True)]
+    )
+    return [
+        AddedCollective(p.op, p.axis, mesh[p.axis].size, round(p.nbytes({})), backward)
+        for layout, backward in passes
+        for p in plan_full_gather(layout, held.shape, held.weight, mesh)
+    ]
+
+
+def _broadcast_collectives(hook: HookSpec, held: EstimatedTensor, mesh: Mesh) -> list[AddedCollective]:
+    """The traffic of broadcasting the result of the rank that ran the edit, and of returning its gradient."""
+    return [
+        AddedCollective(p.op, p.axis, mesh[p.axis].size, round(p.nbytes({})), backward)
+        for backward in ((True,) if hook.gradient else (False, True))
+        for p in plan_result_broadcast(held.layout, held.shape, held.weight, mesh)
+    ]
+
+
+def _ring_traffic(sent: AddedCollective, placement: Placement) -> Traffic:
+    return traffic_between(RING_SHARES[sent.op](sent.ranks) * sent.nbytes, placement.within((sent.axis,)))
+
+
+class _SumRecorder(Shard):
+    """A shard that records which sums are requested, and adds nothing."""
+
+    __slots__ = ("heard",)
+    heard: list[tuple[list[Axis], int]]
+
+    def sum(self, tensor: Tensor, dims: Iterable[int]) -> Tensor:
+        axes = [self.mesh[c.axis] for c in self._cuts(dims)]
+        if axes:
+            self.heard.append((axes, tensor.nbytes))
+        return tensor
+
+    def onto(self, tensor: Tensor, down: Tensor, up: Tensor, factor: float) -> Tensor:
+        return tensor + factor * (self.sum(tensor @ down, [-1]) @ up)
+
+
+def _requested_sums(
+    hook: HookSpec, held: EstimatedTensor, site: Site, mesh: Mesh
+) -> list[tuple[list[Axis], int]] | None:
+    """The sums over ranks that an edit requests on its shard, with their bytes; None: the full tensor."""
+    if hook.edit == "general":
+        return None
+    if hook.edit == "local":
+        return []
+    shape = tuple(round(n) for n in held.local)
+    if hook.edit == "linear":
+        cuts = held.layout.dims[-1].cuts
+        axes = [mesh[c.axis] for c in cuts if mesh[c.axis].size > 1]
+        return [(axes, prod(shape[:-1]) * hook.entries * held.weight)] if axes else []
+    return record_preset_sums(hook.edit, shape, held, site, mesh)
+
+
+def record_preset_sums(
+    edit: Any, shape: tuple[int, ...], held: EstimatedTensor, site: Site, mesh: Mesh
+) -> list[tuple[list[Axis], int]] | None:
+    """The sums that a preset requests, found by running it once on a meta tensor."""
+    bound = for_site(edit, site)
+    local = torch.empty(shape, dtype=DTYPE_BY_WIDTH[held.weight], device="meta")
+    shard = _SumRecorder(
+        **{n: getattr(s, n) for s in [Shard.of(local, held.layout, mesh)] for n in SHARD_FIELDS}
+    )
+    object.__setattr__(shard, "heard", [])
+    ready = getattr(bound, "on_shard", lambda _: None)(shard)
+    if ready is None:
+        return None
+    order = held.layout.permute or tuple(range(len(shape)))
+    ready(None, local.permute(order), None, None)
+    return list(shard.heard)
+
+
+SHARD_FIELDS = ("layout", "mesh", "shape", "whole")
+DTYPE_BY_WIDTH = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}

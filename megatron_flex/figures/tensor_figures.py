@@ -1,0 +1,410 @@
+"""Norms, histograms and heat maps of tensors, attention patterns and induction scores, and how far two
+dumps are apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from math import ceil, prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron_flex.figures.figure_data import (
+    Attention,
+    Divergence,
+    FigureError,
+    Heat,
+    Histograms,
+    Induction,
+    Norms,
+    as_array,
+)
+from megatron_flex.figures.figure_sources import (
+    PATTERN_SITES,
+    SampleRows,
+    Source,
+    StatisticsSource,
+    TensorSource,
+    as_fp32,
+    caption_iterations,
+    describe_layouts,
+    last_iteration,
+    make_caption,
+    match_names,
+    open_source,
+    open_tensor_source,
+)
+from megatron_flex.statistics.moments import (
+    COUNT,
+    HISTOGRAM,
+    INFINITIES,
+    NANS,
+    SECOND_POWER,
+    ZEROS,
+    MomentSums,
+)
+from megatron_flex.statistics.statistics_records import BINS_PER_SIGN, compute_bin_edges
+
+LAYER_OUTPUTS = "decoder.layers.*:output"
+READ_VALUES = 1 << 22  # maximum number of values of a heat map read at a time
+
+
+def norms(source: Source, pattern: str = LAYER_OUTPUTS) -> Norms:
+    """The norm of each tensor in each iteration, over all its samples and tokens.
+
+    Args:
+        source: a dump, statistics, a cache, or the path of one of the first two.
+        pattern: a site's name, a module's (for its output) or a glob, as for hooks.
+
+    Raises:
+        FigureError: nothing of that name was dumped or measured.
+    """
+    with open_source(source) as found:
+        names = match_names(found, pattern)
+        rows = (
+            _norms_of_statistics(found, names)
+            if isinstance(found, StatisticsSource)
+            else _norms_of_tensors(found, names)
+        )
+        iterations = sorted({number for number, _ in rows})
+        table = torch.full((3, len(iterations), len(names)), math.nan, dtype=torch.float64)
+        table[1:] = 0
+        lines = {number: at for at, number in enumerate(iterations)}
+        places = {name: at for at, name in enumerate(names)}
+        for (number, name), row in rows.items():
+            table[:, lines[number], places[name]] = torch.tensor(row, dtype=torch.float64)
+        values, counts, broken = table[0], table[1].long(), table[2].long()
+        named = names[0] if len(names) == 1 else pattern
+        text = make_caption(
+            f"norm of {named}", caption_iterations(found, iterations), layout=describe_layouts(found, names)
+        )
+        return Norms(
+            tuple(names), tuple(iterations), as_array(values), as_array(counts), as_array(broken), text
+        )
+
+
+NormRow = tuple[float, int, int]  # norm, finite values, others
+
+
+def _norms_of_statistics(found: StatisticsSource, names: Sequence[str]) -> dict[tuple[int, str], NormRow]:
+    out: dict[tuple[int, str], NormRow] = {}
+    for row in found.rows(names):
+        broken = row.nans + row.infinities
+        out[row.iteration, row.site] = (
+            math.nan if row.norm is None else row.norm,
+            row.count - broken,
+            broken,
+        )
+    return out
+
+
+def _norms_of_tensors(found: TensorSource, names: Sequence[str]) -> dict[tuple[int, str], NormRow]:
+    out: dict[tuple[int, str], NormRow] = {}
+    for name in names:
+        for number in found.iterations(name) or [0]:
+            sums = MomentSums(histogram=False)
+            for block in found.blocks(name, number):
+                sums.add(block)
+            row = sums.row.tolist()
+            broken = round(row[NANS] + row[INFINITIES])
+            out[number, name] = (math.sqrt(row[SECOND_POWER]), round(row[COUNT]) - broken, broken)
+    return out
+
+
+def histograms(source: Source, site: str) -> Histograms:
+    """The number of values of a tensor between powers of two, in each iteration.
+
+    Args:
+        source: a dump, statistics, a cache, or the path of one of the first two.
+        site: its name, or the module's for its output.
+
+    Raises:
+        FigureError: it was not dumped or measured, or without histograms, or the name is ambiguous.
+    """
+    with open_source(source) as found:
+        name = _only_name(match_names(found, site), site)
+        if isinstance(found, StatisticsSource):
+            rows = {row.iteration: list(row.histogram) for row in found.rows([name]) if row.histogram}
+            if not rows:
+                raise FigureError(f"{found.where} has no histograms of {name}: record with histogram=True")
+        else:
+            rows = {number: _count_bins(found, name, number) for number in found.iterations(name) or [0]}
+        text = make_caption(name, caption_iterations(found, list(rows)), layout=found.layout(name))
+        bounds, counts = (
+            torch.tensor(compute_bin_edges(), dtype=torch.float64),
+            torch.tensor(list(rows.values())),
+        )
+        return Histograms(name, tuple(rows), as_array(bounds), as_array(counts), text)
+
+
+def _count_bins(found: TensorSource, name: str, iteration: int) -> list[int]:
+    """In the order of a row of statistics: negative ones, zeros, positive ones."""
+    sums = MomentSums()
+    for block in found.blocks(name, iteration):
+        sums.add(block)
+    counts = [round(n) for n in sums.row[HISTOGRAM:].tolist()]
+    return [*counts[:BINS_PER_SIGN], round(float(sums.row[ZEROS])), *counts[BINS_PER_SIGN:]]
+
+
+def heat(
+    source: Source,
+    site: str,
+    iteration: int | None = None,
+    sample: int = 0,
+    most: tuple[int, int] = (256, 256),
+) -> Heat:
+    """One sample of a tensor, tokens x features; where it is larger than `most`, means of |x| over blocks.
+
+    Args:
+        source: a dump, a cache, or a dump's path.
+        site: its name, or the module's for its output.
+        iteration: by default the last one.
+        sample: the index among the source's samples, from 0.
+        most: maximum tokens and features of the result.
+
+    Raises:
+        FigureError: it does not exist, or has no samples with tokens, or the name is ambiguous.
+    """
+    with open_tensor_source(source, "a heat map") as found:
+        name = _only_name(match_names(found, site), site)
+        number = last_iteration(found, name, iteration)
+        rows = found.rows(name, number, sample)
+        sizes = len(rows.tokens), prod(rows.features)
+        if 0 in sizes:
+            raise FigureError(f"{found.where}: {name} has no values in iteration {number}")
+        block = ceil(sizes[0] / max(1, most[0])), ceil(sizes[1] / max(1, most[1]))
+        values = as_fp32(rows.all()).reshape(sizes) if block == (1, 1) else _block_means(rows, sizes, block)
+        folded = "" if block == (1, 1) else f"means of |x| over {block[0]} x {block[1]} (tokens x features)"
+        text = make_caption(
+            name,
+            caption_iterations(found, [number]),
+            f"sample {rows.sample}",
+            folded,
+            layout=found.layout(name),
+        )
+        columns = tuple(range(0, sizes[1], block[1]))
+        return Heat(name, number, as_array(values), rows.tokens[:: block[0]], columns, block, text)
+
+
+def _block_means(rows: SampleRows, sizes: tuple[int, int], block: tuple[int, int]) -> Tensor:
+    """Means of |x| over blocks, of which the last in each direction may be smaller."""
+    down, along = block
+    lines = []
+    for first in range(0, sizes[0], down):
+        last = min(first + down, sizes[0])
+        step = max(1, READ_VALUES // sizes[1])
+        total = torch.zeros(sizes[1])
+        for at in range(first, last, step):
+            part = as_fp32(rows.read(at, min(at + step, last)))
+            total += part.reshape(-1, sizes[1]).abs().sum(0)
+        lines.append(total / (last - first))
+    table = torch.stack(lines)
+    short = -sizes[1] % along
+    sums: Tensor = F.pad(table, (0, short)).unflatten(1, (-1, along)).sum(-1)
+    widths = torch.full((sums.shape[1],), float(along))
+    widths[-1] -= short
+    return sums / widths
+
+
+def _only_name(names: list[str], site: str) -> str:
+    if len(names) > 1:
+        raise FigureError(f"{site!r} means {len(names)} tensors, such as {names[0]} and {names[1]}; name one")
+    return names[0]
+
+
+ATTENTION_SITES = "decoder.layers.*.self_attention.core_attention:probs"
+EMBEDDING_NAMES = ("embedding.word_embeddings:output", "hook_embed")
+
+
+def attention(source: Source, layer: int, iteration: int | None = None, sample: int = 0) -> Attention:
+    """The attention patterns of a layer for one sample.
+
+    Args:
+        source: a dump, a cache, or a dump's path.
+        layer: its number.
+        iteration: by default the last one.
+        sample: the index among the source's samples, from 0.
+
+    Raises:
+        FigureError: there are none of that layer.
+    """
+    with open_tensor_source(source, "an attention pattern") as found:
+        there = _pattern_names(found)
+        if layer not in there:
+            raise FigureError(
+                f"{found.where} has {_describe_layers(list(there))}; it has none of layer {layer}"
+            )
+        name = there[layer]
+        number = last_iteration(found, name, iteration)
+        rows = found.rows(name, number, sample)
+        values = as_fp32(rows.all()).transpose(0, 1).contiguous()
+        text = make_caption(
+            name, caption_iterations(found, [number]), f"sample {rows.sample}", layout=found.layout(name)
+        )
+        keys = tuple(range(values.shape[-1]))
+        return Attention(layer, number, as_array(values), rows.tokens, keys, text)
+
+
+def induction(source: Source, iteration: int | None = None) -> Induction:
+    """The attention of each head from a repeated token to the token after its first occurrence.
+
+    The second half of every sample must repeat the first one, which is checked if the source has the word
+    embeddings. Scores are means over samples and the positions of the second half.
+
+    Args:
+        source: a dump, a cache, or a dump's path; with the attention patterns.
+        iteration: by default the last one.
+
+    Raises:
+        FigureError: there are no patterns, or not of all tokens, or the samples repeat nothing.
+    """
+    with open_tensor_source(source, "an induction score") as found:
+        there = _pattern_names(found)
+        names = list(there.values())
+        number = last_iteration(found, names[0], iteration)
+        _check_repeated(found, number)
+        scores = [_induction_scores(found, name, number) for name in names]
+        if len({len(both[0]) for both in scores}) > 1:
+            raise FigureError(f"{found.where}: layers have different numbers of heads; draw them one by one")
+        followed, previous = (torch.stack([both[i] for both in scores]) for i in (0, 1))
+        length = len(found.rows(names[0], number, 0).tokens)
+        uniform = float((1 / torch.arange(length // 2 + 1, length + 1)).mean())
+        text = make_caption(
+            ATTENTION_SITES if len(names) > 1 else names[0],
+            caption_iterations(found, [number]),
+            f"mean over {found.samples(names[0], number)} samples",
+            layout=describe_layouts(found, names),
+        )
+        return Induction(tuple(there), as_array(followed), as_array(previous), uniform, number, text)
+
+
+def _pattern_names(found: TensorSource) -> dict[int, str]:
+    """The names of attention patterns by layer.
+
+    Raises:
+        FigureError: there are none.
+    """
+    matches = (PATTERN_SITES.fullmatch(name) for name in found.names)
+    out = {int(match[1]): match[0] for match in matches if match is not None}
+    if not out:
+        raise FigureError(
+            f"{found.where} has no attention patterns: {found.record.format(repr(ATTENTION_SITES))}, "
+            "which layers of "
+            "the local spec have (--transformer-impl local)"
+        )
+    return dict(sorted(out.items()))
+
+
+def _describe_layers(layers: list[int]) -> str:
+    first, last = layers[0], layers[-1]
+    which = f"layers {first} to {last}" if last > first else f"layer {first}"
+    return f"the attention patterns of {which}"
+
+
+def _induction_scores(found: TensorSource, name: str, iteration: int) -> tuple[Tensor, Tensor]:
+    """`[head]` each: attention to the token after the earlier copy, and to the previous token."""
+    followed, previous = [], []
+    for sample in range(found.samples(name, iteration)):
+        rows = found.rows(name, iteration, sample)
+        pattern = as_fp32(rows.all()).transpose(0, 1)
+        queries, keys = pattern.shape[-2:]
+        if queries != keys or queries % 2 or rows.tokens != tuple(range(queries)):
+            raise FigureError(
+                f"{found.where}: {name} has {queries} queries and {keys} keys; induction scores need all "
+                "tokens of a sequence of even length"
+            )
+        half = queries // 2
+        second = pattern[:, half:]  # from half + i to i + 1, and to half + i - 1
+        followed.append(second.diagonal(1, -2, -1).mean(-1))
+        previous.append(second.diagonal(half - 1, -2, -1).mean(-1))
+    return torch.stack(followed).mean(0), torch.stack(previous).mean(0)
+
+
+def _check_repeated(found: TensorSource, iteration: int) -> None:
+    name = next((n for n in EMBEDDING_NAMES if n in found.names), None)
+    if name is None or (found.iterations(name) and iteration not in found.iterations(name)):
+        return
+    for sample in range(found.samples(name, iteration)):
+        first, second = found.rows(name, iteration, sample).all().tensor_split(2)
+        if not torch.equal(first, second):
+            raise FigureError(
+                f"{found.where}: the second half of sample {sample} does not repeat the first one, which "
+                "induction scores need: run on torch.cat([tokens, tokens], 1)"
+            )
+
+
+class RowLike(Protocol):
+    """One site in one iteration; `compare.Row`."""
+
+    @property
+    def name(self) -> str:
+        """The name of the site or parameter."""
+        ...
+
+    @property
+    def iteration(self) -> int:
+        """The framework's number."""
+        ...
+
+    @property
+    def error(self) -> float:
+        """The quantity bounded by the tolerance."""
+        ...
+
+    @property
+    def tolerance(self) -> float:
+        """It."""
+        ...
+
+
+class ComparisonLike(Protocol):
+    """Two dumps compared; `compare.Comparison`."""
+
+    @property
+    def a(self) -> str:
+        """The first dump, as text."""
+        ...
+
+    @property
+    def b(self) -> str:
+        """The second dump."""
+        ...
+
+    @property
+    def rows(self) -> Sequence[RowLike]:
+        """Every site in every iteration, in execution order."""
+        ...
+
+    @property
+    def first(self) -> RowLike | None:
+        """The first row above its tolerance."""
+        ...
+
+
+def divergence(comparison: ComparisonLike) -> Divergence:
+    """The errors and tolerances of a comparison as tables, iterations x sites in execution order.
+
+    Raises:
+        FigureError: nothing was compared.
+    """
+    rows = comparison.rows
+    if not rows:
+        raise FigureError(f"{comparison.a} and {comparison.b} have no site in common that was compared")
+    sites = list(dict.fromkeys(row.name for row in rows))
+    iterations = list(dict.fromkeys(row.iteration for row in rows))
+    places = {name: at for at, name in enumerate(sites)}
+    lines = {number: at for at, number in enumerate(iterations)}
+    table = torch.full((2, len(iterations), len(sites)), math.nan, dtype=torch.float64)
+    for row in rows:
+        table[:, lines[row.iteration], places[row.name]] = torch.tensor(
+            [row.error, row.tolerance], dtype=torch.float64
+        )
+    first = comparison.first
+    where = None if first is None else (first.name, first.iteration)
+    ends = "within tolerance" if where is None else f"first at {where[0]}, iteration {where[1]}"
+    text = make_caption(f"A: {comparison.a}, B: {comparison.b}", iterations, ends)
+    return Divergence(tuple(sites), tuple(iterations), as_array(table[0]), as_array(table[1]), where, text)

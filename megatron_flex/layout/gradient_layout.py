@@ -1,0 +1,190 @@
+"""Which layout a gradient has: the only module that decides it, for activations, expert rows and parameters.
+
+`Layout.gradient()` is the algebra: sums and shared tensors change places. Only this module calls it; its
+result is the conjugate. What decides is the tensor, and how its framework gets its gradient:
+
+- activation of a site whose layout its framework tells: the conjugate (`find_activation_gradient`);
+- activation between modules, whose layout is propagated: the conjugate, summed over the axes of its uses too,
+  or the reason where uses differ; the tap's `gradient_source` gives the uses;
+- DTensor, and input of a module with a rule: the conjugate; `gradient_source` gives None there;
+- full tensor behind a gather or in front of a scatter: the conjugate, as autograd needs it
+  (`conjugate_layout`);
+- expert rows: the conjugate, and the layout of their tokens as it is (`find_route_gradient`);
+- parameter, in one backward pass, which is what its hooks get: the conjugate, or by its uses as above
+  (`find_parameter_gradient`);
+- parameter, after the step (`find_stored_gradient`): the parameter's own layout once the framework has
+  reduced the gradient, and the conjugate before that; in both cases summed over the axes that nothing has
+  added up (`find_unsummed_axes`, `Adapter.shares`);
+- activation before a run, in plans, estimates and figures: the conjugate of its declared layout
+  (`layout_in_pass`).
+
+How a framework stores a gradient over data parallel ranks (buckets, ZeRO, ShardedDDP, DTensors) is no part of
+this: `Adapter.gradient` gives the local tensor, or this rank's flat part of it, in one of the layouts above.
+Adapters give facts only: which uses a tensor had, and which gradients a module sums by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from megatron_flex.layout.algebra import Layout
+
+Axes = frozenset[str]
+# What the uses of a tensor leave of its gradient on a rank: axes to sum over, and reasons against a layout.
+GradientEnds = frozenset[Axes | str]
+# The ends of each pass that was observed; or the reason why none was.
+GradientUses = frozenset[GradientEnds] | str
+
+MAX_REMEMBERED_LAYOUTS = 4096
+USES_DIFFER = "it is used differently each time that the module runs"
+PARTS_DIFFER = (
+    "parts of it are whole on each rank and others are summands, since it is used both with tensors that are "
+    "cut and with others"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientLayout:
+    """The layout of a gradient, or why it is not known.
+
+    Attributes:
+        layout: None where it is not known.
+        reason: in words why; empty where it is known.
+    """
+
+    layout: Layout | None
+    reason: str = ""
+
+
+class ParameterUses(Protocol):
+    """What knows how a model uses a parameter."""
+
+    def gradient_uses(self) -> GradientUses:
+        """What the calls of the model so far make of its gradient."""
+
+
+# By a layout's identity and further axes of its sum, with the layout, which keeps that identity its own. To
+# compare layouts by value costs more than a small copy, and plans of collectives are found by identity.
+_known: dict[tuple[int, tuple[str, ...]], tuple[Layout, Layout, GradientLayout]] = {}
+
+
+def conjugate_layout(layout: Layout) -> Layout:
+    """The layout of the gradient that autograd gives a tensor in this layout, the same object each time."""
+    found = _known.get((id(layout), ())) or _remember(layout, ())
+    return found[1]
+
+
+def layout_in_pass(layout: Layout, backward: bool) -> Layout:
+    """The layout of what a hook gets of an activation with this declared layout.
+
+    Args:
+        layout: of the activation, as its framework declares it.
+        backward: whether the hook gets its gradient.
+    """
+    return conjugate_layout(layout) if backward else layout
+
+
+def find_activation_gradient(tap: object, layout: Layout) -> Callable[[], GradientLayout]:
+    """What finds the gradient's layout of an activation that passes a tap now, once the forward pass is over.
+
+    Args:
+        tap: of its site. Where the uses of the activation decide, its method `gradient_source` returns a
+            function that gives them then; it returns None where they do not.
+        layout: of the activation.
+    """
+    observe = getattr(tap, "gradient_source", None)
+    uses = None if observe is None else observe()
+    if uses is None:
+        return partial(_find_conjugate, layout)
+    return partial(_find_by_uses, uses, layout)
+
+
+def find_parameter_gradient(uses: ParameterUses | None, layout: Layout) -> GradientLayout:
+    """The layout in which the gradient of one backward pass comes to a parameter.
+
+    Args:
+        uses: what knows how the model uses it; None where its own layout decides.
+        layout: the parameter's.
+    """
+    return _find_conjugate(layout) if uses is None else _find_by_uses(uses.gradient_uses, layout)
+
+
+def find_stored_gradient(layout: Layout, reduced: bool, unsummed: tuple[str, ...] = ()) -> Layout:
+    """The layout of a parameter's gradient as its framework stores it when the step is over.
+
+    Args:
+        layout: the parameter's.
+        reduced: whether the framework has summed over the axes that the layout shares.
+        unsummed: the axes over which nobody sums it, `Adapter.shares`.
+    """
+    stored = layout if reduced else conjugate_layout(layout)
+    there = {*stored.axes, *stored.shared}
+    more = tuple(a for a in unsummed if a not in there)
+    return replace(stored, partial=(*stored.partial, *more)) if more else stored
+
+
+def find_route_gradient(layout: Layout, token_layout: Layout) -> tuple[Layout, Layout]:
+    """The layouts of the gradient of expert rows: of the rows, and of the tensor with its tokens.
+
+    The rows are summed before they go to their tokens, as tensors and as gradients: there each rank has the
+    rows of its own tokens, so that the second stays.
+
+    Args:
+        layout: of the rows, over `etp`.
+        token_layout: of the tensor with its tokens.
+    """
+    return conjugate_layout(layout), token_layout
+
+
+def find_unsummed_axes(ends: GradientEnds) -> tuple[str, ...] | None:
+    """The axes over which each rank has a share of the gradient of what is used so; None if they differ."""
+    if any(isinstance(e, str) for e in ends) or len(ends) > 1:
+        return None
+    return tuple(sorted(axis for end in ends for axis in end))
+
+
+def explain_unlike_conjugate(found: GradientLayout, layout: Layout) -> str:
+    """Why ranks do not get the gradient that the conjugate of `layout` says; empty if they do."""
+    if found.layout == conjugate_layout(layout):
+        return ""
+    if found.layout is None:
+        return found.reason
+    return f"each rank has a summand over {', '.join(found.layout.partial)}"
+
+
+def _find_conjugate(layout: Layout) -> GradientLayout:
+    found = _known.get((id(layout), ())) or _remember(layout, ())
+    return found[2]
+
+
+def _find_by_uses(find: Callable[[], GradientUses], layout: Layout) -> GradientLayout:
+    """The layout of the gradient of what is used in the ways that `find` gives."""
+    uses = find()
+    if isinstance(uses, str):
+        return GradientLayout(None, uses)
+    if len(uses) > 1:
+        return GradientLayout(None, USES_DIFFER)
+    axes: set[Axes] = set()
+    for end in next(iter(uses), frozenset()):
+        if isinstance(end, str):
+            return GradientLayout(None, end)
+        axes.add(end)
+    if len(axes) > 1:
+        return GradientLayout(None, PARTS_DIFFER)
+    there = layout.axes + layout.shared
+    more = tuple([a for a in sorted(next(iter(axes), ())) if a not in there])
+    found = _known.get((id(layout), more)) or _remember(layout, more)
+    return found[2]
+
+
+def _remember(layout: Layout, more: tuple[str, ...]) -> tuple[Layout, Layout, GradientLayout]:
+    """Work out a gradient's layout, with a sum over `more` axes."""
+    shared = replace(layout, shared=layout.shared + more) if more else layout
+    gradient = shared.gradient()
+    if len(_known) >= MAX_REMEMBERED_LAYOUTS:
+        _known.clear()
+    found = _known[id(layout), more] = layout, gradient, GradientLayout(gradient)
+    return found

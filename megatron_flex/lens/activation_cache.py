@@ -1,0 +1,505 @@
+"""ActivationCache: the activations of a run, by TransformerLens' names or by site names, and quantities
+computed from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Literal, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_flex.errors import FlexError, SiteError, suggest_nearest
+from megatron_flex.layout import Sizes
+from megatron_flex.lens.full_weights import FullWeights
+from megatron_flex.lens.lens_names import LensNames, expand_shorthand
+from megatron_flex.lens.tensor_views import centre_stream, normalize_stream
+from megatron_flex.sites import Site
+
+FetchedT = TypeVar("FetchedT")
+DimSlice = int | slice | Sequence[int] | Tensor | None
+CacheKey = str | tuple[str | int | None, ...]
+
+
+class NamedTensors(Mapping[str, Tensor]):
+    """The captures of a run, and the weights of the model.
+
+    Attributes:
+        has_batch_dim: whether the tensors have a batch dim.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], weights: FullWeights, spread: bool = True) -> None:
+        self._tensors = dict(tensors)
+        self._fetch, self._spread = weights, spread
+        self.has_batch_dim = True
+
+    def __getitem__(self, key: CacheKey) -> Tensor:
+        name = self._full(key)
+        if name not in self._tensors:
+            raise SiteError(f"{name!r} is not in this cache{suggest_nearest(name, self._tensors)}")
+        return self._tensors[name]
+
+    def _full(self, key: CacheKey) -> str:
+        if isinstance(key, str):
+            if key in self._tensors or ":" in key:
+                return key
+            points = [n for n in self._tensors if n.partition(":")[0] == key and ":" in n]
+            return points[0] if len(points) == 1 else expand_shorthand(key)
+        name, layer, kind = (*key, None, None)[:3]
+        if not isinstance(name, str) or isinstance(layer, str) or isinstance(kind, int):
+            raise SiteError(f"{key!r} is no (name, layer, kind of part); write it in that order")
+        return expand_shorthand(name, layer if layer is None or layer >= 0 else layer + self._layers, kind)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, (str, tuple)) and self._full(key) in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} with keys {list(self._tensors)}"
+
+    def to(self, device: str | torch.device) -> Self:
+        """The same object, with its tensors moved to a device."""
+        self._tensors = {name: tensor.to(device) for name, tensor in self._tensors.items()}
+        return self
+
+    def remove_batch_dim(self) -> Self:
+        """The same object, its tensors without the batch dim, for a run over one sequence.
+
+        Raises:
+            FlexError: there are more sequences.
+        """
+        if self.has_batch_dim:
+            wrong = next((n for n, t in self._tensors.items() if t.shape[0] != 1), None)
+            if wrong is not None:
+                raise FlexError(
+                    f"{wrong} has {len(self._tensors[wrong])} sequences; only a batch of one can lose its dim"
+                )
+            self._tensors = {name: tensor[0] for name, tensor in self._tensors.items()}
+            self.has_batch_dim = False
+        return self
+
+    def apply_slice_to_batch_dim(self, batch_slice: DimSlice) -> Self:
+        """A cache of these sequences only; with an integer, without the batch dim. This cache is unchanged.
+
+        Raises:
+            FlexError: the tensors have no batch dim.
+        """
+        if not self.has_batch_dim:
+            raise FlexError("the batch dim is removed; take sequences before that")
+        kept = {name: slice_dim(tensor, batch_slice, 0) for name, tensor in self._tensors.items()}
+        out = type(self)(kept, self._fetch, self._spread)
+        out.has_batch_dim = not isinstance(batch_slice, int)
+        return out
+
+    @property
+    def lens_names(self) -> LensNames:
+        """The TransformerLens names of this model, as `aliases`."""
+        return self._fetch.names
+
+    @property
+    def sizes(self) -> Sizes:
+        """The number of ranks on each axis of the mesh."""
+        return self._fetch.sizes
+
+    def site(self, key: CacheKey) -> Site | None:
+        """The site that a tensor was captured at; None where it was computed from several."""
+        name, names = self._full(key), self._fetch.names
+        name = names.aliases[name].site if name in names.aliases else name
+        return next((site for site in names.sites if site.name == name), None)
+
+    @property
+    def _layers(self) -> int:
+        return self._fetch.names.layers
+
+    def _number(self, layer: int | None) -> int:
+        last = self._layers if layer is None or layer == -1 else layer
+        if not 0 <= last <= self._layers:
+            raise FlexError(
+                f"layer {layer} is none of 0 to {self._layers}; -1 is what enters the unembedding"
+            )
+        return last
+
+    def _weight(self, fetch: Callable[[], FetchedT]) -> FetchedT:
+        """A weight; an error on ranks that have no cache while the others would wait in the collective."""
+        if not self._spread:
+            raise FlexError("this needs weights, which all ranks must fetch; run_with_cache(everywhere=True)")
+        return fetch()
+
+
+def slice_dim(tensor: Tensor, which: DimSlice, dim: int) -> Tensor:
+    """Entries along a dim: all (None), one (which removes the dim), a range (a slice), or a list.
+
+    A tuple or list of one to three numbers is interpreted as a slice's arguments, as in TransformerLens.
+    """
+    if which is None:
+        return tensor
+    if isinstance(which, int):
+        return tensor.select(dim, which)
+    if isinstance(which, (tuple, list)):
+        which = slice(*which) if isinstance(which, tuple) else torch.as_tensor(which)
+    if isinstance(which, slice):
+        return tensor.movedim(dim, 0)[which].movedim(0, dim)
+    return tensor.index_select(dim, torch.as_tensor(which, device=tensor.device))
+
+
+ATTENTION_LINEAR, MLP_LINEAR = "self_attention.linear_proj", "mlp.linear_fc2"
+
+
+def decompose_stream(
+    cache: ActivationCache,
+    weights: FullWeights,
+    last: int,
+    mlp_input: bool,
+    expand_neurons: bool,
+    where: DimSlice,
+) -> tuple[Tensor, list[str]]:
+    """The components of the residual stream before layer `last`, or before its MLP, with labels."""
+    parts = [cache.stack_head_results(last + mlp_input, True, pos_slice=where)]
+    if last and expand_neurons:
+        parts.append(cache.stack_neuron_results(last, where, return_labels=True))
+    elif last:
+        parts.append(cache.decompose_resid(last, False, "mlp", False, where, False, True))
+    embeddings = [name for name in ("embed", "pos_embed") if name in cache]
+    parts += [(slice_dim(cache[name], where, -2)[None], [name]) for name in embeddings]
+    stacks, labels = zip(*parts, strict=True)
+    bias = _sum_biases(weights, last, mlp_input, expand_neurons).to(stacks[0])
+    stack = torch.cat([*stacks, bias.expand(1, *stacks[0].shape[1:])])
+    return stack, [*(label for some in labels for label in some), "bias"]
+
+
+def _sum_biases(weights: FullWeights, last: int, mlp_input: bool, of_mlps: bool) -> Tensor:
+    """The sum of the biases of linears that write to the residual stream, `[h]`."""
+    linears = [f"decoder.layers.{n}.{ATTENTION_LINEAR}" for n in range(last + mlp_input)]
+    linears += [f"decoder.layers.{n}.{MLP_LINEAR}" for n in range(last) if of_mlps]
+    found = [weights.bias(linear) for linear in linears]
+    return sum((bias for bias in found if bias is not None), torch.zeros(()))
+
+
+LabelledStack = tuple[Tensor, list[str]]
+
+
+class ActivationCache(NamedTensors):
+    """Activations by name, as in TransformerLens; `pos` and `batch` are as in the tokens.
+
+    `cache["blocks.3.hook_resid_post"]`, `cache["resid_post", 3]`, `cache["k3"]`, `cache["scale", 3, "ln1"]`,
+    and captures under site names. Stacks have a first dim of components. `layer` is the layer whose
+    input is meant: None, -1 or the number of layers is the input of the unembedding.
+
+    Methods that need weights say so: weights are fetched from all ranks, so every rank calls them alike, and
+    they have the values of the first call.
+    """
+
+    # -- the residual stream ---------------------------------------------------------------------------
+
+    def accumulated_resid(
+        self,
+        layer: int | None = None,
+        incl_mid: bool = False,
+        apply_ln: bool = False,
+        pos_slice: DimSlice = None,
+        mlp_input: bool = False,
+        return_labels: bool = False,
+    ) -> Tensor | LabelledStack:
+        """The residual stream before each layer up to `layer`, and after the last.
+
+        Args:
+            layer: the layer whose input is the last component.
+            incl_mid: include the stream between attention and MLP.
+            apply_ln: scale them as `apply_ln_to_stack` does; but where `layer` is after the last, norm each
+                separately, for a logit lens.
+            pos_slice: these positions only.
+            mlp_input: include the input of that layer's MLP.
+            return_labels: return `(stack, labels)`.
+
+        Returns:
+            `[components, batch, pos, h]`.
+        """
+        last = self._number(layer)
+        names: list[tuple[str, CacheKey]] = []
+        for n in range(last):
+            names.append((f"{n}_pre", ("resid_pre", n)))
+            names += [(f"{n}_mid", ("resid_mid", n))] if incl_mid else []
+        if last == self._layers:
+            names.append(("final_post", ("resid_post", last - 1)))
+        else:
+            names.append((f"{last}_pre", ("resid_pre", last)))
+            names += [(f"{last}_mid", ("resid_mid", last))] if mlp_input else []
+        return self._made(names, last, mlp_input, apply_ln, pos_slice, return_labels, last == self._layers)
+
+    def decompose_resid(
+        self,
+        layer: int | None = None,
+        mlp_input: bool = False,
+        mode: Literal["all", "mlp", "attn"] = "all",
+        apply_ln: bool = False,
+        pos_slice: DimSlice = None,
+        incl_embeds: bool = True,
+        return_labels: bool = False,
+    ) -> Tensor | LabelledStack:
+        """The contributions of the embeddings and each sublayer to the residual stream before `layer`.
+
+        Args:
+            layer: the layer.
+            mlp_input: include the output of that layer's attention.
+            mode: all components, or attention's or MLPs' only.
+            apply_ln: scale them as `apply_ln_to_stack` does.
+            pos_slice: these positions only.
+            incl_embeds: include the embeddings.
+            return_labels: return `(stack, labels)`.
+
+        Returns:
+            `[components, batch, pos, h]`; all of them sum to the stream.
+        """
+        last, aliases = self._number(layer), self._fetch.names.aliases
+        names: list[tuple[str, CacheKey]] = []
+        if incl_embeds:
+            names = [("embed", "hook_embed")]
+            names += [("pos_embed", "hook_pos_embed")] if "hook_pos_embed" in aliases else []
+        kinds = {"all": ("attn", "mixer", "mlp"), "attn": ("attn",), "mlp": ("mlp",)}[mode]
+        for n in range(last):
+            there = [k for k in kinds if f"blocks.{n}.hook_{k}_out" in aliases]
+            names += [(f"{n}_{k}_out", f"blocks.{n}.hook_{k}_out") for k in there]
+        if mlp_input and mode != "mlp":
+            names.append((f"{last}_attn_out", ("attn_out", last)))
+        return self._made(names, last, mlp_input, apply_ln, pos_slice, return_labels)
+
+    def apply_ln_to_stack(
+        self,
+        residual_stack: Tensor,
+        layer: int | None = None,
+        mlp_input: bool = False,
+        pos_slice: DimSlice = None,
+        batch_slice: DimSlice = None,
+        has_batch_dim: bool = True,
+        recompute_ln: bool = False,
+    ) -> Tensor:
+        """Center (for a LayerNorm) and scale components as the norm before `layer` does to their sum.
+
+        The norm's weights are not applied, as where TransformerLens has folded them into the next linears.
+
+        Args:
+            residual_stack: `[components, batch, pos, h]`, sliced by position already.
+            layer: the layer.
+            mlp_input: use its second norm.
+            pos_slice: the positions that the stack has.
+            batch_slice: the sequences to select from the stack.
+            has_batch_dim: whether the stack has a batch dim.
+            recompute_ln: if `layer` is after the last, norm each component separately instead.
+        """
+        made_of, last = self._fetch.names.made_of, self._number(layer)
+        scale = self["ln_final.hook_scale"]
+        if last < self._layers:
+            scale = self["scale", last, "ln2" if mlp_input else "ln1"]
+        scale = slice_dim(scale, pos_slice, -2)
+        if self.has_batch_dim:
+            scale = slice_dim(scale, batch_slice, 0)
+        if has_batch_dim:
+            residual_stack = slice_dim(residual_stack, batch_slice, 1)
+        if recompute_ln and last == self._layers:
+            return self._normed(residual_stack)
+        assert made_of is not None
+        return centre_stream(residual_stack, made_of.rms) / scale
+
+    def stack_activation(
+        self, activation_name: str, layer: int = -1, sublayer_type: str | None = None
+    ) -> Tensor:
+        """The tensors of that short name in all layers before `layer`, stacked."""
+        return torch.stack([self[activation_name, n, sublayer_type] for n in range(self._number(layer))])
+
+    # -- with weights ----------------------------------------------------------------------------------
+
+    def compute_head_results(self) -> None:
+        """Add `hook_result` of every layer to the cache. Every rank calls it."""
+        for n in range(self._layers):
+            name = f"blocks.{n}.attn.hook_result"
+            if name in self._fetch.names.aliases and name not in self._tensors:
+                output = self._weight(partial(self._fetch.output, n))
+                z = self["z", n]
+                self._tensors[name] = torch.einsum("...nd,ndh->...nh", z, output.to(z))
+
+    def stack_head_results(
+        self,
+        layer: int = -1,
+        return_labels: bool = False,
+        incl_remainder: bool = False,
+        pos_slice: DimSlice = None,
+        apply_ln: bool = False,
+    ) -> Tensor | LabelledStack:
+        """The contribution of each head before `layer` to the residual stream. Every rank calls it.
+
+        Args:
+            layer: the layer.
+            return_labels: return `(stack, labels)`, labels as `L0H0`.
+            incl_remainder: add the rest of the stream as one more component.
+            pos_slice: these positions only.
+            apply_ln: scale them as `apply_ln_to_stack` does.
+
+        Returns:
+            `[layers * heads, batch, pos, h]`.
+        """
+        self.compute_head_results()
+        last = self._number(layer)
+        kept = [n for n in range(last) if f"blocks.{n}.attn.hook_result" in self._tensors]
+        found = [slice_dim(self["result", n], pos_slice, -3) for n in kept]
+        labels = [f"L{n}H{m}" for n, piece in zip(kept, found, strict=True) for m in range(piece.shape[-2])]
+        return self._stacked(found, labels, layer, return_labels, incl_remainder, pos_slice, apply_ln)
+
+    def get_neuron_results(
+        self, layer: int, neuron_slice: DimSlice = None, pos_slice: DimSlice = None
+    ) -> Tensor:
+        """The contribution of each neuron of one layer, `[batch, pos, neurons, h]`. Every rank calls it."""
+        output = self._weight(lambda: self._fetch.neurons(layer))
+        active = slice_dim(slice_dim(self["post", layer], pos_slice, -2), neuron_slice, -1)
+        return active[..., None] * slice_dim(output, neuron_slice, 0).to(active)
+
+    def stack_neuron_results(
+        self,
+        layer: int,
+        pos_slice: DimSlice = None,
+        neuron_slice: DimSlice = None,
+        return_labels: bool = False,
+        incl_remainder: bool = False,
+        apply_ln: bool = False,
+    ) -> Tensor | LabelledStack:
+        """Contributions of neurons before `layer`, `[neurons, batch, pos, h]`. Large. Every rank calls it.
+
+        The arguments are those of `stack_head_results`, labels as `L0N0`; `neuron_slice` selects neurons of
+        each layer.
+        """
+        found = [self.get_neuron_results(n, neuron_slice, pos_slice) for n in range(self._number(layer))]
+        width = self["post", 0].shape[-1]
+        numbers = [int(n) for n in slice_dim(torch.arange(width), neuron_slice, 0).reshape(-1)]
+        labels = [f"L{n}N{m}" for n in range(len(found)) for m in numbers]
+        return self._stacked(found, labels, layer, return_labels, incl_remainder, pos_slice, apply_ln)
+
+    def get_full_resid_decomposition(
+        self,
+        layer: int | None = None,
+        mlp_input: bool = False,
+        expand_neurons: bool = True,
+        apply_ln: bool = False,
+        pos_slice: DimSlice = None,
+        return_labels: bool = False,
+    ) -> Tensor | LabelledStack:
+        """Heads, neurons, embeddings and the sum of biases, which sum to the stream. Every rank calls it.
+
+        The arguments are those of `decompose_resid`; without `expand_neurons` an MLP is one component.
+
+        Returns:
+            `[components, batch, pos, h]`.
+        """
+        last = self._number(layer)
+        weights = self._weight(lambda: self._fetch)
+        stack, labels = decompose_stream(self, weights, last, mlp_input, expand_neurons, pos_slice)
+        if apply_ln:
+            stack = self.apply_ln_to_stack(stack, last, mlp_input, pos_slice, None, self.has_batch_dim)
+        return (stack, labels) if return_labels else stack
+
+    def logit_attrs(
+        self,
+        residual_stack: Tensor,
+        tokens: int | Tensor,
+        incorrect_tokens: int | Tensor | None = None,
+        pos_slice: DimSlice = None,
+        batch_slice: DimSlice = None,
+        has_batch_dim: bool = True,
+    ) -> Tensor:
+        """The contribution of each component to the logits of some tokens. Every rank calls it.
+
+        It is the component scaled by the final norm, times the norm's weight, times the tokens' columns of
+        W_U. Over all components it sums to the logit, without the part of a LayerNorm's bias.
+
+        Args:
+            residual_stack: `[components, batch, pos, h]`.
+            tokens: one, one for each sequence `[batch]`, or one for each position `[batch, pos]`.
+            incorrect_tokens: likewise; their contribution is subtracted.
+            pos_slice: the positions that the stack has.
+            batch_slice: the sequences to select from the stack.
+            has_batch_dim: whether the stack has a batch dim.
+
+        Returns:
+            `[components, batch, pos]`.
+
+        Raises:
+            FlexError: the tokens differ in shape.
+        """
+        chosen = torch.as_tensor(tokens)
+        others = None if incorrect_tokens is None else torch.as_tensor(incorrect_tokens)
+        if others is not None and others.shape != chosen.shape:
+            raise FlexError(
+                f"tokens have shape {tuple(chosen.shape)}, incorrect_tokens {tuple(others.shape)}; give one"
+            )
+        columns = self._weight(self._fetch.unembedding).T
+        weight = self._weight(lambda: self._fetch.final_norm()[0])
+        directions = columns[chosen] if others is None else columns[chosen] - columns[others]
+        scaled = self.apply_ln_to_stack(residual_stack, -1, False, pos_slice, batch_slice, has_batch_dim)
+        if has_batch_dim and scaled.ndim == 4 and chosen.ndim == 1 and len(chosen) == scaled.shape[1]:
+            directions = directions.unsqueeze(-2)  # one token for each sequence, at all its positions
+        return (scaled * (directions * weight).to(scaled)).sum(-1)
+
+    def logit_lens(self, residual_stack: Tensor) -> Tensor:
+        """The logits of residual streams as if each were the last, normed separately. Every rank calls it.
+
+        Args:
+            residual_stack: `[..., h]`, for example the result of `accumulated_resid()`.
+
+        Returns:
+            `[..., vocabulary]`.
+        """
+        weight, bias = self._weight(lambda: self._fetch.final_norm()[0]), self._fetch.final_norm()[1]
+        stream = self._normed(residual_stack)
+        stream = stream * weight.to(stream)
+        stream = stream if bias is None else stream + bias.to(stream)
+        return stream @ self._weight(self._fetch.unembedding).to(stream)
+
+    def _normed(self, stream: Tensor) -> Tensor:
+        """Streams after the final norm, without its weights."""
+        made_of = self._fetch.names.made_of
+        assert made_of is not None
+        return normalize_stream(stream, made_of.rms, made_of.epsilon)
+
+    def _made(
+        self,
+        names: Sequence[tuple[str, CacheKey]],
+        last: int,
+        mlp_input: bool,
+        apply_ln: bool,
+        pos_slice: DimSlice,
+        return_labels: bool,
+        recompute_ln: bool = False,
+    ) -> Tensor | LabelledStack:
+        if not names:
+            raise FlexError("no component is asked for; take embeddings, or a layer above 0")
+        stack = torch.stack([slice_dim(self[key], pos_slice, -2) for _, key in names])
+        if apply_ln:
+            stack = self.apply_ln_to_stack(
+                stack, last, mlp_input, pos_slice, None, self.has_batch_dim, recompute_ln
+            )
+        return (stack, [label for label, _ in names]) if return_labels else stack
+
+    def _stacked(
+        self,
+        found: list[Tensor],
+        labels: list[str],
+        layer: int,
+        return_labels: bool,
+        incl_remainder: bool,
+        pos_slice: DimSlice,
+        apply_ln: bool,
+    ) -> Tensor | LabelledStack:
+        """Pieces `[..., piece, h]` of several layers as components, and the remainder of the stream."""
+        last = self._number(layer)
+        stream = slice_dim(self["resid_post", last - 1] if last else self["resid_pre", 0], pos_slice, -2)
+        stack = torch.cat(found, -2).movedim(-2, 0) if found else stream.new_zeros(0, *stream.shape)
+        if incl_remainder:
+            stack, labels = torch.cat([stack, (stream - stack.sum(0))[None]]), [*labels, "remainder"]
+        if apply_ln:
+            stack = self.apply_ln_to_stack(stack, last, False, pos_slice, has_batch_dim=self.has_batch_dim)
+        return (stack, labels) if return_labels else stack

@@ -1,0 +1,281 @@
+"""Temporary hooks by TransformerLens' names: captures that every rank gets, and hook functions
+`fn(tensor, hook)` on its shapes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.collectives import broadcast_in_buckets, checksum, gather_objects
+from megatron_flex.config import flex_config
+from megatron_flex.errors import FlexError, HookError
+from megatron_flex.lens.full_weights import FullWeights
+from megatron_flex.lens.lens_names import Alias, Filter
+from megatron_flex.runtime import HookFunction, Key, Session
+from megatron_flex.sites import EDITED_SUFFIX, GRADIENT_SUFFIX, Site
+
+SiteTensors = dict[str, list[Tensor]]  # by site, a tensor for each microbatch
+
+
+class TemporaryCaptures:
+    """Captures the sites of some aliases in the steps that run between `add` and `stop`.
+
+    Every rank creates one alike. Other hooks and their captures are not affected.
+
+    Attributes:
+        aliases: what to capture, in the order of the requests.
+        real: how many microbatches of a step to keep, set after it ran; None for all.
+    """
+
+    def __init__(self, session: Session, weights: FullWeights) -> None:
+        self.session, self.weights = session, weights
+        self.aliases: list[Alias] = []
+        self.real: int | None = None
+        self._hooks: list[HookFunction] = []
+        self._since = session.clock.step
+
+    @property
+    def sites(self) -> set[str]:
+        """The names of the sites."""
+        return {a.site for a in self.aliases}
+
+    def add(self, aliases: Sequence[Alias]) -> None:
+        """Add aliases, after fetching the weights that their views need. Collective."""
+        self.weights.of(w for a in aliases for w in a.view.weights)
+        new = {a.site for a in aliases} - self.sites
+        self.aliases += aliases
+        if new:
+            hook = HookFunction(match_sites(new))
+            hook.behind = True
+            self.session.add(hook, always=True)
+            self._hooks.append(hook)
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            self.session.remove(hook)
+        self._hooks = []
+
+    def collect(self, everywhere: bool = True) -> dict[str, Tensor]:
+        """The last captures of each alias, microbatches concatenated. Collective.
+
+        Args:
+            everywhere: return them on every rank of the model replica; else on its leader only.
+
+        Raises:
+            HookError: on all ranks, if a site was not reached.
+        """
+        mesh = self.session.mesh.replica()
+        read = self._taken()
+        arrived = broadcast_in_buckets([(n, torch.empty(0)) for n in read], mesh, flex_config.bucket_bytes)
+        silent = {a.site for a in self.aliases if a.sure} - {name for name, _ in arrived}
+        if silent:
+            names = ", ".join(sorted(a.name for a in self.aliases if a.site in silent))
+            raise HookError(f"nothing passed at {names}; ask for what this run goes through")
+        if everywhere:
+            items = [((site, n), t) for site, found in read.items() for n, t in enumerate(found)]
+            read = {}
+            for (site, _), tensor in broadcast_in_buckets(items, mesh, flex_config.bucket_bytes):
+                read.setdefault(site, []).append(tensor)
+        elif not self.session.is_leader:
+            return {}
+        weights = self.weights.of(w for a in self.aliases for w in a.view.weights)
+        return {
+            a.name: _concatenate([a.view.theirs(t, weights) for t in read[a.site]])
+            for a in self.aliases
+            if a.site in read
+        }
+
+    def _taken(self) -> SiteTensors:
+        """On the leader, the captures of each site in the last step that reached it, after its edits."""
+        since, real = self._since, self.real
+
+        def ours(key: Key) -> bool:
+            filler = real is not None and key.microbatch >= real
+            return key.step > since and (filler or key.site.removesuffix(EDITED_SUFFIX) in self.sites)
+
+        captures = self.session.captures
+        captured = captures.take(ours)
+        last: dict[str, dict[int, Tensor]] = {}
+        for site in self.sites:
+            mine = [(k, t) for k, t in captured if k.site == site + EDITED_SUFFIX]
+            mine = mine or [(k, t) for k, t in captured if k.site == site]
+            steps = [k.step for k, _ in mine]
+            for key, tensor in mine:
+                if key.step == max(steps) and (real is None or key.microbatch < real):
+                    last.setdefault(site, {})[key.microbatch] = tensor  # of several calls the last
+        for key, tensor in captured:
+            if key.site in self._others and (real is None or key.microbatch < real):
+                captures.add(key, tensor)
+        return {site: [found[n] for n in sorted(found)] for site, found in last.items()}
+
+    @property
+    def _others(self) -> set[str]:
+        """Sites that other hooks read, too."""
+        out: set[str] = set()
+        for entry in self.session.registry.active:
+            if entry.hook.save and entry.hook not in self._hooks:
+                out |= {name + (GRADIENT_SUFFIX if entry.hook.backward else "") for name in entry.names}
+                out |= {name + EDITED_SUFFIX for name in entry.names if entry.hook.behind}
+        return out
+
+
+def _concatenate(microbatches: list[Tensor]) -> Tensor:
+    """Concatenated along the first dim; tensors without dims are stacked."""
+    return (torch.cat if microbatches[0].ndim else torch.stack)(microbatches).contiguous()
+
+
+def match_sites(sites: Iterable[str]) -> Callable[[Site], bool]:
+    """A pattern for exactly these sites, with a name that all ranks can compare."""
+    names = frozenset(sites)
+
+    def these(site: Site) -> bool:
+        return site.name in names
+
+    mark = zlib.crc32(" ".join(sorted(names)).encode())
+    these.__qualname__ = f"{len(names)} places ({mark:08x})"
+    return these
+
+
+def run(session: Session, tokens: Tensor, microbatch_size: int | None) -> int:
+    """Run the model forward over full sequences of tokens. Every rank calls it.
+
+    Returns:
+        The number of microbatches; the step pads further ones with copies.
+
+    Raises:
+        FlexError: on all ranks: the ranks of a replica have different tokens, or the model cannot take them.
+        HookError: a hook failed; on all ranks.
+    """
+    if session.over_data:
+        raise FlexError(
+            "gather_data_parallel=True concatenates the same tokens of all replicas; attach "
+            "without it to run the model over tokens"
+        )
+    mesh = session.mesh.replica()
+    digests = gather_objects((tuple(tokens.shape), checksum(tokens)), mesh, [a.name for a in mesh])
+    if len(set(digests)) > 1:
+        shapes = ", ".join(map(str, sorted({shape for shape, _ in digests})))
+        raise FlexError(f"ranks of one replica have different tokens (shapes {shapes}); give all the same")
+    count = len(tokens) // (microbatch_size or len(tokens)) if tokens.numel() and tokens.ndim else 1
+    session.probing = count
+    try:
+        session.adapter.run(tokens, microbatch_size)
+    finally:
+        session.probing = None
+    return count
+
+
+class HookPoint:
+    """The second argument of a hook function: its hook point.
+
+    Attributes:
+        name: the full name under which it was requested.
+        ctx: a dict for the function's own state, one for each hook point.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ctx: dict[str, Any] = {}
+
+    def layer(self) -> int:
+        """The layer's number.
+
+        Raises:
+            HookError: the hook point is in no layer.
+        """
+        numbers = [part for part in self.name.replace(":", ".").split(".") if part.isdigit()]
+        if not numbers:
+            raise HookError(f"{self.name} is in no layer; hook.layer() is for names of blocks")
+        return int(numbers[0])
+
+    def __repr__(self) -> str:
+        return f"HookPoint({self.name!r})"
+
+
+LensFunction = Callable[[Tensor, HookPoint], Tensor | None]
+Hooks = Sequence[tuple[Filter, LensFunction]]
+
+
+class TemporaryEdits:
+    """Hook functions, installed and removed together. Every rank calls both alike."""
+
+    def __init__(self, session: Session, weights: FullWeights) -> None:
+        self.session, self.weights = session, weights
+        self._hooks: list[HookFunction] = []
+
+    def add(self, alias: Alias, function: LensFunction) -> None:
+        """Install one function at one hook point. Collective, if the view there needs weights.
+
+        Raises:
+            HookError: nothing can be edited there.
+        """
+        site, view = alias.edited
+        if view.fixed:
+            raise HookError(f"{alias.name} can be read and not edited: {view.fixed}")
+        if not callable(function):
+            raise HookError(f"the function for {alias.name} is {function!r}; give fn(tensor, hook)")
+        weights, point = self.weights.of(view.weights), HookPoint(alias.name)
+
+        def edit(
+            module: nn.Module | None, inputs: Tensor, save_ctx: Namespace, modules: nn.ModuleDict
+        ) -> Tensor:
+            count = self.session.probing
+            if count is not None and self.session.clock.microbatch >= count:
+                return inputs  # padding that the schedule needed
+            seen = view.theirs(inputs, weights)
+            version = seen._version
+            made = function(seen, point)
+            if made is None:
+                if seen._version == version:
+                    return inputs
+                made = seen  # edited in place
+            if not isinstance(made, Tensor) or made.shape != seen.shape:
+                got = f"shape {tuple(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+                raise HookError(f"{alias.name} has shape {tuple(seen.shape)}; the function returned {got}")
+            return view.ours(made, inputs, weights)
+
+        vars(edit)["user_functions"] = (function,)
+        edit.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
+        hook = HookFunction(match_sites([site]), editing_function=edit, save=False)
+        self.session.add(hook, always=True)
+        self._hooks.append(hook)
+
+    def clear(self) -> None:
+        """Remove all."""
+        for hook in self._hooks:
+            self.session.remove(hook)
+        self._hooks = []
+
+
+@contextmanager
+def edits(session: Session, weights: FullWeights, hooks: Hooks) -> Iterator[TemporaryEdits]:
+    """Hook functions for the duration of a scope.
+
+    Args:
+        session: the session that gets them.
+        weights: the model's weights.
+        hooks: pairs of a name, names, or a function of names, and the hook function.
+
+    Raises:
+        SiteError: a name is unknown, or a filter matches nothing.
+    """
+    out = TemporaryEdits(session, weights)
+    try:
+        for wanted, function in hooks:
+            found = weights.names.matching(wanted)
+            if not found:
+                described = getattr(wanted, "__qualname__", repr(wanted))
+                raise HookError(f"the filter {described} matches none of {len(weights.names.aliases)} names")
+            for alias in found:
+                out.add(alias, function)
+        yield out
+    finally:
+        out.clear()

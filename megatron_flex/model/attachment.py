@@ -1,0 +1,72 @@
+"""`attach`: register hooks, dumps and statistics on a model in one call, for a training script."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_flex.dump import Dump
+from megatron_flex.model.flex_model import FlexModel, Model
+from megatron_flex.runtime import HookFunction
+from megatron_flex.statistics import Statistics
+
+
+def attach(
+    model: Model,
+    hooks: Sequence[HookFunction] = (),
+    *,
+    dumps: Sequence[Dump] | Dump = (),
+    statistics: Sequence[Statistics] | Statistics = (),
+    tensor_parallel_size: int | None = None,
+    pipeline_parallel_size: int | None = None,
+    data_parallel_size: int | None = None,
+    gather_data_parallel: bool = False,
+    process_group: Any = None,
+    verify: bool = False,
+) -> FlexModel:
+    """Register hooks, dumps and statistics on a model that the caller goes on calling itself.
+
+    Every rank calls `attach` with the same arguments. Use the result as a context manager, or call
+    `restore()` at the end.
+
+    Args:
+        model: the model, or the list of its virtual pipeline chunks.
+        hooks: each HookFunction with its `hook_type` set.
+        dumps: one Dump or several, registered with `register_dump`.
+        statistics: one Statistics or several, registered with `register_statistics`.
+        tensor_parallel_size: as for FlexModel, like the five arguments below.
+        pipeline_parallel_size: as for FlexModel.
+        data_parallel_size: as for FlexModel.
+        gather_data_parallel: as for FlexModel.
+        process_group: as for FlexModel.
+        verify: as for FlexModel.
+
+    Returns:
+        The FlexModel that manages the hooks. If a registration fails, the model is restored first.
+
+    Raises:
+        FlexError: as for FlexModel, `register_dump` and `register_statistics`.
+
+    Example:
+        `with attach(model, [HookFunction("decoder.layers.3", hook_type="forward")]) as flex: train()`
+    """
+    flex = FlexModel(
+        model,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+        data_parallel_size=data_parallel_size,
+        gather_data_parallel=gather_data_parallel,
+        process_group=process_group,
+        verify=verify,
+    )
+    try:
+        for hook in hooks:
+            flex.session.add(hook)
+        for dump in [dumps] if isinstance(dumps, Dump) else dumps:
+            flex.register_dump(dump)
+        for measured in [statistics] if isinstance(statistics, Statistics) else statistics:
+            flex.register_statistics(measured)
+    except Exception:  # raised again after the model is restored
+        flex.session.close(failed=True)
+        raise
+    return flex

@@ -1,0 +1,208 @@
+"""Registration of dumps and statistics for FlexModel, and the hook points that their patterns select."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from torch import nn
+
+from megatron_flex.adapters import training_writers
+from megatron_flex.dump import Dump
+from megatron_flex.errors import FlexWarning, HookError
+from megatron_flex.handles import Handle
+from megatron_flex.layout import TENSOR_AXIS, is_partial
+from megatron_flex.layout.gradient_layout import layout_in_pass
+from megatron_flex.runtime import Session
+from megatron_flex.runtime.dump_sink import DumpSelection, make_manifest
+from megatron_flex.runtime.parameter_selection import select_parameters
+from megatron_flex.runtime.statistics_sink import StatisticsSelection, make_header
+from megatron_flex.sites import GRADIENT_SUFFIX, Pattern, Site
+from megatron_flex.statistics import Statistics, open_writers
+from megatron_flex.statistics.statistics_records import Sink
+
+INDEXED_POINT = re.compile(r"(.+:.+)\[(\d+)\]")  # a point, and the index of one of its tensors
+MAX_NAMES_SHOWN = 8  # names in one warning
+
+
+class SinkPurpose(NamedTuple):
+    """What hook points are selected for, in the words of warnings: the sink, and the verb for its action."""
+
+    what: str
+    done: str
+
+
+def select_sink_sites(
+    session: Session,
+    patterns: Sequence[Pattern],
+    purpose: SinkPurpose,
+    bars: Callable[[Site], str] | None = None,
+) -> tuple[tuple[Site, ...], frozenset[str]]:
+    """Return the hook points that patterns select, in model order, and which of them were named exactly.
+
+    Hook points that match a pattern but are unavailable are left out, with a warning.
+
+    Args:
+        session: the session whose hook points are searched.
+        patterns: names and patterns.
+        purpose: the sink that uses the hook points.
+        bars: returns a reason why a hook point is unavailable, or an empty string.
+
+    Raises:
+        SiteError: a pattern matches nothing.
+        HookError: a named hook point, or all that a pattern matches, is unavailable.
+    """
+    own = session.standing.own
+    wanted: dict[str, set[int]] = {}
+    exact: set[str] = set()
+    barred: dict[str, str] = {}
+    for pattern in patterns:
+        name, index = _split_index(pattern)
+        found = session.sites.match(name, "output")
+        why = {s.name: s.hidden or (bars(s) if bars else "") for s in found}
+        barred |= {name: reasons for name, reasons in why.items() if reasons}
+        free = [s for s in found if not why[s.name]]
+        if not free or (len(free) < len(found) and not _is_glob(name)):
+            first = next(s for s in found if why[s.name])
+            raise HookError(f"no hook can stand at {first.name}: {why[first.name]}")
+        for site in free:
+            wanted.setdefault(site.name, set()).add(index)
+        exact |= set() if _is_glob(name) else {s.leaf(index).name for s in free}
+    warn_left_out(barred, purpose)
+    sites = [s.leaf(i) for s in session.sites if s.name in wanted for i in sorted(wanted[s.name])]
+    _warn_assumed_replicated(session, sites, purpose)
+    return tuple(replace(s, tap=own[s.place].tap) if s.place in own else s for s in sites), frozenset(exact)
+
+
+def warn_left_out(barred: dict[str, str], purpose: SinkPurpose) -> None:
+    """Warn of the hook points that are left out, with the reasons."""
+    if barred:
+        reasons = "; ".join(f"{name}: {why}" for name, why in list(barred.items())[:MAX_NAMES_SHOWN])
+        more = f"; and {len(barred) - MAX_NAMES_SHOWN} more" if len(barred) > MAX_NAMES_SHOWN else ""
+        warnings.warn(f"left out of {purpose.what}: {reasons}{more}", FlexWarning, stacklevel=5)
+
+
+def _warn_assumed_replicated(session: Session, sites: list[Site], purpose: SinkPurpose) -> None:
+    """Warn of hook points of plain modules whose tensors may be shards, as no layout describes them."""
+    expected, cut = session.registry.expected, session.mesh[TENSOR_AXIS].size > 1
+    names = [s.name for s in sites if cut and s.inferred and not s.followed and expected(s.name) is None]
+    if names:
+        warnings.warn(
+            f"{names[0]} and other places of plain modules ({len(names)} in all) are {purpose.done} as if "
+            "every tensor parallel rank had the whole; give a hook with expected_shape where one has a part",
+            FlexWarning,
+            stacklevel=5,
+        )
+
+
+def _split_index(pattern: Pattern) -> tuple[Pattern, int]:
+    """Split a pattern into the pattern without a tensor's index, and that index."""
+    found = INDEXED_POINT.fullmatch(pattern) if isinstance(pattern, str) else None
+    return (found.group(1), int(found.group(2))) if found else (pattern, 0)
+
+
+def _is_glob(pattern: Pattern) -> bool:
+    return not isinstance(pattern, str) or re.search(r"[*?\[]", pattern) is not None
+
+
+DUMP_PURPOSE = SinkPurpose("the dump", "dumped")
+STATISTICS_PURPOSE = SinkPurpose("the statistics", "measured")
+
+
+class SinkRegistration:
+    """Registers dumps and statistics in a session. `FlexModel` documents each method.
+
+    Args:
+        session: the session of the model.
+        chunks: the modules of this rank, whose configuration dumps record.
+    """
+
+    def __init__(self, session: Session, chunks: nn.ModuleList) -> None:
+        self._session, self._chunks = session, chunks
+
+    def register_dump(self, dump: Dump) -> Handle:
+        """Open a dump, and register its hooks. Collective."""
+        session = self._session
+        session.check_open()
+        sites, exact = select_sink_sites(session, dump.sites, DUMP_PURPOSE)
+        chosen = DumpSelection(sites, exact, select_parameters(session.survey, dump.parameters))
+        config = getattr(self._chunks[0], "config", getattr(session.adapter, "config", None))
+        parameters = session.survey.first_copies()
+        manifest = make_manifest(dump, session.adapter.name, session.mesh, chosen, parameters, config)
+        for hook in session.sinks.add_dump(dump, chosen, manifest).hooks:
+            session.add(hook)
+        return Handle(
+            partial(self.remove_dump, dump),
+            repr(dump),
+            lambda: session.open and session.sinks.has_dump(dump),
+        )
+
+    def remove_dump(self, dump: Dump) -> None:
+        """Remove the hooks of a dump, once the dump is written. Collective."""
+        self._session.check_open()
+        for hook in self._session.sinks.remove_dump(dump).hooks:
+            self._session.remove(hook)
+
+    def register_statistics(self, statistics: Statistics, sink: Sink | None = None) -> Handle:
+        """Open statistics, and register their hooks. Collective."""
+        session = self._session
+        session.check_open()
+        values, exact = select_sink_sites(
+            session, statistics.sites, STATISTICS_PURPOSE, self._why_unmeasurable
+        )
+        gradients = self._gradients(values, exact) if statistics.gradients else ()
+        parameters = select_parameters(session.survey, statistics.parameters, STATISTICS_PURPOSE.what)
+        wanted = StatisticsSelection(values, gradients, exact, parameters)
+
+        def opened() -> Sink:
+            return self._writers(statistics, wanted) if sink is None else sink
+
+        for hook in session.sinks.add_statistics(statistics, wanted, opened).hooks:
+            session.add(hook)
+        return Handle(
+            partial(self.remove_statistics, statistics),
+            repr(statistics),
+            lambda: session.open and session.sinks.has_statistics(statistics),
+        )
+
+    def remove_statistics(self, statistics: Statistics) -> None:
+        """Remove the hooks of statistics, once the statistics are written. Collective."""
+        self._session.check_open()
+        for hook in self._session.sinks.remove_statistics(statistics).hooks:
+            self._session.remove(hook)
+
+    def _writers(self, statistics: Statistics, wanted: StatisticsSelection) -> Sink:
+        """Open the files, on the first rank, and the framework's writers, on the ranks that have them."""
+        session, names = self._session, [] if wanted.parameters is None else wanted.parameters.names
+        copies = session.survey.first_copies()
+        parameters = [copies[name] for name in names]
+        header = make_header(statistics, session.adapter.name, session.mesh, wanted.values, parameters)
+        first = session.mesh.is_first(a.name for a in session.mesh)
+        return open_writers(statistics, header, first, training_writers)
+
+    def _why_unmeasurable(self, site: Site) -> str:
+        if not site.inferred and is_partial(site.layout, self._session.mesh.sizes):
+            sums = ", ".join(site.layout.partial)
+            return f"ranks along {sums} hold summands, and no rank their sum; measure :output instead"
+        return ""
+
+    def _gradients(self, values: tuple[Site, ...], exact: frozenset[str]) -> tuple[Site, ...]:
+        """Return the hook points whose gradients can be measured."""
+        out, barred = [], {}
+        for site in values:
+            layout = layout_in_pass(site.layout, backward=True)
+            if site.fixed:
+                continue
+            if not site.inferred and is_partial(layout, self._session.mesh.sizes):
+                why = f"ranks hold summands of it ({layout.describe(self._session.mesh.sizes)})"
+                if site.name in exact:
+                    raise HookError(f"the gradient at {site.name} cannot be measured: {why}; measure another")
+                barred[site.name + GRADIENT_SUFFIX] = why
+            else:
+                out.append(site)
+        warn_left_out(barred, STATISTICS_PURPOSE)
+        return tuple(out)

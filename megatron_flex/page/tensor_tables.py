@@ -1,0 +1,336 @@
+"""The numbers of all tensors over iterations for the page: measured in one pass over each tensor, and packed.
+
+Pictures are quantised, floats packed, and of too many some are chosen evenly.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil, prod
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_flex.dump.reader import DumpArray, NoActivationError
+from megatron_flex.errors import DumpError
+from megatron_flex.statistics.moments import HEAD_WIDTH, MomentEntry, MomentSums, MomentTable
+from megatron_flex.statistics.statistics_records import BINS_PER_SIGN, TensorStatistics, compute_bin_edges
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+NAN_CODE, POSITIVE_CODE, NEGATIVE_CODE, STEPS = (
+    255,
+    254,
+    253,
+    252,
+)  # codes of non-finite values, and the highest code
+T = TypeVar("T")
+
+
+def quantise(values: NDArray[Any] | Tensor) -> dict[str, Any]:
+    """Values in 8 bits each, row by row: `lo + code * (hi - lo) / 252`; NaN and infinities have own codes.
+
+    Args:
+        values: of any shape.
+
+    Returns:
+        `lo` and `hi`, the ends of the finite values (0 and 0 of none), and `q`, the codes in base64. A finite
+        value comes back within `(hi - lo) / 504`.
+    """
+    table = torch.as_tensor(values).double()
+    good = table.isfinite()
+    finite = table[good]
+    lo, hi = (float(v) for v in finite.aminmax()) if finite.numel() else (0.0, 0.0)
+    scale = STEPS / (hi - lo) if hi > lo and math.isfinite(hi - lo) else 0.0
+    codes = ((table - lo) * scale).round().where(good, torch.zeros_like(table)).clamp(0, STEPS)
+    codes[table.isnan()] = NAN_CODE
+    codes[table == math.inf] = POSITIVE_CODE
+    codes[table == -math.inf] = NEGATIVE_CODE
+    return {"lo": lo, "hi": hi, "q": encode_bytes(codes.to(torch.uint8).flatten().tolist())}
+
+
+def encode_bytes(codes: Iterable[int]) -> str:
+    """Bytes as text."""
+    return b64encode(bytes(codes)).decode("ascii")
+
+
+def encode_floats(values: Sequence[float | None]) -> str:
+    """Integers in 4 bytes each, little endian, in base64; 0 where a value is missing or not finite."""
+    most = torch.finfo(torch.float32).max
+    plain = [0.0 if v is None or not math.isfinite(v) else max(-most, min(most, v)) for v in values]
+    return b64encode(struct.pack(f"<{len(plain)}f", *plain)).decode("ascii")
+
+
+def json_number(value: float | None, digits: int = 5) -> float | None:
+    """A number for JSON, rounded to so many digits; None if it is not finite."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.{digits}g}")
+
+
+def nonfinite_flag(value: float) -> str:
+    """A non-finite number as text: `NaN`, `inf`, `-inf`; empty for others."""
+    if math.isnan(value):
+        return "NaN"
+    return "" if math.isfinite(value) else ("inf" if value > 0 else "-inf")
+
+
+def choose_evenly(several: Sequence[T], most: int) -> list[T]:
+    """At most this many of several, evenly spread, with the first and the last; all if there are fewer."""
+    if len(several) <= most:
+        return list(several)
+    if most < 2:
+        return [several[-1]][:most]
+    return [several[round(i * (len(several) - 1) / (most - 1))] for i in range(most)]
+
+
+def shrink(values: NDArray[Any], most: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
+    """Means over blocks of the last two dims, so that at most `most` entries of each remain.
+
+    Returns:
+        `[..., rows, columns]`, and the entries of a block; `(1, 1)` where nothing was to be done.
+    """
+    table = torch.as_tensor(values).float()
+    block = ceil(table.shape[-2] / most[0]), ceil(table.shape[-1] / most[1])
+    for dim, size in ((-2, block[0]), (-1, block[1])):
+        if size > 1:
+            table = torch.stack([part.mean(dim) for part in table.split(size, dim)], dim)
+    return table, block
+
+
+def encode_labels(labels: Sequence[int]) -> list[int] | dict[str, int]:
+    """Labels of rows or columns: first, step and count where they are evenly spread, else a list."""
+    found = [int(n) for n in labels]
+    step = found[1] - found[0] if len(found) > 1 else 1
+    if found and all(b - a == step for a, b in pairwise(found)):
+        return {"first": found[0], "step": step, "count": len(found)}
+    return found
+
+
+THERE, ABSENT, DAMAGED, NANS, INFINITIES, PARTLY = (
+    0,
+    1,
+    2,
+    4,
+    8,
+    16,
+)  # the state of a tensor in an iteration
+MAX_SINGLE_SAMPLES = 64  # to try one by one if not all are readable
+
+
+@dataclass(slots=True)
+class TensorCell:
+    """A tensor in one iteration.
+
+    Attributes:
+        state: THERE, ABSENT or DAMAGED, plus flags.
+        found: its numbers; None if there are none.
+        text: the damage; empty if there is none.
+        cut: whether only some of its values were read, because of the limit.
+    """
+
+    state: int
+    found: TensorStatistics | None = None
+    text: str = ""
+    cut: bool = False
+
+
+def read_cell(array: DumpArray, iteration: int, most: int, one_by_one: bool = True) -> TensorCell:
+    """Read and measure a tensor in one iteration; complex numbers by their magnitudes.
+
+    Args:
+        array: over iterations, of a site or parameter.
+        iteration: which.
+        most: maximum values to read: of the first samples, and of evenly spread rows.
+        one_by_one: where not all samples can be read, take those that can; only where the dump checks what it
+            reads of a shard by all of it.
+    """
+    if iteration not in array.iterations:
+        return TensorCell(ABSENT)
+    sums, read, failed = MomentSums(), 0, ""
+    try:
+        one = array.at(iteration)[0]
+        part = limit_values(one, most)
+        for values, trouble in _readable_values(part, one_by_one):
+            failed = failed or trouble
+            if values is not None:
+                values = values.abs() if values.is_complex() else values
+                sums.add(values if values.is_floating_point() else values.float())
+                read += values.numel()
+    except NoActivationError:
+        return TensorCell(ABSENT)
+    except DumpError as error:
+        return TensorCell(DAMAGED, text=str(error))
+    if not read:
+        return TensorCell(DAMAGED if failed else ABSENT, text=failed)
+    found = measure_sums(array.name, iteration, sums)
+    state = (
+        (PARTLY if failed else THERE) | (NANS if found.nans else 0) | (INFINITIES if found.infinities else 0)
+    )
+    return TensorCell(state, found, failed, part.shape != one.shape)
+
+
+def nonfinite_state(found: TensorStatistics) -> int:
+    """Whether there are NaNs and infinities."""
+    return (NANS if found.nans else 0) | (INFINITIES if found.infinities else 0)
+
+
+def measure_sums(name: str, iteration: int, sums: MomentSums) -> TensorStatistics:
+    """The numbers that follow from sums over at least one value."""
+    table = MomentTable((MomentEntry(name, "value", 0),), ranks=1, histogram=True)
+    head = [1.0, float(iteration), 1.0, 0.0]
+    assert len(head) == HEAD_WIDTH
+    (found,) = table.measured(iteration, table.pack({0: sums}, set(), head, 0), None)
+    return found
+
+
+def limit_values(array: DumpArray, most: int) -> DumpArray:
+    """At most this many values of an array: its first samples; of one sample, tokens evenly spread."""
+    if array.size <= most or not array.shape:
+        return array
+    each = max(1, prod(array.shape[1:]))
+    sampled = array.dims[0] in ("sample", "microbatch")
+    if not sampled:
+        return array[:: max(1, -(-array.shape[0] * each // most))]
+    if each <= most or array.ndim < 2:
+        return array[: max(1, most // each)]
+    return array[:1, :: -(-each // most)]
+
+
+def _readable_values(array: DumpArray, one_by_one: bool) -> Iterator[tuple[Tensor | None, str]]:
+    """The values; if some samples are damaged those of the others, and the damage.
+
+    Raises:
+        DumpError: nothing of it can be read.
+    """
+    try:
+        values = array.torch()
+    except DumpError as error:
+        sampled = bool(array.dims) and array.dims[0] in ("sample", "microbatch")
+        if not (one_by_one and sampled) or not 1 < len(array) <= MAX_SINGLE_SAMPLES:
+            raise
+        trouble = error
+    else:
+        yield values, ""
+        return
+    read = 0
+    for sample in array:
+        try:
+            values = sample.torch()
+        except DumpError:
+            continue  # the first error stands for all
+        read += 1
+        yield values, str(trouble)
+    if not read:
+        raise trouble
+
+
+MEASURES = ("rms", "absmax", "mean", "std", "zeros")
+MAX_TROUBLES, MAX_TEXTS = 4000, 300
+ZERO_BIN_SHARE = 100  # maximum share of nonzero values in the bin around zero: one in this many
+
+
+class TensorTables:
+    """Cells by iteration and tensor.
+
+    Args:
+        iterations: their numbers.
+        names: names of tensors.
+    """
+
+    def __init__(self, iterations: Sequence[int], names: Sequence[str]) -> None:
+        self.iterations, self.names = list(iterations), list(names)
+        self._measures: dict[str, list[list[float | None]]] = {
+            m: [[None] * len(names) for _ in iterations] for m in MEASURES
+        }
+        self._state = [[ABSENT] * len(names) for _ in iterations]
+        self._counts: dict[tuple[int, int], Sequence[int]] = {}
+        self._histograms: dict[int, dict[str, Any]] = {}
+        self._texts: dict[str, int] = {}
+        self._troubles: list[tuple[int, int, int]] = []
+
+    def put(self, tensor: int, at: int, cell: TensorCell) -> None:
+        """Record a tensor in an iteration."""
+        self._state[at][tensor] = cell.state
+        if cell.text and len(self._troubles) < MAX_TROUBLES:
+            if cell.text not in self._texts and len(self._texts) < MAX_TEXTS:
+                self._texts[cell.text] = len(self._texts)
+            self._troubles.append((tensor, at, self._texts.get(cell.text, -1)))
+        if cell.found is not None:
+            for name, table in self._measures.items():
+                table[at][tensor] = getattr(cell.found, name)
+            if cell.found.histogram:
+                self._counts[tensor, at] = cell.found.histogram
+
+    def histogram(self, tensor: int, most: int) -> None:
+        """Pack the histograms of a tensor, without the empty bins at either end."""
+        there = sorted(at for t, at in self._counts if t == tensor) if self._counts else []
+        chosen = choose_evenly(there, most)
+        rows = {at: self._counts[tensor, at] for at in chosen}
+        for at in there:
+            del self._counts[tensor, at]
+        full = [
+            bin_
+            for bin_ in range(len(compute_bin_edges()) - 1)
+            if any(counts[bin_] for counts in rows.values())
+        ]
+        if not full:
+            return
+        first, last = full[0], full[-1] + 1
+        low, high = _zero_bins(
+            [sum(counts[bin_] for counts in rows.values()) for bin_ in range(len(compute_bin_edges()) - 1)]
+        )
+        if first < high and low < last:
+            low, high = max(low, first), min(high, last)
+        bounds = [e for i, e in enumerate(compute_bin_edges()) if first <= i <= last and not low < i < high]
+        self._histograms[tensor] = {
+            "at": chosen,
+            "uneven": True,
+            "edges": [json_number(e) for e in bounds],
+            "counts": [_fold_bins(rows[at], first, last, low, high) for at in chosen],
+        }
+
+    def state(self, tensor: int, at: int) -> int:
+        """The state of a tensor in an iteration, as `data_reading` has it."""
+        return self._state[at][tensor]
+
+    @property
+    def texts(self) -> list[str]:
+        """The damage, each text once."""
+        return list(self._texts)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        flat = {m: [v for row in table for v in row] for m, table in self._measures.items()}
+        return {
+            "iterations": self.iterations,
+            "measures": {m: encode_floats(values) for m, values in flat.items()},
+            "state": encode_bytes(s for row in self._state for s in row),
+            "troubles": [list(t) for t in self._troubles],
+            "texts": list(self._texts),
+            "histograms": {str(t): found for t, found in self._histograms.items()},
+        }
+
+
+def _zero_bins(counts: Sequence[int]) -> tuple[int, int]:
+    """The bins around zero, as a half-open range: together at most one in FEW of the nonzero values."""
+    low, high, held = BINS_PER_SIGN, BINS_PER_SIGN + 1, 0
+    most = (sum(counts) - counts[BINS_PER_SIGN]) // ZERO_BIN_SHARE
+    while low > 0 and high < len(counts) and held + counts[low - 1] + counts[high] <= most:
+        low, high = low - 1, high + 1
+        held += counts[low] + counts[high - 1]
+    return low, high
+
+
+def _fold_bins(counts: Sequence[int], first: int, last: int, low: int, high: int) -> list[int]:
+    """The bins from `first` to `last` (exclusive), with those from `low` to `high` (exclusive) merged."""
+    middle = [sum(counts[low:high])] if first < high and low < last else []
+    return [*counts[first : min(low, last)], *middle, *counts[max(high, first) : last]]

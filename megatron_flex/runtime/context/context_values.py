@@ -1,0 +1,271 @@
+"""The values that editing functions share: nested values with their versions, the values of a microbatch, and
+the view of one call.
+
+A tensor read in another graph is lent without its graph; an anchor propagates the gradient back.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_flex.runtime.captures import Key
+from megatron_flex.runtime.hooks import HookFunction
+
+IMMUTABLE_TYPES = (Tensor, int, float, complex, str, bytes, type(None))
+
+
+class ValueVersion(NamedTuple):
+    """Identifies the write of a value in one microbatch; the same in a replay.
+
+    Attributes:
+        place: the virtual stage.
+        site: the site.
+        call: the pass through the site.
+        hook: the index of the hook at the site.
+        name: the name.
+    """
+
+    place: int
+    site: str
+    call: int
+    hook: int
+    name: str
+
+
+TensorTicket = tuple[ValueVersion, int]  # index of a tensor in a value
+
+
+@dataclass(frozen=True, slots=True)
+class ContextEntry:
+    """A value of a microbatch.
+
+    Attributes:
+        value: nested dicts, lists and tuples of tensors and picklable objects.
+        version: the write that made the value.
+        wants: for each tensor, in order, whether a gradient is propagated back to its origin.
+        place: the virtual stage whose graph contains the tensors; None if no graph of this rank does.
+        once: whether only one rank ran the function that wrote the value.
+        holders: the pipeline stages that hold the value.
+    """
+
+    value: Any
+    version: ValueVersion
+    wants: tuple[bool, ...] = ()
+    place: int | None = None
+    once: bool = False
+    holders: frozenset[int] = frozenset()
+
+
+def map_leaves(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Copy the dicts, lists and tuples in a value, and apply `leaf` to everything else."""
+    if isinstance(value, dict):
+        out = copy.copy(value)
+        out.update({key: map_leaves(item, leaf) for key, item in value.items()})
+        return out
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_leaves(item, leaf) for item in value))
+    if type(value) in (list, tuple):
+        return type(value)(map_leaves(item, leaf) for item in value)
+    return leaf(value)
+
+
+def list_leaves(value: Any) -> list[Any]:
+    """The contents of the dicts, lists and tuples of a value, in order."""
+    found: list[Any] = []
+    map_leaves(value, found.append)
+    return found
+
+
+def list_tensors(value: Any) -> list[Tensor]:
+    """The tensors in a value, in order."""
+    return [item for item in list_leaves(value) if isinstance(item, Tensor)]
+
+
+def bring_to_device(device: torch.device, bring: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return `bring` followed by a move of its tensors to a device; tensors already there are not copied."""
+
+    def to(item: Any) -> Any:
+        return item.to(device) if isinstance(item, Tensor) and item.device != device else item
+
+    def brought(value: Any) -> Any:
+        found = bring(value)
+        return found if all(t.device == device for t in list_tensors(found)) else map_leaves(found, to)
+
+    return brought
+
+
+def detach_value(value: Any) -> Any:
+    """The value with detached tensors."""
+    return map_leaves(value, lambda item: item.detach() if isinstance(item, Tensor) else item)
+
+
+def _fingerprint(value: Any) -> Any:
+    """A form of the value that is equal for equal containers with the same objects."""
+    if isinstance(value, dict):
+        return type(value), [(key, _fingerprint(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value), [_fingerprint(item) for item in value]
+    return id(value)
+
+
+@dataclass(slots=True)
+class CallNamespace:
+    """The names that one call of an editing function reads and writes.
+
+    Attributes:
+        base: the names and values at the beginning of the call.
+        bring: converts a value of `base` for the function; called once for each name.
+    """
+
+    base: Mapping[str, Any]
+    bring: Callable[[Any], Any]
+    view: dict[str, Any] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)
+    removed: set[str] = field(default_factory=set)
+    _read: dict[str, tuple[Any, list[Tensor], list[int]]] = field(default_factory=dict)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.view or (name in self.base and name not in self.removed)
+
+    def names(self) -> list[str]:
+        """The existing names."""
+        return [n for n in dict.fromkeys((*self.base, *self.view)) if n in self]
+
+    def get(self, name: str) -> Any:
+        """The value of an existing name."""
+        if name not in self.view:
+            value = self.view[name] = self.bring(self.base[name])
+            found = list_tensors(value)
+            self._read[name] = _fingerprint(value), found, [t._version for t in found]
+        return self.view[name]
+
+    def set(self, name: str, value: Any) -> None:
+        """Set the value of a name."""
+        self.view[name] = value
+        self.written.add(name)
+        self.removed.discard(name)
+
+    def remove(self, name: str) -> None:
+        """Remove an existing name."""
+        self.view.pop(name, None)
+        self.written.discard(name)
+        self.removed.add(name)
+
+    def changed_in_place(self) -> list[str]:
+        """The names that were read and whose tensors have changed in place."""
+        return [n for n, (_, found, counts) in self._read.items() if [t._version for t in found] != counts]
+
+    def touched(self) -> dict[str, Any]:
+        """The values that were written, and those that were read and may have changed in place."""
+        changed = {*self.written, *self.changed_in_place()}
+        for name, (shape, *_) in self._read.items():
+            value = self.view.get(name)
+            if _fingerprint(value) != shape or not all(
+                isinstance(item, IMMUTABLE_TYPES) for item in list_leaves(value)
+            ):
+                changed.add(name)
+        return {n: self.view[n] for n in self.view if n in changed}
+
+
+@dataclass(slots=True)
+class MicrobatchValues:
+    """The values of a microbatch on this rank.
+
+    Attributes:
+        training: whether its forward pass began with gradients enabled.
+        state: the current values, by name.
+        held: all values that this stage has held, if another stage may refer to them.
+        account: accumulated gradients of tensors lent to other graphs.
+        snapshots: values, of the microbatch and of the run, before a call in a first pass.
+        made: tensors that the running replay has recomputed.
+    """
+
+    training: bool = True
+    state: dict[str, ContextEntry] = field(default_factory=dict)
+    held: dict[ValueVersion, ContextEntry] = field(default_factory=dict)
+    account: dict[TensorTicket, Tensor] = field(default_factory=dict)
+    snapshots: dict[tuple[str, int, int], tuple[dict[str, ContextEntry], dict[str, Any]]] = field(
+        default_factory=dict
+    )
+    made: dict[TensorTicket, Tensor] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Release everything."""
+        self.state, self.held, self.account, self.snapshots, self.made = {}, {}, {}, {}, {}
+
+    def credit(self, ticket: TensorTicket, grad: Tensor) -> None:
+        """Add a gradient to a tensor's account."""
+        known = self.account.get(ticket)
+        self.account[ticket] = grad if known is None else known + grad
+
+
+class TensorLoan(torch.autograd.Function):
+    """Detaches a tensor and passes its gradient to a function.
+
+    Apply to a token that requires a gradient, the tensor in a list, and the function.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, lent: list[Tensor], credit: Callable[[Tensor], None]) -> Tensor:
+        ctx.credit = credit
+        return lent[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.credit(grad)
+        return None, None, None
+
+
+class GradientAnchor(torch.autograd.Function):
+    """Returns its tensor; the backward pass also propagates gradients to other tensors saved before it.
+
+    Apply to the tensor, a function that returns a gradient or None for each other tensor, and these tensors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, take: Callable[[], list[Tensor | None]], *saved: Tensor) -> Tensor:
+        ctx.take = take
+        return full.view_as(full)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, *ctx.take()
+
+
+class CallMode(Enum):
+    """The kind of pass that a call of an editing function belongs to."""
+
+    PLAIN = auto()  # a differentiated forward pass
+    FIRST = auto()  # the first pass of a region with activation recomputation
+    REPLAY = auto()  # its recomputation
+    APART = auto()  # no graph: evaluation, and hooks on gradients
+
+
+@dataclass(slots=True)
+class CallFrame:
+    """One call of an editing function."""
+
+    hook: HookFunction
+    index: int
+    key: Key
+    mode: CallMode
+    micro: MicrobatchValues
+    values: CallNamespace
+    run: CallNamespace
+
+
+@dataclass(slots=True)
+class CallChanges:
+    """The changes made by one call."""
+
+    written: dict[str, ContextEntry] = field(default_factory=dict)
+    removed: set[str] = field(default_factory=set)
+    run: dict[str, Any] = field(default_factory=dict)
+    run_removed: set[str] = field(default_factory=set)

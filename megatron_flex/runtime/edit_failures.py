@@ -1,0 +1,230 @@
+"""The handling of a failed edit: all ranks raise at the end of the step, or all of them skip the edit."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_flex.collectives import gather_objects, max_over_ranks
+from megatron_flex.errors import AbsentError, FlexWarning, HookError
+from megatron_flex.mesh import Mesh
+from megatron_flex.runtime.captures import Key
+from megatron_flex.runtime.debug.error_origin import find_user_line
+from megatron_flex.runtime.hooks import HookFunction
+from megatron_flex.runtime.trainable_modules import TrainableModules
+
+MAX_ERRORS = 4  # errors to list; the others are counted
+
+
+def raise_on_all_ranks(failure: tuple[str, BaseException] | None, mesh: Mesh) -> NoReturn:
+    """Raise the errors of all ranks. Collective over the mesh, once some rank is known to have an error.
+
+    Args:
+        failure: this rank's message and error; None without an error.
+        mesh: the axes.
+
+    Raises:
+        HookError: on every rank; the message names the ranks of each error.
+    """
+    reports = gather_objects((global_rank(), failure and failure[0]), mesh, [a.name for a in mesh])
+    found = group_ranks((rank, message) for rank, message in reports if message)
+    messages = [f"{message}{format_on_ranks(ranks)}" for message, ranks in found.items()]
+    more = f"; and {len(messages) - MAX_ERRORS} more" if len(messages) > MAX_ERRORS else ""
+    kind = type(failure[1]) if failure and isinstance(failure[1], AbsentError) else HookError
+    raise kind("; ".join(messages[:MAX_ERRORS]) + more) from (failure and failure[1])
+
+
+def group_ranks(reports: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
+    """Group the ranks by their message."""
+    out: dict[str, list[int]] = {}
+    for rank, message in reports:
+        out.setdefault(message, []).append(rank)
+    return out
+
+
+def global_rank() -> int:
+    """This rank's global rank in the job."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def format_on_ranks(ranks: Sequence[int]) -> str:
+    """Format as ` (on rank 3)` or ` (on ranks 0-3, 8)`; empty in a job of one rank."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return ""
+    return f" (on {format_ranks(ranks)})"
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Format as `rank 3` or `ranks 0-3, 8`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    reports = ", ".join("-".join(map(str, run)) for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {reports}"
+
+
+FAILED_ELSEWHERE = "failed on another rank that holds the tensor"
+
+
+@dataclass(slots=True)
+class SkipCount:
+    """The skipped passes of a hook with `on_error="skip"` on this rank.
+
+    Attributes:
+        count: the number of skipped passes; each microbatch and call at each site is one.
+        first: the message of the first error: the site, iteration, microbatch, exception and source line.
+    """
+
+    count: int
+    first: str
+
+
+class SkipEdit(Exception):
+    """Skips one pass; `error` is the exception of this rank's function, None if it failed only elsewhere."""
+
+    def __init__(self, error: Exception | None) -> None:
+        super().__init__()
+        self.error = error
+
+
+@dataclass(frozen=True, slots=True)
+class FirstFailure:
+    """A hook's first failure on this rank: its registration index, the message, the user's source line."""
+
+    number: int
+    text: str
+    place: tuple[str, int] | None
+
+
+class EditSkips:
+    """Counts skipped edits, and remembers them for recomputation.
+
+    Args:
+        mesh: the axes of the run.
+        trainable: the trainable modules, whose gradients and buffers a skipped pass must not change.
+
+    Attributes:
+        skipped: by hook, the counts of hooks skipped at least once where this rank runs them.
+    """
+
+    def __init__(self, mesh: Mesh, trainable: TrainableModules) -> None:
+        self._mesh, self._trainable = mesh, trainable
+        self.skipped: dict[HookFunction, SkipCount] = {}
+        self._expected: list[HookFunction] = []
+        self._counted: Counter[HookFunction] = Counter()  # on one of the ranks that hold a tensor
+        self._left: set[tuple[Key, int]] = set()  # of this step's forward passes
+        self._step = -1
+        self._told: set[int] = set()
+        self._new: list[FirstFailure] = []
+
+    def expect(self, hook: HookFunction) -> None:
+        """Note a hook that is registered. Every rank makes the same call."""
+        if hook.on_error == "skip" and hook not in self._expected:
+            self._expected.append(hook)
+
+    def was_skipped(self, key: Key, index: int) -> bool:
+        """Whether the edit was skipped in the first pass of the region that is recomputed now."""
+        return (key, index) in self._left
+
+    def attempt(self, holders: Mesh, edit: Callable[[], Tensor]) -> Tensor:
+        """Run an edit; if it fails, undo its changes of trainable modules.
+
+        Collective over `holders`, the ranks that hold the tensor and run the edit: one flag.
+
+        Raises:
+            SkipEdit: on all ranks, if the edit failed on one of them.
+        """
+        error: Exception | None = None
+        made: Tensor | None = None
+        with self._trainable.all_or_nothing():
+            try:
+                made = edit()
+            except Exception as raised:  # counted by the caller
+                error = raised
+            if max_over_ranks([int(error is not None)], holders)[0]:
+                raise SkipEdit(error)
+        assert made is not None
+        return made
+
+    def count(self, hook: HookFunction, index: int, key: Key, text: str, left: SkipEdit, leads: bool) -> None:
+        """Count a skipped pass; `leads`: whether this rank counts for all ranks that hold the tensor."""
+        if key.step != self._step:
+            self._left.clear()
+            self._step = key.step
+        self._left.add((key, index))
+        self._counted[hook] += leads
+        known = self.skipped.setdefault(hook, SkipCount(0, text))
+        known.count += 1
+        if left.error is not None:
+            self.expect(hook)
+            number = self._expected.index(hook)
+            if number not in self._told and all(n.number != number for n in self._new):
+                self._new.append(FirstFailure(number, text, find_user_line(left.error)))
+
+    def settle(self, failed: bool, mesh: Mesh, at: str, watch: Callable[[], None]) -> bool:
+        """Return, at the end of a step, whether some rank failed; the first rank warns of newly skipped
+        edits.
+
+        Collective over the mesh; `at` and `watch` as in `max_over_ranks`.
+        """
+        wrong, news = max_over_ranks([int(failed), int(bool(self._new))], mesh, at, watch)
+        if news:
+            self._tell(mesh)
+        return bool(wrong)
+
+    def _tell(self, mesh: Mesh) -> None:
+        mine, self._new = [(global_rank(), n) for n in self._new], []
+        found = [item for items in gather_objects(mine, mesh, [a.name for a in mesh]) for item in items]
+        for number in dict.fromkeys(n.number for _, n in found):
+            reports = [(rank, n) for rank, n in found if n.number == number]
+            text, ranks = next(iter(group_ranks((r, n.text) for r, n in reports).items()))
+            if number not in self._told and mesh.is_first(a.name for a in mesh):
+                file, line = reports[0][1].place or (__file__, 0)
+                warnings.warn_explicit(
+                    f"{text}{format_on_ranks(ranks)}; on_error='skip': such passes are left unedited, and "
+                    "counted "
+                    "in flex.skipped",
+                    FlexWarning,
+                    file,
+                    line,
+                )
+            self._told.add(number)
+
+    def warn_of_skips(self) -> None:
+        """Warn on the first rank how often each hook was skipped.
+
+        Collective over the mesh, if hooks with `on_error="skip"` were registered.
+        """
+        if not self._expected:
+            return
+        mine = [
+            (self._counted[h], self.skipped[h].first if h in self.skipped else "") for h in self._expected
+        ]
+        if not max_over_ranks([int(any(n for n, _ in mine))], self._mesh)[0]:
+            return
+        reports = gather_objects(mine, self._mesh, [a.name for a in self._mesh])
+        if self._mesh.is_first(a.name for a in self._mesh):
+            for hook, row in zip(self._expected, zip(*reports, strict=True), strict=True):
+                _warn_of_count(hook, row)
+
+
+def _warn_of_count(hook: HookFunction, row: Iterable[tuple[int, str]]) -> None:
+    row = list(row)
+    count = sum(n for n, _ in row)
+    if count:
+        reports = sorted((text for _, text in row if text), key=lambda text: text.endswith(FAILED_ELSEWHERE))
+        passes = "pass" if count == 1 else "passes"
+        warnings.warn(
+            f"hook ({hook.describe()}) failed in {count} {passes}, left unedited; {reports[0]}",
+            FlexWarning,
+            stacklevel=5,
+        )

@@ -1,0 +1,344 @@
+"""Runs a user's editing functions on a tensor, with the same random stream on all ranks, and records errors.
+
+All ranks raise the errors at the end of the step.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import zlib
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from megatron_flex.collectives import from_edit_rank, is_leader_for, replica_mesh, to_edit_rank
+from megatron_flex.config import flex_config
+from megatron_flex.errors import BrokenError, FlexError, HookError, describe_error
+from megatron_flex.layout import Layout
+from megatron_flex.mesh import Mesh
+from megatron_flex.runtime.autograd_graph import connect_output, enter_edit
+from megatron_flex.runtime.captures import Key
+from megatron_flex.runtime.clock import Clock
+from megatron_flex.runtime.context.context_relay import ContextRelay
+from megatron_flex.runtime.context.context_scopes import ContextScopes
+from megatron_flex.runtime.context.save_context import Context
+from megatron_flex.runtime.debug.edit_debugger import track_edit
+from megatron_flex.runtime.debug.error_origin import format_user_line, guard_backward
+from megatron_flex.runtime.edit_failures import FAILED_ELSEWHERE, EditSkips, SkipEdit
+from megatron_flex.runtime.hooks import EditingFunction, HookFunction
+from megatron_flex.runtime.local_edits import LocalEditPlan
+from megatron_flex.runtime.trainable_modules import TrainableModules
+
+
+@contextmanager
+def seed_generators(key: Key, index: int, like: Tensor) -> Iterator[None]:
+    """Seed the generators of torch, numpy and Python from the key during an edit, and restore them
+    afterwards.
+
+    Generators that the user made are left alone.
+
+    Args:
+        key: the site, step, microbatch and call; each key has its own stream.
+        index: the index of the hook among those at its site; each index has its own stream.
+        like: a tensor on the device whose generator the edit would use.
+    """
+    devices = [like.device] if like.device.type == "cuda" else []
+    seed = zlib.crc32(
+        f"{flex_config.seed}/{key.site}/{key.step}/{key.microbatch}/{key.call}/{index}".encode()
+    )
+    with torch.random.fork_rng(devices, device_type="cuda"), _seed_other_generators(seed):
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            torch.cuda.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def _seed_other_generators(seed: int) -> Iterator[None]:
+    """Seed the global generators of Python and, if it is imported, of numpy."""
+    numpy = sys.modules.get("numpy")
+    python, array = random.getstate(), None if numpy is None else numpy.random.get_state()
+    random.seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(array)
+
+
+Result = TypeVar("Result")
+SINGLE_RANK = Mesh()
+TOO_LATE_TO_SKIP = "; on_error='skip' cannot leave out an edit whose result has been used"
+# Recent versions of torch raise this in checkpointing to end a replay that has recomputed all it needs.
+STOP_RECOMPUTATION = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
+
+
+class EditRunner:
+    """Runs editing functions.
+
+    Attributes:
+        save_ctx: the context that editing functions share.
+        scopes: where the context's values are stored.
+        passing: sends the context from one pipeline stage to the next.
+        modules: the trainable modules, the last argument of an editing function.
+        fired: the hooks that have been called.
+        failure: the first error of this step: a message and the exception.
+        reasons: by site name, why no tensor could reach its hooks.
+        skipping: counts the passes in which edits were skipped.
+    """
+
+    def __init__(
+        self, mesh: Mesh, clock: Clock, trainable: TrainableModules, name: str, gather_data_parallel: bool
+    ) -> None:
+        self.mesh, self.clock, self.trainable = mesh, clock, trainable
+        self.scopes = ContextScopes(mesh, clock, gather_data_parallel)
+        self.passing = ContextRelay(mesh, clock, self.scopes, self.note, name)
+        self.save_ctx = Context(self.scopes)
+        self.modules = trainable.modules
+        self.fired: set[HookFunction] = set()
+        self.failure: tuple[str, BaseException] | None = None
+        self.reasons: dict[str, str] = {}
+        self.skipping = EditSkips(mesh, trainable)
+
+    def edit(
+        self,
+        hooks: list[HookFunction],
+        key: Key,
+        module: Any,
+        whole: Tensor,
+        layout: Layout,
+        way: LocalEditPlan | None = None,
+    ) -> Tensor:
+        """Run editing functions one after the other; one that fails leaves the tensor unedited.
+
+        With a local plan `way`, `whole` is this rank's shard and the functions run on the shard.
+        """
+        if way is None:
+            holders, here, shape = (
+                replica_mesh(layout, self.mesh),
+                is_leader_for(layout, self.mesh),
+                tuple(whole.shape),
+            )
+        else:
+            holders, here, shape = way.holders, way.leads, way.shard.whole
+        whole = entrance = enter_edit(whole)
+        sure = way is not None and way.fresh
+        for index, hook in enumerate(hooks):
+            self.fired.add(hook)
+            if hook.expected_shape is not None:
+                self.guard(hook, key, partial(hook.check_shape, shape))
+            if way is not None and hook in way.edits:
+                find = partial(way.at, hook, key)
+                edited = self._run(hook, index, key, module, whole, holders, here, find, way.edits[hook])
+                whole = whole if edited is None else edited
+            elif hook.editing_function is not None:
+                if hook in self.passing.plan.hooks:
+                    self.passing.arrive()
+                if hook.run == "once":
+                    whole = self._run_once(hook, index, key, module, whole, holders, here)
+                else:
+                    edited = self._run(
+                        hook, index, key, module, whole, holders, here, *_resolve_edit(hook, key)
+                    )
+                    whole = whole if edited is None else edited
+        return connect_output(self.scopes.anchor_gradients(whole, holders, here), entrance, sure)
+
+    def _run(
+        self,
+        hook: HookFunction,
+        index: int,
+        key: Key,
+        module: Any,
+        whole: Tensor,
+        holders: Mesh,
+        here: bool,
+        find: Callable[[], EditingFunction | None],
+        edit: EditingFunction | None,
+    ) -> Tensor | None:
+        replay = Clock.replaying() and not hook.backward
+        skips = hook.on_error == "skip" and not replay
+        if replay and self.skipping.was_skipped(key, index):
+            return None
+        if skips and not getattr(edit, "fresh", False):  # a failed edit must change nothing in place
+            whole = whole.clone()
+        with ExitStack() as around:
+            self._prepare(around, hook, index, key, whole, edit, replay)
+            call = partial(call_editing_function, find, module, whole, self.save_ctx, self.modules)
+            attempt = partial(self.skipping.attempt, holders) if skips else _call_once
+            if hook in self.passing.plan.hooks:
+                call = partial(self.scopes.call, hook, index, key, whole.device, call, attempt)
+            elif skips:
+                call = partial(attempt, call)
+            try:
+                made = self.guard(hook, key, call, late=replay)
+            except SkipEdit as left:
+                self.skipping.count(hook, index, key, self._told(hook, key, left.error), left, here)
+                return None
+        if made is not None and made.grad_fn is not None and not getattr(edit, "fresh", False):
+            guard_backward(made, whole, partial(self._failed, hook, key, late=True))
+        loose = made is not None and made.requires_grad and not torch.is_grad_enabled()
+        return made.detach() if made is not None and loose else made
+
+    def _prepare(
+        self,
+        around: ExitStack,
+        hook: HookFunction,
+        index: int,
+        key: Key,
+        whole: Tensor,
+        edit: EditingFunction | None,
+        replay: bool,
+    ) -> None:
+        """Enter the contexts that an editing function runs in; presets declare which of them they do not
+        need.
+        """
+        if getattr(edit, "draws", True):
+            around.enter_context(seed_generators(key, index, whole))
+        if self.modules or not getattr(edit, "fresh", False):
+            around.enter_context(self.trainable.editing(replay))
+            around.enter_context(track_edit(hook, key, self.mesh))
+            if self.modules or hook.run == "once":  # other ranks do not run that rank's backward pass
+                self.trainable.contain(whole)
+
+    def _run_once(
+        self, hook: HookFunction, index: int, key: Key, module: Any, whole: Tensor, holders: Mesh, here: bool
+    ) -> Tensor:
+        """Let one rank edit for all ranks that hold this full tensor."""
+        if all(axis.size == 1 for axis in holders):
+            alone = self._run(hook, index, key, module, whole, SINGLE_RANK, here, *_resolve_edit(hook, key))
+            return whole if alone is None else alone
+        whole = to_edit_rank(whole, holders)
+        made: Tensor | None = whole
+        if here:
+            found = _resolve_edit(hook, key)
+            run = partial(self._run, hook, index, key, module, whole, SINGLE_RANK, here, *found)
+            made = self.guard(hook, key, run)
+        if hook in self.passing.plan.hooks:
+            self.scopes.share(hook, partial(self._refused, hook, key), holders, here)
+        return from_edit_rank(whole if made is None else made, whole, holders)
+
+    def _refused(self, hook: HookFunction, key: Key, name: str, error: Exception) -> None:
+        self.note(
+            f"{_describe_hook_call(hook, key)}: save_ctx.{name} cannot be sent to the other ranks of the "
+            "stage "
+            f"({describe_error(error)}); save tensors, numbers, strings or what can be pickled",
+            error,
+        )
+
+    def note(self, message: str, error: BaseException) -> None:
+        """Record an error for the end of the step, unless an earlier one is recorded."""
+        self.failure = self.failure or (message, error)
+
+    def caught(self, site: str, error: Exception) -> None:
+        """Record an error of the package's own code in a forward or backward pass, for the end of the step.
+
+        Every entry point from the framework's passes calls this when it raises: the rank continues with the
+        unedited tensor, because other ranks wait for the rank.
+
+        Raises:
+            Exception: the error, if it is not one of the package, or concerns a collective that other ranks
+                are in.
+        """
+        if isinstance(error, (SkipEdit, STOP_RECOMPUTATION, BrokenError, torch.distributed.DistError)):
+            raise error
+        line = "" if isinstance(error, FlexError) else f" in {format_user_line(error)}"
+        when = f"iteration {self.clock.iteration}, microbatch {self.clock.microbatch}"
+        self.note(f"{site}, {when}: {describe_error(error)}{line}", error)
+
+    def apart(self, site: str, call: Callable[..., Any], *args: Any) -> None:
+        """Call a function that does not change the tensor at the hook point; record an error instead of
+        raising it.
+        """
+        try:
+            call(*args)
+        except Exception as error:  # recorded: all ranks raise it at the end of the step
+            self.caught(site, error)
+
+    def guard(
+        self, hook: HookFunction, key: Key, call: Callable[[], Result], late: bool = False
+    ) -> Result | None:
+        """Run a user's code; record an error for the end of the step, where all ranks raise it.
+
+        `late`: whether the function's first result has been used already.
+        """
+        try:
+            return call()
+        except Exception as error:  # recorded, unless the exception ends a pass
+            if isinstance(error, (SkipEdit, STOP_RECOMPUTATION, BrokenError)):
+                raise
+            self._failed(hook, key, error, late)
+            return None
+
+    def _failed(self, hook: HookFunction, key: Key, error: BaseException, late: bool = False) -> None:
+        self.note(self._told(hook, key, error) + TOO_LATE_TO_SKIP * (late and hook.on_error == "skip"), error)
+
+    def _told(self, hook: HookFunction, key: Key, error: BaseException | None) -> str:
+        if error is None:
+            return f"{_describe_hook_call(hook, key)}: {FAILED_ELSEWHERE}"
+        line = "" if isinstance(error, FlexError) else f" in {format_user_line(error)}"
+        return f"{_describe_hook_call(hook, key)}: {describe_error(error)}{line}"
+
+    def check_shapes(self, hooks: list[HookFunction], key: Key, shape: Sequence[int]) -> None:
+        """Compare a full tensor's shape with the shape that hooks expect."""
+        for hook in hooks:
+            self.guard(hook, key, partial(hook.check_shape, shape))
+
+
+def call_editing_function(
+    find: Callable[[], EditingFunction | None],
+    module: Any,
+    whole: Tensor,
+    context: Namespace,
+    modules: nn.ModuleDict,
+) -> Tensor:
+    """Run the editing function that `find` returns for this pass, and check the result.
+
+    Raises:
+        HookError: the result is no tensor, or has another shape, dtype or device.
+    """
+    edit = find()
+    assert edit is not None
+    shape, dtype, device = whole.shape, whole.dtype, whole.device
+    out = edit(module, whole, context, modules)
+    if not isinstance(out, Tensor):
+        raise HookError(
+            f"the editing function returned {type(out).__name__}; return a tensor like the one it got"
+        )
+    for what, got, want in (
+        ("shape", tuple(out.shape), tuple(shape)),
+        ("dtype", out.dtype, dtype),
+        ("device", out.device, device),
+    ):
+        if got != want:
+            raise HookError(
+                f"the editing function returned {what} {got} for {want}; return the {what} it got"
+            )
+    return out
+
+
+def _resolve_edit(
+    hook: HookFunction, key: Key
+) -> tuple[Callable[[], EditingFunction | None], EditingFunction | None]:
+    """Return a function that finds a hook's editing function for this pass (it may raise), and that of any
+    pass.
+    """
+    return partial(hook.editing_at, key), hook.editing_of(key.site)
+
+
+def _call_once(function: Callable[[], Tensor]) -> Tensor:
+    return function()
+
+
+def _describe_hook_call(hook: HookFunction, key: Key) -> str:
+    when = f"iteration {key.iteration}, microbatch {key.microbatch}"
+    return f"hook ({hook.describe()}) at {key.site}, {when}"

@@ -1,0 +1,469 @@
+"""Full parameters and their gradients: where their shards are, gathered on the leader or on all ranks, and
+set
+on all ranks.
+
+Before a parameter is sent, all ranks must know its dtype, its shape and whether gradients are reduced.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.adapters import Adapter, ParameterSite
+from megatron_flex.collectives import (
+    assemble_on_stage,
+    broadcast_from_first,
+    checksum,
+    find_differing_axes,
+    gather_objects,
+    join_flat_parts,
+    send_from_stage,
+)
+from megatron_flex.errors import FlexError, LayoutError, SiteError, suggest_nearest
+from megatron_flex.layout import TENSOR_AXIS, Layout, Sizes, extract, full_shape, infer_layout
+from megatron_flex.layout.gradient_layout import find_stored_gradient
+from megatron_flex.sites import model_order
+
+EXPERT_AXES = {"ep", "etp", "edp"}
+MAX_NAMES = 8  # bounds the names in one error
+UNKNOWN_REDUCTION = "whether these gradients are reduced is not known: {why}"
+
+
+class ParameterRequest(NamedTuple):
+    """A request for a parameter.
+
+    Attributes:
+        gradient: request the gradient instead of the parameter.
+        reduced: the gradient after the framework's reduction (True), or each data parallel replica's own
+            (False);
+            None for the state in which the framework is known to leave gradients.
+        padded: include the rows that pad a vocabulary.
+        everywhere: return the tensor on every rank, not only on the leader.
+        expected: the full tensor's shape; for a parameter of a plain module the shape shows which dims are
+            sharded.
+    """
+
+    gradient: bool = False
+    reduced: bool | None = None
+    padded: bool = False
+    everywhere: bool = False
+    expected: tuple[int | None, ...] | None = None
+
+    @property
+    def summands(self) -> bool:
+        """Whether ranks hold partial sums, as gradients are before their reduction."""
+        return self.gradient and not self.reduced
+
+    def layout(self, site: ParameterSite, sizes: Sizes) -> Layout:
+        """The layout of the local parameters, with padding if requested.
+
+        Raises:
+            LayoutError: the local parameter is no shard of a tensor of the expected shape.
+        """
+        layout = site.layout
+        if site.inferred:
+            layout = infer_layout(site.shape, self.expected, sizes.get(TENSOR_AXIS, 1))
+        if self.padded:
+            layout = replace(layout, dims=tuple(replace(d, keep=None) for d in layout.dims))
+        return layout
+
+
+class ParameterReport(NamedTuple):
+    """A rank's report about its shard of a parameter, or of its gradient.
+
+    Attributes:
+        dtype: the dtype of the requested tensor; None if there is no gradient on this rank.
+        held: the dtype of the parameter.
+        shape: the shape of the full tensor.
+        problem: why the tensor cannot be gathered; empty if it can.
+        layout: the layout as text, for inferred layouts.
+        unsure: whether the gradient may be a partial sum, which no tracked call has determined yet.
+    """
+
+    dtype: torch.dtype | None
+    held: torch.dtype
+    shape: tuple[int, ...]
+    problem: str = ""
+    layout: str = ""
+    unsure: bool = False
+
+
+class ParameterIndex:
+    """All parameters of a model by global name, over all stages, and the shards on this rank.
+
+    Attributes:
+        sites: for each name the parameter, and its copies on other stages.
+        unknown: names of parameters without a layout, and the classes of their modules.
+        called: whether the model last ran outside a schedule, which does not finalize gradients.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        own: Sequence[ParameterSite],
+        reports: Sequence[ParameterSite],
+        unknown: Mapping[str, str],
+    ) -> None:
+        self.adapter, self.mesh, self.unknown, self.called = adapter, adapter.mesh, dict(unknown), False
+        self.sites: dict[str, list[ParameterSite]] = {}
+        for site in sorted(reports, key=model_order):
+            self.sites.setdefault(site.copy_of or site.name, []).append(site)
+        self.own: dict[str, list[ParameterSite]] = {}
+        for site in own:
+            self.own.setdefault(site.copy_of or site.name, []).append(site)
+
+    def first_copies(self) -> dict[str, ParameterSite]:
+        """Each parameter by name, as the first stage that holds it reports it."""
+        return {name: copies[0] for name, copies in self.sites.items()}
+
+    def all_copies(self) -> list[ParameterSite]:
+        """All parameters, each followed by its copies on other stages."""
+        return [site for copies in self.sites.values() for site in copies]
+
+    def held(self, name: str) -> list[tuple[ParameterSite, nn.Parameter]]:
+        """This rank's copies of a parameter, usually one or none."""
+        return [(s, s.parameter) for s in self.own.get(name, []) if s.parameter is not None]
+
+    def stages(self, name: str) -> list[int]:
+        """The stages that hold the parameter; the first one is read."""
+        return sorted({s.stage for s in self.sites[name]})
+
+    def resolve(self, name: str) -> str:
+        """The name of a parameter, or of the parameter that it is a copy of.
+
+        Raises:
+            SiteError: there is no such parameter, or its layout is not known.
+        """
+        if name in self.sites:
+            return name
+        for original, sites in self.sites.items():
+            if any(s.name == name for s in sites):
+                return original
+        if name in self.unknown:
+            raise SiteError(
+                f"{name} belongs to a {self.unknown[name]}, whose layout is not known; build the layers with "
+                "the local spec (--transformer-impl local), or read the shards yourself"
+            )
+        raise SiteError(f"no parameter {name!r}{suggest_nearest(name, self.sites)}")
+
+    def prepare(self, want: ParameterRequest) -> ParameterRequest:
+        """Fill in `reduced`, and wait for pending work of the framework on parameters.
+
+        Raises:
+            FlexError: the framework does not define whether gradients are reduced and the request does not
+                either, or
+                the request contradicts the framework.
+        """
+        if not want.gradient:
+            self.adapter.settle()
+            return want
+        known = self.adapter.gradients_reduced(self.called)
+        if want.reduced is None:
+            if isinstance(known, str):
+                raise FlexError(UNKNOWN_REDUCTION.format(why=known))
+            return want._replace(reduced=known)
+        if known is True and not want.reduced:
+            raise FlexError(
+                "the schedule or the wrapper has reduced these gradients already; drop reduced=False"
+            )
+        return want
+
+    def layout(self, site: ParameterSite, want: ParameterRequest) -> Layout:
+        """The layout of the requested local tensors.
+
+        Raises:
+            LayoutError: the local parameter is no shard of a tensor of the expected shape.
+        """
+        layout = want.layout(site, self.mesh.sizes)
+        if not want.gradient:
+            return layout
+        return find_stored_gradient(layout, not want.summands, self.adapter.shares(site.name) or ())
+
+    def note(self, name: str, want: ParameterRequest) -> ParameterReport | None:
+        """This rank's report about a parameter; None if this rank holds no shard of it."""
+        for site, parameter in self.held(name):
+            try:
+                layout = self.layout(site, want)
+            except LayoutError as error:
+                return ParameterReport(None, parameter.dtype, site.shape, str(error))
+            shape = full_shape(layout, site.local, self.mesh.sizes)
+            note = ParameterReport(
+                parameter.dtype, parameter.dtype, shape, layout=layout.describe() if site.inferred else ""
+            )
+            kind = type(parameter.data)
+            if kind is not Tensor and not site.sharded:
+                problem = f"it is kept as a {kind.__name__}, whose parts are not known; read those yourself"
+                return note._replace(problem=problem)
+            if not want.gradient:
+                return note
+            try:
+                tensor = self.adapter.gradient(parameter, not want.summands).tensor
+            except FlexError as error:
+                return note._replace(problem=str(error))
+            dtype, unsure = None if tensor is None else tensor.dtype, self.adapter.shares(site.name) is None
+            return note._replace(
+                dtype=dtype, unsure=unsure, problem=self._no_sum(site) if want.summands else ""
+            )
+        return None
+
+    def notes(self, names: Sequence[str], want: ParameterRequest) -> dict[str, ParameterReport]:
+        """The reports for the parameters that exist (have a gradient). Collective over the mesh.
+
+        Raises:
+            FlexError: on all ranks, if one rank reports a problem, or gradients contradict the request.
+        """
+        mine = {n: note for n in names if (note := self.note(n, want)) is not None}
+        found: dict[str, ParameterReport] = {}
+        others: dict[str, str] = {}
+        for reports in gather_objects(mine, self.mesh, [a.name for a in self.mesh]):
+            for name, note in reports.items():
+                if note.problem:
+                    raise FlexError(f"{name}: {note.problem}")
+                if note.layout != others.setdefault(name, note.layout):
+                    raise FlexError(f"{name}: ranks have parts of different shapes; read the shards yourself")
+                if note.dtype is not None:
+                    found.setdefault(name, note)
+        if want.gradient:
+            here = [n for n in names if n in found]
+            self._check_shares([n for n in here if found[n].unsure])
+            if want.reduced:
+                self._check_reduced(here)
+        return {n: found[n] for n in names if n in found}
+
+    def _no_sum(self, site: ParameterSite) -> str:
+        """Why the gradient cannot be gathered before its reduction; empty if it can."""
+        axes, sizes = {*site.layout.axes, *site.layout.shared}, self.mesh.sizes
+        apart = sizes.get("ep", 1) > 1 or sizes.get("etp", 1) != sizes.get("tp", 1)
+        if apart and (site.owner or axes & EXPERT_AXES):
+            return "an expert's gradient comes from several data parallel ranks; reduced=True reads the sum"
+        if self.mesh["cp"].size > 1 and "cp" not in axes:
+            return "with context parallelism each rank has a share of it; reduced=True reads the sum"
+        return ""
+
+    def _check_shares(self, names: Sequence[str]) -> None:
+        """Refuse gradients that may be partial sums, if no tracked call can determine that."""
+        found = find_differing_axes(
+            [self._copy(name, {"tp", "cp"}) for name in names], self.mesh, ("tp", "cp")
+        )
+        wrong = [name for name, axes in zip(names, found, strict=True) if axes]
+        if wrong:
+            raise FlexError(
+                f"each rank has another gradient of {wrong[0]}, and how they make the whole is not known: no "
+                "call of the model was followed, or those that were do not tell; have a hook at some "
+                "module's input or output while it runs, or read the ranks' shares yourself"
+            )
+
+    def _copy(self, name: str, axes: set[str]) -> dict[str, int]:
+        """A checksum of this rank's gradient for each of some axes."""
+        for _, parameter in self.held(name):
+            tensor = self.adapter.gradient(parameter, True).tensor
+            if tensor is not None:
+                return dict.fromkeys(axes, checksum(tensor))
+        return {}
+
+    def _check_reduced(self, names: Sequence[str]) -> None:
+        """Verify that gradients requested as reduced are reduced: copies must be equal."""
+        axes = ("tp", "cp", "dp", "pp", "etp", "edp")
+        found = find_differing_axes([self._reduced_copy(name) for name in names], self.mesh, axes)
+        wrong = [f"{n} over {', '.join(axes)}" for n, axes in zip(names, found, strict=True) if axes]
+        if wrong:
+            more = f" and {len(wrong) - MAX_NAMES} more" if len(wrong) > MAX_NAMES else ""
+            raise FlexError(
+                f"gradients said to be reduced differ between ranks that should have equal ones "
+                f"({'; '.join(wrong[:MAX_NAMES])}{more}); run finalize_model_grads() first, or ask for "
+                "reduced=False"
+            )
+
+    def _reduced_copy(self, name: str) -> dict[str, int]:
+        """A checksum of this rank's gradient, for each axis over which copies must be equal."""
+        for site, parameter in self.held(name):
+            local = self.adapter.gradient(parameter, True)
+            if local.tensor is None:
+                continue
+            axes = find_copy_axes(site, len(self.stages(name)) > 1) - {*(self.adapter.shares(name) or ())}
+            tensor = local.tensor
+            if local.part is not None:
+                tensor = tensor.reshape(-1)[slice(*local.part)]
+                axes -= {"dp", "cp", "edp"}  # each of those ranks holds another range
+            return dict.fromkeys(axes, checksum(tensor))
+        return {}
+
+
+def find_copy_axes(site: ParameterSite, copied: bool) -> set[str]:
+    """The axes along which ranks must hold equal copies of a parameter.
+
+    Args:
+        site: the parameter.
+        copied: whether several stages hold the parameter.
+    """
+    if site.inferred:
+        return {"dp"}
+    expert = bool(site.owner) or bool({*site.layout.axes, *site.layout.shared} & EXPERT_AXES)
+    axes = {"etp", "edp"} if expert else {"tp", "cp", "dp"}
+    return (axes | ({"pp"} if copied else set())) - set(site.layout.axes)
+
+
+def gather_parameter(
+    survey: ParameterIndex, name: str, want: ParameterRequest, expected: Sequence[int | None] | None
+) -> Tensor | None:
+    """Gather one full tensor on the CPU of the leader or of every rank; None elsewhere. Collective over the
+    mesh.
+    """
+    name = survey.resolve(name)
+    want = survey.prepare(want)._replace(expected=None if expected is None else tuple(expected))
+    note = survey.notes([name], want).get(name)
+    if note is None:
+        raise FlexError(f"{name} has no gradient: it is frozen, or no backward pass has run")
+    if expected is not None and (
+        len(expected) != len(note.shape)
+        or any(e is not None and e != n for e, n in zip(expected, note.shape, strict=True))
+    ):
+        raise FlexError(
+            f"{name} has shape {note.shape}, not the expected {tuple(expected)}; drop expected_shape"
+        )
+    return _gather_full(survey, name, want, note)
+
+
+def gather_all_parameters(survey: ParameterIndex, want: ParameterRequest) -> Iterator[tuple[str, Tensor]]:
+    """Gather the full tensors one by one. Collective over the mesh: every rank iterates to the end."""
+    if survey.unknown:
+        some = ", ".join(f"{n} ({kind})" for n, kind in list(survey.unknown.items())[:3])
+        more = ", ..." if len(survey.unknown) > 3 else ""
+        warnings.warn(
+            f"{len(survey.unknown)} parameters of modules without a known layout are left out: {some}{more}; "
+            "parameters_without_layout() has all",
+            stacklevel=2,
+        )
+    want = survey.prepare(want)
+    for name, note in survey.notes(list(survey.sites), want).items():
+        full = _gather_full(survey, name, want, note)
+        if full is not None:
+            yield name, full
+
+
+def set_parameter(
+    survey: ParameterIndex, name: str, value: Tensor | None, want: ParameterRequest, optimizer: Any
+) -> None:
+    """Write a full tensor to all its shards and copies. Collective over the mesh."""
+    name = survey.resolve(name)
+    if optimizer is not None and not hasattr(optimizer, "reload_model_params"):
+        kind = type(optimizer).__name__
+        raise FlexError(f"a {kind} has no reload_model_params(); give Megatron's optimizer, or none")
+    want = survey.prepare(want)
+    if survey.sites[name][0].inferred:
+        want = want._replace(expected=_share_shape(survey, value))
+    value = _agree_on_value(survey, name, value, want)
+    for number, (site, parameter) in enumerate(survey.held(name)):
+        first = number == 0 and site.stage == survey.stages(name)[0]
+        # Of partial sums one rank gets the value and the others zeros, as in a layout.
+        mine = value if first or not want.summands else torch.zeros_like(value)
+        _write_shard(survey, site, parameter, mine, want)
+    if optimizer is not None:
+        optimizer.reload_model_params()
+
+
+def _gather_full(
+    survey: ParameterIndex, name: str, want: ParameterRequest, note: ParameterReport
+) -> Tensor | None:
+    """Gather one full tensor on the requested ranks; copies that are partial sums are added."""
+    mesh = survey.mesh
+    like = torch.empty(note.shape, dtype=note.dtype, device="meta")
+    total: Tensor | None = None
+    for stage in survey.stages(name) if want.summands else survey.stages(name)[:1]:
+        full = None
+        if stage == mesh["pp"].coord:
+            site = survey.own[name][0]
+            local = _read_local(survey, name, want, note)
+            full = assemble_on_stage(
+                local, survey.layout(site, want), site.owner, like, mesh, want.everywhere
+            )
+        full = send_from_stage(full, stage, like, mesh, want.everywhere)
+        if full is not None:
+            total = full.to("cpu", copy=True) if total is None else total + full.cpu()
+    return total
+
+
+def _read_local(
+    survey: ParameterIndex, name: str, want: ParameterRequest, note: ParameterReport
+) -> Tensor | None:
+    held = [parameter for _, parameter in survey.held(name)]
+    if not held or not want.gradient:
+        return survey.adapter.value(held[0]) if held else None
+    # This rank has no gradient where others have one: its contribution is zero.
+    shape = survey.own[name][0].local
+    nothing = torch.zeros(shape, dtype=note.dtype, device=held[0].device)
+    if want.reduced:
+        local = survey.adapter.gradient(held[0], True)
+        return join_flat_parts(
+            nothing if local.tensor is None else local.tensor.detach(), local.part, local.group
+        )
+    found = [survey.adapter.gradient(p, False).tensor for p in held]
+    return sum((t.detach() for t in found if t is not None), nothing)
+
+
+def _share_shape(survey: ParameterIndex, value: Tensor | None) -> tuple[int, ...] | None:
+    """Broadcast the shape of the value, which shows how a plain module's parameter is sharded. Collective
+    over
+    the mesh.
+    """
+    given = None if value is None else tuple(value.shape)
+    answers = gather_objects(given, survey.mesh, [a.name for a in survey.mesh])
+    return next((shape for shape in answers if shape is not None), None)
+
+
+def _agree_on_value(
+    survey: ParameterIndex, name: str, value: Tensor | None, want: ParameterRequest
+) -> Tensor:
+    """Return the value on every rank, after all ranks have validated its type."""
+    mesh = survey.mesh
+    given = None if value is None else (tuple(value.shape), value.dtype, checksum(value))
+    answers = gather_objects((survey.note(name, want), given), mesh, [a.name for a in mesh])
+    notes = [note for note, _ in answers if note is not None]
+    if problem := next((n.problem for n in notes if n.problem), ""):
+        raise FlexError(f"{name}: {problem}")
+    supplied = [g for _, g in answers if g is not None]
+    if answers[0][1] is None:
+        raise FlexError(f"no value for {name}; pass the whole tensor on every rank, or on the leader")
+    if any(g != supplied[0] for g in supplied):
+        raise FlexError(f"the values for {name} differ between ranks; pass the same, or the leader's only")
+    shape, dtype, _ = supplied[0]
+    known = next((n.dtype for n in notes if n.dtype is not None), notes[0].held)
+    if shape != notes[0].shape or dtype != known:
+        raise FlexError(
+            f"{name} has shape {notes[0].shape} and dtype {known}; the value has {shape} and {dtype}: "
+            "convert it"
+        )
+    if value is not None and len(supplied) == len(answers):
+        return value.detach()
+    device = next(p.device for n in survey.own for _, p in survey.held(n))
+    buffer = torch.empty(shape, dtype=dtype, device=device)
+    if value is not None:
+        buffer.copy_(value)
+    return broadcast_from_first(buffer, mesh)
+
+
+def _write_shard(
+    survey: ParameterIndex,
+    site: ParameterSite,
+    parameter: nn.Parameter,
+    value: Tensor,
+    want: ParameterRequest,
+) -> None:
+    mesh, adapter = survey.mesh, survey.adapter
+    old = adapter.value(parameter)
+    layout = survey.layout(site, want)
+    if want.gradient:
+        found = adapter.gradient(parameter, not want.summands).tensor
+        old = torch.zeros_like(old) if found is None else found
+    # The full tensor has no padding; the local tensor keeps its padding.
+    shard = extract(layout, value.to(old.device), mesh.coords, mesh.sizes, old)
+    if want.gradient:
+        adapter.put_gradient(parameter, shard, not want.summands)
+    else:
+        adapter.put(parameter, shard)

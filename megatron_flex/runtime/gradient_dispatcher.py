@@ -1,0 +1,228 @@
+"""Backward hooks: dispatches the gradient of an activation or of a parameter to the hooks on it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megatron_flex.adapters import ParameterSite
+from megatron_flex.collectives import Route
+from megatron_flex.layout import Layout
+from megatron_flex.layout.gradient_layout import (
+    GradientLayout,
+    explain_unlike_conjugate,
+    find_activation_gradient,
+    find_parameter_gradient,
+)
+from megatron_flex.runtime.autograd_graph import weak_hook
+from megatron_flex.runtime.capture_dispatcher import CaptureDispatcher
+from megatron_flex.runtime.captures import Key
+from megatron_flex.runtime.edit_dispatcher import EditDispatcher
+from megatron_flex.runtime.hook_registry import HookRegistry
+from megatron_flex.runtime.hooks import HookFunction, explain_unhookable
+from megatron_flex.runtime.layout_inference import LayoutInference
+from megatron_flex.runtime.site_rejection import (
+    SiteRejection,
+    raise_no_gradient_layout,
+    raise_partial_gradient,
+)
+from megatron_flex.sites import GRADIENT_SUFFIX, Site
+
+
+class GradientDispatcher:
+    """Dispatches a gradient to its hooks: captures, sinks, edits.
+
+    Every entry point from a backward pass records an error instead of raising it, and returns the gradient
+    unedited.
+    """
+
+    def __init__(
+        self,
+        registry: HookRegistry,
+        captures: CaptureDispatcher,
+        edits: EditDispatcher,
+        inference: LayoutInference,
+        rejection: SiteRejection,
+        backward_seen: Callable[[], None],
+    ) -> None:
+        self.registry, self.captures, self.edits, self.inference = registry, captures, edits, inference
+        self.clock, self.editing = captures.clock, captures.editing
+        self._rejection, self._backward_seen = rejection, backward_seen
+
+    def attach(
+        self,
+        site: Site,
+        later: list[HookFunction],
+        key: Key,
+        out: Tensor,
+        own: Layout,
+        layout: Layout,
+        route: Route | None,
+    ) -> Tensor:
+        """Attach the hooks on a tensor's gradient to the edited tensor, and return that tensor."""
+        module = getattr(site.tap, "module", None)
+        if site.followed and self.editing.modules and out.requires_grad:
+            find = find_activation_gradient(site.tap, layout)
+            check = GradientDispatcher._check_trainable_gradient
+            out.register_hook(self._make_graph_hook(check, site.name, find, layout, key))
+        # The first pass of a checkpointed region has no autograd graph; its replay gets the hook.
+        if not later or not torch.is_grad_enabled():
+            return out
+        if not out.requires_grad:
+            self.editing.reasons[site.name] = "the tensor there needs no gradient"
+        else:
+            seen = key._replace(site=site.name + GRADIENT_SUFFIX)
+            back = route and route.for_gradient()
+            find = find_activation_gradient(site.tap, layout)
+            dumped = find
+            if any(h.tensor_sink for h in later) and own != layout:
+                dumped = find_activation_gradient(site.tap, own)
+            owner = None if module is None else weakref.ref(module)
+            compare = "propagated" if site.followed else "assumed" if self.inference.is_assumed(site) else ""
+            seen_as = site.name, find, dumped, owner, seen, back, compare
+            backward = self._make_graph_hook(GradientDispatcher._dispatch_activation, *seen_as)
+            # Attach to a separate tensor: a tensor that is used elsewhere too (the residual beside a norm's
+            # input)
+            # also receives a gradient from there, and a view that is masked in place loses its hooks. (torch
+            # does
+            # not type `apply`.)
+            out = cast(Tensor, _GradientBranch.apply(out, backward))  # type: ignore[no-untyped-call]
+        return out
+
+    def _make_graph_hook(self, method: Callable[..., Tensor | None], place: str, *args: Any) -> Any:
+        """Make a hook of the autograd graph that calls `method` with the site's name, `args` and the
+        gradient.
+
+        The hook records an error instead of raising it; the gradient is then unedited.
+        """
+        return weak_hook(self._run_guarded, method, place, *args)
+
+    def _run_guarded(self, method: Callable[..., Tensor | None], place: str, *args: Any) -> Tensor | None:
+        try:
+            return method(self, place, *args)
+        except Exception as error:  # recorded: all ranks raise it at the end of the step
+            self.editing.caught(place + GRADIENT_SUFFIX, error)
+            self._backward_seen()
+            return None
+
+    def _check_trainable_gradient(
+        self, name: str, find: Callable[[], GradientLayout], layout: Layout, key: Key, grad: Tensor
+    ) -> None:
+        """Refuse a trainable module where each rank would compute only a part of its gradient."""
+        why = explain_unlike_conjugate(find(), layout)
+        if not why:
+            return
+        for hook in (h for h in self.registry.at(name) if h.editing_function and not h.backward):
+            self.editing.guard(hook, key, partial(raise_partial_gradient, name, why))
+
+    def _dispatch_activation(
+        self,
+        name: str,
+        find: Callable[[], GradientLayout],
+        find_dumped: Callable[[], GradientLayout],
+        owner: Callable[[], Any] | None,
+        key: Key,
+        route: Route | None,
+        compare: str,
+        grad: Tensor,
+    ) -> Tensor | None:
+        found, own = find(), find_dumped().layout
+        layout = found.layout
+        if layout is None:
+            why = found.reason
+            for hook in (h for h in self.registry.at(name) if h.backward):
+                self._rejection.reject(hook, name, key, why, partial(raise_no_gradient_layout, name, why))
+            self._backward_seen()
+            return None
+        if compare == "assumed":
+            edits = any(h.editing_function and h.backward for h in self.registry.at(name))
+            if not self.inference.compare_ranks(name, key, grad, edits):
+                self._backward_seen()
+                return None
+        elif compare and route is None:
+            self.inference.note_layout(name + GRADIENT_SUFFIX, layout, grad)
+        if own is not None:
+            self.captures.feed_sinks([h for h in self.registry.at(name) if h.backward], key, grad, own, route)
+        return self.run_hooks(name, layout, owner and owner(), key, grad, route)
+
+    def dispatch_parameter(self, site: ParameterSite, grad: Tensor | None) -> Tensor | None:
+        """Dispatch a parameter's local gradient to its hooks; zeros if there is no gradient."""
+        if grad is None:  # torch lets no hook replace a missing gradient
+            if site.parameter is not None:
+                self.dispatch_parameter(site, torch.zeros_like(site.parameter))
+            return None
+        return self._run_guarded(GradientDispatcher._dispatch_parameter, site.name, site, grad)
+
+    def _dispatch_parameter(self, _: str, site: ParameterSite, grad: Tensor) -> Tensor | None:
+        if why := explain_unhookable(grad):
+            self._rejection.omit_hooks(
+                site.name + GRADIENT_SUFFIX, why, [h for h in self.registry.at(site.name) if h.backward]
+            )
+            self._backward_seen()
+            return None
+        key = self.clock.key(site.name + GRADIENT_SUFFIX)
+        layout = self.inference.layout(site, key, grad) if site.inferred else site.layout
+        if layout is None:
+            self._backward_seen()
+            return None
+        found = find_parameter_gradient(site.followed, layout)
+        if found.layout is None:
+            why = found.reason
+            for hook in (h for h in self.registry.at(site.name) if h.backward):
+                self._rejection.reject(
+                    hook, site.name, key, why, partial(raise_no_gradient_layout, site.name, why)
+                )
+            self._backward_seen()
+            return None
+        return self.run_hooks(site.name, found.layout, None, key, grad)
+
+    def run_hooks(
+        self,
+        name: str,
+        layout: Layout,
+        module: Any,
+        key: Key,
+        grad: Tensor,
+        route: Route | None = None,
+    ) -> Tensor | None:
+        """Dispatch a local gradient, in `layout`, to its hooks."""
+        hooks = [h for h in self.registry.at(name) if h.backward and h.tensor_sink is None]
+        factor = self.clock.gradient_factor if any(h.gradient_scale == "loss" for h in hooks) else 1.0
+        local = grad if factor == 1.0 else _divide_by_factor(grad, factor)
+        edited = None
+        if any(h.editing_function for h in hooks):
+            edited = self.edits.edit(hooks, key, module, local, layout, route, any(h.save for h in hooks))
+            edited = edited if factor == 1.0 else (edited * factor).to(grad.dtype)
+        elif hooks:
+            self.captures.capture(hooks, key, local, layout, route)
+        self._backward_seen()
+        return edited
+
+
+class _GradientBranch(torch.autograd.Function):
+    """The same tensor as a separate node of the autograd graph, with its own gradient; nothing is copied.
+
+    `run` is called with that gradient, zeros if there is none, and returns another gradient or None.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, run: Callable[[Tensor], Tensor | None]) -> Tensor:
+        ctx.run = run
+        return tensor.detach()  # not a view, which could not be edited in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        other = ctx.run(grad)
+        return grad if other is None else other, None
+
+
+def _divide_by_factor(grad: Tensor, factor: float) -> Tensor:
+    """The gradient divided by the factor; fp16 becomes fp32, because the factor keeps values in
+    fp16's range.
+    """
+    return (grad.float() if grad.dtype == torch.float16 else grad) / factor

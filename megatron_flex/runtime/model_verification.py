@@ -1,0 +1,502 @@
+"""Verification of the user's own model: copies are equal, and shards have the shapes of their layouts.
+
+During a step each rank only records observations of the tensors at its sites; the ranks compare them at the
+end of the step, so that verification cannot deadlock. Parameters and buffers are compared over the ranks that
+hold copies, and local edits with gathered edits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.adapters import Undo
+from megatron_flex.collectives import Route, checksum, find_differing_axes, gather_full, gather_objects
+from megatron_flex.errors import LayoutError, VerifyError, describe_error
+from megatron_flex.layout import Coords, Layout, Sizes, full_shape
+from megatron_flex.mesh import Mesh
+from megatron_flex.progress import track
+from megatron_flex.runtime.captures import Key
+from megatron_flex.runtime.edit_failures import format_ranks, global_rank
+from megatron_flex.runtime.edit_runner import call_editing_function, seed_generators
+from megatron_flex.runtime.full_parameters import EXPERT_AXES, ParameterIndex, find_copy_axes
+from megatron_flex.runtime.hook_dispatcher import HookDispatcher
+from megatron_flex.runtime.hooks import HookFunction, describe_edit
+from megatron_flex.runtime.local_edits import LocalEditPlan
+from megatron_flex.sites import Site
+
+COPY_AXES = ("tp", "cp", "dp", "pp", "etp", "edp")
+MAX_COPIES = 32  # bounds the copies named for one step
+CopyChecksums = dict[
+    str, int
+]  # a checksum for each axis along which this rank's copy must be equal to others
+
+
+def find_unequal_copies(survey: ParameterIndex, mesh: Mesh) -> list[str]:
+    """The parameters and buffers whose copies differ, as text; the same list on all ranks.
+
+    Collective over the mesh.
+    """
+    parameters = [(name, _checksum_parameter(survey, name, mesh)) for name in _show_progress(survey.sites)]
+    found = [f"parameter {text}" for text in _describe_unequal(parameters, mesh)]
+    mine = survey.adapter.buffers()
+    names = dict.fromkeys(n for stage in gather_objects(list(mine), mesh, ["pp"]) for n in stage)
+    buffers = [(name, _checksum_tensor(mine[name], {"dp"}, mesh) if name in mine else {}) for name in names]
+    return [
+        *found,
+        *(f"buffer {text}" for text in _describe_unequal(buffers, mesh)),
+        *_find_unequal_shards(survey, mesh),
+    ]
+
+
+def _find_unequal_shards(survey: ParameterIndex, mesh: Mesh) -> list[str]:
+    """Likewise for shards that several data parallel ranks hold, as where FSDP shards within a replica."""
+    if mesh["dp"].size == 1:
+        return []
+    mine = survey.adapter.shards()
+    gathered = gather_objects(
+        (global_rank(), {n: (part, checksum(t)) for n, (part, t) in mine.items()}), mesh, ["dp"]
+    )
+    here = []
+    for name in mine:
+        parts: dict[Any, dict[int, list[int]]] = {}
+        for rank, held in gathered:
+            part, total = held[name]
+            parts.setdefault(part, {}).setdefault(total, []).append(rank)
+        texts = [
+            " and ".join(map(format_ranks, sides.values())) for sides in parts.values() if len(sides) > 1
+        ]
+        if texts:
+            here.append(f"parameter {name} is not the same on all ranks along dp ({'; '.join(texts)} differ)")
+    elsewhere = gather_objects(here, mesh, [a.name for a in mesh if a.name != "dp"])
+    return list(dict.fromkeys(text for texts in elsewhere for text in texts))
+
+
+def _show_progress(names: Mapping[str, Any]) -> Any:
+    return track(names, "verifying parameters", unit="parameters")
+
+
+def _checksum_parameter(survey: ParameterIndex, name: str, mesh: Mesh) -> CopyChecksums:
+    for site, parameter in survey.held(name)[:1]:
+        # Other shards are not known, or not equal.
+        if type(parameter.data) is Tensor and not site.sharded:
+            return _checksum_tensor(parameter, find_copy_axes(site, len(survey.stages(name)) > 1), mesh)
+    return {}
+
+
+def _checksum_tensor(tensor: Tensor, axes: set[str], mesh: Mesh) -> CopyChecksums:
+    wanted = {a for a in axes if mesh[a].size > 1}
+    return dict.fromkeys(wanted, checksum(tensor)) if wanted else {}
+
+
+def _describe_unequal(copies: Sequence[tuple[str, CopyChecksums]], mesh: Mesh) -> list[str]:
+    """Describe the copies that differ, with the axes and the ranks."""
+    axes = find_differing_axes([sums for _, sums in copies], mesh, COPY_AXES)
+    wrong = [(name, sums, along) for (name, sums), along in zip(copies, axes, strict=True) if along]
+    if not wrong:
+        return []
+    # Which ranks: each line of ranks along the axis, and their checksums.
+    mine = {n: {a: (mesh[a].ranks, s[a]) for a in along if a in s} for n, s, along in wrong[:MAX_COPIES]}
+    gathered = gather_objects((global_rank(), mine), mesh, [a.name for a in mesh])
+    sides = partial(_describe_sides, gathered)
+    return [
+        f"{name} is not the same on all ranks along {', '.join(along)}{sides(name, along)}"
+        for name, _, along in wrong
+    ]
+
+
+GatheredChecksums = Sequence[tuple[int, Mapping[str, Mapping[str, tuple[tuple[int, ...], int]]]]]
+
+
+def _describe_sides(gathered: GatheredChecksums, name: str, along: Sequence[str]) -> str:
+    """Describe which ranks hold different values, for each line of ranks that should be equal."""
+    lines: dict[tuple[int, ...], dict[int, set[int]]] = {}
+    for rank, found in gathered:
+        for axis, (line, total) in found.get(name, {}).items():
+            if axis in along:
+                lines.setdefault(line, {}).setdefault(total, set()).add(rank)
+    differ = [sides for sides in lines.values() if len(sides) > 1]
+    texts = [" and ".join(format_ranks(sorted(ranks)) for ranks in sides.values()) for sides in differ]
+    return f" ({'; '.join(texts)} differ)" if texts else ""
+
+
+ROUNDING_BOUND = 1e-5  # relative to the largest entry: reductions over ranks add in another order
+
+
+class LocalEditCheck:
+    """Compares each local edit with the gathered edit, until the check is stopped.
+
+    Attributes:
+        found: the findings, the same on all ranks that hold a tensor.
+    """
+
+    def __init__(self, firing: HookDispatcher) -> None:
+        self._firing = firing
+        self.found: list[str] = []
+        firing.edits.compared = self.compare
+
+    def stop(self) -> None:
+        """Stop comparing edits."""
+        self._firing.edits.compared = None
+
+    def compare(
+        self,
+        hooks: list[HookFunction],
+        key: Key,
+        module: Any,
+        local: Tensor,
+        plan: LocalEditPlan,
+        out: Tensor,
+    ) -> None:
+        """Edit the full tensor too, and record a difference. Collective over the ranks that hold shards."""
+        firing, editing = self._firing, self._firing.editing
+        if firing.clock.replaying() and not hooks[0].backward:
+            return
+        with torch.no_grad():
+            full = gather_full(local.detach(), plan.layout, firing.mesh)
+            got = gather_full(out.detach(), plan.layout, firing.mesh)
+            words = " | ".join(describe_edit(e) for e in plan.given.values())
+            try:
+                for index, hook in enumerate(hooks):
+                    if hook in plan.edits and not editing.skipping.was_skipped(key, index):
+                        find = partial(hook.editing_at, key)
+                        with seed_generators(key, index, full):
+                            full = call_editing_function(
+                                find, module, full.clone(), Namespace(), nn.ModuleDict()
+                            )
+            except Exception as error:  # the user's function ran on shards before; no rank may stop here
+                self._note(
+                    key, f"{words} ran on ranks' parts, but fails on the whole: {describe_error(error)}"
+                )
+                return
+            far, most = measure_difference(got, full)
+        room = max(ROUNDING_BOUND, 8 * torch.finfo(got.dtype).eps) * most if got.is_floating_point() else 0.0
+        if not far <= room:
+            self._note(
+                key,
+                f"{words} makes another tensor of ranks' parts than of the whole, by {far:.3g} at most where "
+                f"the greatest entry is {most:.3g}; it is not local along the dims that are cut",
+            )
+
+    def _note(self, key: Key, text: str) -> None:
+        self.found.append(f"{key.site}, microbatch {key.microbatch}: {text}")
+
+
+def measure_difference(got: Tensor, want: Tensor) -> tuple[float, float]:
+    """The largest difference, and the largest expected entry; NaN and infinity count too."""
+    if not want.numel():
+        return 0.0, 0.0
+    exact = not want.is_floating_point() and not want.is_complex()
+    one, other = (got.long(), want.long()) if exact else (got, want)
+    if not exact and want.element_size() == 1:  # torch has no arithmetic for such dtypes
+        one, other = got.float(), want.float()
+    same = (one == other) | ((one != one) & (other != other))
+    far = (one - other).abs().masked_fill(same, 0).double()
+    finite = other.abs().double()
+    most = float(finite[finite.isfinite()].max()) if finite.isfinite().any() else 0.0
+    return float(far.nan_to_num(nan=float("inf")).max()), most
+
+
+MAX_FINDINGS = 8  # bounds the findings in one error
+SAMPLE_DIMS = {"s", "b"}  # dims whose length is the same throughout a microbatch
+
+
+class SiteObservation(NamedTuple):
+    """One pass of a tensor through a site, as observed by one rank.
+
+    Attributes:
+        site: the site's name.
+        microbatch: the microbatch.
+        call: the pass within the microbatch.
+        layout: the layout of this pass.
+        shape: the shape of the local tensor.
+        check: checksum of the local tensor, where other ranks must hold the same.
+        total: the tensor's sum, for display.
+        again: whether this very tensor passed the site before.
+        rows: whether these are rows of experts, whose full tensor is known only to the ranks that own the
+            tokens;
+            `layout` is then the layout of the rows.
+    """
+
+    site: str
+    microbatch: int
+    call: int
+    layout: Layout
+    shape: tuple[int, ...]
+    check: int | None = None
+    total: float = 0.0
+    again: bool = False
+    rows: bool = False
+
+
+class VerificationRequest:
+    """The state of `verify()` in a session: the steps to verify, if any."""
+
+    def __init__(self) -> None:
+        self._verifier: SiteVerifier | None = None
+
+    def begin(
+        self, sites: Iterable[Site], survey: ParameterIndex, firing: HookDispatcher, steps: int
+    ) -> None:
+        """Verify all sites during the next steps. Every rank makes the same call."""
+        self.stop()
+        self._verifier = SiteVerifier(sites, survey, firing, steps)
+
+    @property
+    def on(self) -> bool:
+        """Whether the next step is verified."""
+        return self._verifier is not None and self._verifier.left > 0
+
+    @property
+    def missed(self) -> bool:
+        """Whether verification was requested and no step has been verified."""
+        return self._verifier is not None and not self._verifier.checked
+
+    def compare_copies(self, mesh: Mesh) -> None:
+        """Compare parameters and buffers over all ranks, which have just synchronized. Collective over
+        `mesh`.
+        """
+        if self._verifier is not None and self.on:
+            self._verifier.compare_copies(mesh)
+
+    def step_ends(self, failed: bool, mesh: Mesh) -> list[str]:
+        """The findings of the step, the same list on all ranks; called while on. Collective over the mesh."""
+        return [] if self._verifier is None else self._verifier.step_ends(failed, mesh)
+
+    def stop(self) -> None:
+        """Stop the verification."""
+        if self._verifier is not None:
+            self._verifier.stop()
+            self._verifier = None
+
+
+class SiteVerifier:
+    """Observes all sites of this rank during some steps, and the edits that run on shards."""
+
+    def __init__(
+        self, sites: Iterable[Site], survey: ParameterIndex, firing: HookDispatcher, steps: int
+    ) -> None:
+        clock = firing.clock
+        self._comparing = LocalEditCheck(firing)
+        self.survey, self.clock, self.left = survey, clock, steps
+        self.checked = 0
+        self._sites = {s.name: s for s in sites if s.tap is not None and not s.hidden and not s.inferred}
+        self._seen: list[SiteObservation] = []
+        self._before: list[str] = []  # findings at the beginning of the step
+        self._calls: Counter[tuple[str, int]] = Counter()
+        self._last: dict[str, weakref.ref[Tensor]] = {}
+        taps = ((s, s.tap) for s in self._sites.values())
+        self._editing = firing.editing
+        self._taps: list[Undo] = [tap.install(partial(self._fire, site)) for site, tap in taps if tap]
+
+    def stop(self) -> None:
+        """Remove the taps."""
+        for undo in self._taps:
+            undo()
+        self._taps.clear()
+        self._comparing.stop()
+        self._forget()
+
+    def compare_copies(self, mesh: Mesh) -> None:
+        """Compare parameters and buffers over more ranks than those that synchronize at the end of the step.
+
+        Collective over `mesh`.
+        """
+        self._before = find_unequal_copies(self.survey, mesh)
+
+    def step_ends(self, failed: bool, mesh: Mesh) -> list[str]:
+        """The findings of the step, the same list on all ranks; empty if the step itself failed.
+
+        Collective over `mesh`.
+        """
+        seen, edits = self._seen, self._comparing.found
+        before, self._before = self._before, []
+        self._forget()
+        self.left -= 1
+        if self.left <= 0:
+            self.stop()
+        if failed:
+            return []
+        self.checked += 1
+        answers = gather_objects((dict(mesh.coords), seen, edits), mesh, ["dp", "cp", "tp"])
+        reports = [(coords, passes) for coords, passes, _ in answers]
+        here = find_violations(reports, {n: s.shape for n, s in self._sites.items()}, mesh)
+        here += dict.fromkeys(text for _, _, found in answers for text in found)
+        stages = gather_objects(here, mesh, ["pp"])
+        copies = dict.fromkeys([*before, *find_unequal_copies(self.survey, mesh)])
+        return [*copies, *(text for stage in stages for text in stage)]
+
+    def _forget(self) -> None:
+        self._seen, self._comparing.found = [], []
+        self._calls.clear()
+        self._last.clear()
+
+    def _fire(
+        self, site: Site, local: Tensor, layout: Layout | None = None, route: Route | None = None
+    ) -> Tensor:
+        self._editing.apart(site.name, self._see, site, local, layout, route)
+        return local
+
+    def _see(self, site: Site, local: Tensor, layout: Layout | None, route: Route | None) -> None:
+        if self.clock.replaying():
+            return
+        layout = route.layout if route else layout or site.layout
+        place = site.name, self.clock.microbatch
+        call = self._calls[place]
+        self._calls[place] += 1
+        last = self._last.get(site.name)
+        again = call > 0 and last is not None and last() is local
+        self._last[site.name] = weakref.ref(local)
+        seen = SiteObservation(*place, call, layout, tuple(local.shape), again=again, rows=route is not None)
+        if find_replicated_axes(layout, self.survey.mesh.sizes):
+            value = local.detach()
+            seen = seen._replace(check=checksum(value), total=float(value.double().sum()))
+        self._seen.append(seen)
+
+
+def make_verify_error(found: Sequence[str], step: int) -> VerifyError:
+    """Make the error of the findings; the first findings usually cause the others."""
+    more = f"; and {len(found) - MAX_FINDINGS} more" if len(found) > MAX_FINDINGS else ""
+    return VerifyError(f"step {step}: {len(found)} finding(s): {'; '.join(found[:MAX_FINDINGS])}{more}")
+
+
+def find_replicated_axes(layout: Layout, sizes: Sizes) -> set[str]:
+    """The axes, within the ranks of one sample, along which all or some ranks must hold the same tensor."""
+    named = {*layout.axes, *layout.shared}
+    axes = {"etp"} if named & EXPERT_AXES else {"tp", "cp"}
+    some = {c.axis for d in layout.dims for c in d.cuts if c.copies > 1 and not c.partial}
+    return {a for a in (axes - set(layout.axes)) | some if sizes.get(a, 1) > 1}
+
+
+StageObservations = Sequence[tuple[Coords, Sequence[SiteObservation]]]  # of all ranks of a stage
+
+
+def find_violations(
+    reports: StageObservations, shapes: Mapping[str, Sequence[int | str]], mesh: Mesh
+) -> list[str]:
+    """The violations at one stage's sites; each site is reported once, in order of execution.
+
+    A pure function of the observations of all ranks of the stage.
+
+    Args:
+        told: the coordinates and the observations of each rank.
+        shapes: the full tensor's shape that each site declares.
+        mesh: the run's axes.
+    """
+    passes: dict[tuple[str, int, int], list[tuple[Coords, SiteObservation]]] = {}
+    for coords, seen in reports:
+        for one in seen:
+            passes.setdefault((one.site, one.microbatch, one.call), []).append((coords, one))
+    lengths = _count_lengths(passes.values(), shapes, mesh.sizes)
+    out: dict[str, str] = {}
+    several = track(passes.items(), "verifying sites", unit="passes")
+    for (site, microbatch, _), at in several:
+        problem = next(_find_problems(at, len(reports), shapes[site], lengths, mesh), "")
+        if problem:
+            out.setdefault(site, f"{site}, microbatch {microbatch}: {problem}")
+    return list(out.values())
+
+
+CallObservations = list[tuple[Coords, SiteObservation]]
+
+
+def _find_problems(
+    at: CallObservations,
+    ranks: int,
+    promised: Sequence[int | str],
+    lengths: dict[Any, Counter[int]],
+    mesh: Mesh,
+) -> Iterator[str]:
+    if len(at) < ranks:
+        yield f"it passed on {len(at)} of {ranks} ranks"
+    for coords, seen in at:
+        if seen.again:
+            yield "the same tensor passed twice; its tap fires twice"
+        if seen.rows:
+            continue
+        try:
+            full = _infer_full_shape(seen, mesh.sizes)
+        except LayoutError as error:
+            yield str(error)
+            return
+        for name, got in zip(_list_promised_lengths(promised, seen), full, strict=True):
+            due, why = name, "is promised"
+            if isinstance(due, str):
+                usual = lengths.get(_make_length_key(coords, seen, due), Counter()).most_common(1)
+                due, why = (usual[0][0] if usual else due), f"is {name} at most sites"
+            if isinstance(due, int) and got is not None and got != due:
+                reports = seen.layout.describe(mesh.sizes)
+                yield f"local shape {seen.shape} in {reports} makes {full}, but for {got}, {due} {why}"
+    yield from _find_unequal(at, mesh)
+
+
+def _find_unequal(at: CallObservations, mesh: Mesh) -> Iterator[str]:
+    axes = find_replicated_axes(at[0][1].layout, mesh.sizes)
+    if not axes:
+        return
+    groups: dict[tuple[Any, ...], list[SiteObservation]] = {}
+    for coords, seen in at:
+        groups.setdefault(_shard_identity(coords, seen.layout), []).append(seen)
+    for group in groups.values():
+        if len({(s.check, s.shape) for s in group}) > 1:
+            sums = ", ".join(f"{s.total:.9g}" for s in group)
+            yield f"ranks that must hold the same along {', '.join(sorted(axes))} differ (sums {sums})"
+
+
+def _shard_identity(coords: Coords, layout: Layout) -> tuple[Any, ...]:
+    """What ranks that must hold the same tensor have in common: the sample, and the index of the shard."""
+    expert = {*layout.axes, *layout.shared} & EXPERT_AXES
+    fixed = ("edp", "ep") if expert else ("dp",)
+    copies = {c.axis: c.copies for d in layout.dims for c in d.cuts if not c.partial}
+    cut = tuple(coords.get(a, 0) // copies.get(a, 1) for a in layout.axes)
+    return (*(coords.get(a, 0) for a in fixed), *cut)
+
+
+def _infer_full_shape(seen: SiteObservation, sizes: Sizes) -> tuple[int | None, ...]:
+    """The full tensor's shape; None for dims whose length depends on all shards."""
+    dims = seen.layout.dims
+    if any(d.uneven for d in dims):
+        order = seen.layout.permute or tuple(range(len(dims)))
+        plain = [None if dims[i].uneven or dims[i].cuts else seen.shape[i] for i in order]
+        return tuple(plain) if len(seen.shape) == len(dims) else tuple(seen.shape)
+    return full_shape(seen.layout, seen.shape, sizes)
+
+
+def _list_promised_lengths(promised: Sequence[int | str], seen: SiteObservation) -> Sequence[int | str]:
+    """The declared shape of the full tensor; for a tensor with other dims (packed sequences) the
+    dims' names.
+    """
+    dims = seen.layout.dims
+    if len(promised) == len(dims):
+        return promised
+    return [dims[i].name for i in seen.layout.permute or range(len(dims))]
+
+
+def _make_length_key(coords: Coords, seen: SiteObservation, name: str) -> tuple[Any, ...]:
+    return name, seen.microbatch, coords.get("dp", 0)
+
+
+def _count_lengths(
+    passes: Iterable[CallObservations], shapes: Mapping[str, Sequence[int | str]], sizes: Sizes
+) -> dict[Any, Counter[int]]:
+    """Count how often each length of the dims of a sample occurs; a site with another length is wrong."""
+    out: dict[Any, Counter[int]] = {}
+    for at in passes:
+        for coords, seen in at:
+            if seen.rows:
+                continue
+            try:
+                full = _infer_full_shape(seen, sizes)
+            except LayoutError:
+                continue
+            for name, length in zip(_list_promised_lengths(shapes[seen.site], seen), full, strict=True):
+                if isinstance(name, str) and name in SAMPLE_DIMS and length is not None:
+                    out.setdefault(_make_length_key(coords, seen, name), Counter())[length] += 1
+    return out

@@ -1,0 +1,59 @@
+"""Handles hooks at a site whose tensor is not available: an error, a warning, or an omission from a dump."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_flex.errors import AbsentError, HookError
+from megatron_flex.runtime.captures import Key
+from megatron_flex.runtime.edit_runner import EditRunner
+from megatron_flex.runtime.hooks import HookFunction, warn_unhookable
+from megatron_flex.sites import Site
+
+
+class SiteRejection:
+    """Handles hooks at a site whose tensor is not available."""
+
+    def __init__(self, editing: EditRunner) -> None:
+        self.editing = editing
+        self._obstacles: set[str] = set()  # sites with tensors that cannot be hooked
+
+    def omit_hooks(self, name: str, why: str, hooks: list[HookFunction]) -> None:
+        """Omit the hooks of a tensor that cannot be hooked, with a warning and no error."""
+        self.editing.fired.update(hooks)
+        warn_unhookable(name, why, self._obstacles)
+
+    def reject(self, hook: HookFunction, name: str, key: Key, why: str, refuse: Callable[[], None]) -> None:
+        """Reject a tensor of unknown layout: an error for a hook; a dump selected by a pattern omits the
+        tensor.
+        """
+        self.editing.fired.add(hook)
+        if hook.tensor_sink is None or not hook.tensor_sink.omits_site(name, why):
+            self.editing.guard(hook, key, refuse)
+
+
+def raise_no_layout(site: Site, why: str) -> None:
+    """Raise that no rule has a layout for the tensor."""
+    raise HookError(
+        f"how {site.name} lies on the ranks is not known: {why}; hook another place, or say expected_shape"
+    )
+
+
+def raise_absent(site: Site, count: int) -> None:
+    """Raise that a call had fewer tensors than the hook's index requires."""
+    raise AbsentError(
+        f"unpack_idx={site.index} is out of range: {count} tensor(s) passed there; None and numbers do not "
+        "count"
+    )
+
+
+def raise_partial_gradient(name: str, why: str) -> None:
+    """Raise that each rank has only a part of the gradient of a trainable module."""
+    raise HookError(f"the gradient at {name} is not whole, {why}; use trainable modules elsewhere")
+
+
+def raise_no_gradient_layout(name: str, why: str) -> None:
+    """Raise that the layout of a gradient is not known."""
+    raise HookError(
+        f"how the gradient at {name} lies on the ranks is not known: {why}; hook the gradient elsewhere"
+    )

@@ -1,0 +1,182 @@
+"""A rank whose tensor does not fit its layout still takes part in the collectives of an edit.
+
+The other ranks wait in these collectives. In the first pass of a site the ranks compare the shapes of their
+local tensors, and edit only if all of them fit. Later a rank whose tensor does not fit sends zeros of the
+previous shape instead; forward and backward run the same collectives on every rank. The error is recorded
+in both cases.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megatron_flex.collectives import check_shard, max_over_ranks, replica_mesh
+from megatron_flex.errors import FlexError, HookError
+from megatron_flex.layout import Layout
+from megatron_flex.layout.gradient_layout import conjugate_layout
+from megatron_flex.mesh import Mesh
+from megatron_flex.runtime.hook_collectives import guard_collective
+from megatron_flex.runtime.hooks import HookFunction
+from megatron_flex.runtime.local_edits import explain_gather
+
+MOST = 4096  # bounds the cache of shapes
+NONE = -(2**62)  # of a rank without a value to compare: below every number
+BITS = 0x7FFFFFFF
+UNLIKE = (
+    "ranks along {axes} have local tensors of different shapes or dtypes there, this one {mine}, where "
+    "layout {layout} says that they are alike; run the same model on tensors of the same shape on every "
+    "rank, or hook another place"
+)
+
+
+class StandIns:
+    """Tracks which local tensors fit their layout at the sites of gathered edits, and replaces the others by
+    zeros.
+
+    Args:
+        mesh: the run's axes.
+        trains: whether there are trainable modules now.
+        keep: records an error for the end of the step; called with the site's name and the error.
+    """
+
+    def __init__(
+        self, mesh: Mesh, trains: Callable[[], bool], keep: Callable[[str, Exception], None]
+    ) -> None:
+        self._mesh, self._trains, self._keep = mesh, trains, keep
+        self._fit: dict[tuple[str, torch.Size], Layout] = {}
+        self._last: dict[str, torch.Size] = {}
+        self._varies: dict[str, set[int]] = {}  # the dims whose length has varied
+        self._compared: set[str] = set()  # the sites whose local tensors ranks have compared
+        self._new: set[str] = set()  # those compared in this step
+
+    def of(
+        self, site: str, local: Tensor, layout: Layout, hooks: Sequence[HookFunction]
+    ) -> tuple[Tensor | None, bool]:
+        """The tensor that this rank contributes to the collectives of the edits at a site.
+
+        Collective in the first pass of the site, over the ranks that take part.
+
+        Args:
+            site: the name of the site, or of its gradient.
+            local: this rank's tensor.
+            layout: its layout.
+            hooks: the hooks that edit.
+
+        Returns:
+            The tensor, and whether it replaces `local`. None, on all ranks alike, if some tensor does not fit
+            in the
+            first pass; nothing is edited then.
+        """
+        known = self._fit.get((site, local.shape))
+        if known is not None and (known is layout or known == layout):
+            return local, False
+        error = _describe_wrong_blocks(local, layout, self._mesh)
+        if error is not None:
+            self._keep(site, error)
+        if site not in self._compared:
+            over = self._over(site, layout, hooks)
+            if over.axes and not self._alike(site, local, layout, over, error is not None):
+                return None, False
+        if error is None:
+            self._remember(site, local.shape, layout)
+            return local, False
+        return (self._zeros(site, local), True) if site in self._last else (None, False)
+
+    def step_ends(self, failed: bool) -> None:
+        """End a step; if it `failed`, other ranks may not have, and its new sites are compared again."""
+        if failed and self._new:
+            self._fit = {at: layout for at, layout in self._fit.items() if at[0] not in self._new}
+            self._compared -= self._new
+        self._new.clear()
+
+    def _over(self, site: str, layout: Layout, hooks: Sequence[HookFunction]) -> Mesh:
+        """The axes whose ranks communicate in the edits at a site; none if each rank edits its shard
+        alone.
+        """
+        edits = {h: e for h in hooks if (e := h.editing_of(site)) is not None}
+        names = [d.name or str(i) for i, d in enumerate(layout.dims)]
+        asks = any(h.on_error == "skip" for h in edits)
+        if not asks and not explain_gather(edits, layout, names, self._mesh, self._trains()):
+            return Mesh()
+        sizes = self._mesh.sizes
+        live = {*layout.live(sizes), *conjugate_layout(layout).live(sizes)}
+        once = any(h.run == "once" for h in edits)
+        if not live <= {a.name for a in self._mesh} or not (live or asks or once):
+            return Mesh()
+        live |= {a.name for a in replica_mesh(layout, self._mesh)}
+        return Mesh(tuple(a for a in self._mesh if a.name in live and a.size > 1))
+
+    def _alike(self, site: str, local: Tensor, layout: Layout, over: Mesh, wrong: bool) -> bool:
+        """Whether the local tensors of all ranks fit and have the same shape; the same result on all
+        ranks.
+        """
+        uneven = [d.uneven for d in layout.dims] if not wrong else []
+        lengths = [0 if u else n for u, n in zip(uneven, local.shape, strict=not wrong)]
+        code = zlib.crc32(f"{lengths} {local.dtype}".encode()) & BITS
+        numbers = [NONE] * 4 if wrong else [local.ndim, -local.ndim, code, -code]
+        with guard_collective():
+            found = max_over_ranks([int(wrong), *numbers], over, f"the first edit at {site}")
+        failed, most, least, high, low = found
+        if failed:
+            return False
+        if (most, high) != (-least, -low):
+            axes = "/".join(a.name for a in over)
+            mine = f"{tuple(local.shape)} of {local.dtype}"
+            self._keep(site, HookError(UNLIKE.format(axes=axes, mine=mine, layout=layout.describe())))
+            return False
+        self._new.add(site)
+        self._compared.add(site)
+        return True
+
+    def _remember(self, site: str, shape: torch.Size, layout: Layout) -> None:
+        last = self._last.get(site, shape)
+        varies = self._varies.setdefault(site, set())
+        if len(last) == len(shape):
+            varies |= {i for i, (a, b) in enumerate(zip(last, shape, strict=True)) if a != b}
+        if len(self._fit) >= MOST:
+            self._fit.clear()
+        self._last[site], self._fit[site, shape] = shape, layout
+
+    def _zeros(self, site: str, local: Tensor) -> Tensor:
+        """Zeros in place of a tensor: the last shape that fitted, with the current lengths of dims
+        that vary.
+        """
+        last, varies = self._last[site], self._varies[site]
+        alike = len(last) == local.ndim
+        shape = [local.shape[i] if alike and i in varies else n for i, n in enumerate(last)]
+        return local.detach().new_zeros(shape).requires_grad_(local.requires_grad)
+
+
+def beside(local: Tensor, out: Tensor) -> Tensor:
+    """Return a tensor unedited; the backward pass also runs the graph of the tensor that replaced it, on
+    zeros.
+    """
+    if not (out.requires_grad and torch.is_grad_enabled()):
+        return local
+    # torch does not type `apply`
+    return cast(Tensor, _Beside.apply(local, out))  # type: ignore[no-untyped-call]
+
+
+class _Beside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, out: Tensor) -> Tensor:
+        ctx.like = torch.empty_like(out, device="meta"), out.device
+        return local.detach()  # not a view, which could not be edited in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        like, device = ctx.like
+        return grad, torch.zeros_like(like, device=device)
+
+
+def _describe_wrong_blocks(local: Tensor, layout: Layout, mesh: Mesh) -> FlexError | None:
+    try:
+        check_shard(local.shape, layout, mesh)
+    except FlexError as error:
+        return error
+    return None

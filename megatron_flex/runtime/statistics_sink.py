@@ -1,0 +1,542 @@
+"""The statistics of a session on this rank: the entries that this rank counts, the sums of a step, and the
+header of the file.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from hashlib import sha256
+from os.path import realpath
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_flex.adapters import ParameterSite
+from megatron_flex.collectives import BackgroundReduction, PendingReduction, Route, gather_objects
+from megatron_flex.dump import layout_to_json, list_replica_axes
+from megatron_flex.errors import FlexError, FlexWarning, HookError, LayoutError, describe_error
+from megatron_flex.layout import Dim, Layout, count_parts, is_partial, name_batch_first, spans
+from megatron_flex.mesh import Axis, Mesh
+from megatron_flex.runtime.captures import Key
+from megatron_flex.runtime.clock import Clock
+from megatron_flex.runtime.debug.error_origin import format_user_line
+from megatron_flex.runtime.dump_sink import collect_versions
+from megatron_flex.runtime.edit_failures import raise_on_all_ranks
+from megatron_flex.runtime.hook_registry import HookRegistry
+from megatron_flex.runtime.hooks import HookFunction, explain_unmeasurable, make_sink_hooks
+from megatron_flex.runtime.parameter_selection import CALL_HAS_NO_GRADIENTS, ParameterSelection
+from megatron_flex.sites import GRADIENT_SUFFIX, Site, describe_pattern
+from megatron_flex.statistics import MeasuredSite, Statistics, StatisticsHeader
+from megatron_flex.statistics.moments import (
+    COUNT,
+    FAILED,
+    HEAD_ITERATION,
+    HEAD_MICROBATCHES,
+    HEAD_RANKS,
+    HEAD_WIDTH,
+    MomentEntry,
+    MomentSums,
+    MomentTable,
+)
+from megatron_flex.statistics.statistics_records import Sink
+
+PARTIAL_SUM = "each rank holds a partial sum there; name a site after the reduction"
+
+
+def select_counted(local: Tensor, layout: Layout, mesh: Mesh, over: Sequence[Axis] | None = None) -> Tensor:
+    """The entries of a local tensor that this rank counts, in any order of dims.
+
+    Ranks that hold the same entries divide them among each other. Nothing is communicated.
+
+    Args:
+        local: the shard.
+        layout: the layout of the shard.
+        mesh: the run's axes.
+        over: the axes along which ranks may hold the same entries; None for those of a site.
+
+    Raises:
+        LayoutError: the tensor does not fit the layout, or is a partial sum.
+    """
+    _check_countable(local, layout, mesh)
+    for index, dim in enumerate(layout.dims):
+        kept = _find_unpadded(dim, local.shape[index], mesh)
+        if kept is not None:
+            local = torch.cat([local.narrow(index, *k) for k in kept], index)
+    ways, mine = divide_copies(layout, mesh, over)
+    if ways == 1 or not local.ndim:
+        return local if mine == 0 else local.new_empty(0)
+    lengths = list(local.shape)
+    at = next((d for d, n in enumerate(lengths) if n and n % ways == 0), lengths.index(max(lengths)))
+    first, last = (lengths[at] * n // ways for n in (mine, mine + 1))
+    return local.narrow(at, first, last - first)
+
+
+def select_counted_part(
+    local: Tensor, part: tuple[int, int] | None, layout: Layout, mesh: Mesh, over: Sequence[Axis]
+) -> Tensor:
+    """As `select_counted`, for a tensor of which this rank holds only the flat range `part`.
+    Arguments as for `select_counted`.
+    """
+    if part is None:
+        return select_counted(local, layout, mesh, over)
+    _check_countable(local, layout, mesh)
+    real: Tensor | None = None  # only the entries that are not padding in any dim
+    for index, dim in enumerate(layout.dims):
+        kept = _find_unpadded(dim, local.shape[index], mesh)
+        if kept is not None:
+            here = torch.zeros(local.shape[index], dtype=torch.bool, device=local.device)
+            for start, length in kept:
+                here[start : start + length] = True
+            here = here.view([-1 if d == index else 1 for d in range(local.ndim)])
+            real = here if real is None else real & here
+    flat = local.reshape(-1)[slice(*part)]
+    flat = flat if real is None else flat[real.expand(local.shape).reshape(-1)[slice(*part)]]
+    ways, mine = divide_copies(layout, mesh, over)
+    return flat[len(flat) * mine // ways : len(flat) * (mine + 1) // ways]
+
+
+def divide_copies(layout: Layout, mesh: Mesh, over: Sequence[Axis] | None = None) -> tuple[int, int]:
+    """The number of ranks that divide the entries they all hold, and this rank's index among them."""
+    ways, mine = 1, 0
+    for _, size, coord in list_replica_axes(mesh, layout, over=over):
+        ways, mine = ways * size, mine * size + coord
+    return ways, mine
+
+
+def _check_countable(local: Tensor, layout: Layout, mesh: Mesh) -> None:
+    if is_partial(layout, mesh.sizes):
+        raise LayoutError(PARTIAL_SUM)
+    if local.is_complex():
+        raise LayoutError(f"it is of {local.dtype}, which has no order")
+    if local.ndim != len(layout.dims):
+        raise LayoutError(f"a tensor of shape {tuple(local.shape)} passed, and {layout.describe()} is known")
+
+
+def _find_unpadded(dim: Dim, length: int, mesh: Mesh) -> list[tuple[int, int]] | None:
+    """The ranges of entries that are not padding, as starts and lengths; None if all entries are real."""
+    full = length * count_parts(dim, mesh.sizes)
+    if dim.keep is None or dim.keep >= full:
+        return None
+    out, at = [], 0
+    for start, stop in spans(dim, full, mesh.coords, mesh.sizes):
+        out.append((at, max(0, min(stop, dim.keep) - start)))
+        at += stop - start
+    return out
+
+
+MAX_NAMES = 8  # bounds the names in one warning
+
+
+class StatisticsSelection(NamedTuple):
+    """The sites and parameters that statistics measure.
+
+    Attributes:
+        values: the sites to measure, in model order.
+        gradients: the sites whose gradients are measured, in model order.
+        exact: the names that the user gave literally, and not by a pattern.
+        parameters: the parameters whose gradients are measured.
+    """
+
+    values: tuple[Site, ...]
+    gradients: tuple[Site, ...]
+    exact: frozenset[str]
+    parameters: ParameterSelection | None
+
+    def entries(self) -> list[MomentEntry]:
+        """All measured entries, in order."""
+        back = {s.name for s in self.gradients}
+        out = []
+        for site in self.values:
+            out.append(MomentEntry(site.name, "value", site.stage))
+            if site.name in back:
+                out.append(MomentEntry(site.name + GRADIENT_SUFFIX, "gradient", site.stage))
+        if self.parameters is not None:
+            of = self.parameters.survey
+            out += [
+                MomentEntry(n + GRADIENT_SUFFIX, "parameter_gradient", of.stages(n)[0])
+                for n in self.parameters.names
+            ]
+        return out
+
+
+class StatisticsSink:
+    """Active statistics on this rank.
+
+    Attributes:
+        statistics: the settings.
+        hooks: the hooks that the sink registered.
+        active: whether this step is measured.
+        first: whether no step has been measured completely yet.
+    """
+
+    def __init__(
+        self,
+        statistics: Statistics,
+        wanted: StatisticsSelection,
+        mesh: Mesh,
+        clock: Clock,
+        adding: BackgroundReduction,
+        sink: Sink,
+    ) -> None:
+        self.statistics, self.wanted, self.mesh, self.clock = statistics, wanted, mesh, clock
+        self.active, self.first = False, True
+        words = f"statistics in {statistics.path}"
+        self.hooks = make_sink_hooks(self, words, wanted.values, wanted.gradients, statistics.groups)
+        self._adding, self._sink = adding, sink
+        entries = wanted.entries()
+        inside = [a for a in mesh if a.name != "pp"]
+        ranks, self._rank = 1, 0
+        for axis in inside:
+            ranks, self._rank = ranks * axis.size, self._rank * axis.size + axis.coord
+        self._table = MomentTable(tuple(entries), ranks, statistics.histogram)
+        self._place = {(e.kind, e.name): n for n, e in enumerate(entries)}
+        self._sums: dict[int, MomentSums] = {}
+        self._unknown: set[int] = set()
+        self._posted: tuple[int, PendingReduction] | None = None
+        self._failure: tuple[str, BaseException] | None = None  # an error of this rank, sent with its sums
+        self._step, self._number = -1, -1
+        self._passed = torch.zeros(len(entries), dtype=torch.bool)
+        self._said: set[str] = set()
+
+    @property
+    def sends(self) -> list[int]:
+        """The bytes of each all-reduce in a measured step."""
+        return self._table.sends
+
+    # -- steps -----------------------------------------------------------------------------------------
+
+    def begins(self, mesh: Mesh, called: bool) -> bool:
+        """Begin a step that the selection of groups includes; return whether the step is measured.
+
+        Args:
+            mesh: the ranks that take part in the step.
+            called: whether the step is a single call of the model outside a schedule.
+
+        Raises:
+            FlexError: on all ranks: the statistics ask for gradients of parameters in such a call.
+        """
+        number = self.clock.iteration
+        if not torch.is_grad_enabled() or number % self.statistics.every:
+            return False
+        if called and mesh["dp"].size != self.mesh["dp"].size:
+            self._say(
+                "called",
+                "calls of the model by themselves are not measured where there are several data parallel "
+                "ranks, which need not call it equally often; make them in `with flex.step():`",
+            )
+            return False
+        if called and self.wanted.parameters is not None:
+            raise FlexError(CALL_HAS_NO_GRADIENTS)
+        self.active, self._step, self._number = True, self.clock.step, number
+        self._sums.clear()
+        return True
+
+    @property
+    def awaits_gradients(self) -> bool:
+        """Whether gradients may still arrive after the call of the model."""
+        return self.active and bool(self.wanted.gradients)
+
+    def end_overdue_step(self) -> None:
+        """End the previous step if the backward pass that it waited for did not come."""
+        if self.active:
+            self._say(
+                "late",
+                f"the call of iteration {self._number} is measured without gradients: another one began "
+                "before its backward pass; take such calls together in `with flex.step():`",
+            )
+            self.ends(False)
+
+    def ends(self, failed: bool) -> None:
+        """End a step, measured or not. All ranks of the mesh make the same call, unless the step `failed`
+        there.
+
+        Raises:
+            FlexError: on all ranks: gradients of parameters are not available.
+            HookError: on all ranks: the ranks were in different steps, or one could not measure the last
+                step.
+        """
+        active, self.active = self.active, False
+        if failed:
+            self._sums.clear()
+            return
+        before, self._posted = self._posted, None
+        failure, self._failure = self._failure, None
+        if active:
+            self._posted = self._number, self._measured()
+            self.first = False
+        if before is not None:
+            self._deliver(*before, failure)
+
+    def _measured(self) -> PendingReduction:
+        """Start the reduction of this rank's sums; after an error send the error flag, as the others still
+        reduce.
+        """
+        try:
+            if self.wanted.parameters is not None:
+                self._measure(self.wanted.parameters)
+            vector, maxima = self._packed(0.0)
+        except FlexError:  # raised on all ranks
+            raise
+        except Exception as error:  # sent with the sums, and raised on all ranks
+            words = f"statistics in {self.statistics.path} could not measure iteration {self._number}"
+            self._failure = f"{words}: {describe_error(error)} in {format_user_line(error)}", error
+            self._sums.clear()
+            vector, maxima = self._packed(1.0)
+        self._sums.clear()
+        return self._adding.post(vector, maxima)
+
+    def _measure(self, parameters: ParameterSelection) -> None:
+        for found in parameters.found():
+            if found.site.stage != parameters.survey.stages(found.name)[0]:
+                continue  # a copy that the first stage counts
+            over = parameters.over(found.site)
+            if found.part is not None:
+                over = parameters.apart(over)
+            place = self._place["parameter_gradient", found.name + GRADIENT_SUFFIX]
+            try:
+                mine = select_counted_part(found.local.detach(), found.part, found.layout, self.mesh, over)
+            except FlexError as error:
+                self._unknown.add(place)
+                self._say(found.name, f"the gradient of {found.name} is not measured: {error}")
+                continue
+            self._add(place, mine, 1.0)
+
+    def _add(self, place: int, values: Tensor, factor: float) -> None:
+        if place not in self._sums:
+            self._sums[place] = MomentSums(values.device, self.statistics.histogram)
+        self._sums[place].add(values, factor)
+
+    def _packed(self, failed: float) -> tuple[Tensor, Tensor | None]:
+        counts = self.mesh.is_first(a.name for a in self.mesh if a.name != "dp")
+        head = [0.0] * HEAD_WIDTH
+        head[HEAD_RANKS], head[HEAD_ITERATION], head[FAILED] = 1.0, float(self._number), failed
+        head[HEAD_MICROBATCHES] = float(self.clock.microbatches if counts else 0)
+        vector = self._table.pack(self._sums, self._unknown, head, self._rank)
+        return vector, self._table.maxima(self._sums, vector)
+
+    def _deliver(
+        self, number: int, posted: PendingReduction, failure: tuple[str, BaseException] | None
+    ) -> None:
+        vector, maxima = posted.wait()
+        ranks = len(self._adding.axis.ranks)
+        if vector[HEAD_RANKS] != ranks or vector[HEAD_ITERATION] != ranks * number:
+            raise HookError(
+                f"ranks were in different iterations when that of {number} was measured, one of them "
+                "perhaps after an error that it went on from; let all ranks skip a step or none"
+            )
+        if vector[FAILED]:
+            raise_on_all_ranks(failure, self.mesh)
+        rows = vector[HEAD_WIDTH:].view(-1, self._table.width)
+        self._passed |= rows[:, COUNT] > 0
+        if self._sink.wanted:
+            self._sink.write(number, self._table.measured(number, vector, maxima))
+
+    def close(self, failed: bool) -> None:
+        """Wait for reductions in progress, unless the session `failed` and they may never end."""
+        if self.active:
+            self.ends(failed)
+        before, self._posted = self._posted, None
+        try:
+            if before is not None and not failed:
+                self._deliver(*before, self._failure)
+            elif before is not None and before[1].there() and not before[1].wait()[0][FAILED]:
+                self._deliver(*before, None)
+        finally:
+            self._sink.close()
+        if not failed and not self.first:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Warn of the sites that were never measured."""
+        absent = [e.name for e, p in zip(self._table.entries, self._passed.tolist(), strict=True) if not p]
+        absent = [n for n in absent if n not in self._said]
+        if absent and self.mesh.is_first(a.name for a in self.mesh):
+            more = f" and {len(absent) - MAX_NAMES} more" if len(absent) > MAX_NAMES else ""
+            words = ", ".join(absent[:MAX_NAMES]) + more
+            self._say("quiet", f"in the steps that were measured nothing passed at {words}")
+
+    # -- recording -------------------------------------------------------------------------------------
+
+    def take(self, key: Key, local: Tensor, layout: Layout, route: Route | None, factor: float = 1.0) -> str:
+        """Count this rank's shard of a tensor; see `TensorSink.take`."""
+        name = key.site.removesuffix(GRADIENT_SUFFIX)
+        place = self._place["gradient" if key.site.endswith(GRADIENT_SUFFIX) else "value", key.site]
+        if not self.active or key.step != self._step:
+            self._say(
+                "late",
+                f"gradients of step {key.step} came when it was over, and are not measured; take calls whose "
+                "backward passes come later, or twice, together in `with flex.step():`",
+            )
+            return ""
+        if why := explain_unmeasurable(local):
+            self._unknown.add(place)
+            self._say(name, f"{name} is left out of the statistics: {why}")
+            return ""
+        over = None
+        if route is not None:
+            layout, over = route.layout, [self.mesh["etp"]]
+            if not route.here:
+                return ""
+        elif not any(d.name for d in layout.dims):
+            layout = name_batch_first(layout)
+        try:
+            self._add(place, select_counted(local.detach(), layout, self.mesh, over), factor)
+        except Exception as error:  # other ranks continue, so this rank does too
+            self._unknown.add(place)
+            return "" if self.omits_site(name, describe_error(error)) else describe_error(error)
+        return ""
+
+    @property
+    def asks(self) -> bool:
+        """Whether a tensor that cannot be recorded in this step is an error; see `TensorSink.asks`."""
+        return self.first and bool(self.wanted.exact)
+
+    def omits_site(self, name: str, why: str) -> bool:
+        """Whether a site that cannot be measured is omitted with a warning; otherwise it is an error.
+
+        It is an error in the first step, at whose end all ranks compare failures, if the user named the site.
+        """
+        if self.first and name in self.wanted.exact:
+            return False
+        self._say(name, f"{name} is left out of the statistics: {why}")
+        return True
+
+    def _say(self, what: str, text: str) -> None:
+        """Warn once."""
+        if what not in self._said:
+            self._said.add(what)
+            warnings.warn(text, FlexWarning, stacklevel=2)
+
+
+class SessionStatistics:
+    """The statistics of a session.
+
+    Args:
+        registry: the hooks of the session.
+        mesh: the axes of the run.
+        clock: the current step and iteration.
+        agree: compares the settings of statistics with those of other ranks.
+    """
+
+    def __init__(
+        self, registry: HookRegistry, mesh: Mesh, clock: Clock, agree: Callable[[str], None]
+    ) -> None:
+        self.registry, self.mesh, self.clock = registry, mesh, clock
+        self._agree = agree
+        self._adding: BackgroundReduction | None = None
+        self.statistics_sinks: list[StatisticsSink] = []
+
+    def add(
+        self, statistics: Statistics, wanted: StatisticsSelection, opened: Callable[[], Sink]
+    ) -> StatisticsSink:
+        """Measure from the next step on. Collective over the mesh.
+
+        Args:
+            statistics: the settings.
+            wanted: the sites and parameters to measure.
+            opened: makes the sink of the numbers, one on each rank.
+
+        Raises:
+            FlexError: on all ranks: other statistics use the same folder, or the folder cannot be written.
+            HookError: on all ranks: the ranks have different statistics.
+        """
+        names = " ".join(e.name for e in wanted.entries())
+        self._agree(f"{statistics.describe()}: {sha256(names.encode()).hexdigest()[:16]}")
+        if any(realpath(m.statistics.path) == realpath(statistics.path) for m in self.statistics_sinks):
+            raise FlexError(f"statistics are written to {statistics.path} already; name another folder")
+        sink = self._open(opened)
+        if self._adding is None:
+            self._adding = BackgroundReduction(self.mesh)
+        measurer = StatisticsSink(statistics, wanted, self.mesh, self.clock, self._adding, sink)
+        self.statistics_sinks.append(measurer)
+        return measurer
+
+    def _open(self, opened: Callable[[], Sink]) -> Sink:
+        """Open the sink of this rank; an error on one rank is raised on all."""
+        sink, why = None, ""
+        try:
+            sink = opened()
+        except FlexError as error:
+            why = str(error)
+        problems = [w for w in gather_objects(why, self.mesh, [a.name for a in self.mesh]) if w]
+        if problems or sink is None:
+            if sink is not None:
+                sink.close()
+            raise FlexError("; ".join(dict.fromkeys(problems)))
+        return sink
+
+    def remove(self, statistics: Statistics) -> StatisticsSink:
+        """Remove statistics after all of them are written. Every rank makes the same call.
+
+        Raises:
+            FlexError: the statistics are not open.
+        """
+        found = next((m for m in self.statistics_sinks if m.statistics is statistics), None)
+        if found is None:
+            raise FlexError(f"the statistics in {statistics.path} are not registered here; nothing to remove")
+        self.statistics_sinks.remove(found)
+        found.close(False)
+        return found
+
+    def begins(self, mesh: Mesh, called: bool = False, probing: bool = False) -> set[HookFunction]:
+        """Begin a step; arguments as for `SessionDumps.begins`.
+
+        Returns:
+            The hooks to deactivate in this step.
+        """
+        resting: set[HookFunction] = set()
+        for measurer in self.statistics_sinks:
+            measurer.end_overdue_step()
+            wanted = not probing and self.registry.takes(measurer.statistics.groups)
+            if not wanted or not measurer.begins(mesh, called):
+                resting |= set(measurer.hooks)
+        return resting
+
+    def ends(self, failed: bool, later: bool = False) -> None:
+        """End the step; with `later` only its forward pass, after which a backward pass may follow."""
+        for measurer in self.statistics_sinks:
+            if failed or not (later and measurer.awaits_gradients):
+                measurer.ends(failed)
+
+    def close(self, failed: bool) -> None:
+        """Wait until everything is written. Every rank makes the same call, unless `failed`."""
+        statistics_sinks, self.statistics_sinks = self.statistics_sinks, []
+        for measurer in statistics_sinks:
+            measurer.close(failed)
+
+
+def make_header(
+    statistics: Statistics,
+    framework: str,
+    mesh: Mesh,
+    sites: Sequence[Site],
+    parameters: Sequence[ParameterSite] = (),
+) -> StatisticsHeader:
+    """Make the header of a run, with the fields that every rank knows.
+
+    Args:
+        statistics: the settings.
+        framework: the adapter's name.
+        mesh: the axes of the run.
+        sites: the measured sites, in model order.
+        parameters: the parameters whose gradients are measured.
+    """
+    s = statistics
+    places: list[Site | ParameterSite] = [*sites, *parameters]
+    return StatisticsHeader(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=collect_versions(),
+        framework=framework,
+        axes=dict(mesh.sizes),
+        sites=tuple(MeasuredSite(p.name, layout_to_json(p.layout), tuple(p.shape)) for p in places),
+        settings={
+            "sites": [describe_pattern(p) for p in s.sites],
+            "parameters": [describe_pattern(p) for p in s.parameters],
+            "every": s.every,
+            "gradients": s.gradients,
+            "histogram": s.histogram,
+        },
+    )

@@ -1,0 +1,459 @@
+"""`open_statistics`: read the statistics of all starts of a run, by hook point and iteration."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from importlib import import_module
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, get_args
+
+from megatron_flex.errors import FlexError, FlexWarning, suggest_nearest
+from megatron_flex.notebook_html import (
+    BAD_COLOUR,
+    WARN_COLOUR,
+    Markup,
+    count_words,
+    html_fragment,
+    html_line,
+    html_lines,
+    html_table,
+)
+from megatron_flex.progress import BYTES, ProgressBar, progress
+from megatron_flex.sites import GRADIENT_SUFFIX
+from megatron_flex.statistics.statistics_files import (
+    FILE_COLUMNS,
+    FILE_NAME,
+    HEADER_NAME,
+    INTEGER_COLUMNS,
+    KEY_OF_ROWS,
+    digest_of,
+    is_line_sealed,
+    list_files,
+)
+from megatron_flex.statistics.statistics_records import (
+    BINS_PER_SIGN,
+    StatisticsHeader,
+    StatisticsKind,
+    TensorStatistics,
+)
+
+HISTOGRAM_BINS = 2 * BINS_PER_SIGN + 1
+STATISTICS_KINDS = get_args(StatisticsKind)
+TEXT_COLUMNS = ("site", "kind", "histogram")
+MAX_NAMED = 3  # lines and files that a warning names
+PART = re.compile(r"part-([0-9]{6,9})\.parquet")
+FLOAT_COLUMNS = tuple(name for name in FILE_COLUMNS if name not in (*INTEGER_COLUMNS, *TEXT_COLUMNS))
+NameFilter = Callable[[str], bool]
+RowsByIteration = dict[
+    int, dict[str, TensorStatistics]
+]  # by iteration and name; histograms are as in the file
+
+
+def open_statistics(path: str | PathLike[str], sites: Sequence[str] | str | None = None) -> OpenStatistics:
+    """Read the statistics of a run; no process group, framework or GPU is needed. The run may be in progress.
+
+    Data whose checksum is wrong are left out, with a warning that names them.
+
+    Args:
+        path: the folder that was passed to `Statistics`; or one file in this folder.
+        sites: names or patterns of the tensors to read; `*` is any text. None reads all.
+
+    Raises:
+        FlexError: there are no statistics, or they need pyarrow, or a newer version of this package.
+
+    Example:
+        `open_statistics("stats/run")["decoder.layers.3"].rms`
+    """
+    folder = Path(fspath(path))
+    words = [sites] if isinstance(sites, str) else sites
+    found = OpenStatistics(folder, *_read_files(folder, lambda name: _is_wanted(name, words)))
+    if words and not found.sites:
+        known = [p.name for h in found.headers for p in h.sites]
+        raise FlexError(f"{folder}: nothing is named {words[0]!r}{suggest_nearest(words[0], known)}")
+    if found.damaged:
+        more = f"; and {len(found.damaged) - MAX_NAMED} more" if len(found.damaged) > MAX_NAMED else ""
+        record = f"{folder}: damaged, and left out: {'; '.join(found.damaged[:MAX_NAMED])}{more}"
+        warnings.warn(record, FlexWarning, stacklevel=2)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class StatisticsSeries:
+    """The statistics of one tensor over iterations: lists of equal lengths; NaN for missing numbers.
+
+    Attributes:
+        site: the name of the tensor.
+        iterations: the numbers of the iterations.
+        histogram: for each iteration the counts of all bins (`compute_bin_edges`); empty without
+            histograms.
+
+    The other attributes are those of `TensorStatistics`.
+    """
+
+    site: str
+    iterations: list[int]
+    count: list[int]
+    mean: list[float]
+    std: list[float]
+    rms: list[float]
+    absmax: list[float]
+    zeros: list[float]
+    kurtosis: list[float]
+    norm: list[float]
+    nans: list[int]
+    infinities: list[int]
+    histogram: list[tuple[int, ...]]
+    microbatches: list[int]
+
+    def __len__(self) -> int:
+        return len(self.iterations)
+
+
+class OpenStatistics:
+    """The statistics of a run. If several starts of a run repeat an iteration, the last start is used.
+
+    Attributes:
+        path: the file or folder.
+        headers: the header of each start, in order.
+        torn: the number of incomplete lines and files, which are left out: of killed runs and full disks.
+        damaged: a description of each of these whose checksum is wrong.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        headers: list[StatisticsHeader],
+        rows: RowsByIteration,
+        torn: int,
+        damaged: Sequence[str] = (),
+    ) -> None:
+        self.path, self.headers, self.torn, self.damaged = path, headers, torn, list(damaged)
+        self._rows = {number: rows[number] for number in sorted(rows)}
+
+    @property
+    def iterations(self) -> list[int]:
+        """The iterations that have statistics, ascending."""
+        return list(self._rows)
+
+    @property
+    def sites(self) -> list[str]:
+        """The names of the measured tensors, in model order, each followed by its gradient."""
+        order: dict[str, int] = {}
+        for rows in self._rows.values():
+            order |= {name: row.order for name, row in rows.items()}
+        return sorted(order, key=lambda name: order[name])
+
+    def __getitem__(self, name: str) -> StatisticsSeries:
+        """Return the statistics of a tensor, by its name in `rows` and `table`, or by a module's name.
+
+        A module's name means the module's output.
+
+        Raises:
+            FlexError: no tensor has that name.
+        """
+        name = self._named(name)
+        rows = [rows[name] for rows in self._rows.values() if name in rows]
+        columns: dict[str, list[Any]] = {n: [getattr(row, n) for row in rows] for n in INTEGER_COLUMNS}
+        columns |= {n: [_replace_none(getattr(row, n)) for row in rows] for n in FLOAT_COLUMNS}
+        columns["histogram"] = [_expand_histogram(row).histogram for row in rows]
+        columns["iterations"] = columns["iteration"]
+        wanted = [f.name for f in fields(StatisticsSeries) if f.name != "site"]
+        return StatisticsSeries(name, **{n: columns[n] for n in wanted})
+
+    def rows(self) -> Iterator[TensorStatistics]:
+        """Return all rows, by iteration, each iteration in model order."""
+        for rows in self._rows.values():
+            for row in sorted(rows.values(), key=lambda row: row.order):
+                yield _expand_histogram(row)
+
+    def table(self) -> dict[str, list[Any]]:
+        """Return all rows as columns, for `pandas.DataFrame(...)`; None for missing numbers."""
+        rows = list(self.rows())
+        return {name: [getattr(row, name) for row in rows] for name in FILE_COLUMNS}
+
+    def pandas(self) -> Any:
+        """Return all rows as a DataFrame.
+
+        Raises:
+            FlexError: pandas is not installed.
+        """
+        try:
+            frame = import_module("pandas").DataFrame
+        except ImportError as error:
+            raise FlexError("pandas is not installed: pip install pandas, or use table()") from error
+        return frame(self.table())
+
+    def _named(self, name: str) -> str:
+        known = self.sites
+        if name in known:
+            return name
+        module, grad = (
+            name.removesuffix(GRADIENT_SUFFIX),
+            GRADIENT_SUFFIX if name.endswith(GRADIENT_SUFFIX) else "",
+        )
+        points = [
+            n for n in known if n.endswith(GRADIENT_SUFFIX) == bool(grad) and n.partition(":")[0] == module
+        ]
+        chosen = f"{module}:output{grad}"
+        if chosen in points or len(points) == 1:
+            return chosen if chosen in points else points[0]
+        if points:
+            raise FlexError(
+                f"{name!r} was measured at several points ({', '.join(points)}); name one of them"
+            )
+        raise FlexError(f"{self.path} has no {name!r}{suggest_nearest(name, known)}")
+
+    @property
+    def by_iteration(self) -> RowsByIteration:
+        """The rows by iteration and name; histograms are as in the file, without empty bins at their ends."""
+        return self._rows
+
+    def _repr_html_(self) -> str:  # which needs this file
+
+        return render_statistics(self)
+
+    def __repr__(self) -> str:
+        return f"OpenStatistics({self.path}: {len(self.sites)} tensors, {len(self._rows)} iterations)"
+
+
+def _is_wanted(name: str, words: Sequence[str] | None) -> bool:
+    """Return whether a name is selected; `decoder.layers.*` selects outputs, as in other patterns."""
+    if words is None:
+        return True
+    short = name.replace(":output", "", 1)
+    return any(fnmatchcase(name, word) or fnmatchcase(short, word) for word in words)
+
+
+def _replace_none(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _expand_histogram(row: TensorStatistics) -> TensorStatistics:
+    """A row whose histogram has all its bins."""
+    if not row.histogram:
+        return row
+    first, *counts = row.histogram
+    return replace(
+        row, histogram=(0,) * first + tuple(counts) + (0,) * (HISTOGRAM_BINS - first - len(counts))
+    )
+
+
+# -- files ---------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Found:
+    """What files have.
+
+    Attributes:
+        headers: of each.
+        rows: those that are wanted.
+        torn: the number of incomplete lines and files, which are left out.
+        damaged: those of them that are not as they were written, in words.
+    """
+
+    headers: list[StatisticsHeader] = field(default_factory=list)
+    rows: RowsByIteration = field(default_factory=dict)
+    torn: int = 0
+    damaged: list[str] = field(default_factory=list)
+
+    def add(self, row: TensorStatistics) -> None:
+        """Add a row, which replaces a row of the same iteration and name."""
+        self.rows.setdefault(row.iteration, {})[row.site] = row
+
+    def leave_out(self, damage: str = "") -> None:
+        """Something is left out."""
+        self.torn += 1
+        self.damaged += [damage] if damage else []
+
+
+def _read_files(
+    path: Path, wanted: NameFilter
+) -> tuple[list[StatisticsHeader], RowsByIteration, int, list[str]]:
+    """The headers, rows, number of incomplete lines of a folder or file, and what is damaged in it."""
+    out = _Found()
+    try:
+        one = FILE_NAME.fullmatch(path.name) is not None
+        files = [path] if one else [file for _, file in list_files(path)]
+        if not files:
+            raise FlexError(f"{path}: no statistics: neither statistics-0000.jsonl nor .parquet is in it")
+        parts = [p for f in files for p in (sorted(f.glob("part-*")) if f.is_dir() else [f])]
+        with progress("reading statistics", sum(p.stat().st_size for p in parts), BYTES) as bar:
+            for file in files:
+                found = (_read_parquet if file.suffix == ".parquet" else _read_json_lines)(file, wanted, bar)
+                out.headers += found.headers
+                out.rows |= found.rows
+                out.torn += found.torn
+                out.damaged += found.damaged
+    except OSError as error:
+        raise FlexError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
+    return out.headers, out.rows, out.torn, out.damaged
+
+
+def _parse_file_header(path: Path, text: bytes) -> StatisticsHeader | None:
+    """Parse the header; None if the header is incomplete."""
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return None
+    if is_line_sealed(text.rstrip(b"\n")) is False:
+        raise FlexError(f"{path}: the checksum of its header is wrong: it is damaged, or somebody changed it")
+    try:
+        return StatisticsHeader.from_json(record)
+    except (ValueError, KeyError, TypeError) as error:
+        raise FlexError(f"{path}: no statistics, or damaged ones: {error}") from error
+
+
+def _read_json_lines(path: Path, wanted: NameFilter, bar: ProgressBar) -> _Found:
+    out = _Found()
+    with path.open("rb") as file:
+        first = file.readline()
+        header = _parse_file_header(path, first) if first.endswith(b"\n") else None
+        if header is None:
+            out.leave_out(f"{path.name}, its header" if first.endswith(b"\n") else "")
+            return out
+        out.headers.append(header)
+        record = is_line_sealed(first[:-1])  # whether there are checksums at all
+        for number, line in enumerate(file, 2):
+            bar.advance(len(line))
+            if not line.endswith(b"\n"):
+                out.leave_out()
+                continue
+            good = is_line_sealed(line[:-1])
+            if good is not None and record is None:
+                raise FlexError(f"{path}: its lines have checksums, and its header has none: it is damaged")
+            row = _parse_line(line) if good or record is None else None
+            if row is None:
+                out.leave_out("" if record is None else f"{path.name}, line {number}")
+            elif wanted(row.site):
+                out.add(row)
+    return out
+
+
+def _parse_line(line: bytes) -> TensorStatistics | None:
+    try:
+        return _parse_row(json.loads(line))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _read_parquet(path: Path, wanted: NameFilter, bar: ProgressBar) -> _Found:
+    try:
+        read, arrow = import_module("pyarrow.parquet").read_table, import_module("pyarrow").ArrowException
+    except ImportError as error:
+        raise FlexError(f"{path}: pyarrow reads it, and is not installed: pip install pyarrow") from error
+    out = _Found()
+    file = path / HEADER_NAME
+    header = _parse_file_header(file, file.read_bytes()) if file.exists() else None
+    if header is None:
+        out.leave_out(f"{path.name}/{HEADER_NAME}")
+    else:
+        out.headers.append(header)
+    known = {int(found[1]): p for p in path.iterdir() if (found := PART.fullmatch(p.name)) is not None}
+    for number in range(min(max(known, default=-1) + 1, len(known) + MAX_NAMED)):
+        if number not in known:
+            out.leave_out(f"{path.name}/part-{number:06d}.parquet (it is gone)")
+    for _, part in sorted(known.items()):
+        bar.advance(part.stat().st_size)
+        try:
+            table = read(part, page_checksum_verification=True)
+            wanted_sum = (table.schema.metadata or {}).get(KEY_OF_ROWS)  # None of a version before
+            if wanted_sum is not None and digest_of(table.to_pydict()).encode() != wanted_sum:
+                raise ValueError("a footer that is not as it was written")
+            rows = [
+                _parse_row({**record, "histogram": _compress_histogram(record)})
+                for record in table.to_pylist()
+            ]
+        except (ValueError, LookupError, TypeError, OSError, NotImplementedError, MemoryError, arrow):
+            # what pyarrow raises of a damaged file, and ours
+            out.leave_out(f"{path.name}/{part.name}")
+            continue
+        for row in rows:
+            if wanted(row.site):
+                out.add(row)
+    return out
+
+
+def _compress_histogram(record: dict[str, Any]) -> list[int] | None:
+    """A histogram as JSON lines have it: the number of the first bin that is not empty, and the counts."""
+    counts = record["histogram"]
+    known = [n for n, count in enumerate(counts) if count]
+    return ([known[0], *counts[known[0] : known[-1] + 1]] if known else []) if counts else None
+
+
+def _parse_row(record: dict[str, Any]) -> TensorStatistics:
+    """A row of plain values.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is none.
+    """
+    integers = [record[name] for name in INTEGER_COLUMNS]
+    numbers = [record[name] for name in FLOAT_COLUMNS]
+    bins = record["histogram"]
+    counts = (() if bins is None else (0,)) if not bins else tuple(bins)
+    if any(type(n) is not int for n in (*integers, *counts)) or record["kind"] not in STATISTICS_KINDS:
+        raise ValueError("no row")
+    if any(n is not None and type(n) not in (int, float) for n in numbers):
+        raise ValueError("no row")
+    if counts and not 0 <= counts[0] <= HISTOGRAM_BINS - (len(counts) - 1):
+        raise ValueError("no histogram")
+    plain = {name: record[name] for name in (*INTEGER_COLUMNS, *FLOAT_COLUMNS)}
+    return TensorStatistics(site=str(record["site"]), kind=record["kind"], histogram=counts, **plain)
+
+
+STATISTICS_HEADS = (
+    "tensor",
+    ">iteration",
+    ">rms",
+    ">mean",
+    ">std",
+    ">greatest",
+    ">zeros",
+    ">kurtosis",
+    ">not finite",
+)
+TOLD = 8  # damaged lines and files, in one picture
+ALL = "found.damaged lists all"
+SITES_HINT = "found.sites lists the names, found['NAME'] has one over iterations, found.pandas() everything"
+
+
+def render_statistics(found: OpenStatistics) -> Markup:
+    """Render the last row of each tensor; rows with values that are not finite are marked."""
+    last = {name: row for rows in found.by_iteration.values() for name, row in rows.items()}
+    rows = sorted(last.values(), key=lambda row: (not _count_nonfinite(row), row.order))
+    iterations = found.iterations
+    ends = f" ({iterations[0]} to {iterations[-1]})" if iterations else ""
+    texts = (
+        f"{count_words(len(found.headers), 'start')} of the run, {count_words(len(rows), 'tensor')}, "
+        f"{count_words(len(iterations), 'iteration')}{ends}"
+    )
+    notes = [html_line(texts)]
+    if found.torn:
+        texts = f"incomplete lines and files that are left out: {found.torn}, of killed runs or full disks"
+        notes.append(html_line(texts, WARN_COLOUR))
+    notes.append(
+        html_lines([f"not as it was written: {texts}" for texts in found.damaged], ALL, WARN_COLOUR, TOLD)
+    )
+    marked = {n: BAD_COLOUR for n, row in enumerate(rows) if _count_nonfinite(row)}
+    shown = html_table(
+        STATISTICS_HEADS, (_format_statistics_cells(row) for row in rows), len(rows), SITES_HINT, marked
+    )
+    return html_fragment(f"OpenStatistics · {found.path}", *notes, shown)
+
+
+def _count_nonfinite(row: TensorStatistics) -> int:
+    return row.nans + row.infinities
+
+
+def _format_statistics_cells(row: TensorStatistics) -> tuple[object, ...]:
+    numbers = (row.rms, row.mean, row.std, row.absmax, row.zeros, row.kurtosis)
+    texts = ("–" if n is None else f"{n:.4g}" for n in numbers)
+    broken = f"{row.nans:,} NaN, {row.infinities:,} infinite" if _count_nonfinite(row) else ""
+    return row.site, row.iteration, *texts, broken

@@ -1,0 +1,215 @@
+"""Ranks that leave out a step, make one more, or come with something else: an error on all ranks, at once."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import megatron_flex as mf
+from megatron_flex import FlexError, HookError
+from megatron_flex.collectives import Agreement, gather_objects, max_over_ranks, rank_agreement
+from megatron_flex.config import flex_config
+from megatron_flex.mesh import Axis, Mesh
+from tests.support import gpt, ranks
+from tests.support.gpt import Case
+from tests.support.pool import run_alone as run  # what a rank that fails has posted stays with its groups
+from tests.support.rank import changes
+
+SOON = 20.0  # seconds; a collective that waits for a rank in vain takes a minute
+SITE = "decoder.layers.1"
+STEPS = {"leaves one out": (3, 2), "makes one more": (2, 3), "leaves all out": (2, 0)}
+
+
+def centred(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    return inputs - inputs.mean()
+
+
+def probed(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    return inputs + modules.probe(inputs)
+
+
+def hook(kind: str, name: str) -> mf.HookFunction:
+    if kind == "read":
+        return mf.HookFunction(name)
+    return mf.HookFunction(name, editing_function=probed if kind == "trained" else centred, save=False)
+
+
+def steps_of(where: str, kind: str, counts: tuple[int, int]) -> str:
+    """What the steps of one rank, and restore() behind them, end with."""
+    rank = dist.get_rank()
+    if where == "plain, no shared memory":
+        flex_config.shared_bytes = 0
+    if where.startswith("plain"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        flex = mf.FlexModel(model, tensor_parallel_size=2)
+    else:
+        case = Case(where, **{where[:2]: 2}, layers=2)
+        chunks = ranks.start(case)
+        flex = mf.FlexModel(chunks)
+    if kind == "trained":
+        width = 4 if where.startswith("plain") else gpt.HIDDEN
+        flex.register_trainable_module("probe", nn.Linear(width, width))
+    flex.register_forward_hook(hook(kind, "0" if where.startswith("plain") else SITE))
+    started = time.monotonic()
+    try:
+        for _ in range(counts[rank]):
+            if where == "tp2":  # a rank that is within Megatron's own collectives waits there, hooks or not
+                time.sleep(1.0 * (counts[rank] == max(counts)))
+            if where.startswith("plain"):
+                model(torch.ones(2, 4)).sum().backward()
+            else:
+                gpt.step(case, chunks, rank if where == "dp2" else 0)
+        flex.restore()
+    except FlexError as error:
+        flex.session.close(failed=True)
+        assert time.monotonic() - started < SOON
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("many", STEPS)
+@pytest.mark.parametrize("kind", ["read", "edit", "trained"])
+@pytest.mark.parametrize("where", ["dp2", "plain", "plain, no shared memory"])
+def test_unequal_numbers_of_steps(where: str, kind: str, many: str) -> None:
+    if many == "leaves all out":  # ranks compare hooks before the first step, and wait for the rest
+        said = run(2, first_steps, where, kind)
+        assert all("did not compare hooks" in text or not text for text in said)
+        return
+    for text in run(2, steps_of, where, kind, STEPS[many]):
+        first, last = (0, 1) if STEPS[many][0] < STEPS[many][1] else (1, 0)
+        assert "ranks are at different places" in text
+        assert f"rank(s) {first}: restore(), after step 1" in text
+        assert f"rank(s) {last}: " in text
+        assert "step 2" in text or "the beginning of a step" in text
+        assert "run as many steps on every rank" in text
+
+
+def first_steps(where: str, kind: str) -> str:
+    flex_config.agree_seconds = 2.0
+    return steps_of(where, kind, STEPS["leaves all out"])
+
+
+def test_a_step_too_few_of_tensor_parallel_ranks() -> None:
+    """A rank that has come to restore() is seen when the next step begins, before Megatron waits for it."""
+    case = Case("tp2", tp=2, layers=2)
+    for text in run(2, uneven_tp, case):
+        assert "rank(s) 1: restore(), after step 0" in text
+        assert "rank(s) 0: the beginning of a step" in text
+
+
+def uneven_tp(case: Case) -> str:
+    chunks = ranks.start(case)
+    flex = mf.attach(chunks, [hook("edit", SITE)])
+    gpt.step(case, chunks, 0)
+    try:
+        if dist.get_rank() == 0:
+            time.sleep(2.0)
+            gpt.step(case, chunks, 0)
+        flex.restore()
+    except HookError as error:
+        flex.session.close(failed=True)
+        return str(error)
+    return ""
+
+
+def overdue() -> str:
+    """A rank that computes longer than others wait for it."""
+    changes.setattr(rank_agreement, "MEETING", 2.0)
+    model = nn.Linear(4, 4)
+    flex = mf.FlexModel(model, tensor_parallel_size=2)
+    flex.register_forward_hook(hook("edit", "root"))
+    model(torch.ones(2, 4))
+    if dist.get_rank() == 0:
+        time.sleep(5.0)
+        flex.session.close(failed=True)
+        return ""
+    with pytest.raises(HookError) as caught:
+        flex.restore()
+    return str(caught.value)
+
+
+def lagging(dp: int) -> list[int]:
+    """Ranks that nothing keeps together: the second one begins its steps when the first is done."""
+    model, seen = nn.Linear(4, 4), []
+    with mf.FlexModel(model, tensor_parallel_size=2 // dp) as flex:
+        flex.register_forward_hook(mf.HookFunction("root", save=False, editing_function=lambda m, x, c, t: x))
+        model(torch.ones(2, 4))
+        flex.select("none")
+        for number in range(4 if dp == 1 else 2 + 2 * dist.get_rank()):
+            time.sleep(0.4 * dist.get_rank())
+            model(torch.ones(2, 4))
+            seen.append(number)
+    return seen
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_rank_that_is_steps_behind(dp: int) -> None:
+    """restore() waits for ranks that have steps to make yet, and they see no error in that it waits."""
+    assert [len(seen) for seen in run(2, lagging, dp)] == ([4, 4] if dp == 1 else [2, 4])
+
+
+def test_a_rank_that_does_not_come() -> None:
+    _, text = run(2, overdue)
+    assert "rank(s) 0 did not come within 2 s to restore()" in text
+    assert "rank 0 was last in step 0" in text
+    assert "rank 1 is (after step 0)" in text
+
+
+# -- other shapes, other exchanges ---------------------------------------------------------------------
+
+
+def shapes(edits: bool) -> str:
+    model = nn.Linear(4, 4)
+    edit = centred if edits else None
+    flex = mf.attach(model, [mf.HookFunction("root", (None, 8), edit)], tensor_parallel_size=2)
+    started = time.monotonic()
+    with pytest.raises(FlexError) as caught:
+        model(torch.ones(2 + dist.get_rank(), 4))
+    flex.session.close(failed=True)
+    assert time.monotonic() - started < SOON
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("edits", [False, True])
+def test_parts_of_different_shapes(edits: bool) -> None:
+    for text in run(2, shapes, edits):
+        assert "parts of different shapes" in text
+
+
+def exchanges(kind: str) -> str:
+    rank = dist.get_rank()
+    mesh = Mesh((Axis("tp", 2, rank, dist.group.WORLD, (0, 1)),))
+    calls = {
+        "numbers": lambda: max_over_ranks([1] * (2 + 40 * rank), mesh, "the end of a step"),
+        "steps": lambda: max_over_ranks([1], mesh, f"the end of step {rank}"),
+        "kinds": lambda: max_over_ranks([1], mesh, "x") if rank else gather_objects({"a": 1}, mesh, ["tp"]),
+    }
+    with pytest.raises(HookError) as caught:
+        calls[kind]()
+    assert max_over_ranks([rank, -rank, *range(40)], mesh) == [1, 0, *range(40)], "they meet again"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["numbers", "steps", "kinds"])
+def test_exchanges_that_do_not_fit(kind: str) -> None:
+    for text in run(2, exchanges, kind):
+        assert "ranks are at different places" in text
+        if kind == "steps":
+            assert "rank(s) 0: the end of step 0; rank(s) 1: the end of step 1" in text
+
+
+def hooks_differ() -> str:
+    agreement = Agreement("test", 5.0)
+    with pytest.raises(HookError) as caught:
+        agreement.compare(f"forward on {dist.get_rank()}", "step 3")
+    return str(caught.value)
+
+
+def test_other_hooks() -> None:
+    for text in run(2, hooks_differ):
+        assert "hooks differ between ranks (rank(s) 0: forward on 0; rank(s) 1: forward on 1)" in text

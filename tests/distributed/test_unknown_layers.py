@@ -1,0 +1,433 @@
+"""Layers that no rule knows: a shard is never handed out as the full tensor, on any rank."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import megatron_flex as mf
+from tests.support import gpt, handmade
+from tests.support.gpt import Case
+from tests.support.handmade import IN, SAMPLES, TOKENS, WIDE
+from tests.support.oracle import edit as mix
+from tests.support.pool import run
+
+Steps = dict[str, str]
+
+
+def mixed(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+    return mix(inputs)
+
+
+def told(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except mf.FlexError as error:
+        return str(error)
+    return ""
+
+
+def losses(model: Any, x: Tensor) -> Tensor:
+    return (model(x) ** 2).sum()
+
+
+# -- a column-parallel linear that is written by hand --------------------------------------------------
+
+
+def by_hand(tp: int) -> Any:
+    """What is said of each hook without a shape; whether the edit ran; and what is read where ranks agree."""
+    model = handmade.parallel(tp)
+    x = handmade.batch(dist.get_rank() // tp).requires_grad_()
+    edited: list[tuple[int, ...]] = []
+
+    def edit(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+        edited.append(tuple(inputs.shape))
+        return mix(inputs)
+
+    wrong = {
+        "read": mf.HookFunction("up"),
+        "input": mf.HookFunction("down", hook_type="forward_pre"),
+        "gradient": mf.HookFunction("up", hook_type="full_backward_pre"),
+        "edit": mf.HookFunction("up", editing_function=edit),
+        "once": mf.HookFunction("up", editing_function=edit, run="once"),
+        "preset": mf.HookFunction("act", editing_function=mf.edits.scale(2.0)),
+        "gradient edit": mf.HookFunction("up", None, edit, hook_type="full_backward_pre"),
+        "parameter": mf.HookFunction("up.weight", hook_type="tensor"),
+    }
+    out: Steps = {}
+    for name, hook in wrong.items():
+        flex = mf.attach(model, [hook], tensor_parallel_size=tp)
+        out[name] = told(lambda f=flex: losses(f, x).backward())
+        out[f"{name}, again"] = told(lambda f=flex: losses(f, x).backward())
+        flex.session.close()
+    right = [
+        mf.HookFunction("up", (None, None, WIDE)),
+        mf.HookFunction("norm", editing_function=mixed),
+        mf.HookFunction("down", hook_type="full_backward_pre"),
+        mf.HookFunction("norm.weight", hook_type="tensor"),
+    ]
+    with mf.attach(model, right, tensor_parallel_size=tp) as flex:
+        out["right"] = told(lambda: [losses(flex, x).backward() for _ in range(2)])
+        read = {n: tuple(t[0].shape) for n, t in flex.output_dict.items()}
+    return out, edited, read, flex.is_leader
+
+
+@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 2), (4, 4)])
+def test_a_shard_without_a_shape_is_an_error_on_all_ranks(world: int, tp: int) -> None:
+    places = {
+        "read": "up:output",
+        "input": "down:input",
+        "gradient": "up:output",
+        "edit": "up:output",
+        "once": "up:output",
+        "preset": "act:output",
+        "gradient edit": "up:output",
+        "parameter": "up.weight.grad",
+    }
+    for out, edited, read, leader in run(world, by_hand, tp):
+        assert out.pop("right") == ""
+        assert edited == [], "no edit saw a shard"
+        for name, said in out.items():
+            place = places[name.removesuffix(", again")]
+            assert f"hold different tensors at {place}, of shapes" in said, (name, said)
+            assert "expected_shape" in said
+            assert "register an adapter" in said
+        if leader:
+            assert read["up:output"] == (TOKENS, SAMPLES, WIDE)
+            assert read["norm:output"] == (TOKENS, SAMPLES, IN)
+
+
+class Open(nn.Module):
+    """A column-parallel linear that leaves each rank its own share of the gradient of what it gets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (dist.get_rank() + 1)
+
+
+def backward(scope: bool) -> Steps:
+    model, x = nn.Sequential(nn.Identity(), Open()), torch.arange(8.0).reshape(2, 4).requires_grad_()
+    hooks = {
+        "read": mf.HookFunction("0", hook_type="full_backward_pre"),
+        "edit": mf.HookFunction("0", None, mixed, hook_type="full_backward_pre"),
+    }
+    out = {}
+    for name, hook in hooks.items():
+        flex = mf.attach(model, [hook], tensor_parallel_size=2)
+
+        def step(flex: Any = flex) -> None:
+            if scope:
+                with flex.step():
+                    losses(flex, x).backward()
+            else:
+                losses(flex, x).backward()
+
+        out[name], out[f"{name}, again"] = told(step), told(step)
+        flex.session.close()
+    return out
+
+
+@pytest.mark.parametrize("scope", [False, True])
+def test_a_gradient_that_each_rank_has_a_share_of(scope: bool) -> None:
+    for out in run(2, backward, scope):
+        for said in out.values():
+            assert "hold different tensors at 0:output.grad" in said
+
+
+class Halves(nn.Module):
+    """Parts of one shape; at first they are zeros, as what an adapter of low rank returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.chunk(2, -1)[dist.get_rank()] * self.factor
+
+
+def later() -> Steps:
+    model = nn.Sequential(Halves(), nn.Identity())
+    out = {}
+    with mf.FlexModel(model, tensor_parallel_size=2) as flex:
+        flex.register_forward_hook(mf.HookFunction("0"))
+        x = torch.arange(8.0).reshape(2, 4)
+        out["zeros"] = told(lambda: flex(x))
+        model[0].factor = 1.0
+        out["parts"] = told(lambda: flex(x))
+        flex.session.registry.clear()
+    return out
+
+
+def test_zeros_prove_nothing() -> None:
+    for out in run(2, later):
+        assert out["zeros"] == ""
+        assert "hold different tensors at 0:output" in out["parts"]
+
+
+class Sums(nn.Module):
+    """A row-parallel linear without its reduction: each rank's partial sum has the shape of the full one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (dist.get_rank() + 1)
+
+
+def recorded(what: str, folder: str) -> str:
+    kind = mf.Dump if what == "dumps" else mf.Statistics
+    model = nn.Sequential(Sums(), nn.Identity())
+    flex = mf.attach(model, tensor_parallel_size=2, **{what: kind(folder, ["0"])})
+    said = told(lambda: flex(torch.ones(2, 4)))
+    flex.session.close(failed=True)
+    return said
+
+
+@pytest.mark.parametrize("what", ["dumps", "statistics"])
+def test_what_is_recorded_is_compared_in_the_first_step(what: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for said in run(2, recorded, what, f"{folder}/out"):
+            assert "hold different tensors at 0:output" in said
+
+
+class Dropped(nn.Module):
+    """The full tensor on each rank, of which each drops other entries."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        return x * (torch.rand(x.shape, generator=generator) > 0.5)
+
+
+def dropped() -> tuple[str, str, list[Tensor], Tensor]:
+    model, x = nn.Sequential(Dropped(), nn.Identity()), torch.arange(1.0, 9.0).reshape(2, 4)
+    flex = mf.attach(model, [mf.HookFunction("0")], tensor_parallel_size=2)
+    without = told(lambda: flex(x))
+    flex.session.close()
+    hooks = [
+        mf.HookFunction("0", (None, None)),
+        mf.HookFunction("1", (None, None), mixed),
+        mf.HookFunction("0", (None, None), hook_type="full_backward_pre"),
+    ]
+    with mf.attach(model, hooks, tensor_parallel_size=2) as flex:
+        y = flex(x.requires_grad_())
+        said = told(lambda: y.square().sum().backward())
+        return without, said, [t for ts in flex.output_dict.values() for t in ts], y.detach()
+
+
+def test_ranks_may_differ_where_a_person_says_so() -> None:
+    answers = run(2, dropped)
+    x = torch.arange(1.0, 9.0).reshape(2, 4)
+    for rank, (without, said, read, y) in enumerate(answers):
+        assert "say so by expected_shape=(None, None)" in without
+        assert said == ""
+        own = x * (torch.rand(x.shape, generator=torch.Generator().manual_seed(rank)) > 0.5)
+        torch.testing.assert_close(y, mix(own))
+        if read:
+            torch.testing.assert_close(read[0], own)
+
+
+# -- parallel modules in a model that is not known as a whole ------------------------------------------
+
+
+class Holder(nn.Module):
+    """A model of Megatron's beside something else."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.gpt, self.scale = inner, nn.Linear(1, 1)
+
+    def forward(self, *args: Any) -> Tensor:
+        return self.gpt(*args).mean()
+
+
+def _gpt(case: Case) -> tuple[nn.Module, tuple[Any, ...], dict[str, tuple[int | None, ...]]]:
+    length = gpt.SEQUENCE
+    mask = torch.ones(1, 1, length, length).triu(1).bool()
+    tokens = torch.arange(2 * length).reshape(2, length) % gpt.VOCABULARY
+    places = {"gpt.decoder.layers.0.mlp.linear_fc1": (None, None, 2 * gpt.FFN), "gpt": (None, None, 64)}
+    model = Holder(gpt.build(case)[0])
+    return model, (tokens, torch.arange(length).repeat(2, 1), mask), places
+
+
+def _t5(case: Case) -> tuple[nn.Module, tuple[Any, ...], dict[str, tuple[int | None, ...]]]:
+    from megatron.core.models.T5 import t5_spec
+    from megatron.core.models.T5.t5_model import T5Model
+
+    config, length = gpt.config(case), gpt.SEQUENCE
+    model = T5Model(
+        config,
+        config,
+        t5_spec.get_t5_encoder_with_local_block_spec(case.layers),
+        t5_spec.get_t5_decoder_with_local_block_spec(case.layers),
+        gpt.VOCABULARY,
+        length,
+    )
+    tokens = torch.arange(2 * length).reshape(2, length) % gpt.VOCABULARY
+    masks = [torch.zeros(2, 1, length, length).bool() for _ in range(3)]
+    places = {"decoder.layers.0.mlp.linear_fc1": (None, None, 2 * gpt.FFN), "lm_head": (None, None, 64)}
+    return model, (tokens, tokens, *masks), places
+
+
+def _clip(case: Case) -> tuple[nn.Module, tuple[Any, ...], dict[str, tuple[int | None, ...]]]:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.vision.clip_vit_model import CLIPViTModel
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    norms = {"ln_pre_impl": WrappedTorchNorm, "ln_post_impl": WrappedTorchNorm}
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    model = CLIPViTModel(gpt.config(case), spec, **norms, patch_dim=4, img_h=8, img_w=8)
+    places = {"decoder.layers.0.mlp.linear_fc1": (None, None, 2 * gpt.FFN)}
+    return model, (torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(3)),), places
+
+
+def _radio(case: Case) -> tuple[nn.Module, tuple[Any, ...], dict[str, tuple[int | None, ...]]]:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.vision.radio import RADIOViTModel
+
+    sizes = {"patch_dim": 4, "img_h": 8, "img_w": 8, "max_img_h": 16, "max_img_w": 16}
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    model = RADIOViTModel(gpt.config(case), spec, **sizes, has_cpe=False, add_class_token=False)
+    places = {"decoder.layers.0.mlp.linear_fc1": (None, None, 2 * gpt.FFN)}
+    return model, (torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(3)),), places
+
+
+def _mimo(case: Case) -> tuple[nn.Module, tuple[Any, ...], dict[str, tuple[int | None, ...]]]:
+    """A GPTModel that gets the embeddings of a CLIP encoder, through a projector, in place of some tokens."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.models.mimo import MimoModel, MimoModelConfig
+    from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
+    from megatron.core.models.vision.clip_vit_model import CLIPViTModel
+    from megatron.core.models.vision.multimodal_projector import MultimodalProjector
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    config, length, image = gpt.config(case), gpt.SEQUENCE, gpt.VOCABULARY - 1
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    language = {
+        "config": config,
+        "transformer_layer_spec": layer,
+        "vocab_size": gpt.VOCABULARY,
+        "max_sequence_length": length,
+        "position_embedding_type": "rope",
+        "parallel_output": True,
+    }
+    norms = {"ln_pre_impl": WrappedTorchNorm, "ln_post_impl": WrappedTorchNorm}
+    clip = {"transformer_config": config, "transformer_layer_spec": layer, **norms}
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    projector = {"config": config, "submodules": linears, "projector_type": "mlp", "input_size": gpt.HIDDEN}
+    vision = ModuleSpec(
+        module=VisionModalitySubmodules,
+        submodules={
+            "encoders": {
+                "clip": ModuleSpec(
+                    module=CLIPViTModel, params={**clip, "patch_dim": 4, "img_h": 8, "img_w": 8}
+                )
+            },
+            "input_projections": [ModuleSpec(module=MultimodalProjector, params=projector)],
+        },
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the classes say that they are experimental
+        model = MimoModel(
+            MimoModelConfig(
+                ModuleSpec(module=GPTModel, params=language), {"vision": vision}, {"vision": image}
+            )
+        )
+    tokens = torch.arange(2 * length).reshape(2, length)
+    tokens[:, 2:7] = image  # four patches and the class token
+    pictures = {
+        "vision": {"clip": {"x": torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(3))}}
+    }
+    places: dict[str, tuple[int | None, ...]] = {
+        "language_model.decoder.layers.0.mlp.linear_fc1": (None, None, 2 * gpt.FFN),
+        "language_model": (None, None, gpt.VOCABULARY),
+        "modality_submodules.vision.encoders.clip.decoder.layers.0.mlp.linear_fc1": (
+            *(None, None),
+            2 * gpt.FFN,
+        ),
+        "modality_submodules.vision.input_projections.0.encoder.linear_fc1": (None, 2 * gpt.FFN),
+    }
+    positions = torch.arange(length).repeat(2, 1)
+    return model, (tokens, positions, None, None, None, pictures), places
+
+
+MODELS = {"holder": _gpt, "T5": _t5, "CLIP": _clip, "RADIO": _radio, "MIMO": _mimo}
+
+
+def inside(name: str) -> dict[str, Any]:
+    groups = gpt.HEADS if name == "T5" else gpt.GROUPS
+    case = Case("unknown", tp=2, layers=1, bias=name == "RADIO", groups=groups)
+    gpt.runtime(case)
+    gpt.initialize(case)
+    model, args, places = MODELS[name](case)
+    out: dict[str, Any] = {"unsaid": told(lambda: mf.FlexModel(model)), "detected": str(mf.detect(model))}
+    out["other size"] = told(lambda: mf.FlexModel(model, tensor_parallel_size=1))
+    out["shapes"] = {}
+    for place, shape in places.items():
+        for edit in (None, mixed):
+            with mf.FlexModel(model, tensor_parallel_size=2) as flex, torch.no_grad():
+                flex.register_forward_hook(mf.HookFunction(place, editing_function=edit))
+                out[f"{place}{' edited' * bool(edit)}"] = told(lambda f=flex: f(*args))
+                flex.session.registry.clear()
+        with mf.FlexModel(model, tensor_parallel_size=2) as flex, torch.no_grad():
+            flex.register_forward_hook(mf.HookFunction(place, shape))
+            flex(*args)
+            out["shapes"] |= {n: (t[0].shape[-1], shape[-1]) for n, t in flex.output_dict.items()}
+    return out
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parallel_modules_in_a_model_that_is_not_known(name: str) -> None:
+    pytest.importorskip("megatron.core")
+    for rank, out in enumerate(run(2, inside, name)):
+        assert "say tensor_parallel_size" in out.pop("unsaid")
+        detected = out.pop("detected")
+        assert "no framework's parallel modules" not in detected
+        assert "Parallel" in detected.splitlines()[0]
+        assert "of megatron." in detected.splitlines()[0]
+        assert "computes over the tensor parallel ranks [0, 1]" in out.pop("other size")
+        shapes = out.pop("shapes")
+        assert all(got == want for got, want in shapes.values())
+        assert bool(shapes) is (rank == 0)
+        for place, said in out.items():
+            assert f"hold different tensors at {place.removesuffix(' edited')}:output" in said, (place, said)
+
+
+class MyColumnParallelLinear(nn.Linear):
+    """By its name, a parallel layer of somebody's own."""
+
+
+def found() -> tuple[str, str, str]:
+    model = nn.Sequential(MyColumnParallelLinear(2, 2))
+    with_one = told(lambda: mf.FlexModel(model, tensor_parallel_size=1).restore())
+    return str(mf.detect(model)), told(lambda: mf.FlexModel(model)), with_one
+
+
+def test_a_layer_that_is_parallel_by_its_name() -> None:
+    for detected, unsaid, said in run(2, found):
+        assert "it holds a MyColumnParallelLinear of tests.distributed.test_unknown_layers" in detected
+        assert "holds a MyColumnParallelLinear" in unsaid
+        assert said == ""
+
+
+def test_equal_tensors_are_equal_up_to_rounding() -> None:
+    from megatron_flex.layout import infer_layout
+    from megatron_flex.runtime.layout_inference import sketch_tensor
+
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    layout = infer_layout(x.shape, None, 1)
+
+    def fits(other: Tensor) -> bool:
+        return sketch_tensor("x", ("tp",), layout, x).fits(sketch_tensor("x", ("tp",), layout, other), "tp")
+
+    assert fits(x + 1e-6)
+    assert fits(x.flip(0).flip(0) * (1 + 1e-7))
+    assert not fits(x.flip(0))
+    assert not fits(x * math.sqrt(2))
