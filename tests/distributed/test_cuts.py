@@ -368,6 +368,25 @@ def test_plain_modules(name: str, how: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("how", ["replicated", "once"])
+def test_an_edit_that_depends_on_another_parameter_alone(how: Any) -> None:
+    """The result requires a gradient and has no path to the input: upstream hooks see zeros all the same."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4))
+    own = nn.Parameter(torch.linspace(-1, 1, 4))
+
+    def replaced(module: Any, inputs: Tensor, save_ctx: Any, modules: Any) -> Tensor:
+        return own * torch.ones_like(inputs)
+
+    edit = mf.HookFunction("2", editing_function=replaced, save=False, run=how)
+    with mf.attach(model, [edit, mf.HookFunction("1", hook_type="tensor")]) as flex:
+        model(torch.ones(3, 4)).sum().backward()
+        assert {n: [bool(t.any()) for t in r] for n, r in flex.output_dict.items()} == {
+            "1:output.grad": [False]
+        }
+    torch.testing.assert_close(own.grad, 3 * model[3].weight.detach().sum(0))
+    assert [p.grad is None for p in model.parameters()] == [True] * 4 + [False] * 2
+
+
 def test_a_gradient_that_comes_never() -> None:
     """Of a frozen part, and of what is no number: an error that says why, as restore() has it."""
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
@@ -378,15 +397,19 @@ def test_a_gradient_that_comes_never() -> None:
         flex.restore()
 
 
-def test_a_function_of_the_models_own_that_gives_no_gradient() -> None:
-    """torch then hands hooks None; ours see zeros."""
+SILENT = {"1:output.grad": "1", "0.weight.grad": "0.weight"}  # what is read, by the name of the hook point
+
+
+@pytest.mark.parametrize("read", [("1:output.grad", "0.weight.grad"), ("1:output.grad",), ("0.weight.grad",)])
+def test_a_function_of_the_models_own_that_gives_no_gradient(read: tuple[str, ...]) -> None:
+    """torch then hands hooks None; ours see zeros, alone and together."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model.forward = lambda x: model[2](_Blocked.apply(model[1](model[0](x))))  # type: ignore[method-assign]
-    hooks = [mf.HookFunction("1", hook_type="tensor"), mf.HookFunction("0.weight", hook_type="tensor")]
+    hooks = [mf.HookFunction(SILENT[name], hook_type="tensor") for name in read]
     with mf.attach(model, hooks) as flex:
         model(torch.ones(3, 4)).sum().backward()
-        read = {n: [t.any().item() for t in r] for n, r in flex.output_dict.items()}
-    assert read == {"1:output.grad": [False], "0.weight.grad": [False]}
+        found = {n: [t.any().item() for t in r] for n, r in flex.output_dict.items()}
+    assert found == {name: [False] for name in read}
 
 
 class _Blocked(torch.autograd.Function):
