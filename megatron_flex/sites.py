@@ -69,7 +69,7 @@ class Site:
         inferred: whether the layout is not declared: the tensor is taken as replicated, unless a hook's
             `expected_shape` says which dim is sharded. `layout` and `shape` are empty then.
         followed: whether the layout is propagated to each tensor at run time, and may turn out unknown.
-        beside: the layouts of further tensors of the same output, as far as they are known.
+        beside: the known layouts of further tensors of the same output.
         index: which tensor of a nested output this is, counted depth first.
         unbatched: whether the tensor has no batch dim `b` when sequences are packed.
     """

@@ -118,7 +118,7 @@ def version_of(package: str) -> Version | None:
 def check_versions(versions: tuple[Version, ...]) -> None:
     """Refuse untested versions. A package without a version, such as a fork, is accepted.
 
-    A pre-release right after the range raises a warning: it may or may not equal what was tested.
+    A pre-release right after the range raises a warning: it may differ from the tested version.
 
     Raises:
         FlexError: one is outside the tested range, and FLEX_UNTESTED is not set.
@@ -231,7 +231,7 @@ class SearchResult:
 
     Attributes:
         found: the detected framework.
-        versions: versions of the model's frameworks, as far as there is a tested range.
+        versions: versions of the model's frameworks that have a tested range.
         others: the other finders, and their answers.
     """
 

@@ -153,10 +153,10 @@ def root_mesh_of(device_mesh: Any) -> Any:
 
 
 def axes_of_device_mesh(device_mesh: Any, mesh: Mesh) -> list[str]:
-    """For each dim of a DeviceMesh the axis of the run that it lies on; empty where it has one rank.
+    """For each dim of a DeviceMesh the axis of the run along which it extends; empty where it has one rank.
 
     Raises:
-        FlexError: it lies on none.
+        FlexError: it extends along no axis of the run.
     """
     out = []
     for dim, (size, line) in enumerate(zip(device_mesh.mesh.shape, rank_lines(device_mesh), strict=True)):
@@ -283,7 +283,7 @@ def _flatten_dims(name: str, root: Any, dims: list[int]) -> Axis:
 
 
 def _axis_by_name(device_mesh: Any, dim: int) -> str:
-    """The axis that a dim's name says; empty if none."""
+    """The axis that a dim's name contains; empty if none."""
     names = device_mesh.mesh_dim_names
     return "" if names is None else AXIS_NAMES.get(names[dim].lower(), "")
 

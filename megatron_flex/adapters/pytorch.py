@@ -171,7 +171,7 @@ def inspect_wrappers(
 
 
 def mesh_around(chunk: nn.Module, wrappers: list[Any], axis_sizes: AxisSizes, process_group: Any) -> Mesh:
-    """The wrappers' ranks as the data parallel ones; the user says what other ranks are.
+    """The wrappers' ranks as the data parallel ones; the user gives the axes of other ranks.
 
     Raises:
         FlexError: that is missing, or wrappers have different ranks.

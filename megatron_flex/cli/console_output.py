@@ -33,7 +33,7 @@ MIN_TEXT_WIDTH = 12  # letters that a column of words needs at least
 
 
 def make_table(*columns: str, title: str = "") -> Table:
-    """An empty table; columns whose name begins with `>` are numbers and stand to the right."""
+    """An empty table; columns whose name begins with `>` are numbers and are aligned right."""
     out = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", title_justify="left")
     out.title = Text(title, "bold") if title else None
     for name in columns:
@@ -81,7 +81,7 @@ def print_json(told: Any) -> None:
 
 
 def format_number(value: float | int | None, digits: int = 4) -> str:
-    """A number as short as it can be said in so many digits."""
+    """The shortest text of a number with that many digits."""
     if value is None:
         return "–"
     if isinstance(value, int):

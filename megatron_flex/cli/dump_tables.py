@@ -219,7 +219,7 @@ def _format_share(count: int, of: int) -> str:
 
 
 def print_verification(out: Console, found: Verification) -> None:
-    """What was found, errors first, then what was read."""
+    """The findings, errors first, then the counts of what was read."""
     for finding in sorted(found.findings, key=lambda f: not f.error):
         word, style = ("error", "bold red") if finding.error else ("note", "yellow")
         out.print(f"{word}: {finding.kind}", style=style, end="  ")

@@ -201,7 +201,7 @@ LAYOUT_DIM_NAMES = {SAMPLE_AXIS: "b", TOKEN_AXIS: "s"}
 
 
 def match_dims(layout: Layout, dims: Sequence[str]) -> dict[int, Dim]:
-    """The layout's dim for each dim of an array, as far as it has one."""
+    """The layout's dim for each dim of an array, where the layout has one."""
     order = layout.permute or tuple(range(len(layout.dims)))
     left = [layout.dims[i] for i in order]
     out: dict[int, Dim] = {}

@@ -221,7 +221,7 @@ def align_arrays(item: ComparedTensor, iteration: int, a: DumpArray, b: DumpArra
 
     Returns:
         The common part: usually one pair; one for each sample where tokens were selected by sample, one
-        for each microbatch where there are no samples. Or a text that says why there is none.
+        for each microbatch where there are no samples. Or a text with the reason why there is none.
     """
     one, two = a.at(iteration), b.at(iteration)
     if MICROBATCH_AXIS in (*one.dims, *two.dims):

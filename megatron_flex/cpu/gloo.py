@@ -81,7 +81,7 @@ def _scatter_unequal(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install_gloo_wrappers(patches: Patches) -> None:
-    """Wrap the three calls in `torch.distributed`, where it is there at all."""
+    """Wrap the three calls in `torch.distributed`, if torch was built with it."""
     if not dist.is_available():
         return
     from torch.distributed import distributed_c10d as c10d

@@ -2,7 +2,7 @@
 
 One function per module of Megatron, found by the module's name and applied when that module is imported (or
 at once, if
-it is). Each looks at what is there, so that one table serves all versions. Norms are plain torch's.
+it is). Each inspects the installed version, so that one table serves all versions. Norms are plain torch's.
 Sequence parallel
 needs nothing of a norm but a mark on its parameters: each rank sees a part of the sequence, so Megatron
 sums the

@@ -70,7 +70,7 @@ class Patches:
 
 
 def loaded_modules(packages: tuple[str, ...]) -> list[ModuleType]:
-    """The imported modules that are one of `packages` or lie inside it."""
+    """The imported modules that are one of `packages` or belong to one."""
     return [
         module
         for name, module in list(sys.modules.items())
@@ -98,7 +98,7 @@ AfterImportCallback = Callable[[ModuleType], None]
 
 
 class AfterImportFinder(MetaPathFinder):
-    """A finder that finds nothing itself: it lets the others find, and calls `after` on what was loaded."""
+    """A finder that finds nothing itself: it lets the others find, and calls `after` on the loaded module."""
 
     def __init__(self, package: str, after: AfterImportCallback) -> None:
         self._package = package

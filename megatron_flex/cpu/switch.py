@@ -68,7 +68,7 @@ def enable(force: bool = False) -> None:
     Calls are counted: as many `disable()` undo it.
 
     Args:
-        force: enable it even on a machine that has a GPU, which then lies idle.
+        force: enable it even on a machine that has a GPU, which is then unused.
 
     Raises:
         FlexError: if a GPU is present and `force` is not set.

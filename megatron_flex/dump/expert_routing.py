@@ -1,4 +1,4 @@
-"""Experts' tensors of a dump: their rows lie where routers sent them, and are sorted by token when read.
+"""Experts' tensors of a dump: ranks stored the rows that routers sent them; reading sorts the rows by token.
 
 A rank writes its rows as they are, and which experts its own tokens go to. From all ranks' decisions follows
 whose each row is, by the rules that a live read goes by.
@@ -75,10 +75,10 @@ def choice_from_json(record: Any, packed: Tensor) -> ExpertChoice:
 
 
 class RowLocations(NamedTuple):
-    """Where the rows of one data parallel replica's tokens lie, one entry for each.
+    """The location of the rows of one data parallel replica's tokens, one entry for each row.
 
     Attributes:
-        edp: the coordinate of the ranks that have it,
+        edp: the coordinate of the ranks that store the row,
         ep: likewise,
         row: and its number there.
         token: that it belongs to, counted in the full tensor by sequence and then by batch.
@@ -140,7 +140,7 @@ class ExpertRouting:
         self._sent: dict[tuple[int, int, int | None], list[list[Tensor]]] = {}
 
     def rows(self, replica: int, expert: int | None = None) -> RowLocations:
-        """Where the rows of a replica's tokens lie.
+        """Return the location of the rows of a replica's tokens.
 
         Args:
             replica: its coordinate on `dp`.
@@ -201,7 +201,7 @@ class ExpertRouting:
         return dense[:, :, 0].flatten(0, 1)[found.token.sort().values]
 
     def _of(self, place: ExpertCoords, expert: int | None) -> RowLocations:
-        """Where the rows of one rank's own tokens lie."""
+        """The location of the rows of one rank's own tokens."""
         edp, source, etp = place
         coords, choice = self.choices[place]
         experts, tokens = choice.pairs
@@ -215,7 +215,7 @@ class ExpertRouting:
         return RowLocations(torch.full_like(ep, edp), ep, row, where, slots)
 
     def _from(self, edp: int, ep: int, expert: int | None) -> list[list[Tensor]]:
-        """By `etp` and `ep` of the source, where its rows lie at the ranks with these coordinates."""
+        """By `etp` and `ep` of the source, the location of its rows on the ranks with these coordinates."""
         key = edp, ep, expert
         if key not in self._sent:
             sizes = self.sizes.get("ep", 1), self.sizes.get("etp", 1)
@@ -240,7 +240,7 @@ def scatter_rows_to_tokens(
     """`[s, b, slots, ...]`: rows by token, and zeros.
 
     Args:
-        rows: where they lie.
+        rows: the location of the rows.
         fetch: gives some rows, whole over `etp`, of the ranks at coordinates `edp`, `ep`.
         shape: `(s, b)` of the tokens.
         slots: for each token.

@@ -139,7 +139,7 @@ ZARR_CHUNK = 8 << 20  # bytes; about as large as a chunk is
 
 
 def write_zarr(path: Path, columns: list[ExportColumn], metadata: dict[str, str], bar: ProgressBar) -> None:
-    """Write a group with the names of dims, and attributes that say what the entries of each are."""
+    """Write a group with the names of dims, and attributes that describe the entries of each dim."""
     import zarr
 
     group = zarr.open_group(str(path), mode="w", zarr_format=3, attributes=dict(metadata))
@@ -445,7 +445,7 @@ def _list_export_notes(columns: Sequence[ExportColumn], to: ExportFormat) -> lis
 
 
 def _remove_path(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
+    """Remove a file or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

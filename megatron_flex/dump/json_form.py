@@ -83,7 +83,7 @@ def list_storage(kind: Any, brief: bool = False) -> list[tuple[Field[Any], Stora
 
     Args:
         kind: the dataclass.
-        brief: fields that do not say how they are stored are left out where they have their default, but for
+        brief: fields without a declared form are left out where they have their default, except for
             the first one.
     """
     out = []
@@ -225,7 +225,7 @@ def check_form(value: Any, form: Form, at: str = "") -> None:
     """Hold values against a form.
 
     Raises:
-        ValueError: they do not fit; the message says where.
+        ValueError: they do not fit; the message names the position.
     """
     if isinstance(form, str):
         types = _split_types(form)

@@ -1,8 +1,8 @@
 """One file of a dump: safetensors, with an index of what its tensors are and checksums in the metadata.
 
-docs/dump-format.md says what is in it, byte by byte.
+docs/dump-format.md describes the file byte by byte.
 
-Where files lie:
+Folders and files:
 
     PATH/run-0000/manifest.json                            what all ranks have in common, once for each run
     PATH/run-0000/0000000100/00003-000.safetensors         what rank 3 wrote of iteration 100, first part
@@ -175,7 +175,7 @@ class StoredPart:
 
     Attributes:
         path: the file.
-        index: what it says of itself.
+        index: the metadata of the part.
         where: for each tensor dtype, shape, first byte in the file, bytes.
         version: of the format.
     """
@@ -234,7 +234,7 @@ def _parse_header(path: Path, body: bytes, room: int, start: int) -> StoredPart:
 
 
 def _parse_version(path: Path, stated: Any) -> int:
-    """The version that a header says.
+    """The format version in a header.
 
     Raises:
         DumpError: it is none that is read.
@@ -250,7 +250,7 @@ def _parse_version(path: Path, stated: Any) -> int:
 
 
 def _has_right_checksum(version: int, body: bytes, content: dict[str, Any], meta: PartMetadata) -> bool:
-    """Whether a header has the checksum that it says; that of version 1 leaves out spaces and escapes."""
+    """Whether a header matches its stored checksum; that of version 1 leaves out spaces and escapes."""
     if version > 1:
         return is_sealed(body)
     text = json.dumps(content, separators=(",", ":")) + meta.index
@@ -306,7 +306,7 @@ def _check_claims(entries: Sequence[ShardEntry], where: TensorSpans, size: int) 
 
 
 def _check_stored(entry: ShardEntry, where: TensorSpans, version: int) -> None:
-    """An entry's shape is as large as its tensor, or as what was picked or cut out of it can be."""
+    """An entry's shape fits its tensor, or the selection or part of the tensor that was stored."""
     name, shape = entry.tensor, entry.shape
     if name not in where:
         raise ValueError(f"no tensor {name[:80]!r}, which its index has")

@@ -217,7 +217,7 @@ class ShardEntry:
     Attributes:
         site: the name of the site or parameter.
         kind: `value`, `gradient`, `parameter`, `parameter_gradient`; `routing`, where experts' rows go;
-            `replica`, of which only the checksum is there.
+            `replica`, of which only the checksum is stored.
         microbatch: of this data parallel rank; 0 for parameters.
         call: the pass through the site within the microbatch.
         layout: index into the part's layouts: of the shard as it was before tokens and samples were picked.
@@ -231,7 +231,7 @@ class ShardEntry:
             tensor.
         turn: how many tensors the rank captured before it in the iteration, those that others write included.
         request: the request that a server answered with it; None in training. One of a microbatch and call.
-        axes: what its dims are, by their names in the layout, where the manifest does not say it.
+        axes: the meaning of its dims, by their names in the layout, where the manifest has none.
     """
 
     site: str

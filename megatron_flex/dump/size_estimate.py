@@ -41,7 +41,7 @@ class WriteTask:
     Attributes:
         size: bytes of a rank's shard at each pass, as written; or of each rank's.
         times: passes in an iteration.
-        here: which ranks have it; 1 or 0.
+        here: which ranks own it; 1 or 0.
         slots: which replica each rank is; None where no two ranks hold the same.
         load: bytes of a shard, as they are weighed when replicas are dealt out.
     """
@@ -99,7 +99,7 @@ class StageLoad:
             layout: of the tensor.
             size: bytes of a rank's shard, as written; or of each rank's.
             times: passes in an iteration.
-            replicated: the axes over which ranks hold the same, where `layout` does not say otherwise.
+            replicated: the axes over which ranks hold the same tensor, unless `layout` shards it over them.
             where: the coordinates of the ranks that have the tensor at all.
             load: bytes of a shard before anything is picked or cast; `size` if None.
 

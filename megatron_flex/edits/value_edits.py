@@ -103,7 +103,7 @@ class ablate_heads(Edit):
     Attributes:
         which: the heads.
         keep: zero the others instead.
-        of: the number of heads that a dim concatenates, where the module's configuration does not say.
+        of: the number of heads that a dim concatenates, where the module's configuration does not have it.
     """
 
     draws = False

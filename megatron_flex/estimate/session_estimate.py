@@ -172,7 +172,7 @@ def estimate_session(
         links: between ranks; None for usual ones.
 
     Raises:
-        FlexError: nothing is active whose cost can be estimated, or nothing tells a length.
+        FlexError: nothing is active whose cost can be estimated, or a length is unknown.
     """
     if microbatches < 1:
         raise FlexError(f"microbatches={microbatches}: a step has at least one")

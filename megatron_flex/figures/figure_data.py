@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class FigureError(FlexError):
-    """The source lacks the data of a figure; the message says what to dump or record."""
+    """The source lacks the data of a figure; the message names what to dump or record."""
 
 
 def as_array(values: Tensor) -> Array:

@@ -334,7 +334,7 @@ def _is_statistics(path: Path) -> bool:
 
 
 def match_names(found: TensorSource | StatisticsSource, pattern: str) -> list[str]:
-    """The names that match a pattern, as for hooks: a module stands for its output.
+    """The names that match a pattern, as for hooks: a module's name means its output.
 
     Raises:
         FigureError: there is no match.

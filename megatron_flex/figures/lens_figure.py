@@ -57,7 +57,7 @@ def logit_lens(
         sample: the index among the source's samples, from 0.
         top: the number of most likely tokens to keep.
         positions: the indices of tokens among the source's tokens.
-        tied: whether the output layer shares the word embeddings, where a dump does not say.
+        tied: whether the output layer shares the word embeddings, where a dump does not have that.
 
     Raises:
         FigureError: there are no streams, or the dump lacks the weights.
@@ -206,7 +206,7 @@ def _read_unembedding(found: TensorSource, iteration: int, tied: bool | None) ->
 
 
 def _unembedding_name(dump: OpenDump, tied: bool | None) -> str | None:
-    """The unembedding parameter; None if the dump lacks it or does not say.
+    """The unembedding parameter; None if the dump lacks it or does not name it.
 
     If the output layer's weight was requested and the model has none of its own, the embeddings are tied.
     """

@@ -47,7 +47,7 @@ class Flag:
 
     Attributes:
         name: without `--flex-`.
-        field: where its value goes among the settings; `dump` is the one dump that flags can say.
+        field: where its value goes among the settings; `dump` is the one dump that flags can describe.
         group: of the help.
         words: the help.
         metavar: what its values are called.
@@ -164,7 +164,7 @@ def split_argv(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Take our flags out of a command line.
 
     `--flex-x=y` has that value, `--flex-x` those that follow it, up to a word that begins with a dash and is
-    no number. What is behind `--` is not ours.
+    no number. Arguments after `--` are not ours.
 
     Returns:
         The values, as `collect_flag_values` puts them, and all other words as they were.
@@ -267,7 +267,7 @@ def settings_from_argv(
     With --flex-help the first rank prints the help, and all end.
 
     Args:
-        argv: words behind the script's name.
+        argv: the arguments after the script's name.
         environment: variables; those of the process if None.
 
     Returns:

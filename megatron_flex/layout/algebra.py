@@ -208,7 +208,7 @@ def _uncut_layout(dims: int) -> Layout:
 
 
 def name_batch_first(layout: Layout) -> Layout:
-    """The layout with its first dim named `b`, the batch dim, unless a framework says otherwise."""
+    """The layout with its first dim named `b`, the batch dim, unless a framework names its dims."""
     return replace(
         layout, dims=tuple(replace(d, name="b") if i == 0 else d for i, d in enumerate(layout.dims))
     )

@@ -3,11 +3,11 @@
 `Layout.gradient()` is the algebra: sums and shared tensors change places. Only this module calls it; its
 result is the conjugate. What decides is the tensor, and how its framework gets its gradient:
 
-- activation of a site whose layout its framework tells: the conjugate (`find_activation_gradient`);
+- activation of a site whose layout its framework declares: the conjugate (`find_activation_gradient`);
 - activation between modules, whose layout is propagated: the conjugate, summed over the axes of its uses too,
   or the reason where uses differ; the tap's `gradient_source` gives the uses;
 - DTensor, and input of a module with a rule: the conjugate; `gradient_source` gives None there;
-- full tensor behind a gather or in front of a scatter: the conjugate, as autograd needs it
+- full tensor after a gather or before a scatter: the conjugate, as autograd needs it
   (`conjugate_layout`);
 - expert rows: the conjugate, and the layout of their tokens as it is (`find_route_gradient`);
 - parameter, in one backward pass, which is what its hooks get: the conjugate, or by its uses as above
@@ -147,7 +147,7 @@ def find_unsummed_axes(ends: GradientEnds) -> tuple[str, ...] | None:
 
 
 def explain_unlike_conjugate(found: GradientLayout, layout: Layout) -> str:
-    """Why ranks do not get the gradient that the conjugate of `layout` says; empty if they do."""
+    """Why ranks do not get the gradient in the conjugate of `layout`; empty if they do."""
     if found.layout == conjugate_layout(layout):
         return ""
     if found.layout is None:

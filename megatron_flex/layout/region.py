@@ -126,7 +126,7 @@ def assemble_region(
 
 
 def take_entries(tensor: Tensor, where: RegionIndex) -> Tensor:
-    """The entries of a tensor, indexed dim by dim; a view as far as the indices are ranges."""
+    """The entries of a tensor, indexed dim by dim; a view if all indices are ranges."""
     for dim, index in enumerate(where):
         if isinstance(index, range) and index != range(tensor.shape[dim]):
             tensor = tensor[(slice(None),) * dim + (slice(index.start, index.stop, index.step),)]

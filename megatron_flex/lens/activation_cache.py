@@ -192,8 +192,8 @@ class ActivationCache(NamedTensors):
     and captures under site names. Stacks have a first dim of components. `layer` is the layer whose
     input is meant: None, -1 or the number of layers is the input of the unembedding.
 
-    Methods that need weights say so: weights are fetched from all ranks, so every rank calls them alike, and
-    they have the values of the first call.
+    Methods that need weights document that: every rank calls these methods, because weights are gathered
+    from all ranks, and they have the values of the first call.
     """
 
     # -- the residual stream ---------------------------------------------------------------------------

@@ -119,7 +119,7 @@ class LensNames:
         Args:
             wanted: None for all of TransformerLens' names of this model (but `hook_result`); one of them; a
                 site's name, or a glob; a list of these; or a function of TransformerLens' names. A model that
-                has none of them has the outputs of its modules instead, as far as a run passes them.
+                has none of them has the outputs of its modules instead, of the modules that a run calls.
 
         Raises:
             SiteError: a name matches nothing, or its site is hidden.
@@ -133,7 +133,7 @@ class LensNames:
         return list({a.name: a for name in wanted for a in self._named(name)}.values())
 
     def norm(self, path: str) -> tuple[str, ...]:
-        """The names of a norm's weight and bias, as far as they exist."""
+        """The names of a norm's weight and bias, where they exist."""
         inside = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
         layer, _, role = path.rpartition(".")
         options = [f"{path}.{{}}", f"{layer}.{inside.get(role, role)}.layer_norm_{{}}"]

@@ -24,7 +24,7 @@ def attach(
     process_group: Any = None,
     verify: bool = False,
 ) -> FlexModel:
-    """Register hooks, dumps and statistics on a model that the caller goes on calling itself.
+    """Register hooks, dumps and statistics on a model that the caller still calls directly.
 
     Every rank calls `attach` with the same arguments. Use the result as a context manager, or call
     `restore()` at the end.

@@ -7,7 +7,7 @@ A source, `dump_source(...)` or `statistics_source(...)`:
     words       the source in words
     notes       [{"kind": "damage" | "info", "text"}]
     iterations  their numbers, ascending; `at` below counts in these
-    names       of tensors, in model order: sites, `.grad` behind their gradients, then parameters
+    names       of tensors, in model order: sites, each followed by its gradient (`.grad`), then parameters
     kinds       of each: 0 value, 1 gradient, 2 parameter, 3 gradient of a parameter
     sites       of each: the page's number of its site, -1 of none
     measures    {"rms" | "absmax" | "mean" | "std" | "zeros": [at][tensor] in base64 of 4-byte floats}
@@ -85,10 +85,10 @@ def divergence_json(
     Returns:
         verdict     `equal`, `round-off` or `diverges`
         a, b        the dumps in words
-        names       of what was compared, in the order of execution; `.grad` behind gradients
+        names       of the compared tensors, in the order of execution; gradients end in `.grad`
         iterations  those that are shown
         rows        [[page's site or -1, iteration, error or None, tolerance, number in names, flag]]; the
-                    flag says what an error is that is no finite number: "NaN", "inf"
+                    flag names an error that is no finite number: "NaN", "inf"
         first       the page's site of the first that is above its tolerance; None if none is
         first_row   its row; None if none is
         hints       what that looks like

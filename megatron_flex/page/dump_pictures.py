@@ -75,7 +75,7 @@ class DumpPictures:
     """The pictures of one dump.
 
     Attributes:
-        notes: what was left out.
+        notes: one line for each thing that is left out.
         lacks: for each kind of picture why it is missing.
     """
 

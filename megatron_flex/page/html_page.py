@@ -57,7 +57,7 @@ class Page:
     notes: Sequence[tuple[str, str]] = ()
 
     def to_json(self) -> Json:
-        """In plain values; what repeats is told once."""
+        """As plain values; repeated values are stored once."""
         layouts, shapes, reasons, estimates = (
             _UniqueValues(),
             _UniqueValues(),
@@ -164,7 +164,7 @@ ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
 def html(page: Page) -> str:
-    """The page, as text of ASCII but for what its scripts and title say.
+    """The page, as text in ASCII except for its scripts and title.
 
     Values from files are in it once, as JSON in which nothing ends a script or begins a tag.
     """

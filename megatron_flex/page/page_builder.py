@@ -31,7 +31,7 @@ def fill_page(
     comparison: Any = None,
     title: str = "",
 ) -> Page:
-    """A page with the data of dumps and statistics; a damaged dump is shown as far as it is readable.
+    """A page with the data of dumps and statistics; of a damaged dump the readable part is shown.
 
     Args:
         page: the page of a model; None to show the sites of the dumps, or else of the statistics.

@@ -98,7 +98,7 @@ def _log_where_wide(axes: Axes, values: Any) -> None:
 def divergence(comparison: ComparisonLike | Divergence) -> Figure:
     """The error of each site in execution order, against its tolerance; the first divergence marked.
 
-    Where two dumps are equal bit for bit the error stands on the floor, below the dotted line; where one has
+    Where two dumps are equal bit for bit the error is on the floor, below the dotted line; where one has
     NaNs that the other has not, at the ceiling.
 
     Args:

@@ -228,7 +228,7 @@ def logit_lens(
         iteration: by default the last one.
         sample: the index among the source's samples, from 0.
         positions: the tokens to draw.
-        tied: whether the output layer shares the word embeddings, where a dump does not say.
+        tied: whether the output layer shares the word embeddings, where a dump does not have that.
         tokens: of the full sample, to label the axis instead of positions.
         tokenizer: the text of a token id: `tokenizer.decode`.
 

@@ -289,7 +289,7 @@ class DumpSink:
             self._tell()
 
     def _tell(self) -> None:
-        """Warn of what was omitted."""
+        """Warn about omitted tensors."""
         if self._dropped:
             warnings.warn(
                 f"{self._dropped} iteration(s) were dropped from {self.dump.path}: the disk was slower than "
@@ -306,7 +306,7 @@ class DumpSink:
     # -- recording -------------------------------------------------------------------------------------
 
     def take(self, key: Key, local: Tensor, layout: Layout, route: Route | None, factor: float = 1.0) -> str:
-        """Write this rank's shard of a tensor, as far as the dump selects it; see `TensorSink.take`."""
+        """Write the selected entries of this rank's shard of a tensor; see `TensorSink.take`."""
         name = key.site.removesuffix(GRADIENT_SUFFIX)
         self._passed.add(name)
         taking = self._taking

@@ -164,7 +164,7 @@ def _unlike(reports: dict[int, str]) -> Iterator[TraitMismatch]:
 
 
 def _number_traits(traits: Iterable[Sequence[str]]) -> dict[tuple[str, int], tuple[str, str]]:
-    """Index traits by their name and a count of that name, as several functions may have it."""
+    """Index traits by their name and a count of that name, because several functions may share a name."""
     counts: Counter[str] = Counter()
     out = {}
     for name, digest, shown in traits:

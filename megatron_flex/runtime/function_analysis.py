@@ -279,7 +279,7 @@ def _match_returns(node: ast.Match) -> bool:
 
 
 def find_derived_names(source: FunctionSource) -> set[str]:
-    """The names of values computed from the tensor, as far as the source shows."""
+    """The names of values that the source computes from the tensor."""
     found = {source.inputs} if source.inputs else set()
     for _ in range(3):  # a loop may use a name before its assignment
         for node in walk_statements(source.body):

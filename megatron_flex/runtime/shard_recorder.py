@@ -94,7 +94,7 @@ class ShardRecorder:
         self._put(entry, found, factor, mine, given=local)
 
     def part(self, entry: ShardEntry, local: Tensor, layout: Layout, over: Sequence[Axis]) -> None:
-        """Write the entries of a shard that lie in the entry's span."""
+        """Write the entries of a shard that are inside the entry's span."""
         assert entry.span is not None
         if entry.span[0] < entry.span[1]:
             flat = ShardSelection(local.detach().reshape(-1)[slice(*entry.span)], layout, None)

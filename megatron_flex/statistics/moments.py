@@ -1,7 +1,7 @@
 """Sums over the values of a tensor, which add up over shards and ranks, and the statistics from them.
 
 On a CPU values in up to 32 bits go through blocks that stay in its cache, in fp32, about each block's mean;
-what was summed becomes sums of powers in fp64. Everything else is summed in fp64, without waiting for it.
+the result becomes sums of powers in fp64. Everything else is summed in fp64, without waiting for it.
 Sums of powers of the values themselves lose the fourth power of |mean| / std: the kurtosis has six digits up
 to a ratio of 300, the standard deviation up to 10000. A table has the sums of all tensors of a step side by
 side, as ranks add them up.
@@ -55,7 +55,7 @@ class MomentSums:
     """Of one tensor, part by part.
 
     Attributes:
-        row: `[WIDTH]` in fp64, on the device of what was added.
+        row: `[WIDTH]` in fp64, on the device of the added tensors.
         absmax: the greatest finite magnitude, likewise; 0 of none.
     """
 
@@ -134,7 +134,7 @@ class MomentSums:
 
 
 def _flatten_values(values: Tensor) -> Tensor:
-    """All values in one dim, in the order in which they lie in memory if that takes no copy."""
+    """All values in one dim, in memory order if that takes no copy."""
     if values.is_contiguous():
         return values.view(-1)
     order = sorted(range(values.ndim), key=values.stride, reverse=True)

@@ -382,7 +382,7 @@ def _read_parquet(path: Path, wanted: NameFilter, bar: ProgressBar) -> _Found:
 
 
 def _compress_histogram(record: dict[str, Any]) -> list[int] | None:
-    """A histogram as JSON lines have it: the number of the first bin that is not empty, and the counts."""
+    """A histogram in the form of JSON lines: the number of the first nonempty bin, and the counts."""
     counts = record["histogram"]
     known = [n for n, count in enumerate(counts) if count]
     return ([known[0], *counts[known[0] : known[-1] + 1]] if known else []) if counts else None

@@ -40,7 +40,7 @@ class TensorStatistics:
             are all equal.
         norm: the root of the sum of squares.
         nans, infinities: how many.
-        histogram: how many values lie in each bin, ascending (`compute_bin_edges` has the bounds): negative
+        histogram: how many values are in each bin, ascending (`compute_bin_edges` has the bounds): negative
         ones by the
             power of two of their magnitude, zeros, positive ones. Empty if it is not wanted.
         microbatches: how many passes through the site were added up, over all data parallel ranks.

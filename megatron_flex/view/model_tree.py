@@ -83,7 +83,7 @@ class TreeHook:
         groups: its groups.
         gradient: whether it gets the gradient there.
         active: whether it is active.
-        at: for folded modules, the numbers of those that have it; empty for all.
+        at: for folded modules, the numbers of those that have the point; empty for all.
     """
 
     kind: str

@@ -51,7 +51,7 @@ def tree_rows(root: TreeNode) -> Iterator[TreeRow]:
 
 
 def print_tree(root: TreeNode, head: str, file: TextIO, width: int | None = None) -> None:
-    """Print a tree below a line that says what it is of; as wide as the terminal, or as it likes."""
+    """Print a tree below a title line; as wide as the terminal, or as wide as the tree needs."""
     try:
         "│○".encode(getattr(file, "encoding", None) or "utf-8")
         unicode = True

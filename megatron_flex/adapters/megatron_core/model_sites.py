@@ -95,7 +95,7 @@ ON_EXPERT_RANKS = (
 
 
 def parameters_of(root: Any, mesh: Mesh) -> list[ParameterSite]:
-    """The parameters of one chunk, in model order, as far as a kind declares their layout.
+    """The parameters of one chunk, in model order, of the module kinds that declare a layout.
 
     Those of experts are listed on every rank of the stage, whether it has the expert or not.
     """

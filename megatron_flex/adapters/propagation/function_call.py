@@ -19,7 +19,7 @@ def split_words(text: str) -> list[str]:
 
 
 class LayoutUnknown(Exception):
-    """The layout of a result is unknown; the text says why."""
+    """The layout of a result is unknown; the message gives the reason."""
 
 
 class FunctionCall:

@@ -68,7 +68,7 @@ class DeviceCopies:
 
 
 def _copy_pitched(target: Tensor, source: Tensor, stream: int) -> bool:
-    """Copy rows that lie evenly apart in `target`; False if they do not, or the driver's call is missing."""
+    """Copy rows with even spacing in `target`; False if it is uneven, or the driver's call is missing."""
     rows = _even_rows(target)
     call = _load_memcpy()
     if rows is None or call is None:

@@ -1,7 +1,7 @@
 """Short messages between the ranks of a node, over sockets: no collective, and a rank that dies is noticed.
 
 Sending and receiving are system calls, which order memory: what a rank wrote to shared memory before it sent
-a note is there for who has received it.
+only the process that received a note has it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class NodeConnection:
             raise FlexError(self._lost(error)) from error
 
     def receive(self, watch: Callable[[], None] | None = None) -> tuple[dict[str, Any], int | None]:
-        """The next note, and what was sent with it; `watch` is called now and then until it is there.
+        """The next note, and what was sent with it; `watch` is called now and then until it arrives.
 
         Raises:
             FlexError: the other rank has ended, or sends nothing.

@@ -1,6 +1,6 @@
 """Captures by collectives: copies of the local shards, gathered on the receiving rank in few messages.
 
-The copies lie in memory that each step uses again, in the order in which they are sent.
+The copies are stored, in the order in which they are sent, in memory that each step reuses.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TapeBlock:
 
 
 class CopyTapes:
-    """Tapes of bytes: copies lie one after the other, so that nothing need be packed to be sent.
+    """Tapes of bytes: copies are stored one after the other, so that sending needs no packing.
 
     A tape grows by pieces. Once it is known how much a step writes, one piece takes it all: fresh pages cost
     more than the copying.
@@ -70,7 +70,7 @@ class CopyTapes:
         return out.copy_(tensor)
 
     def take(self) -> list[TapeBlock]:
-        """Hand out what was written; the next copy begins new tapes."""
+        """Return the written tapes; the next copy begins new tapes."""
         written, self._written = self._written, []
         for name in {p.name for p in written}:
             now = min(sum(p.used for p in written if p.name == name), self._cap[name])
@@ -78,7 +78,7 @@ class CopyTapes:
         return written
 
     def give_back(self, blocks: list[TapeBlock]) -> None:
-        """Let the next copies overwrite what was given out; pieces that are too small are released."""
+        """Let the next copies overwrite the returned tapes; buffers that are too small are released."""
         for block in blocks:
             block.used = 0
             free = self._free.setdefault(block.name, [])
@@ -123,7 +123,7 @@ class _SendPlan:
         layout: itself: while it is here no other one is found by its identity.
         needed: whether the shard of this rank is.
         steps: in which it is sent.
-        entries: of the full tensor, as far as ranks count alike.
+        entries: of the full tensor, if all ranks count the same number.
     """
 
     layout: Layout
@@ -180,7 +180,7 @@ class ProcessGroupTransport:
         return True
 
     def start(self) -> list[Arrival]:
-        """Begin to send if many bytes wait; what was sent before is waited for first.
+        """Begin to send if many bytes wait; earlier sends are awaited first.
 
         So no more than two batches are in memory. All ranks decide alike, from the sizes of full tensors.
         """

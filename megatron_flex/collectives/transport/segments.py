@@ -84,7 +84,7 @@ def create_segment_file(folder: str, size: int) -> int:
         A descriptor that it is open on.
 
     Raises:
-        OSError: the folder is not there or has no room, said by its `strerror`.
+        OSError: the folder does not exist or is full; see its `strerror`.
     """
     fd = _open_unnamed(folder)
     try:
@@ -150,11 +150,11 @@ class Slot:
 class SlotRing:
     """The slots of one leader.
 
-    Tensors in a slot are given out as they lie. A slot is written again once none of them exists, and
+    Tensors are returned as views of their slot. A slot is written again once none of them exists, and
     given back to the system where it no longer fits.
 
     Attributes:
-        folder: where the files lie.
+        folder: the folder of the files.
         most: bytes that all slots together may have.
         lacking: why there is no slot that fits, for the person to read; empty if there is one.
     """

@@ -1,4 +1,4 @@
-"""Where a rank's shard lies in the full tensor, as slices that are copied, and how many bytes it needs;
+"""The position of a rank's shard in the full tensor, as slices to copy, and how many bytes it needs;
 worked out once for each layout, shape and dtype.
 """
 

@@ -2,7 +2,7 @@
 tensors.
 
     forward, backward   every rank copies its shard to its place in the current slot; no one waits
-    end of the step     every rank sends a note to the first rank of its node, and goes on
+    end of the step     every rank sends a note to the first rank of its node, and continues
                         the first rank waits for the notes, returns the tensors in the slot without a copy,
                         and answers with the slot of the next step
     next step           a rank reads that answer when it first has something to write

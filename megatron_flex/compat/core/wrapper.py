@@ -194,7 +194,7 @@ class HookRegistrationMethods:
     def _expected(
         self, hook: HookFunction, kind: HookType, places: Sequence[str]
     ) -> tuple[int | None, ...] | None:
-        """The full tensor's shape, as far as it is validated: users give the batch size of one replica."""
+        """The full tensor's shape, in the validated dims: users give the batch size of one replica."""
         want = hook.expected_shape
         if want is None or all(n is None for n in want):
             return None

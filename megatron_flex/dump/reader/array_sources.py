@@ -79,7 +79,7 @@ class ActivationSource:
         return self.like.first.layout, self.like.written.run.sizes
 
     def plan(self, which: IterationKey) -> SamplePlan:
-        """How the samples of an iteration lie.
+        """The order of the samples of an iteration.
 
         Raises:
             DumpError: the site has nothing in it.

@@ -85,7 +85,7 @@ class DamagedDump(OpenDump):
     """A dump opened without asking that it be whole: a tensor is read if all of its own shards are there.
 
     Attributes:
-        damage: what was found to be wrong with it, each in a line; None until someone has looked.
+        damage: the damage that was found, one line each; None until the dump was checked.
     """
 
     damage: list[str] | None = None
@@ -112,7 +112,7 @@ class DamagedDump(OpenDump):
         return self._written[which]
 
     def trained(self, which: IterationKey) -> bool:
-        """Whether gradients were made in an iteration, as the first part says that can be read."""
+        """Whether an iteration has gradients, by the first part that can be read."""
         written = self.written(which)
         paths = (path for rank in written.run.coords for path in written.paths(rank))
         first = next(paths, None)
@@ -121,7 +121,7 @@ class DamagedDump(OpenDump):
     def entries(
         self, written: StoredIteration, site: str, kind: str, stage: int, replica: int
     ) -> list[LocatedShard]:
-        """What the ranks of a stage of a replica wrote of a site, as far as it is there.
+        """The remaining shards of a site that the ranks of a stage of a replica wrote.
 
         Raises:
             DumpError: rows of experts, of an iteration that lost some: the lost ones would read as zeros.
@@ -135,7 +135,7 @@ class DamagedDump(OpenDump):
         return found
 
     def nothing(self, name: str, written: StoredIteration, stage: int) -> DumpError:
-        """What there is to say where nothing of a site is in an iteration: what was lost may have had it."""
+        """The error where an iteration has nothing of a site: the lost parts may have had the site."""
         ranks = [r for replica in written.run.replicas for r in written.run.ranks(stage, replica)]
         if isinstance(written, IncompleteIteration) and written.lacks_parts(ranks):
             named = written.describe()
@@ -146,7 +146,7 @@ class DamagedDump(OpenDump):
 def open_damaged_dump(path: str | PathLike[str], *, check: ChecksumPolicy = "blocks") -> DamagedDump:
     """Open what is left of a damaged dump; of a good one all.
 
-    Runs whose manifest cannot be read are left out. An iteration that is incomplete is there: each of its
+    Runs whose manifest cannot be read are left out. An incomplete iteration is included: each of its
     tensors is read if all of its own shards are, and raises else.
 
     Args:

@@ -192,7 +192,7 @@ class DumpArray:
 
     @property
     def view(self) -> list[DimIndex | int]:
-        """The entries of each axis of what was dumped; an integer where the axis is gone."""
+        """The selected entries of each dim of the dumped tensor; an integer where the dim is removed."""
         if self._view is not None:
             return self._view
         if self._all is None:

@@ -43,7 +43,7 @@ class DumpSummary(Protocol):
 
     @property
     def manifests(self) -> list[Manifest]:
-        """What each run says of itself."""
+        """The manifest of each run."""
 
     @property
     def iterations(self) -> list[int]:

@@ -87,8 +87,8 @@ class NoActivationError(DumpError):
 class OpenDump:
     """A dump: a mapping of hook point names to arrays over (iteration, sample, token, *features).
 
-    Opening reads manifests only; to see what was written later, open the dump again. If several runs have
-    completed an iteration, the first of these runs is used.
+    Opening reads manifests only; open the dump again to see iterations that were written since. If several
+    runs have completed an iteration, the first of these runs is used.
 
     Attributes:
         path: the folder.
@@ -321,7 +321,7 @@ class OpenDump:
         block: int = 256,
         part: tuple[int, int] = (0, 1),
     ) -> ShuffledRows:
-        """Batches of token rows in random order, within bounded memory; ShuffledRows says how random.
+        """Batches of token rows in random order, within bounded memory; see ShuffledRows.
 
         Args:
             sites: names, or arrays of this dump as they were sliced; several give tuples of aligned batches.
@@ -397,7 +397,7 @@ class OpenDump:
         return out
 
     def nothing(self, name: str, written: StoredIteration, stage: int) -> DumpError:
-        """What there is to say where nothing of a site of a stage is in an iteration."""
+        """The error where an iteration has no activation of a site of a stage."""
         return NoActivationError(
             f"{name}: nothing passed there in {written.describe()}; .at(...) chooses iterations that have it"
         )

@@ -1,4 +1,4 @@
-"""Where the samples of an iteration lie: blocks of microbatches and replicas, and the tensor of each."""
+"""The samples of an iteration: blocks of microbatches and replicas, and the tensor of each block."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class MicrobatchSamples:
 
 @dataclass
 class SamplePlan:
-    """How the samples of an iteration lie in blocks, as its first replica tells it.
+    """The samples of an iteration in blocks, by the records of its first replica.
 
     Attributes:
         written: the iteration.
@@ -166,7 +166,7 @@ class SamplePlanner:
         self._expert_reader = ExpertTensorReader(dump, which.site, which.stage, which.call)
 
     def plan(self, written: StoredIteration) -> SamplePlan:
-        """How the samples of an iteration lie in blocks.
+        """Return the samples of an iteration in blocks.
 
         Raises:
             DumpError: the site has nothing in it.

@@ -60,7 +60,7 @@ class ChecksumRecord:
             where: for each dim of what is stored the entries that are read; all if None.
 
         Raises:
-            DumpError: a block is not what was written.
+            DumpError: a block differs from what was written.
         """
         key = part.path, entry.tensor
         checked = self._seen.setdefault(key, bytearray(_count_blocks(part, len(data))))
@@ -121,7 +121,7 @@ def _describe_damage(part: StoredPart, entry: ShardEntry, number: int, first: in
 
 
 def find_touched_blocks(shape: Sequence[int], where: RegionIndex, itemsize: int, count: int) -> list[int]:
-    """The blocks that have any of the entries wanted of each dim of a tensor that lies in row-major order.
+    """The blocks that contain requested entries of a tensor in row-major order.
 
     Args:
         shape: of the tensor.

@@ -47,7 +47,7 @@ class StoredShard:
 
     @property
     def whole(self) -> bool:
-        """Whether all of it is there."""
+        """Whether all of its shards are stored."""
         spans = sorted(e.span for _, e in self.pieces if e.span is not None)
         if not spans:
             return bool(self.pieces)
@@ -281,7 +281,7 @@ def group_shards(
 
 
 def has_all_shards(layout: Layout, shards: Mapping[tuple[int, ...], StoredShard], sizes: Sizes) -> bool:
-    """Whether every shard of a tensor is there."""
+    """Whether every shard of a tensor is stored."""
     wanted = {tuple(first_copy(layout, c, sizes).values()) for c in coordinates(layout, sizes)}
     return wanted <= set(shards) and all(s.whole for s in shards.values())
 

@@ -44,7 +44,7 @@ def list_removals(
     """What `prune_dump` would remove.
 
     Of the runs that are over: iterations that some rank has not closed, and temporary files. Of their whole
-    iterations only what `keep_every` and `before` say.
+    iterations only those that `keep_every` and `before` select.
 
     Args:
         path: the dump's folder.
@@ -104,10 +104,10 @@ def prune_dump(path: Path, removals: Sequence[Removal]) -> int:
     """Remove what `list_removals` listed; returns how many bytes that frees.
 
     An iteration leaves the dump in one step, before anything of it is removed, so that no reader ever sees a
-    part of it; what was left by a prune that was stopped goes with the next one.
+    part of it; the rest of an interrupted prune is removed by the next one.
 
     Raises:
-        DumpError: something cannot be removed; what was removed before is.
+        DumpError: something cannot be removed; what was removed before that is gone.
     """
     aside = path / f"{PRUNED_PREFIX}{os.getpid()}"
     freed = 0

@@ -66,7 +66,7 @@ class TensorRow:
         shape: likewise, in the first iteration; without one a name where it depends on the data.
         dtype: as it is stored.
         layout: how ranks held it.
-        iterations: those that have it.
+        iterations: those that contain it.
         nbytes: on disk, over all ranks and runs.
         problem: why it cannot be read.
     """
@@ -216,7 +216,7 @@ def list_parameter_names(dump: OpenDump) -> list[str]:
 
 
 def get_named_array(dump: OpenDump, name: str) -> DumpArray:
-    """The array of what `list_site_names` or `list_parameter_names` tells.
+    """The array of a name from `list_site_names` or `list_parameter_names`.
 
     Raises:
         DumpError: there is none of that name.

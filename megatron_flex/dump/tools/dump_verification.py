@@ -140,7 +140,7 @@ class DumpFinding:
 
 @dataclass(slots=True)
 class Verification:
-    """What was checked, and what was found.
+    """The counts of what was checked, and the findings.
 
     Attributes:
         findings: in the order of runs and iterations.
@@ -233,7 +233,7 @@ class _Verifier:
         return self.out
 
     def _beside(self) -> None:
-        """What is in no run: folders of runs that were renamed, iterations of which nothing is there."""
+        """What belongs to no run: folders of renamed runs, iterations of which no part is left."""
         for one in renamed_runs(self.path):
             kind = "contradiction" if one.lost else "stray"
             self._add(kind, one.path, one.text, error=one.lost)

@@ -29,7 +29,7 @@ class ValueSummary:
         quantiles: for q the value at floor(q (n - 1)) in ascending order, in fp32.
         edges: of the histogram's bins, one more than there are bins.
         counts: of each bin, from its left edge on, without its right one; the last has that too.
-        below, above: how many values lie outside.
+        below, above: how many values are outside.
     """
 
     count: int = 0
@@ -112,7 +112,7 @@ def _run_first_pass(blocks: Iterable[Tensor]) -> tuple[ValueSummary, Tensor]:
 def _run_second_pass(
     blocks: Iterable[Tensor], buckets: Sequence[int], edges: Sequence[float]
 ) -> tuple[dict[int, Tensor], list[int]]:
-    """The second pass: the last 16 bits where quantiles lie, and the histogram with its ends."""
+    """The second pass: the last 16 bits of the quantiles, and the histogram with its ends."""
     lows = {bucket: torch.zeros(BUCKETS, dtype=torch.int64) for bucket in buckets}
     inner = torch.tensor(edges, dtype=torch.float64)
     tally = torch.zeros(len(edges) + 1, dtype=torch.int64)

@@ -25,7 +25,7 @@ class DumpWriter:
     """One rank's writing of a dump; `begin`, any number of `put`, `finish` or `abandon`, for each iteration.
 
     Not collective: nothing here waits for another rank, and nothing raises. An iteration that cannot be
-    written is absent, and `trouble` says why.
+    written is absent, and `trouble` has the reason.
 
     What was finished is written when the process ends without `close`, unless it is killed; it is not waited
     for when the disk takes nothing for `flex_config.dump_seconds`. Forked children write nothing.

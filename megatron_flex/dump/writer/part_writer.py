@@ -57,7 +57,7 @@ class PendingIteration:
         return format_iteration_folder(self.number, self.run_of)
 
     def remove(self) -> None:
-        """Take away what is on disk of it, as far as that can be done."""
+        """Remove its files from disk; errors of the file system are ignored."""
         while self.files:
             with suppress(OSError):
                 self.files.pop().unlink()
@@ -68,12 +68,12 @@ class PendingPart:
     """A part that fills up.
 
     Attributes:
-        index: as far as it is known.
+        index: the metadata that is known so far.
         running: whose it is.
         layouts: each with its number.
         entries: the shards.
         tensors: on the host, one for each entry.
-        buffers: where they lie, and whether that is pinned.
+        buffers: the buffers of the tensors, and whether the memory is pinned.
         kept: bytes of tensors that were kept as they are, in no buffer.
         rest: what is free of the last buffer that is shared, plain (False) and pinned (True).
         nbytes: of the tensors.

@@ -1,7 +1,7 @@
 """The thread of a rank that writes parts to disk, and the bounded host memory that holds them until then.
 
 Memory is used again, as fresh pages cost more than copying. On a GPU the copies run on a stream of their own,
-into pinned memory, while the model goes on.
+into pinned memory, while the model runs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class HostBuffers:
         self._free: dict[tuple[int, bool], list[Tensor]] = {}
 
     def shares(self, nbytes: int) -> bool:
-        """Whether so few bytes lie in a buffer with others."""
+        """Whether a tensor of this size shares a buffer with others."""
         return nbytes <= self.slab // 4
 
     def size(self, nbytes: int, pinned: bool) -> int:
@@ -144,7 +144,7 @@ class WriteTally:
     """What became of a rank's iterations.
 
     Attributes:
-        written: iterations that are on disk whole, as far as this rank goes.
+        written: iterations of which this rank has written its whole part.
         dropped: iterations that were dropped because the disk was too slow.
         failed: iterations that could not be written.
         nbytes: of tensors in parts that are on disk, later removed ones among them.
@@ -175,7 +175,7 @@ class WriterThread:
     Attributes:
         folder: of the run.
         tally: what became of the iterations.
-        buffers: where tensors lie until they are written; used with `change` held.
+        buffers: the memory of tensors until they are written; used with `change` locked.
         failures: kind and error of each failure that is not yet reported.
     """
 

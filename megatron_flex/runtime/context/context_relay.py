@@ -161,7 +161,7 @@ class ContextRelay:
             self._due = self.plan.beside(self.scopes.place, -1)
 
     def arrive(self) -> None:
-        """Receive what was sent to this virtual stage for the running microbatch. Every rank makes
+        """Receive the values sent to this virtual stage for the running microbatch. Every rank makes
         the call.
         """
         source, self._due = self._due, None

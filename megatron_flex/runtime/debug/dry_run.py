@@ -37,7 +37,7 @@ class TrialSetup(NamedTuple):
     Attributes:
         device: the device of the tensors.
         dtypes: the possible dtypes, the usual one first.
-        lengths: the lengths of `s` and `b`, as far as they are certain.
+        lengths: the lengths of `s` and `b` that are certain.
     """
 
     device: torch.device
@@ -65,7 +65,7 @@ class DryRun:
 
     @property
     def lengths(self) -> Mapping[str, int]:
-        """The lengths of `s` and `b`, as far as they are certain."""
+        """The lengths of `s` and `b` that are certain."""
         return self.stage.lengths
 
     @property

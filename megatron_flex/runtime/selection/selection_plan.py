@@ -103,7 +103,7 @@ class SelectionPlan:
             tensor,
             and `finish` may raise.
         order: the full tensor's dims in terms of the local dims.
-        view: the selection of the local shard, as far as it is a view.
+        view: the part of the local shard's selection that is a view.
         picks: the remaining selection, by dim.
         part: the local reduction.
         where: the argument of `part`.
