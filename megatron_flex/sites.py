@@ -64,12 +64,12 @@ class Site:
         stage: the pipeline stage that owns it.
         chunk: the virtual chunk of that stage.
         hidden: why no hook can be registered here, and which setting would change that; empty if one can.
-        fixed: why a hook here can only read, and where to edit instead; empty if it can edit.
+        read_only_reason: why a hook here can only read, and where to edit instead; empty if it can edit.
         tap: access to the tensor; None on ranks that do not own it.
         inferred: whether the layout is not declared: the tensor is taken as replicated, unless a hook's
             `expected_shape` says which dim is sharded. `layout` and `shape` are empty then.
-        followed: whether the layout is propagated to each tensor at run time, and may turn out unknown.
-        beside: the known layouts of further tensors of the same output.
+        propagated: whether the layout is propagated to each tensor at run time, and may turn out unknown.
+        further_layouts: the known layouts of further tensors of the same output.
         index: which tensor of a nested output this is, counted depth first.
         unbatched: whether the tensor has no batch dim `b` when sequences are packed.
     """
@@ -79,11 +79,11 @@ class Site:
     shape: tuple[int | str, ...]
     stage: int = 0
     hidden: str = ""
-    fixed: str = ""
+    read_only_reason: str = ""
     tap: Tap | None = field(default=None, compare=False, repr=False)
     inferred: bool = False
-    followed: bool = False
-    beside: tuple[Layout, ...] = ()
+    propagated: bool = False
+    further_layouts: tuple[Layout, ...] = ()
     index: int = 0
     chunk: int = 0
     unbatched: bool = False
@@ -117,12 +117,12 @@ class Site:
         """
         if index == 0:
             return self
-        if not self.inferred and not 0 < index <= len(self.beside):
+        if not self.inferred and not 0 < index <= len(self.further_layouts):
             raise SiteError(
                 f"unpack_idx={index}: the layout of that tensor of {self.name} is not known; known are "
-                f"{', '.join(map(str, range(len(self.beside) + 1)))}"
+                f"{', '.join(map(str, range(len(self.further_layouts) + 1)))}"
             )
-        layout = self.layout if self.inferred else self.beside[index - 1]
+        layout = self.layout if self.inferred else self.further_layouts[index - 1]
         tap = None if self.tap is None else cast(LeafTap, self.tap).leaf(index)
         name = f"{self.name}[{index}]"
         return replace(self, name=name, layout=layout, shape=(), tap=tap, index=index)
@@ -292,7 +292,11 @@ def _sites_html(head: str, sites: Sequence[Site]) -> str:
             "told when a tensor passes" if s.inferred else s.layout.describe(),
             " x ".join(map(str, s.shape)),
             s.stage,
-            f"no hook: {s.hidden}" if s.hidden else f"can be read only: {s.fixed}" if s.fixed else "",
+            f"no hook: {s.hidden}"
+            if s.hidden
+            else f"can be read only: {s.read_only_reason}"
+            if s.read_only_reason
+            else "",
         )
         for s in sites
     )

@@ -57,13 +57,13 @@ class Listener(Protocol):
     def backward_ends(self) -> None:
         """That backward pass ended."""
 
-    def cannot(self, why: str) -> None:
+    def reject_step(self, why: str) -> None:
         """This step cannot be hooked; called on every rank, which raises at the end of the step."""
 
     def unbatched(self) -> None:
         """The model is called on packed sequences, whose tensors have a batch dim of one or none."""
 
-    def fails(self, why: str) -> None:
+    def report_error(self, why: str) -> None:
         """Report an error of this rank; all ranks raise at the end of the step."""
 
     def hooked(self) -> bool:
@@ -128,8 +128,8 @@ class ParameterSite:
             parameter.
         local: the shape of the result of `Adapter.value`.
         sharded: whether `parameter` is only a part of that, or has a different form.
-        followed: determines the layout of its gradient where that depends on the use of the parameter;
-            None where `layout` does.
+        gradient_layout_source: determines the layout of its gradient where that depends on the use of the
+            parameter; None where `layout` does.
     """
 
     name: str
@@ -144,11 +144,16 @@ class ParameterSite:
     chunk: int = 0
     local: tuple[int, ...] = ()
     sharded: bool = False
-    followed: GradientLayoutSource | None = field(default=None, compare=False, repr=False)
+    gradient_layout_source: GradientLayoutSource | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def propagated(self) -> bool:
+        """Whether the layout of its gradient depends on the use of the parameter at run time."""
+        return self.gradient_layout_source is not None
 
     def remote(self) -> ParameterSite:
         """The parameter as known on ranks that do not own it."""
-        return replace(self, parameter=None, followed=None)
+        return replace(self, parameter=None, gradient_layout_source=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +239,7 @@ class Adapter(Protocol):
     def lengths(self) -> Mapping[str, int]:
         """The configured lengths of dims, by their names in layouts: `s`, `b`."""
 
-    def settle(self) -> None:
+    def wait_until_ready(self) -> None:
         """Wait until the framework has finished with the parameters. Every rank calls it."""
 
     def gradients_reduced(self, called: bool = False) -> bool | str:
@@ -254,14 +259,14 @@ class Adapter(Protocol):
         Read only. All `dp` ranks of a stage call it alike.
         """
 
-    def shares(self, name: str) -> tuple[str, ...] | None:
+    def gradient_partial_axes(self, name: str) -> tuple[str, ...] | None:
         """The axes over which a parameter's gradient is partial and not yet reduced.
 
         After the backward pass, in addition to the axes of its layout. None where that is unknown, or not yet
         known.
         """
 
-    def put(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Set a parameter to a tensor as `value` returns it. All `dp` ranks of a stage call it alike."""
 
     def put_gradient(self, parameter: nn.Parameter, value: Tensor, reduced: bool) -> None:
@@ -281,7 +286,7 @@ class Adapter(Protocol):
             FlexError: a wrapper would wait for gradients that never come.
         """
 
-    def open_recomputed(self) -> Undo:
+    def enable_recomputed_gradients(self) -> Undo:
         """Let gradients reach trainable modules in recomputed regions of otherwise frozen parameters."""
 
     def architecture(self) -> Architecture | None:

@@ -277,17 +277,17 @@ class MainGradParameters:
         """Likewise."""
         return self.inner.value(parameter)
 
-    def put(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Likewise."""
-        self.inner.put(parameter, value)
+        self.inner.set_value(parameter, value)
 
     def reduced(self) -> bool | str | None:
         """Likewise."""
         return self.inner.reduced()
 
-    def settle(self) -> None:
+    def wait_until_ready(self) -> None:
         """Likewise."""
-        self.inner.settle()
+        self.inner.wait_until_ready()
 
     def freeze(self) -> Undo:
         """Likewise."""

@@ -232,7 +232,7 @@ class FSDPParameters(ModuleParameters):
         """Gather one wrapper's parameters with PyTorch's own function."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        self.settle()
+        self.wait_until_ready()
         with FullyShardedDataParallel.summon_full_params(
             unit, recurse=False, writeback=write, with_grads=gradients
         ):
@@ -248,7 +248,7 @@ class FSDPParameters(ModuleParameters):
             found[", ".join(strip_wrapper_names(n) for n in flat._fqns)] = part, local.detach()
         return found
 
-    def settle(self) -> None:
+    def wait_until_ready(self) -> None:
         """Raise while the model runs."""
         for unit in self.units:
             if unit.training_state.name != "IDLE":
@@ -265,11 +265,11 @@ class FSDPParameters(ModuleParameters):
         with self._gathered(place.unit):
             return _gathered_parameter(place).detach().clone()
 
-    def put(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Write to the gathered parameter, which PyTorch writes back to each rank's shard."""
         place = self._places.get(parameter)
         if place is None:
-            super().put(parameter, value)
+            super().set_value(parameter, value)
             return
         with self._gathered(place.unit, write=True), torch.no_grad():
             _gathered_parameter(place).copy_(value)
@@ -348,7 +348,7 @@ class FSDPParameters(ModuleParameters):
 
     def freeze(self) -> Undo:
         """Turn `requires_grad` off, of flat parameters too."""
-        self.settle()
+        self.wait_until_ready()
         frozen = [p for p in self._places if p.requires_grad]
         flat = [f for u in self.units if u._handle is not None and (f := u._handle.flat_param).requires_grad]
         unfreeze = super().freeze()

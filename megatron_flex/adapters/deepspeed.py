@@ -161,7 +161,7 @@ class ZeroParameters(ModuleParameters):
         with GatheredParameters([parameter]):
             return parameter.detach().clone()
 
-    def put(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Write to the full parameter where it exists, and to this rank's part of the optimizer's copy."""
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
@@ -174,7 +174,7 @@ class ZeroParameters(ModuleParameters):
             return
         if not (hasattr(parameter, "_hp_mapping") or self.none) and parameter.requires_grad:
             raise FlexError(NO_MASTER.format(kind=self.kind))
-        super().put(parameter, value)
+        super().set_value(parameter, value)
         safe_set_full_fp32_param(parameter, value.detach().float())
 
     def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:

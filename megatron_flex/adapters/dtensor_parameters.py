@@ -104,7 +104,7 @@ class DTensorParameters:
             "fully_shard was called on modules of it" if self.units else "parameters of it are DTensors"
         )
         self._before: bool | str | None = None  # the answer about gradients when they were frozen
-        self.settle()
+        self.wait_until_ready()
         self._reshard()
         named = list(_named_parameters(root))
         self._lazy = {n: type(p).__name__ for n, p in named if is_lazy(p)}
@@ -184,7 +184,7 @@ class DTensorParameters:
         """The local tensor of the DTensor without data parallel sharding."""
         return self._local(parameter.detach(), parameter)
 
-    def put(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Write to the local shard, which optimizers reference."""
         self._reshard()
         self._write(parameter.detach(), parameter, value)
@@ -195,7 +195,7 @@ class DTensorParameters:
         Raises:
             FlexError: the wrappers have not reduced it yet.
         """
-        self.settle()
+        self.wait_until_ready()
         if any(_has_unreduced_gradients(group) for group in self._groups()):
             raise FlexError(
                 "gradients are kept unreduced since a backward pass after "
@@ -267,7 +267,7 @@ class DTensorParameters:
             return f"set_requires_all_reduce(False) leaves replicas apart; {SAY_REDUCED}"
         return True
 
-    def settle(self) -> None:
+    def wait_until_ready(self) -> None:
         """Raise while the model runs."""
         for unit in self.units:
             states = [unit._get_fsdp_state(), *_parameter_groups(unit)]

@@ -148,7 +148,7 @@ class OffloadedParameters(ModuleParameters):
             assert brought is not None
             return brought.detach().clone()
 
-    def put(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Write to the parameter.
 
         Raises:
@@ -159,7 +159,7 @@ class OffloadedParameters(ModuleParameters):
                 f"{self._names[id(parameter)]} is kept on the disk or in the CPU's memory by accelerate, "
                 "where it cannot be set from here; set it before dispatch_model, or do without offloading"
             )
-        super().put(parameter, value)
+        super().set_value(parameter, value)
 
     def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
         """Autograd's gradient; None where weights are dropped after use."""

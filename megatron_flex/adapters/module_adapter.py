@@ -160,7 +160,7 @@ class ModuleAdapter:
     def _bare(self, name: str, tap: Tap, hidden: str = "") -> Site:
         follows = self.follower is not None
         stage, opened = self.mesh["pp"].coord, self._opened(tap)
-        return Site(name, Layout(()), (), stage, hidden, tap=opened, inferred=True, followed=follows)
+        return Site(name, Layout(()), (), stage, hidden, tap=opened, inferred=True, propagated=follows)
 
     # -- parameters ------------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class ModuleAdapter:
             said = found is None and self.follower is None  # by the user, or not at all
             site = ParameterSite(kept.name, layout, shape, kept.parameter, stage, inferred=said)
             site = replace(site, hidden=kept.hidden, local=kept.shape, sharded=kept.sharded)
-            out.append(replace(site, followed=self._followed(kept.name)))
+            out.append(replace(site, gradient_layout_source=self._followed(kept.name)))
         return out
 
     def _layouts(self) -> dict[str, Layout]:
@@ -208,9 +208,9 @@ class ModuleAdapter:
         """None are known."""
         return {}
 
-    def settle(self) -> None:
+    def wait_until_ready(self) -> None:
         """Wait for the parameter storage."""
-        self.keeping.settle()
+        self.keeping.wait_until_ready()
 
     def gradients_reduced(self, called: bool = False) -> bool | str:
         """Whether the storage reduces gradients, whoever calls the model."""
@@ -229,15 +229,15 @@ class ModuleAdapter:
 
         return PropagatedParameter(self.follower, name)
 
-    def shares(self, name: str) -> tuple[str, ...] | None:
+    def gradient_partial_axes(self, name: str) -> tuple[str, ...] | None:
         """For a parameter between parallel modules: the result of tracing a call."""
         if self.follower is None or name in self._gradient_layout_known or name in self._summed:
             return ()
         return self.follower.shared.get(name, ()) if self.follower.calls else None
 
-    def put(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Set it."""
-        self.keeping.put(parameter, value)
+        self.keeping.set_value(parameter, value)
 
     def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
         """A parameter's gradient."""
@@ -251,7 +251,7 @@ class ModuleAdapter:
         """Freeze all parameters, until the returned function is called."""
         return self.keeping.freeze()
 
-    def open_recomputed(self) -> Undo:
+    def enable_recomputed_gradients(self) -> Undo:
         """Nothing: recomputation is up to the module."""
         return lambda: None
 

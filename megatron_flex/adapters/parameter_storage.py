@@ -60,7 +60,7 @@ class ParameterStorage(Protocol):
     def value(self, parameter: nn.Parameter) -> Tensor:
         """The parameter gathered over data parallel ranks. Read only."""
 
-    def put(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Set it to a tensor as `value` returns it."""
 
     def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
@@ -75,7 +75,7 @@ class ParameterStorage(Protocol):
         If only the user knows: why, as text; or None.
         """
 
-    def settle(self) -> None:
+    def wait_until_ready(self) -> None:
         """Wait for pending changes of parameters."""
 
     def freeze(self) -> Undo:
@@ -110,7 +110,7 @@ class ModuleParameters:
         """The parameter itself."""
         return parameter.detach()
 
-    def put(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Write to it."""
         with torch.no_grad():
             parameter.copy_(value)
@@ -130,7 +130,7 @@ class ModuleParameters:
         """Unknown without a wrapper: each replica has its own gradient, which may be reduced."""
         return False
 
-    def settle(self) -> None:
+    def wait_until_ready(self) -> None:
         """Nothing is pending."""
 
     def freeze(self) -> Undo:

@@ -234,7 +234,7 @@ class PipelineSchedule:
         for index, (tensor, meta) in enumerate(zip(tensors(output), told, strict=False)):
             if tensor.requires_grad and not meta.requires_grad:
                 assert self._listener is not None
-                self._listener.fails(UNPLANNED_GRADIENT.format(stage=stage.stage_index))
+                self._listener.report_error(UNPLANNED_GRADIENT.format(stage=stage.stage_index))
                 output = with_tensor(output, index, tensor.detach())
         return output
 
@@ -246,7 +246,7 @@ class PipelineSchedule:
         number = int(args[0] if args else kwargs["bwd_chunk_id"])
         listener.backward_begins(tensors(stage.fwd_cache[number][0]))
         if not kwargs.get("full_backward", True) and isinstance(stage.submod, DistributedDataParallel):
-            listener.fails(SPLIT_BACKWARD.format(schedule=self.name))
+            listener.report_error(SPLIT_BACKWARD.format(schedule=self.name))
         if listener.hooked() and stage.dw_builder is None and not kwargs.get("full_backward", True):
             # Split, the backward pass would reach inputs, then the stage's own parameters, and no tensor that
             # edits have added; unsplit, it reaches all.
@@ -491,10 +491,10 @@ class PipelineAdapter:
         """None are known."""
         return {}
 
-    def settle(self) -> None:
+    def wait_until_ready(self) -> None:
         """Wait for the parameter storage."""
         for part in self._parts:
-            part.settle()
+            part.wait_until_ready()
 
     def gradients_reduced(self, called: bool = False) -> bool | str:
         """Whether the storage reduces gradients; as text, if that is unknown for one stage."""
@@ -505,14 +505,14 @@ class PipelineAdapter:
         """A parameter."""
         return self._owner(parameter).value(parameter)
 
-    def shares(self, name: str) -> tuple[str, ...] | None:
+    def gradient_partial_axes(self, name: str) -> tuple[str, ...] | None:
         """As the stage that has the parameter knows."""
         mine = (part for part in self._parts if any(k.name == name for k in part.keeping.parameters()))
-        return next((part.shares(name) for part in mine), ())
+        return next((part.gradient_partial_axes(name) for part in mine), ())
 
-    def put(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Set it."""
-        self._owner(parameter).put(parameter, value)
+        self._owner(parameter).set_value(parameter, value)
 
     def gradient(self, parameter: nn.Parameter, reduced: bool) -> LocalGradient:
         """Its gradient."""
@@ -529,7 +529,7 @@ class PipelineAdapter:
             [partial(setattr, self.driving, "frozen", False), *(p.freeze() for p in self._parts)]
         )
 
-    def open_recomputed(self) -> Undo:
+    def enable_recomputed_gradients(self) -> Undo:
         """Nothing: recomputation is up to the module."""
         return lambda: None
 

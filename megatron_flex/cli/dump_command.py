@@ -186,7 +186,7 @@ def export(
             for name in chosen
         ]
         done = write(
-            [c for c in columns if c.array.passes],
+            [c for c in columns if c.array.iteration_keys],
             out,
             cast(ExportFormat, to),
             rows=cast(ExportRows, rows),
@@ -209,7 +209,9 @@ def verify(
     path: DumpArgument,
     live: Annotated[
         bool,
-        typer.Option("--live", help="The newest run still writes: what it has not closed yet is not torn."),
+        typer.Option(
+            "--live", help="The newest run still writes: what it has not closed yet is not incomplete."
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -252,7 +254,7 @@ def prune(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove torn iterations and temporary files.
+    """Remove incomplete iterations and temporary files.
 
     Of runs that are over; whole iterations only if told to, by --keep-every or --before.
 

@@ -37,7 +37,7 @@ def print_contents(out: Console, path: Path, found: DumpContents, every: bool = 
         f"{format_bytes(found.nbytes)}"
     )
     out.print()
-    rows = make_table(">run", "framework", "mesh", ">ranks", "whole", "torn", ">size")
+    rows = make_table(">run", "framework", "mesh", ">ranks", "whole", "incomplete", ">size")
     for run in found.runs:
         rows.add_row(*_run_cells(run))
     out.print(rows)
@@ -61,7 +61,7 @@ def _run_cells(run: RunRow) -> list[str]:
     axes = {a: n for a, n in run.mesh.items() if n > 1 and (experts or a != "edp")}
     mesh = " ".join(f"{axis}{size}" for axis, size in axes.items()) or "one rank"
     damaged = "(no manifest)" if run.damage else ""
-    whole, torn = format_series(run.whole), format_series(run.torn)
+    whole, incomplete = format_series(run.whole), format_series(run.incomplete)
     size = format_bytes(run.nbytes)
     return [
         str(run.number),
@@ -69,7 +69,7 @@ def _run_cells(run: RunRow) -> list[str]:
         mesh if not damaged else "",
         str(run.ranks),
         whole,
-        torn,
+        incomplete,
         size,
     ]
 

@@ -112,5 +112,5 @@ def _site_to_json(site: Site, sizes: dict[str, int]) -> dict[str, object]:
         "stage": site.stage,
         "chunk": site.chunk,
         "hidden": site.hidden,
-        "fixed": site.fixed,
+        "fixed": site.read_only_reason,
     }

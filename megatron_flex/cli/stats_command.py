@@ -49,7 +49,9 @@ def ls(path: StatisticsArgument, as_json: JsonOption = False) -> None:
     found = open_statistics(path)
     if as_json:
         told = {"starts": [h.to_json() for h in found.headers], "tensors": found.sites}
-        print_json({**told, "iterations": found.iterations, "torn": found.torn, "damaged": found.damaged})
+        print_json(
+            {**told, "iterations": found.iterations, "incomplete": found.incomplete, "damaged": found.damaged}
+        )
         return
     out = make_console()
     _print_incomplete_lines(found)
@@ -179,8 +181,7 @@ def _split_range(count: int, most: int) -> Sequence[slice]:
 
 
 def _print_incomplete_lines(found: OpenStatistics) -> None:
-    if found.torn:
-        told = (
-            f"note: {count_words(found.torn, 'torn line')} left out, of a run that was killed or a full disk"
-        )
+    if found.incomplete:
+        lines = count_words(found.incomplete, "incomplete line")
+        told = f"note: {lines} left out, of a run that was killed or a full disk"
         make_console().print(told, style="yellow", soft_wrap=True)

@@ -77,20 +77,20 @@ def assembly_plan(layout: Layout, mesh: Mesh, shape: torch.Size) -> AssemblyPlan
         LayoutError: the shape does not fit the layout.
     """
     at = "whole", id(layout), shape
-    found: AssemblyPlan | None = mesh.memo.get(at)
+    found: AssemblyPlan | None = mesh.cache.get(at)
     if found is None:
         found = _make_assembly_plan(layout, mesh, shape)
-        _remember(mesh.memo, at, found)
+        _remember(mesh.cache, at, found)
     return found
 
 
 def find_shard_position(layout: Layout, mesh: Mesh, whole: torch.Size, local: torch.Size) -> ShardPosition:
     """The position of the local shard, of shape `local`, in a full tensor of shape `whole`."""
     at = "part", id(layout), whole, local
-    found: tuple[Layout, ShardPosition] | None = mesh.memo.get(at)
+    found: tuple[Layout, ShardPosition] | None = mesh.cache.get(at)
     if found is None:
         found = layout, locate_shard(layout, whole, mesh.coords, mesh.sizes, local)
-        _remember(mesh.memo, at, found)
+        _remember(mesh.cache, at, found)
     return found[1]
 
 
@@ -458,7 +458,7 @@ def plan_full_gather(
     cut = prod(count_parts(d, mesh.sizes) for d in layout.dims)
     number = itemsize * prod(_pad_known_lengths(layout, shape, mesh)) / cut
     names = tuple(n for n in shape if isinstance(n, str))
-    live = layout.live(mesh.sizes)
+    live = layout.active_axes(mesh.sizes)
     out = [PlannedCollective("all_reduce", a, number, names) for a in live if a in layout.partial]
     for axis in (a for a in reversed(live) if a not in layout.partial):
         number *= mesh[axis].size

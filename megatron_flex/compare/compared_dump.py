@@ -102,7 +102,7 @@ class ComparedDump:
     def _calls(self, name: str, kind: str) -> list[int]:
         """The calls of a site within a microbatch, in the first iteration that has some."""
         for iteration in self.iterations:
-            written = self.dump.written((iteration, 0))
+            written = self.dump.stored_iteration((iteration, 0))
             for replica in written.run.replicas:
                 found = self.dump.entries(written, name, kind, self._places[name].stage, replica)
                 if found:
@@ -146,7 +146,7 @@ class ComparedDump:
         """For each sample the data parallel rank that had it."""
         out: dict[int, int] = {}
         if self.sizes.get("dp", 1) > 1 and item.kind in (VALUE, GRADIENT):
-            for piece in self.array(item).at(iteration).pieces():
+            for piece in self.array(item).at(iteration).microbatch_arrays():
                 if piece.array.dims[:1] == (SAMPLE_AXIS,) and piece.array.samples is not None:
                     out.update(dict.fromkeys(piece.array.samples.tolist(), piece.replica))
         return out

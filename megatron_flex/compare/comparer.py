@@ -60,7 +60,7 @@ def find_replica_mismatches(source: ComparedDump, iterations: Sequence[int]) -> 
 
 def _read_replica_checksums(source: ComparedDump, iteration: int) -> ReplicaChecksums:
     """Every checksum of an iteration."""
-    written = source.dump.written((iteration, 0))
+    written = source.dump.stored_iteration((iteration, 0))
     out = ReplicaChecksums(written.run.manifest)
     for rank in written.run.coords:
         for path in written.paths(rank):

@@ -232,7 +232,7 @@ def align_arrays(item: ComparedTensor, iteration: int, a: DumpArray, b: DumpArra
 def _align_by_microbatch(
     item: ComparedTensor, iteration: int, a: DumpArray, b: DumpArray
 ) -> list[TensorPair] | str:
-    left, right = ([piece.array for piece in x.pieces()] for x in (a, b))
+    left, right = ([piece.array for piece in x.microbatch_arrays()] for x in (a, b))
     if len(left) != len(right):
         return f"{len(left)} microbatches in A and {len(right)} in B, and no samples to tell them by"
     out: list[TensorPair] = []

@@ -82,7 +82,7 @@ class ExportColumn:
 
     def check_same_shapes(self) -> None:
         """Raise DumpError if iterations have different shapes."""
-        shapes = {self.array.at(p).shape[1:] for p in self.array.passes}
+        shapes = {self.array.at(p).shape[1:] for p in self.array.iteration_keys}
         if len(shapes) > 1:
             examples = " and ".join(str(list(s)) for s in sorted(shapes)[:2])
             raise DumpError(
@@ -97,7 +97,7 @@ class ExportColumn:
             ExportColumn(
                 f"{self.name}/{number}" + (f".{run_of}" if run_of else ""), self.array.at((number, run_of))[0]
             )
-            for number, run_of in self.array.passes
+            for number, run_of in self.array.iteration_keys
         ]
 
 
@@ -217,7 +217,7 @@ def write_datasets(
     import pyarrow as pa
 
     front = LABEL_COLUMNS if rows == "token" else LABEL_COLUMNS[:2]
-    several = any(run_of for _, run_of in columns[0].array.passes)
+    several = any(run_of for _, run_of in columns[0].array.iteration_keys)
     front = ("iteration", "run", *front[1:]) if several else front
     for column in columns:
         _check_column(column, columns[0], rows)
@@ -259,7 +259,8 @@ def _check_column(column: ExportColumn, first: ExportColumn, rows: ExportRows) -
         raise DumpError(f"{column.name} is over {', '.join(dims)}: it has no {rows}s for rows; {fix}")
     depth = 3 if rows == "token" else 2
     same = (
-        column.array.passes == first.array.passes and column.array.shape[:depth] == first.array.shape[:depth]
+        column.array.iteration_keys == first.array.iteration_keys
+        and column.array.shape[:depth] == first.array.shape[:depth]
     )
     for label in ("samples", "tokens")[: depth - 1]:
         own_labels, other = getattr(column.array, label), getattr(first.array, label)
@@ -289,7 +290,7 @@ def _make_record_batches(
     import pyarrow as pa
 
     depth = 2 if rows == "token" else 1
-    for number, run_of in columns[0].array.passes:
+    for number, run_of in columns[0].array.iteration_keys:
         current = [ExportColumn(c.name, c.array.at((number, run_of))[0]) for c in columns]
         grid = current[0].array.shape[:depth]
         wide = max((_count_row_bytes(c, depth) for c in current), default=1)

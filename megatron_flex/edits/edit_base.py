@@ -51,7 +51,7 @@ class Edit(Preset):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         ours = cls.__module__.startswith("megatron_flex.edits.")
-        cls.fresh = vars(cls).get("fresh", ours)
+        cls.returns_new_tensor = vars(cls).get("returns_new_tensor", ours)
         cls.uses_context = cls.__call__ is not Edit.__call__
         if not ours and "edit" in vars(cls):  # the base class declares nothing about a new `edit`
             for name in {"needs"} - vars(cls).keys():
@@ -77,7 +77,7 @@ class Edit(Preset):
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: Any) -> Tensor:
         """The edited tensor, ignoring any restriction to a part."""
 
-    def mixes(self) -> set[str]:
+    def mixed_dims(self) -> set[str]:
         """The dims along which entries, or slices, are not treated independently and alike; `*` for all."""
         return set()
 
@@ -179,7 +179,7 @@ class Edit(Preset):
         bound = self._with(dims=site.dims, _unbatched=site.unbatched)
         for name, dim in (("positions", "s"), ("samples", "b")):
             if getattr(self, name) is not None:
-                bound.place(dim, name, site.name)
+                bound.dim_index(dim, name, site.name)
         if self.heads is not None:
             bound.head_dim(len(site.dims), site.name)
         bound.check(site)
@@ -194,7 +194,7 @@ class Edit(Preset):
 
     @property
     def local(self) -> Local:
-        mixed = self.mixes()
+        mixed = self.mixed_dims()
         restricted = {"s": self.positions, "b": self.samples, self._last: self.features}
         mixed |= {d for d, chosen in restricted.items() if chosen is not None}
         if self.heads is not None:
@@ -207,7 +207,7 @@ class Edit(Preset):
     def _last(self) -> str:
         return self.dims[-1] if self.dims else "*"
 
-    def place(self, dim: str, what: str, site: str = "the tensor") -> int:
+    def dim_index(self, dim: str, what: str, site: str = "the tensor") -> int:
         """The index of the dim of that name; the first if there are two.
 
         Raises:
@@ -240,7 +240,7 @@ class Edit(Preset):
         found: list[Tensor] = []
         for what, dim in (("positions", "s"), ("samples", "b")):
             if (indices := getattr(self, what)) is not None:
-                found.append(self.along(inputs, self.place(dim, what), indices, what))
+                found.append(self.along(inputs, self.dim_index(dim, what), indices, what))
         if self.heads is not None:
             found.append(self.head_mask(inputs, self.heads, module))
         if self.features is not None:

@@ -39,15 +39,16 @@ class Preset(ABC):
         local: the dims along which it may be applied slice by slice with the same result; `all`, or names,
             which are checked once the site is known.
         linear: whether it is a linear function of the tensor.
-        draws: whether it draws random numbers.
-        fresh: whether it leaves its input unchanged, and returns a tensor that nothing else references.
+        uses_random_numbers: whether it draws random numbers.
+        returns_new_tensor: whether it leaves its input unchanged, and returns a tensor that nothing else
+            references.
         uses_context: whether it uses `save_ctx`.
         uses_modules: whether it uses trainable modules.
     """
 
     pure: bool | None = True
-    draws = True
-    fresh = False
+    uses_random_numbers = True
+    returns_new_tensor = False
     uses_context = True
     uses_modules = True
 
@@ -86,7 +87,7 @@ class Preset(ABC):
     def __ror__(self, other: EditingFunction) -> chain:
         return chain(other, self)
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """The text that ranks compare to check that they hold the same edit."""
         return repr(self)
 
@@ -101,8 +102,8 @@ class chain(Preset):
             inner for e in edits for inner in (e.edits if isinstance(e, chain) else (e,))
         )
         self.pure = all(getattr(e, "pure", False) for e in self.edits)
-        self.draws = any(getattr(e, "draws", True) for e in self.edits)
-        self.fresh = all(getattr(e, "fresh", False) for e in self.edits)
+        self.uses_random_numbers = any(getattr(e, "uses_random_numbers", True) for e in self.edits)
+        self.returns_new_tensor = all(getattr(e, "returns_new_tensor", False) for e in self.edits)
         self.uses_context = any(uses_context(e) for e in self.edits)
         self.uses_modules = any(uses_modules(e) for e in self.edits)
 

@@ -35,17 +35,17 @@ class resample(Edit):
 
     over: str = "b"
 
-    def mixes(self) -> set[str]:
+    def mixed_dims(self) -> set[str]:
         return {"*"}
 
     def needs(self) -> set[str]:
         return {self.over}
 
     def check(self, site: Site) -> None:
-        self.place(self.over, "over", site.name)
+        self.dim_index(self.over, "over", site.name)
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
-        dim = self.place(self.over, "over")
+        dim = self.dim_index(self.over, "over")
         order = torch.randperm(inputs.shape[dim])
         source = torch.empty_like(order)
         source[order] = order.roll(1)
@@ -63,23 +63,23 @@ class swap(Edit):
 
     first: int
     second: int
-    draws = False
+    uses_random_numbers = False
 
     @property
     def linear(self) -> bool:
         return True
 
-    def mixes(self) -> set[str]:
+    def mixed_dims(self) -> set[str]:
         return {"b"}
 
     def needs(self) -> set[str]:
         return {"b"}
 
     def check(self, site: Site) -> None:
-        self.place("b", "samples", site.name)
+        self.dim_index("b", "samples", site.name)
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
-        dim = self.place("b", "samples")
+        dim = self.dim_index("b", "samples")
         size = inputs.shape[dim]
         if not all(-size <= i < size for i in (self.first, self.second)):
             raise HookError(f"{self!r}: the microbatch has {size} samples; name two of them, from 0")
@@ -101,7 +101,7 @@ class patch(Edit):
     source: PatchSource
     _found: Any = field(init=False)
     _now: DeviceConstant | None = field(default=None, init=False)
-    draws = False
+    uses_random_numbers = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,7 +114,7 @@ class patch(Edit):
         if isinstance(found, Tensor):
             object.__setattr__(self, "_now", DeviceConstant(found))
 
-    def mixes(self) -> set[str]:
+    def mixed_dims(self) -> set[str]:
         return {"*"}
 
     def needs(self) -> set[str]:
@@ -204,10 +204,10 @@ class low_rank(Edit):
 
     name: str
     pure = False
-    fresh = False  # a module may do anything with its input
+    returns_new_tensor = False  # a module may do anything with its input
     uses_modules = True
 
-    def mixes(self) -> set[str]:
+    def mixed_dims(self) -> set[str]:
         return {"*"}
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
@@ -228,10 +228,10 @@ class splice(Edit):
     name: str
     keep_error: bool = False
     pure = False
-    fresh = False  # a module may do anything with its input
+    returns_new_tensor = False  # a module may do anything with its input
     uses_modules = True
 
-    def mixes(self) -> set[str]:
+    def mixed_dims(self) -> set[str]:
         return {"*"}
 
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:

@@ -21,7 +21,7 @@ from megatron_flex.sites import Site
 class scale(Edit):
     """Multiply by a factor."""
 
-    draws = False
+    uses_random_numbers = False
 
     factor: float
 
@@ -40,7 +40,7 @@ class scale(Edit):
 class zero(Edit):
     """Replace by zeros."""
 
-    draws = False
+    uses_random_numbers = False
 
     @property
     def linear(self) -> bool:
@@ -57,7 +57,7 @@ class zero(Edit):
 class clamp(Edit):
     """Limit values to two bounds, of which one may be omitted."""
 
-    draws = False
+    uses_random_numbers = False
 
     low: float | None = None
     high: float | None = None
@@ -80,7 +80,7 @@ class noise(Edit):
 
     std: float
 
-    def mixes(self) -> set[str]:
+    def mixed_dims(self) -> set[str]:
         return {"*"}
 
     def needs(self) -> set[str]:
@@ -106,7 +106,7 @@ class ablate_heads(Edit):
         of: the number of heads that a dim concatenates, where the module's configuration does not have it.
     """
 
-    draws = False
+    uses_random_numbers = False
 
     which: Indices
     keep: bool = False
@@ -116,7 +116,7 @@ class ablate_heads(Edit):
     def linear(self) -> bool:
         return True
 
-    def mixes(self) -> set[str]:
+    def mixed_dims(self) -> set[str]:
         return {*HEAD_DIMS, *PACKED_HEAD_DIMS}
 
     def check(self, site: Site) -> None:
@@ -137,7 +137,7 @@ class ablate_heads(Edit):
 class ablate_neurons(Edit):
     """Zero entries of the last dim; with `keep`, all others."""
 
-    draws = False
+    uses_random_numbers = False
 
     which: Indices
     keep: bool = False
@@ -146,7 +146,7 @@ class ablate_neurons(Edit):
     def linear(self) -> bool:
         return True
 
-    def mixes(self) -> set[str]:
+    def mixed_dims(self) -> set[str]:
         return {self._last}
 
     def needs(self) -> set[str]:
@@ -166,7 +166,7 @@ class mean(Edit):
         value: a tensor, or a file of one; of the full tensor's shape or of its last dims.
     """
 
-    draws = False
+    uses_random_numbers = False
 
     over: str | Sequence[str] = ("s", "b")
     value: Tensor | str | Path | None = None
@@ -184,12 +184,12 @@ class mean(Edit):
     def linear(self) -> bool:
         return self.value is None
 
-    def mixes(self) -> set[str]:
+    def mixed_dims(self) -> set[str]:
         return {"*"} if self._value is not None else set(self.over)
 
     def check(self, site: Site) -> None:
         for dim in self.over if self._value is None else ():
-            self.place(dim, "over", site.name)
+            self.dim_index(dim, "over", site.name)
 
     def needs(self) -> set[str]:
         return set()
@@ -197,7 +197,7 @@ class mean(Edit):
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: nn.ModuleDict) -> Tensor:
         if self._value is not None:
             return self.constant(self._value, inputs, "a mean").expand_as(inputs).clone()
-        dims = [self.place(d, "over") for d in self.over]
+        dims = [self.dim_index(d, "over") for d in self.over]
         if self._shard is None or not set(dims) & split_dims(self._shard):
             return inputs.mean(dims, keepdim=True).expand_as(inputs)
         half = inputs.dtype in (torch.bfloat16, torch.float16)

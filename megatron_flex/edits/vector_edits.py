@@ -33,13 +33,13 @@ class steer(Edit):
     vector: VectorSource
     coefficient: float = 1.0
     _held: DeviceConstant = field(init=False)
-    draws = False
+    uses_random_numbers = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "_held", load_constant(self.vector))
 
-    def mixes(self) -> set[str]:
+    def mixed_dims(self) -> set[str]:
         shape = self._held.tensor.shape
         dims = self.dims[len(self.dims) - len(shape) :] if len(self.dims) >= len(shape) else ("*",)
         return {d for d, n in zip(dims, shape, strict=False) if n != 1}
@@ -61,13 +61,13 @@ class steer(Edit):
 class LinearEdit(Edit):
     """A preset that multiplies the last dim by matrices."""
 
-    draws = False
+    uses_random_numbers = False
 
     @property
     def linear(self) -> bool:
         return True
 
-    def mixes(self) -> set[str]:
+    def mixed_dims(self) -> set[str]:
         return {self._last}
 
     def through(self, inputs: Tensor, down: Tensor, up: Tensor | None, onto: float | None = None) -> Tensor:

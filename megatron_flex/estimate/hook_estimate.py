@@ -153,7 +153,7 @@ class PassEstimate:
     """One hook at one tensor, for each call.
 
     Attributes:
-        way: what the hook does there: `read`, `edit of the whole`, `edit of the part`, `edit by sums`,
+        action: what the hook does there: `read`, `edit of the whole`, `edit of the part`, `edit by sums`,
             `dump`, `statistics`; `... of what is gathered` after another edit has gathered it.
         collectives: in order; the leader takes part in each, and so does every rank of the stage, except for
             broadcasts of the rank's result that ran the edit: ranks get those along one axis after another.
@@ -161,19 +161,19 @@ class PassEstimate:
         part: bytes of one rank's shard.
         rank: traffic of the busiest rank other than the leader.
         leader: traffic of the rank that receives the stage's captures.
-        up: bytes that the stage's leader sends to the first stage's.
+        sent_to_first_stage: bytes that the stage's leader sends to the first stage's.
         device: maximum bytes that a rank holds on its device during the call.
         host: bytes in host memory of a rank other than the leader.
         leader_host: bytes in host memory of the leader, until the captures are taken.
     """
 
-    way: str
+    action: str
     collectives: tuple[AddedCollective, ...] = ()
     whole: int = 0
     part: int = 0
     rank: Traffic = NO_TRAFFIC
     leader: Traffic = NO_TRAFFIC
-    up: int = 0
+    sent_to_first_stage: int = 0
     device: int = 0
     host: int = 0
     leader_host: int = 0
@@ -230,7 +230,7 @@ def _estimate_read(
         return PassEstimate(
             "read of what is gathered", (), size, part, NO_TRAFFIC, kept, up, device=size, leader_host=size
         )
-    axes = layout.live(mesh.sizes)
+    axes = layout.active_axes(mesh.sizes)
     nodes = Counter(placement.nodes(axes)) if axes else Counter([0])
     moved = TRANSPORTS[0].estimate(part, tuple(nodes.values()))
     mine = Traffic(pcie=moved.host, shared=moved.host)
@@ -271,8 +271,8 @@ def _estimate_selection(
 def _estimate_edit(
     hook: HookSpec, held: EstimatedTensor, site: Site, mesh: Mesh, placement: Placement
 ) -> PassEstimate:
-    if site.fixed:
-        raise HookError(f"{site.name} can be read and not edited: {site.fixed}")
+    if site.read_only_reason:
+        raise HookError(f"{site.name} can be read and not edited: {site.read_only_reason}")
     whole = _padded_bytes(held, mesh)
     part = round(prod(held.local) * held.weight)
     sums = _requested_sums(hook, held, site, mesh)

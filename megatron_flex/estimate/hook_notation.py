@@ -35,7 +35,7 @@ class HookSpec:
         entries: for a linear edit: the number of sums it needs for each slice along the last dim.
         gradient: whether it reads or edits the gradient instead.
         wanted: the selection and reduction of a read; None for the full tensor.
-        said: the original text.
+        text: the original text.
         gathered: whether an earlier edit at the hook point has gathered the full tensor.
         once: whether one rank runs the edit and sends its result.
     """
@@ -45,7 +45,7 @@ class HookSpec:
     entries: int = 1
     gradient: bool = False
     wanted: CaptureSelection | None = None
-    said: str = ""
+    text: str = ""
     gathered: bool = False
     once: bool = False
 
@@ -55,7 +55,7 @@ class HookSpec:
 
     def describe(self) -> str:
         """As text."""
-        return self.said or f"{self.kind} {describe_pattern(self.pattern)}"
+        return self.text or f"{self.kind} {describe_pattern(self.pattern)}"
 
 
 def parse_read_hook(said: str) -> HookSpec:
@@ -85,7 +85,7 @@ def parse_read_hook(said: str) -> HookSpec:
     if not pattern:
         raise FlexError(f"--read {said!r} names no site; write PATTERN, such as 'decoder.layers.*'")
     wanted = CaptureSelection(Select(**picked), reduced) if picked or reduced is not None else None
-    return HookSpec(pattern, gradient=gradient, wanted=wanted, said=f"read {said}")
+    return HookSpec(pattern, gradient=gradient, wanted=wanted, text=f"read {said}")
 
 
 def _parse_indices(said: str, value: str) -> slice | list[int]:
@@ -113,5 +113,5 @@ def parse_edit_hook(said: str) -> HookSpec:
     name, _, count = what.partition(":")
     words = f"edit {said}"
     if name in EDIT_KINDS and (not count or (name == "linear" and count.isdigit() and int(count))):
-        return HookSpec(pattern, name, int(count or 1), bool(gradient), said=words)
-    return HookSpec(pattern, parse(what), gradient=bool(gradient), said=words)
+        return HookSpec(pattern, name, int(count or 1), bool(gradient), text=words)
+    return HookSpec(pattern, parse(what), gradient=bool(gradient), text=words)

@@ -115,7 +115,9 @@ class RunEstimate:
         """
         groups: dict[tuple[Any, ...], list[HookEstimate]] = {}
         for hook in self.hooks:
-            each = replace(hook.each, up=0)  # which differs only between the first stage and the others
+            each = replace(
+                hook.each, sent_to_first_stage=0
+            )  # which differs only between the first stage and the others
             key = (hook.hook, strip_numbers(hook.name), hook.kind, hook.shape, hook.layout, each)
             groups.setdefault(key, []).append(hook)
         out = []
@@ -127,7 +129,7 @@ class RunEstimate:
             out.append(
                 (
                     name + count,
-                    each.way,
+                    each.action,
                     one.layout,
                     format_bytes(each.whole),
                     format_bytes(each.part),
@@ -192,7 +194,15 @@ def estimate_run(
     known: dict[Any, PassEstimate] = {}
     found = []
     for hook, site, held in wanted:
-        key = (id(hook), held.layout, held.shape, held.local, held.weight, held.stage > 0, site.fixed)
+        key = (
+            id(hook),
+            held.layout,
+            held.shape,
+            held.local,
+            held.weight,
+            held.stage > 0,
+            site.read_only_reason,
+        )
         if key not in known:
             known[key] = estimate_pass(hook, held, site, mesh, placement, heads)
         if held.layout not in words:
@@ -242,12 +252,14 @@ def _estimate_ranks(
             one.collectives += len(each.collectives) * n
             one.device = max(one.device, each.device)
             one.host += host * n
-        if each.up:
+        if each.sent_to_first_stage:
             near = nodes[estimate.stage] == nodes[0]
-            hop = traffic_between(each.up * n, near) + Traffic(pcie=each.up * n)
+            hop = traffic_between(each.sent_to_first_stage * n, near) + Traffic(
+                pcie=each.sent_to_first_stage * n
+            )
             led[estimate.stage].moved += hop
             arrivals.moved += hop
-            arrivals.host += each.up * n
+            arrivals.host += each.sent_to_first_stage * n
     out: dict[tuple[Any, ...], RankEstimate] = {}
     alone = mesh["tp"].size * mesh["cp"].size == 1
     for stage in range(stages):

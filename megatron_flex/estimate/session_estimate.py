@@ -144,7 +144,7 @@ class SessionEstimate:
         why = explain_gather(edits, held.layout, held.shape, self.mesh, trains) if edits else ""
         kept, gathered = set(), False
         for hook in hooks:
-            spec = HookSpec(site.name, gradient=hook.backward, said=hook.describe())
+            spec = HookSpec(site.name, gradient=hook.backward, text=hook.describe())
             if hook.save and hook.keep_as not in kept:
                 kept.add(hook.keep_as)
                 yield replace(spec, wanted=hook.wanted, gathered=bool(why))

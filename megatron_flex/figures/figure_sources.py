@@ -123,7 +123,7 @@ class DumpSource:
 
     def blocks(self, name: str, iteration: int) -> Iterator[Tensor]:
         """One part for each microbatch; shapes may differ."""
-        for piece in self.dump[name].at(iteration).pieces():
+        for piece in self.dump[name].at(iteration).microbatch_arrays():
             for _, block in read_blocks(piece.array):
                 yield block
 

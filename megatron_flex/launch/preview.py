@@ -45,7 +45,13 @@ def describe_sites(flex: FlexModel, pattern: str) -> list[str]:
     for site in found:
         told = format_shape(site.dims, site.shape) if site.dims else "as it passes"
         layout = site.layout.describe(sizes) if site.dims else ""
-        why = f"hidden: {site.hidden}" if site.hidden else f"only read: {site.fixed}" if site.fixed else ""
+        why = (
+            f"hidden: {site.hidden}"
+            if site.hidden
+            else f"only read: {site.read_only_reason}"
+            if site.read_only_reason
+            else ""
+        )
         rows.append((site.name, told, layout, str(site.stage), why))
     hidden = sum(bool(s.hidden) for s in found)
     return [*align_columns(rows), f"{len(found)} sites on {flex.session.mesh.describe()}; {hidden} hidden"]

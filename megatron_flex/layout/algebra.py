@@ -96,7 +96,7 @@ class Layout:
         """The axes over which the local tensors differ, in the order in which coordinates are counted."""
         return tuple(c.axis for d in self.dims for c in d.cuts) + self.partial
 
-    def live(self, sizes: Sizes) -> tuple[str, ...]:
+    def active_axes(self, sizes: Sizes) -> tuple[str, ...]:
         """The axes of this layout that have more than one rank in a mesh of these sizes."""
         return tuple(a for a in self.axes if sizes.get(a, 1) > 1)
 

@@ -89,7 +89,7 @@ def warn_left_out(barred: dict[str, str], purpose: SinkPurpose) -> None:
 def _warn_assumed_replicated(session: Session, sites: list[Site], purpose: SinkPurpose) -> None:
     """Warn of hook points of plain modules whose tensors may be shards, as no layout describes them."""
     expected, cut = session.registry.expected, session.mesh[TENSOR_AXIS].size > 1
-    names = [s.name for s in sites if cut and s.inferred and not s.followed and expected(s.name) is None]
+    names = [s.name for s in sites if cut and s.inferred and not s.propagated and expected(s.name) is None]
     if names:
         warnings.warn(
             f"{names[0]} and other places of plain modules ({len(names)} in all) are {purpose.done} as if "
@@ -195,7 +195,7 @@ class SinkRegistration:
         out, barred = [], {}
         for site in values:
             layout = layout_in_pass(site.layout, backward=True)
-            if site.fixed:
+            if site.read_only_reason:
                 continue
             if not site.inferred and is_partial(layout, self._session.mesh.sizes):
                 why = f"ranks hold summands of it ({layout.describe(self._session.mesh.sizes)})"

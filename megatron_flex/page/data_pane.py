@@ -254,8 +254,8 @@ def statistics_source(
     """
     bounds = bounds or PageBounds()
     notes: list[PageNote] = []
-    if found.torn:
-        notes.append(damage_note(f"{label}: {found.torn} lines or files are incomplete, and left out."))
+    if found.incomplete:
+        notes.append(damage_note(f"{label}: {found.incomplete} lines or files are incomplete, and left out."))
     notes += [
         damage_note(f"{label}: {reason} is not as it was written, and left out.")
         for reason in found.damaged[:8]

@@ -79,7 +79,7 @@ def _find_by_bytes(path: Path) -> list[str]:
 
 
 def _describe_finding(found: DumpFinding) -> str:
-    about = "" if found.kind in ("torn", "missing") else f" ({found.where})"
+    about = "" if found.kind in ("incomplete", "missing") else f" ({found.where})"
     return f"{found.text}{about}"
 
 

@@ -69,7 +69,7 @@ class Page:
         }
         sizes = self.mesh.sizes
         for site in self.sites:
-            why, estimate = site.hidden or site.fixed, self.estimates.get(site.name)
+            why, estimate = site.hidden or site.read_only_reason, self.estimates.get(site.name)
             row = {
                 "name": site.name,
                 "layout": layouts.add(UNKNOWN_LAYOUT if site.inferred else site.layout),
@@ -111,7 +111,7 @@ class Page:
             return FIRED
         if any(h.active for h in self.hooks.get(site.name, ())):
             return ACTIVE
-        return FIXED if site.fixed else POSSIBLE
+        return FIXED if site.read_only_reason else POSSIBLE
 
     def _groups(self, numbers: Mapping[str, int]) -> dict[str, list[int]]:
         out: dict[str, list[int]] = {}

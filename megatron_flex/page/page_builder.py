@@ -139,7 +139,7 @@ def _lengths(found: OpenDump) -> dict[str, int]:
         if {"s", "b"} - set(map(str, place.shape)):
             continue
         try:
-            piece = next(found[place.name].pieces())
+            piece = next(found[place.name].microbatch_arrays())
             dim_lengths = dict(zip(piece.array.dims, piece.array.shape, strict=True))
         except (DumpError, StopIteration):
             continue

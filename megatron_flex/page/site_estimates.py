@@ -45,7 +45,7 @@ def estimate_sites(
         tensor = held(site)
         key: Hashable = tensor
         if isinstance(tensor, EstimatedTensor):
-            key = (tensor.layout, tensor.shape, tensor.local, tensor.weight, site.fixed)
+            key = (tensor.layout, tensor.shape, tensor.local, tensor.weight, site.read_only_reason)
         if key not in known:
             known[key] = {
                 kind: _estimate_json(hook, tensor, site, mesh, placement)
@@ -109,7 +109,7 @@ def _estimate_json(
 def _pass_json(found: PassEstimate) -> Json:
     moved = {link: round(n) for link, n in asdict(found.leader).items() if n}
     return {
-        "way": found.way,
+        "way": found.action,
         "sent": [[s.op, s.axis, s.ranks, s.nbytes, int(s.backward)] for s in found.collectives],
         "whole": found.whole,
         "part": found.part,

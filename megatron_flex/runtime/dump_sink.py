@@ -116,7 +116,7 @@ class DumpSink:
     def __init__(self, dump: Dump, chosen: DumpSelection, mesh: Mesh, clock: Clock) -> None:
         self.dump, self.chosen, self.mesh, self.clock = dump, chosen, mesh, clock
         self.active, self.first = False, True
-        gradients = [s for s in chosen.sites if dump.gradients and not s.fixed]
+        gradients = [s for s in chosen.sites if dump.gradients and not s.read_only_reason]
         self.hooks = make_sink_hooks(self, dump.describe(), chosen.sites, gradients, dump.groups)
         self._taking: ShardRecorder | None = None
         self._routed = RoutingRecorder()

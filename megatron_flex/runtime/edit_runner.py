@@ -132,7 +132,7 @@ class EditRunner:
         else:
             holders, here, shape = way.holders, way.leads, way.shard.whole
         whole = entrance = enter_edit(whole)
-        sure = way is not None and way.fresh
+        sure = way is not None and way.returns_new_tensor
         for index, hook in enumerate(hooks):
             self.fired.add(hook)
             if hook.expected_shape is not None:
@@ -169,7 +169,9 @@ class EditRunner:
         skips = hook.on_error == "skip" and not replay
         if replay and self.skipping.was_skipped(key, index):
             return None
-        if skips and not getattr(edit, "fresh", False):  # a failed edit must change nothing in place
+        if skips and not getattr(
+            edit, "returns_new_tensor", False
+        ):  # a failed edit must change nothing in place
             whole = whole.clone()
         with ExitStack() as around:
             self._prepare(around, hook, index, key, whole, edit, replay)
@@ -184,7 +186,7 @@ class EditRunner:
             except SkipEdit as left:
                 self.skipping.count(hook, index, key, self._told(hook, key, left.error), left, here)
                 return None
-        if made is not None and made.grad_fn is not None and not getattr(edit, "fresh", False):
+        if made is not None and made.grad_fn is not None and not getattr(edit, "returns_new_tensor", False):
             guard_backward(made, whole, partial(self._failed, hook, key, late=True))
         loose = made is not None and made.requires_grad and not torch.is_grad_enabled()
         return made.detach() if made is not None and loose else made
@@ -202,9 +204,9 @@ class EditRunner:
         """Enter the contexts that an editing function runs in; presets declare which of them they do not
         need.
         """
-        if getattr(edit, "draws", True):
+        if getattr(edit, "uses_random_numbers", True):
             around.enter_context(seed_generators(key, index, whole))
-        if self.modules or not getattr(edit, "fresh", False):
+        if self.modules or not getattr(edit, "returns_new_tensor", False):
             around.enter_context(self.trainable.editing(replay))
             around.enter_context(track_edit(hook, key, self.mesh))
             if self.modules or hook.run == "once":  # other ranks do not run that rank's backward pass

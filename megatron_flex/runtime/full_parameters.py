@@ -161,7 +161,7 @@ class ParameterIndex:
                 the request contradicts the framework.
         """
         if not want.gradient:
-            self.adapter.settle()
+            self.adapter.wait_until_ready()
             return want
         known = self.adapter.gradients_reduced(self.called)
         if want.reduced is None:
@@ -183,7 +183,9 @@ class ParameterIndex:
         layout = want.layout(site, self.mesh.sizes)
         if not want.gradient:
             return layout
-        return find_stored_gradient(layout, not want.summands, self.adapter.shares(site.name) or ())
+        return find_stored_gradient(
+            layout, not want.summands, self.adapter.gradient_partial_axes(site.name) or ()
+        )
 
     def note(self, name: str, want: ParameterRequest) -> ParameterReport | None:
         """This rank's report about a parameter; None if this rank holds no shard of it."""
@@ -206,7 +208,10 @@ class ParameterIndex:
                 tensor = self.adapter.gradient(parameter, not want.summands).tensor
             except FlexError as error:
                 return note._replace(problem=str(error))
-            dtype, unsure = None if tensor is None else tensor.dtype, self.adapter.shares(site.name) is None
+            dtype, unsure = (
+                None if tensor is None else tensor.dtype,
+                self.adapter.gradient_partial_axes(site.name) is None,
+            )
             return note._replace(
                 dtype=dtype, unsure=unsure, problem=self._no_sum(site) if want.summands else ""
             )
@@ -286,7 +291,9 @@ class ParameterIndex:
             local = self.adapter.gradient(parameter, True)
             if local.tensor is None:
                 continue
-            axes = find_copy_axes(site, len(self.stages(name)) > 1) - {*(self.adapter.shares(name) or ())}
+            axes = find_copy_axes(site, len(self.stages(name)) > 1) - {
+                *(self.adapter.gradient_partial_axes(name) or ())
+            }
             tensor = local.tensor
             if local.part is not None:
                 tensor = tensor.reshape(-1)[slice(*local.part)]
@@ -466,4 +473,4 @@ def _write_shard(
     if want.gradient:
         adapter.put_gradient(parameter, shard, not want.summands)
     else:
-        adapter.put(parameter, shard)
+        adapter.set_value(parameter, shard)

@@ -66,7 +66,7 @@ class GradientDispatcher:
     ) -> Tensor:
         """Attach the hooks on a tensor's gradient to the edited tensor, and return that tensor."""
         module = getattr(site.tap, "module", None)
-        if site.followed and self.editing.modules and out.requires_grad:
+        if site.propagated and self.editing.modules and out.requires_grad:
             find = find_activation_gradient(site.tap, layout)
             check = GradientDispatcher._check_trainable_gradient
             out.register_hook(self._make_graph_hook(check, site.name, find, layout, key))
@@ -83,7 +83,9 @@ class GradientDispatcher:
             if any(h.tensor_sink for h in later) and own != layout:
                 dumped = find_activation_gradient(site.tap, own)
             owner = None if module is None else weakref.ref(module)
-            compare = "propagated" if site.followed else "assumed" if self.inference.is_assumed(site) else ""
+            compare = (
+                "propagated" if site.propagated else "assumed" if self.inference.is_assumed(site) else ""
+            )
             seen_as = site.name, find, dumped, owner, seen, back, compare
             backward = self._make_graph_hook(GradientDispatcher._dispatch_activation, *seen_as)
             # Attach to a separate tensor: a tensor that is used elsewhere too (the residual beside a norm's
@@ -170,7 +172,7 @@ class GradientDispatcher:
         if layout is None:
             self._backward_seen()
             return None
-        found = find_parameter_gradient(site.followed, layout)
+        found = find_parameter_gradient(site.gradient_layout_source, layout)
         if found.layout is None:
             why = found.reason
             for hook in (h for h in self.registry.at(site.name) if h.backward):

@@ -84,7 +84,7 @@ class HookDispatcher:
             if found is None:
                 return local
             layout = found
-        elif site.followed and route is None:
+        elif site.propagated and route is None:
             self.editing.apart(site.name, self.inference.note_layout, site.name, layout, local)
         own = name_batch_first(layout) if site.inferred and not route else layout
         if self._over_data and not route:

@@ -87,9 +87,9 @@ class HookRegistry:
             for site in entry.sites:
                 if site.hidden:
                     raise HookError(f"no hook can stand at {site.name}: {site.hidden}")
-                if site.fixed and (hook.backward or hook.editing_function is not None):
+                if site.read_only_reason and (hook.backward or hook.editing_function is not None):
                     what = "has no gradient to be had" if hook.backward else "can be read and not edited"
-                    raise HookError(f"{site.name} {what}: {site.fixed}")
+                    raise HookError(f"{site.name} {what}: {site.read_only_reason}")
         self._check_scale(entry)
         self._check_kept(entry)
         hook.bind_sites([*entry.sites, *(Site(p.name, p.layout, p.shape, p.stage) for p in entry.parameters)])
@@ -137,7 +137,7 @@ class HookRegistry:
         Hooks of a sink count only in the sink's first step; afterwards the ranks do not communicate for them.
         """
         asking = (e for e in self.active if e.hook.tensor_sink is None or e.hook.tensor_sink.first)
-        return any(s.followed or self._assumed(s) for e in asking for s in e.sites) or any(
+        return any(s.propagated or self._assumed(s) for e in asking for s in e.sites) or any(
             self._assumed(p) for e in self.active for p in e.parameters
         )
 
@@ -145,7 +145,7 @@ class HookRegistry:
         """Whether a site's tensors are assumed replicated over tensor parallel ranks, for lack of
         information.
         """
-        return self._divided and place.inferred and not place.followed and place.name not in self._expected
+        return self._divided and place.inferred and not place.propagated and place.name not in self._expected
 
     @property
     def selected(self) -> list[HookEntry]:

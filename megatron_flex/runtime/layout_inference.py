@@ -127,7 +127,7 @@ class LayoutInference:
 
     def is_assumed(self, site: Site | ParameterSite) -> bool:
         """Whether the layout of a tensor that may be sharded over tensor parallel ranks is unknown."""
-        plain = site.inferred and not site.followed
+        plain = site.inferred and not site.propagated
         return plain and self._size > 1 and self._registry.expected(site.name) is None
 
     def compare_ranks(self, site: str, key: Key, local: Tensor, edits: bool) -> bool:

@@ -41,7 +41,8 @@ class LocalEditPlan:
         shard: the shard.
         edits: the functions to run on the shard, by hook; without hooks that only capture.
         given: the hooks' own editing functions that these were made from.
-        fresh: whether none of them changes its input in place, or keeps a reference to its result.
+        returns_new_tensor: whether none of them changes its input in place, or keeps a reference to its
+            result.
         layout: the layout of the local tensor.
         padded: whether some entries of the ranks are padding, which the full tensor lacks.
         alone: whether each rank holds the full tensor and its full gradient.
@@ -52,7 +53,7 @@ class LocalEditPlan:
     shard: Shard
     edits: dict[HookFunction, EditingFunction]
     given: dict[HookFunction, EditingFunction]
-    fresh: bool
+    returns_new_tensor: bool
     layout: Layout
     padded: bool
     alone: bool
@@ -93,7 +94,7 @@ class LocalEditPlan:
         part = local if order is None else local.permute(order)
         if self.padded:
             return torch.where(self.real(local.device), part, 0).contiguous()
-        return part if self.fresh else part.clone(memory_format=torch.contiguous_format)
+        return part if self.returns_new_tensor else part.clone(memory_format=torch.contiguous_format)
 
     def outof(self, made: Tensor, local: Tensor) -> Tensor:
         """The tensor that replaces the local tensor: contiguous, and shared with no other code."""
@@ -106,7 +107,7 @@ class LocalEditPlan:
             out = out.permute([order.index(i) for i in range(len(order))])
         if out is local:  # every edit has failed
             return local
-        if not out.is_contiguous() or (not ours and (not self.fresh or out._is_view())):
+        if not out.is_contiguous() or (not ours and (not self.returns_new_tensor or out._is_view())):
             out = out.clone(memory_format=torch.contiguous_format)
         return out
 
@@ -172,7 +173,7 @@ def plan_local_edits(
         return None, "its parts may differ in length"
     shard = Shard.of(torch.empty(shape, device="meta"), layout, mesh)
     padded = _has_padding(shard)
-    alone = not layout.live(sizes) and not conjugate_layout(layout).live(sizes) and not padded
+    alone = not layout.active_axes(sizes) and not conjugate_layout(layout).active_axes(sizes) and not padded
     found: dict[HookFunction, EditingFunction] = {}
     for hook, edit in edits.items():
         name = describe_edit(edit)
@@ -186,7 +187,7 @@ def plan_local_edits(
         if bound is None:
             return None, _explain_edit(name, edit, shard, layout, mesh)
         found[hook] = bound
-    fresh = all(getattr(e, "fresh", False) for e in found.values())
+    fresh = all(getattr(e, "returns_new_tensor", False) for e in found.values())
     holders, first = replica_mesh(layout, mesh), is_leader_for(layout, mesh)
     return LocalEditPlan(shard, found, edits, fresh, layout, padded, alone, holders, first), ""
 

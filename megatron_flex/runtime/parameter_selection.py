@@ -69,7 +69,7 @@ class ParameterSelection:
 
     def values(self, taking: ShardRecorder, iteration: int) -> None:
         """Write the parameters. All data parallel ranks of a stage make the same call."""
-        self.survey.adapter.settle()
+        self.survey.adapter.wait_until_ready()
         for name, held in self._held():
             site, parameter = held[0]
             local = self.survey.adapter.value(parameter)

@@ -105,8 +105,8 @@ class Session:
         self.editing = EditRunner(self.mesh, self.clock, self.trainable, name, gather_data_parallel)
         self.passing, self._skips = self.editing.passing, self.editing.skipping
         common = self.clock, self._recorder, self.editing, self.mesh, gather_data_parallel
-        self.firing = HookDispatcher(self.registry, *common, self._await_backward)
-        self.standing = SessionTaps(own, parameters, self.registry, self.firing, self.mesh)
+        self.dispatcher = HookDispatcher(self.registry, *common, self._await_backward)
+        self.standing = SessionTaps(own, parameters, self.registry, self.dispatcher, self.mesh)
         self.tracer: Tracer | None = None
         self.trace(flex_config.debug)
         self._agreement = Agreement(name, flex_config.agree_seconds, ranks)
@@ -215,18 +215,18 @@ class Session:
 
     def record_inner_tensor(self, label: str, tensor: Tensor, replays: bool) -> Key:
         """Capture a full tensor inside an edit, as `CaptureDispatcher.record_inner_tensor` does."""
-        return self.firing.captures.record_inner_tensor(label, tensor, replays)
+        return self.dispatcher.captures.record_inner_tensor(label, tensor, replays)
 
     def trace(self, on: bool) -> None:
         """Start or stop printing each call of a hook."""
         if self.tracer is not None:
             self.tracer.stop()
-        self.tracer = Tracer(self.firing) if on else None
+        self.tracer = Tracer(self.dispatcher) if on else None
 
     def verify(self, steps: int) -> None:
         """Verify all sites during the next `steps` steps. Every rank makes the same call."""
         self.check_open()
-        self.watch.begin(self._plain, self.survey, self.firing, steps)
+        self.watch.begin(self._plain, self.survey, self.dispatcher, steps)
         self._agreed = -1
 
     def restore(self) -> None:
@@ -346,16 +346,16 @@ class Session:
         if self.registry.active:
             self.editing.apart("backward pass", self.passing.backward_ends)
 
-    def cannot(self, why: str) -> None:
+    def reject_step(self, why: str) -> None:
         """Record why this step cannot be hooked. All ranks raise at its end; now, other stages would wait."""
         self._objection = why
 
     def unbatched(self) -> None:
         """Note packed sequences: the samples of data parallel ranks cannot be concatenated."""
         if self.over_data:
-            self.cannot(PACKED_SEQUENCES)
+            self.reject_step(PACKED_SEQUENCES)
 
-    def fails(self, why: str) -> None:
+    def report_error(self, why: str) -> None:
         """Record that an edit returned something that the schedule cannot use."""
         self.editing.failure = self.editing.failure or (why, HookError(why))
 
@@ -505,10 +505,10 @@ class Session:
         failure, self.editing.failure = self.editing.failure, None
         objection, self._objection = self._objection, ""
         hooks = [e.hook for e in self.registry.active]
-        self.firing.edits.stand_ins.step_ends(failed)
+        self.dispatcher.edits.stand_ins.step_ends(failed)
         if failed or not hooks or objection:
             refused = bool(hooks and objection) and not failed
-            self.firing.inference.forget()
+            self.dispatcher.inference.forget()
             self._recorder.drop(failed or refused)
             self.sinks.ends(failed or refused, mesh, called)
             if refused:
@@ -519,7 +519,7 @@ class Session:
                 h for h in hooks if torch.is_grad_enabled() or not (h.tensor_sink and h.backward)
             )
         at = f"{STEP_END}, {self._now()}"
-        differ = self.firing.inference.differ(at, self._check_waiting_ranks)
+        differ = self.dispatcher.inference.differ(at, self._check_waiting_ranks)
         if differ:
             failure = failure or (differ, HookError(differ))
         can_fail = self.registry.compares or any(h.can_fail for h in hooks)

@@ -97,7 +97,7 @@ class SessionTaps:
     def _hooked(self, site: ParameterSite, parameter: Tensor) -> Undo:
         """Install a hook on a parameter's gradients, and track the calls that determine their layout."""
         undo = parameter.register_hook(partial(self.firing.gradients.dispatch_parameter, site)).remove
-        forget = None if site.followed is None else site.followed.want()
+        forget = None if site.gradient_layout_source is None else site.gradient_layout_source.want()
 
         def remove() -> None:
             undo()

@@ -104,7 +104,7 @@ class StandIns:
         if not asks and not explain_gather(edits, layout, names, self._mesh, self._trains()):
             return Mesh()
         sizes = self._mesh.sizes
-        live = {*layout.live(sizes), *conjugate_layout(layout).live(sizes)}
+        live = {*layout.active_axes(sizes), *conjugate_layout(layout).active_axes(sizes)}
         once = any(h.run == "once" for h in edits)
         if not live <= {a.name for a in self._mesh} or not (live or asks or once):
             return Mesh()

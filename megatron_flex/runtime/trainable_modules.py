@@ -102,7 +102,7 @@ class TrainableModules:
         module.to(next((p.device for p in held if p is not None and not p.is_meta), None))  # or offloaded
         broadcast_copies(list(_list_module_tensors(module).values()), self.mesh)
         if not self.modules:
-            self._undos.append(self.adapter.open_recomputed())
+            self._undos.append(self.adapter.enable_recomputed_gradients())
         self.modules[name] = module
         self._watch()
 

@@ -122,7 +122,7 @@ class OpenStatistics:
     Attributes:
         path: the file or folder.
         headers: the header of each start, in order.
-        torn: the number of incomplete lines and files, which are left out: of killed runs and full disks.
+        incomplete: the number of incomplete lines and files (killed runs, full disks), which are left out.
         damaged: a description of each of these whose checksum is wrong.
     """
 
@@ -131,10 +131,10 @@ class OpenStatistics:
         path: Path,
         headers: list[StatisticsHeader],
         rows: RowsByIteration,
-        torn: int,
+        incomplete: int,
         damaged: Sequence[str] = (),
     ) -> None:
-        self.path, self.headers, self.torn, self.damaged = path, headers, torn, list(damaged)
+        self.path, self.headers, self.incomplete, self.damaged = path, headers, incomplete, list(damaged)
         self._rows = {number: rows[number] for number in sorted(rows)}
 
     @property
@@ -255,13 +255,13 @@ class _Found:
     Attributes:
         headers: of each.
         rows: those that are wanted.
-        torn: the number of incomplete lines and files, which are left out.
+        incomplete: the number of incomplete lines and files, which are left out.
         damaged: those of them that are not as they were written, in words.
     """
 
     headers: list[StatisticsHeader] = field(default_factory=list)
     rows: RowsByIteration = field(default_factory=dict)
-    torn: int = 0
+    incomplete: int = 0
     damaged: list[str] = field(default_factory=list)
 
     def add(self, row: TensorStatistics) -> None:
@@ -270,7 +270,7 @@ class _Found:
 
     def leave_out(self, damage: str = "") -> None:
         """Something is left out."""
-        self.torn += 1
+        self.incomplete += 1
         self.damaged += [damage] if damage else []
 
 
@@ -290,11 +290,11 @@ def _read_files(
                 found = (_read_parquet if file.suffix == ".parquet" else _read_json_lines)(file, wanted, bar)
                 out.headers += found.headers
                 out.rows |= found.rows
-                out.torn += found.torn
+                out.incomplete += found.incomplete
                 out.damaged += found.damaged
     except OSError as error:
         raise FlexError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
-    return out.headers, out.rows, out.torn, out.damaged
+    return out.headers, out.rows, out.incomplete, out.damaged
 
 
 def _parse_file_header(path: Path, text: bytes) -> StatisticsHeader | None:
@@ -435,8 +435,10 @@ def render_statistics(found: OpenStatistics) -> Markup:
         f"{count_words(len(iterations), 'iteration')}{ends}"
     )
     notes = [html_line(texts)]
-    if found.torn:
-        texts = f"incomplete lines and files that are left out: {found.torn}, of killed runs or full disks"
+    if found.incomplete:
+        texts = (
+            f"incomplete lines and files that are left out: {found.incomplete}, of killed runs or full disks"
+        )
         notes.append(html_line(texts, WARN_COLOUR))
     notes.append(
         html_lines([f"not as it was written: {texts}" for texts in found.damaged], ALL, WARN_COLOUR, TOLD)

@@ -114,7 +114,7 @@ class TreePoint:
         layout: as text.
         shape: of the full tensor, as text.
         hidden: why no hook can be registered here.
-        fixed: why a hook here can only read.
+        read_only_reason: why a hook here can only read.
         hooks: the hooks registered here.
     """
 
@@ -122,7 +122,7 @@ class TreePoint:
     layout: str
     shape: str
     hidden: str = ""
-    fixed: str = ""
+    read_only_reason: str = ""
     hooks: tuple[TreeHook, ...] = ()
 
 
@@ -162,7 +162,7 @@ class TreeNode:
                     "layout": p.layout,
                     "shape": p.shape,
                     "hidden": p.hidden,
-                    "fixed": p.fixed,
+                    "fixed": p.read_only_reason,
                     "hooks": [h.describe() for h in p.hooks],
                 }
                 for p in self.places
@@ -206,7 +206,7 @@ def build_tree(
                 "told when a tensor passes" if site.inferred else describe_layout(site.layout, sizes),
                 describe_shape(site.shape),
                 site.hidden,
-                site.fixed,
+                site.read_only_reason,
                 tuple((hooks or {}).get(site.name, ())),
             )
         )

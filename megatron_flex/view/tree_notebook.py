@@ -81,7 +81,11 @@ def _count_hooks(node: TreeNode) -> int:
 
 
 def _point_html(place: TreePoint) -> Markup:
-    mark, style, more = FREE, "", f"can be read only: {place.fixed}" if place.fixed else ""
+    mark, style, more = (
+        FREE,
+        "",
+        f"can be read only: {place.read_only_reason}" if place.read_only_reason else "",
+    )
     if place.hidden:
         mark, style, more = HIDDEN, "opacity:.6", f"no hook: {place.hidden}"
     elif place.hooks:

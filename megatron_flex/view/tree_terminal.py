@@ -114,14 +114,14 @@ def _node_label(node: TreeNode) -> str:
 
 
 def _point_row(place: TreePoint, guide: str) -> TreeRow:
-    mark, style, more = FREE, "", "can be read only" if place.fixed else ""
+    mark, style, more = FREE, "", "can be read only" if place.read_only_reason else ""
     if place.hidden:
         mark, style, more = HIDDEN, "dim", "no hook"
     elif place.hooks:
         on = any(h.active for h in place.hooks)
         mark, style = (FULL, "green") if on else (OFF, "yellow")
         more = "; ".join(h.describe() for h in place.hooks)
-    why = place.hidden or place.fixed
+    why = place.hidden or place.read_only_reason
     return TreeRow(
         guide,
         f"{mark} :{place.point}" if place.point else f"{mark} it",

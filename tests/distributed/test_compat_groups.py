@@ -222,7 +222,7 @@ def read_only(case: Case) -> list[Any]:
     """Where a place can be read only, no hook of a group that edits is registered at all."""
     chunks = compat.start(case)
     flex = compat.wrap(case, chunks, {})
-    place = next(s for s in flex._flex.sites("**") if s.fixed and s.point == "output").module
+    place = next(s for s in flex._flex.sites("**") if s.read_only_reason and s.point == "output").module
     error = said(flex.create_hook_group, "new", place.rpartition(".")[0], editing_function=compat.edit)
     none = flex.get_group_hook_functions("all")
     flex.create_hook_group("new", place)

@@ -115,7 +115,7 @@ def counted(case: Case) -> tuple[int, int, int]:
             gpt.step(case, chunks, rank)
         asked = sum(a.size > 1 for a in flex.session.mesh)  # at the end of a step, whether a hook failed
         flex.debug(False)
-        firing = flex.session.firing
+        firing = flex.session.dispatcher
         left = len({"edit", "capture"} & {*vars(firing.edits), *vars(firing.captures)})
     moving = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "broadcast")
     by_torch = sum(counts[n] - plain[n] for n in moving) - asked

@@ -146,7 +146,7 @@ def test_a_rank_whose_rows_are_gone(tmp_path: Path) -> None:
     with mf.open_dump(tmp_path / "all") as dump, patch.object(PartFiles, "read", nothing), damaged:
         dump[FEW[0]].torch()
     with mf.open_dump(tmp_path / "all") as dump:
-        opened = [dump.files.open(p) for p in dump.written((0, 0)).paths(1)]
+        opened = [dump.files.open(p) for p in dump.stored_iteration((0, 0)).paths(1)]
         assert not any((FEW[3], "value") in one.by for one in opened), "expert 1 is on rank 0"
         for one in opened:
             one.by.pop((FEW[0], "value"), None)
@@ -163,7 +163,7 @@ def test_experts_of_a_dump_that_lost_a_rank(tmp_path: Path) -> None:
     (state,) = run(1, weights, ACROSS.single())
     run(2, dumped, ACROSS, state, str(tmp_path), {"all": {}})
     with mf.open_dump(tmp_path / "all") as dump, open_damaged_dump(tmp_path / "all") as rest:
-        lost = list(dump.written((0, 0)).paths(1))
+        lost = list(dump.stored_iteration((0, 0)).paths(1))
         assert torch.equal(rest[FEW[0]].torch(), dump[FEW[0]].torch())
     for path in lost:
         path.unlink()

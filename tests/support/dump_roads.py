@@ -198,7 +198,7 @@ def _rows(path: Path, _: Path) -> Outcome:
 
 
 def _pieces(path: Path, _: Path) -> Outcome:
-    return _each(path, lambda a: torch.cat([p.array.torch().flatten() for p in a.pieces()]))
+    return _each(path, lambda a: torch.cat([p.array.torch().flatten() for p in a.microbatch_arrays()]))
 
 
 def _statistics(path: Path, _: Path) -> Outcome:

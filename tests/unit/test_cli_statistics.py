@@ -66,7 +66,7 @@ def test_json_is_strict_and_has_every_value(command, stats):
         assert (one["min"], one["max"]) == (min(there), max(there))
         assert (one["nans"], one["infinities"]) == ((3, 1) if order == 2 else (0, 0))
     listed = json.loads(command("stats", "ls", "stats", "--json").out, parse_constant=refuse)
-    assert (listed["tensors"], listed["iterations"], listed["torn"]) == (SITES, list(range(60)), 1)
+    assert (listed["tensors"], listed["iterations"], listed["incomplete"]) == (SITES, list(range(60)), 1)
     assert [s["axes"]["tp"] for s in listed["starts"]] == [2, 2]
 
 

@@ -446,9 +446,9 @@ def test_requests_and_axes_are_kept(tmp_path: Path) -> None:
     writer.finish()
     writer.close()
     with mf.open_dump(path) as dump:
-        assert [(p.iteration, p.request) for p in dump["a"].pieces()] == [(0, None), (1, "chat-7")]
+        assert [(p.iteration, p.request) for p in dump["a"].microbatch_arrays()] == [(0, None), (1, "chat-7")]
         assert dump.axes("a") == axes
-        assert dump.place("a").axes == axes
+        assert dump.site_record("a").axes == axes
 
 
 @pytest.mark.parametrize("kind", [k for k in dump_roads.KINDS if k != "old"])

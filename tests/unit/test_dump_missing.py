@@ -121,7 +121,7 @@ def test_a_manifest_that_is_gone_or_empty_is_an_error_on_every_road(
     damaged_roads(dump, command, f"run-{run:04d}/{MANIFEST_NAME}")
     told = list_dump_contents(dump)
     assert told.iterations == list(range(4, 8) if run == 0 else range(4)), "those that can be read"
-    assert told.runs[run].torn == list(range(4) if run == 0 else range(4, 8))
+    assert told.runs[run].incomplete == list(range(4) if run == 0 else range(4, 8))
     assert verify_dump(dump).whole == told.iterations
 
 
@@ -170,8 +170,8 @@ def test_what_the_newest_run_writes_is_listed_and_not_warned_of(dump: Path) -> N
     assert listed(dump) == [
         f"iteration {n} of run-0001 is incomplete: parts of rank 1 are missing" for n in (6, 7)
     ]
-    assert list_dump_contents(dump).runs[1].torn == [6, 7]
-    assert [f.kind for f in errors(dump)] == ["torn", "torn"]
+    assert list_dump_contents(dump).runs[1].incomplete == [6, 7]
+    assert [f.kind for f in errors(dump)] == ["incomplete", "incomplete"]
 
 
 @pytest.mark.parametrize("inside", ["", f"{MANIFEST_NAME}.tmp", "0000000008/.00000-000.safetensors.tmp"])
@@ -201,8 +201,8 @@ def test_an_empty_folder_of_a_run_is_told(dump: Path, command: Command, inside: 
 def test_an_empty_folder_of_an_iteration_is_told(dump: Path) -> None:
     (dump / "run-0001" / "0000000008").mkdir()
     assert listed(dump) == ["iteration 8 of run-0001 is incomplete: parts of rank 0, 1 are missing"]
-    assert list_dump_contents(dump).runs[1].torn == [8]
-    assert {f.kind for f in errors(dump)} == {"torn"}
+    assert list_dump_contents(dump).runs[1].incomplete == [8]
+    assert {f.kind for f in errors(dump)} == {"incomplete"}
     shutil.rmtree(dump / "run-0000" / "0000000001")
     (dump / "run-0000" / "0000000001").mkdir()
     assert any("iteration 1 of run-0000 is incomplete" in line for line in listed(dump))
@@ -227,7 +227,7 @@ def test_a_part_that_is_gone_is_told_on_every_road(
         assert done.status == 0
         assert text in done.err
     assert [(f.kind, f.iteration) for f in errors(dump)] == [("missing", iteration)]
-    assert list_dump_contents(dump).runs[run].torn == [iteration]
+    assert list_dump_contents(dump).runs[run].incomplete == [iteration]
     assert command("dump", "ls", "d").err == ""
     assert f"iteration {iteration}" in on_page(dump)
     with pytest.warns(FlexWarning, match=text):
@@ -254,7 +254,7 @@ def test_a_folder_of_an_iteration_that_is_gone_is_told(
     text = f"iteration {iteration} is not there, between others that are"
     assert opened(dump) == ([n for n in range(8) if n != iteration], [])
     with mf.open_dump(dump) as found, pytest.raises(DumpError, match=rf"iteration \({iteration}, 0\) is not"):
-        found.written((iteration, 0))
+        found.stored_iteration((iteration, 0))
     (told,) = listed(dump)
     assert text in told
     (finding,) = verify_dump(dump).findings

@@ -355,10 +355,10 @@ def test_further_passes_of_an_iteration(tmp_path: Path) -> None:
     value = random(2, 8, 4, 2)
     dump = small(tmp_path / "d", value, passes=2, runs="all")
     assert dump.iterations == [0, 1]
-    assert dump.passes == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert dump.iteration_keys == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert torch.equal(dump["a"].torch(), value)
     assert torch.equal(dump["a"].at((1, 1), 0).torch(), torch.stack([value[1] * 2, value[0]]))
-    assert dump["a"].at((1, 1)).passes == [(1, 1)]
+    assert dump["a"].at((1, 1)).iteration_keys == [(1, 1)]
 
 
 def test_iterations_that_are_not_whole_are_not_there(tmp_path: Path) -> None:
@@ -421,11 +421,12 @@ def test_iterations_of_other_lengths_are_read_one_by_one(tmp_path: Path) -> None
     array = mf.open_dump(path)["a"]
     assert torch.equal(array[0].torch(), first[0])
     with pytest.raises(
-        DumpError, match=r"\[8, 24, 8\].*iteration 1, and \[8, 16, 8\].*\.at\(number\).*\.pieces\(\)"
+        DumpError,
+        match=r"\[8, 24, 8\].*iteration 1, and \[8, 16, 8\].*\.at\(number\).*\.microbatch_arrays\(\)",
     ):
         array.torch()
     assert torch.equal(array.at(1).torch(), second)
-    pieces = list(array.pieces())
+    pieces = list(array.microbatch_arrays())
     assert [(p.iteration, p.microbatch, p.replica) for p in pieces] == [
         (i, m, d) for i in (0, 1) for d in (0, 1) for m in (0, 1)
     ]
@@ -437,9 +438,9 @@ def test_iterations_of_other_lengths_are_read_one_by_one(tmp_path: Path) -> None
 
 def test_pieces_of_one_microbatch(tmp_path: Path) -> None:
     array = small(tmp_path / "d")["a"]
-    assert len(list(array[1:].pieces())) == 4
+    assert len(list(array[1:].microbatch_arrays())) == 4
     with pytest.raises(DumpError, match="slice each piece"):
-        list(array[:, 1:].pieces())
+        list(array[:, 1:].microbatch_arrays())
 
 
 # -- damage ------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def test_one_of_several_parts_that_is_missing_is_named_by_what_was_in_it(tmp_pat
 def test_a_rank_that_stopped_leaves_a_torn_iteration(dump):
     part(dump, 20, 3).unlink()
     finding = only(dump)
-    assert (finding.kind, finding.rank, finding.iteration) == ("torn", 3, 20)
+    assert (finding.kind, finding.rank, finding.iteration) == ("incomplete", 3, 20)
     assert finding.error
     assert verify_dump(dump, live=True).findings == []
 
@@ -124,7 +124,7 @@ def test_what_another_run_has_whole_is_not_lost(dump):
     part(dump, 20, 3).unlink()
     write(dump, [0, 10, 20])
     finding = only(dump)
-    assert finding.kind == "torn"
+    assert finding.kind == "incomplete"
     assert not finding.error
     assert open_dump(dump).iterations == [0, 10, 20]
 
@@ -206,7 +206,7 @@ def test_findings_as_they_are_printed(command, dump):
     kept("verify", done.out)
     told = json.loads(command("dump", "verify", "dump", "--json").out)
     assert not told["good"]
-    assert [f["kind"] for f in told["findings"]] == ["checksum", "stray", "missing", "torn"]
+    assert [f["kind"] for f in told["findings"]] == ["checksum", "stray", "missing", "incomplete"]
     assert list_dump_contents(dump).iterations == [10]
 
 
@@ -226,14 +226,14 @@ def test_prune_removes_what_is_torn_of_runs_that_are_over_and_nothing_that_is_wh
     torn.unlink()
     before = {n: open_dump(dump)[FIRST].at(n).torch() for n in (0, 10, 20)}
     found = list_removals(dump)
-    assert [(r.why, r.iteration) for r in found] == [("temporary", 10), ("torn", 20)]
+    assert [(r.why, r.iteration) for r in found] == [("temporary", 10), ("incomplete", 20)]
     assert prune_dump(dump, found) == sum(r.nbytes for r in found)
     assert runs(dump) == {0: [0, 10], 1: [20, 30]}
     assert not stray.exists()
     assert {n: open_dump(dump)[FIRST].at(n).torch() for n in (0, 10, 20)}.keys() == before.keys()
     assert all(torch.equal(open_dump(dump)[FIRST].at(n).torch(), v) for n, v in before.items())
     assert list_removals(dump) == []
-    assert [(r.why, r.iteration, r.run) for r in list_removals(dump, force=True)] == [("torn", 30, 1)]
+    assert [(r.why, r.iteration, r.run) for r in list_removals(dump, force=True)] == [("incomplete", 30, 1)]
 
 
 def test_prune_leaves_the_newest_run_alone_unless_told(dump):

@@ -363,7 +363,7 @@ def test_memory_of_a_rank_depends_on_no_number_of_replicas_or_stages() -> None:
     }
     assert {r.device for r in few.roles} == {r.device for r in many.roles}
     wide = hook_estimate(config, mesh={"tp": 8, "pp": 2, "dp": 8}, microbatches=1, read=["decoder.layers.*"])
-    read = [c for c in few.hooks if c.each.way == "read"]
+    read = [c for c in few.hooks if c.each.action == "read"]
     assert read[0].each.device == 2 * wide.hooks[0].each.device == 32 * 2 * 64 * 2 / 4
 
 
@@ -390,7 +390,7 @@ def test_dumps_and_statistics_are_rows_beside_hooks() -> None:
     dump = mf.Dump("there", [FC1, "decoder.layers.0"], tokens=slice(None, None, 2))
     found = hook_estimate(config, read=FC1, dump=dump, statistics=mf.Statistics("numbers", FC1), **more)
     read, stream, wide, numbers = found.hooks
-    assert (read.each.way, wide.each.way, stream.each.way, numbers.each.way) == (
+    assert (read.each.action, wide.each.action, stream.each.action, numbers.each.action) == (
         "read",
         "dump",
         "dump",

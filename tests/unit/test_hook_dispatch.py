@@ -85,7 +85,7 @@ def test_each_dispatcher_has_one_responsibility() -> None:
     kinds = (CaptureDispatcher, EditDispatcher, GradientDispatcher, HookDispatcher)
     assert [kind.__bases__ for kind in kinds] == [(object,)] * 4
     with mf.FlexModel(nn.Linear(2, 2)) as flex:
-        dispatcher = flex.session.firing
+        dispatcher = flex.session.dispatcher
         parts = dispatcher.captures, dispatcher.edits, dispatcher.gradients
         assert [type(p) for p in parts] == [CaptureDispatcher, EditDispatcher, GradientDispatcher]
         assert dispatcher.gradients.captures is dispatcher.edits.captures is dispatcher.captures

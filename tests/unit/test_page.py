@@ -283,7 +283,7 @@ def test_what_only_the_data_tell_is_said(
 
 
 def test_a_place_that_can_be_read_only_says_so() -> None:
-    site = Site("x:output", COLUMN, (16, 2, 32), fixed="it is boolean")
+    site = Site("x:output", COLUMN, (16, 2, 32), read_only_reason="it is boolean")
     told = estimate_sites([site], lambda s: tensor_at_site(s, GRID.sizes, 1), GRID)["x:output"]
     assert told["read"]["whole"] == 1024
     assert "can be read and not edited" in told["edit"]["why"]

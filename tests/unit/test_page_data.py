@@ -372,7 +372,7 @@ def test_what_one_rank_had_alone_is_lost_with_it(tmp_path: Path) -> None:
     given = {FIRST: Given(random(2, 4, 8, 16)), SECOND: Given(random(2, 4, 8, 16), stage=1)}
     dumps.write(tmp_path / "d", given, mesh=MESH)
     with mf.open_dump(tmp_path / "d") as whole:
-        written = whole.written((1, 0))
+        written = whole.stored_iteration((1, 0))
         (rank,) = [
             r for r in (0, 1) if whole.entries(written, FIRST, "value", 0, 0)[0][3] == written.run.coords[r]
         ]

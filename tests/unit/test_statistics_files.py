@@ -59,7 +59,7 @@ def test_what_is_written_is_read(tmp_path, form):
     writers.close()
     found = mf.open_statistics(tmp_path / "new" / "folder")
     assert list(found.rows()) == wanted
-    assert found.torn == 0
+    assert found.incomplete == 0
     assert found.iterations == list(range(ITERATIONS_PER_PART + 1))
     assert found.headers == [header(every=1)]
     table = found.table()
@@ -159,7 +159,7 @@ def test_a_file_cut_anywhere_has_its_whole_lines(tmp_path):
         found = mf.open_statistics(tmp_path)
         whole = sum(end <= size for end in ends)
         assert len(list(found.rows())) == max(0, whole - 1)
-        assert found.torn == (size not in ends)
+        assert found.incomplete == (size not in ends)
 
 
 def test_lines_that_are_no_rows_are_counted(tmp_path):
@@ -175,7 +175,7 @@ def test_lines_that_are_no_rows_are_counted(tmp_path):
         file.write("\x00" * 50 + "\n")
         file.write(json.dumps({**good, "iteration": 9}) + "\n")
     found = mf.open_statistics(tmp_path)
-    assert found.torn == len(bad) + 1
+    assert found.incomplete == len(bad) + 1
     assert found.iterations == [0, 9]
 
 
@@ -206,7 +206,7 @@ def test_a_killed_run_leaves_what_it_had_written(tmp_path, form):
     found = mf.open_statistics(tmp_path)
     whole = 200 if form == "jsonl" else 200 // ITERATIONS_PER_PART * ITERATIONS_PER_PART
     assert found.iterations == list(range(whole))
-    assert found.torn == 0
+    assert found.incomplete == 0
     assert next(found.rows()) == row(0)
     write(tmp_path, [3], form)
     assert len(mf.open_statistics(tmp_path).headers) == 2
@@ -261,7 +261,7 @@ def test_a_full_disk_is_told_and_what_follows_is_written(tmp_path):
     whole = sorted(n for n, count in there.items() if count == len(SITES))
     assert whole == [*range(20 - lost), *range(20, 30)]
     assert 0 < lost < 10
-    assert found.torn == 1
+    assert found.incomplete == 1
 
 
 class Broken:
@@ -343,7 +343,10 @@ def test_a_damaged_part_of_parquet_is_counted(tmp_path):
     part = tmp_path / "statistics-0000.parquet" / "part-000000.parquet"
     part.write_bytes(part.read_bytes()[:-20])
     found = mf.open_statistics(tmp_path)
-    assert (found.torn, found.iterations) == (1, list(range(ITERATIONS_PER_PART, 2 * ITERATIONS_PER_PART)))
+    assert (found.incomplete, found.iterations) == (
+        1,
+        list(range(ITERATIONS_PER_PART, 2 * ITERATIONS_PER_PART)),
+    )
 
 
 def test_parquet_is_one_table_for_other_readers(tmp_path):

@@ -206,7 +206,7 @@ class MegatronAdapter:
             found["s"] = None
         return {name: length for name, length in found.items() if isinstance(length, int)}
 
-    def settle(self) -> None:
+    def wait_until_ready(self) -> None:
         """Wait for the parameters that the distributed optimizer gathers while the model runs."""
         self._gradients.gather_parameters()
 
@@ -222,11 +222,11 @@ class MegatronAdapter:
         """The local parameter."""
         return parameter.detach()
 
-    def shares(self, name: str) -> tuple[str, ...]:
+    def gradient_partial_axes(self, name: str) -> tuple[str, ...]:
         """None: layouts name these axes, and Megatron sums over them."""
         return ()
 
-    def put(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Write to it."""
         with torch.no_grad():
             parameter.copy_(value)
@@ -244,7 +244,7 @@ class MegatronAdapter:
         """Turn `requires_grad` off, and make DistributedDataParallel wait for no gradient."""
         return freeze_parameters(self.roots, self._gradients.wrappers)
 
-    def open_recomputed(self) -> Undo:
+    def enable_recomputed_gradients(self) -> Undo:
         """Make the input of the layers require a gradient, where some are recomputed."""
         return open_recomputed_regions(self.roots)
 
@@ -254,7 +254,7 @@ class MegatronAdapter:
 
     def run(self, tokens: Tensor, microbatch_size: int | None = None) -> None:
         """Run the model forward by Megatron's schedule, after pending work of the distributed optimizer."""
-        self.settle()
+        self.wait_until_ready()
         run_forward(self.chunks, self.roots[0], self.mesh, tokens, microbatch_size)
 
     def watch(self, listener: Listener) -> Undo:

@@ -170,10 +170,10 @@ class _ScheduleWatcher:
         config: Any = self.roots[0].config
         self.listener.unbatched()
         if self.context_parallel > 1:
-            self.listener.cannot(PACKED_CONTEXT_PARALLEL.format(size=self.context_parallel))
+            self.listener.reject_step(PACKED_CONTEXT_PARALLEL.format(size=self.context_parallel))
         samples = getattr(packed, "tokens_per_sample", None) is not None
         if samples and config.sequence_parallel and getattr(config, "num_moe_experts", None):
-            self.listener.cannot(PER_SAMPLE)
+            self.listener.reject_step(PER_SAMPLE)
 
     def after_call(self, _: nn.Module, __: Any, output: Any) -> None:
         if self.calling:

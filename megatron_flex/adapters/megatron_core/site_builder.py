@@ -138,7 +138,9 @@ class SiteBuilder:
         shape: list[int | str] = [self.sizes.get(n, n) for n in names]
         if width is not None:
             shape[-1] = width
-        return Site(name, layout, tuple(shape), self.mesh["pp"].coord, hidden, fixed, tap, beside=beside)
+        return Site(
+            name, layout, tuple(shape), self.mesh["pp"].coord, hidden, fixed, tap, further_layouts=beside
+        )
 
     def both(
         self,

@@ -94,10 +94,11 @@ class ModuleNames:
         else:
             sites = [s for s in self._session.sites if s.point == POINT_OF_TYPE[kind] and not s.hidden]
             names = dict.fromkeys(s.module for s in sites)
-            fixed = next((s for s in sites if s.fixed and text in self._outside(s.module)), None)
+            fixed = next((s for s in sites if s.read_only_reason and text in self._outside(s.module)), None)
             if fixed is not None and (edits or kind.startswith("full_backward")):
                 raise HookError(
-                    f"{fixed.name} has {text!r} in its name and cannot have such a hook: {fixed.fixed}"
+                    f"{fixed.name} has {text!r} in its name and cannot have such a hook: "
+                    f"{fixed.read_only_reason}"
                 )
         return [outside for n in names if text in (outside := self._outside(n))]
 
@@ -296,7 +297,7 @@ class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
         session = self._flex.session
         if session.in_schedule:
             if names != [ALL_GROUPS] or complement:
-                session.cannot(
+                session.reject_step(
                     f"groups={groups!r}, complement={complement} inside a run of the schedule come too late; "
                     "run the schedule inside `with model.hooks(...)`"
                 )

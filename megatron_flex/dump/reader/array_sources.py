@@ -35,25 +35,25 @@ class ActivationSource:
     Args:
         dump: that has them.
         which: the tensor.
-        passes: the iterations.
+        iteration_keys: the iterations.
     """
 
     def __init__(self, dump: StoredDump, which: StoredTensorKey, passes: list[IterationKey]) -> None:
-        self.dump, self.which, self.passes, self.name = dump, which, passes, which.name
+        self.dump, self.which, self.iteration_keys, self.name = dump, which, passes, which.name
         self._planner = SamplePlanner(dump, which)
         self._plans: WeightedCache[IterationKey, SamplePlan] = WeightedCache(MOST_CACHED_SHARDS)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return ActivationSource, (self.dump, self.which, self.passes)
+        return ActivationSource, (self.dump, self.which, self.iteration_keys)
 
     # -- what it is ------------------------------------------------------------------------------------
 
     @cached_property
     def like(self) -> SamplePlan:
         """The first iteration, which the others must be like."""
-        if not self.passes:
+        if not self.iteration_keys:
             raise DumpError(f"{self.name}: no iteration of {self.dump.path} is complete")
-        return self.plan(self.passes[0])
+        return self.plan(self.iteration_keys[0])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ class ActivationSource:
         return self.like.first.dtype
 
     @property
-    def held(self) -> tuple[Layout, Sizes]:
+    def stored_layout(self) -> tuple[Layout, Sizes]:
         """How ranks held it, in the first iteration, and the mesh."""
         return self.like.first.layout, self.like.written.run.sizes
 
@@ -85,15 +85,15 @@ class ActivationSource:
             DumpError: the site has nothing in it.
         """
         return self._plans.get(
-            which, lambda: self._planner.plan(self.dump.written(which)), lambda plan: plan.weight
+            which, lambda: self._planner.plan(self.dump.stored_iteration(which)), lambda plan: plan.weight
         )
 
     def among(self, passes: list[IterationKey]) -> ActivationSource:
         """The same over other iterations."""
-        if passes == self.passes:
+        if passes == self.iteration_keys:
             return self
         for which in passes:
-            self.dump.written(which)
+            self.dump.stored_iteration(which)
         return ActivationSource(self.dump, self.which, passes)
 
     def labels(self, which: IterationKey) -> tuple[Tensor | None, Tensor | None]:
@@ -110,13 +110,13 @@ class ActivationSource:
 
     def request(self, which: IterationKey, microbatch: int, replica: int) -> str | None:
         """The request that a microbatch of a replica answered, if it did."""
-        found = self._planner.found(self.dump.written(which), replica).get(microbatch, [])
+        found = self._planner.found(self.dump.stored_iteration(which), replica).get(microbatch, [])
         return next((entry.request for _, entry, _, _ in found if entry.request is not None), None)
 
-    def pieces(self) -> Iterator[tuple[IterationKey, int, int, ActivationSource]]:
+    def microbatch_arrays(self) -> Iterator[tuple[IterationKey, int, int, ActivationSource]]:
         """Iteration, microbatch, replica, and a source of that alone."""
-        for which in self.passes:
-            written = self.dump.written(which)
+        for which in self.iteration_keys:
+            written = self.dump.stored_iteration(which)
             for replica in written.run.replicas:
                 for microbatch in sorted(self._planner.found(written, replica)):
                     source = ActivationSource(
@@ -143,8 +143,8 @@ class ActivationSource:
         if plan is not self.like and (plan.shape != self.shape or plan.first.dtype != self.dtype):
             raise DumpError(
                 f"{self.name}: {list(plan.shape)} {plan.first.dtype} in {plan.written.describe()}, and "
-                f"{list(self.shape)} {self.dtype} in iteration {self.passes[0][0]}: read one by one with "
-                ".at(number), or what was written at a time with .pieces()"
+                f"{list(self.shape)} {self.dtype} in iteration {self.iteration_keys[0][0]}: read one by one "
+                "with .at(number), or what was written at a time with .microbatch_arrays()"
             )
         for block, places in plan.among(where[0]):
             one = self._planner.tensor(plan, block)
@@ -197,22 +197,22 @@ class ParameterSource:
         name: of the parameter.
         kind: `parameter` or `parameter_gradient`.
         stage: the pipeline stage that has it.
-        passes: the iterations.
+        iteration_keys: the iterations.
     """
 
     def __init__(
         self, dump: StoredDump, name: str, kind: str, stage: int, passes: list[IterationKey]
     ) -> None:
-        self.dump, self.name, self.kind, self.stage, self.passes = dump, name, kind, stage, passes
+        self.dump, self.name, self.kind, self.stage, self.iteration_keys = dump, name, kind, stage, passes
 
     def __reduce__(self) -> tuple[object, ...]:
-        return ParameterSource, (self.dump, self.name, self.kind, self.stage, self.passes)
+        return ParameterSource, (self.dump, self.name, self.kind, self.stage, self.iteration_keys)
 
     @cached_property
     def _like(self) -> AssembledTensor:
-        if not self.passes:
+        if not self.iteration_keys:
             raise DumpError(f"{self.name}: no iteration of the dump is complete")
-        return self._assembled(self.passes[0])
+        return self._assembled(self.iteration_keys[0])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -230,14 +230,14 @@ class ParameterSource:
         return self._like.dtype
 
     @property
-    def held(self) -> tuple[Layout, Sizes]:
+    def stored_layout(self) -> tuple[Layout, Sizes]:
         """How ranks held it, in the first iteration, and the mesh."""
         return self._like.layout, self._like.sizes
 
     def among(self, passes: list[IterationKey]) -> ParameterSource:
         """The same over other iterations."""
         for which in passes:
-            self.dump.written(which)
+            self.dump.stored_iteration(which)
         return ParameterSource(self.dump, self.name, self.kind, self.stage, passes)
 
     def labels(self, which: IterationKey) -> tuple[Tensor | None, Tensor | None]:
@@ -248,14 +248,14 @@ class ParameterSource:
         """A parameter belongs to no request."""
         return None
 
-    def pieces(self) -> Iterator[tuple[IterationKey, int, int, ParameterSource]]:
+    def microbatch_arrays(self) -> Iterator[tuple[IterationKey, int, int, ParameterSource]]:
         """Each iteration by itself."""
-        for which in self.passes:
+        for which in self.iteration_keys:
             yield which, 0, 0, self.among([which])
 
     def read(self, which: IterationKey, where: RegionIndex, out: Tensor) -> None:
         """Read the entries wanted of one iteration into `out`."""
-        one = self._like if which == self.passes[0] else self._assembled(which)
+        one = self._like if which == self.iteration_keys[0] else self._assembled(which)
         if one.shape != self.shape or one.dtype != self.dtype:
             raise DumpError(
                 f"{one.where}: {list(one.shape)} {one.dtype}, and {list(self.shape)} {self.dtype} in the "
@@ -264,7 +264,7 @@ class ParameterSource:
         one.region(where, out)
 
     def _assembled(self, which: IterationKey) -> AssembledTensor:
-        written = self.dump.written(which)
+        written = self.dump.stored_iteration(which)
         where = f"{self.name} ({self.kind}), {written.describe()}"
         found: list[LocatedShard] = []
         for replica in written.run.replicas:

@@ -51,11 +51,11 @@ class IncompleteRun(DumpRun):
         super().__init__(folder)
         self.files = files
 
-    def written(
+    def stored_iteration(
         self, iteration: int, run_of: int, like: StoredIteration | None = None
     ) -> IncompleteIteration | None:
         """What is left of an iteration; None of nothing."""
-        whole = super().written(iteration, run_of, like)
+        whole = super().stored_iteration(iteration, run_of, like)
         folder = self.folder / format_iteration_folder(iteration, run_of)
         if whole is not None:
             there = {rank: tuple(whole.paths(rank)) for rank in whole.parts}
@@ -104,16 +104,18 @@ class DamagedDump(OpenDump):
         """An iteration of the first run that has it complete; else of the one that has most of its parts."""
         if which not in self._written:
             several = [
-                rest for run in self.runs if isinstance(rest := run.written(*which), IncompleteIteration)
+                rest
+                for run in self.runs
+                if isinstance(rest := run.stored_iteration(*which), IncompleteIteration)
             ]
             best = next((rest for rest in several if rest.whole.issuperset(rest.run.coords)), None)
             most = max(several, key=lambda rest: sum(rest.parts.values()), default=None)
             self._written[which] = best or most
         return self._written[which]
 
-    def trained(self, which: IterationKey) -> bool:
+    def has_gradients(self, which: IterationKey) -> bool:
         """Whether an iteration has gradients, by the first part that can be read."""
-        written = self.written(which)
+        written = self.stored_iteration(which)
         paths = (path for rank in written.run.coords for path in written.paths(rank))
         first = next(paths, None)
         return first is not None and self.files.open(first).part.index.training
@@ -134,13 +136,13 @@ class DamagedDump(OpenDump):
             )
         return found
 
-    def nothing(self, name: str, written: StoredIteration, stage: int) -> DumpError:
+    def missing_activation_error(self, name: str, written: StoredIteration, stage: int) -> DumpError:
         """The error where an iteration has nothing of a site: the lost parts may have had the site."""
         ranks = [r for replica in written.run.replicas for r in written.run.ranks(stage, replica)]
         if isinstance(written, IncompleteIteration) and written.lacks_parts(ranks):
             named = written.describe()
             return DumpError(f"{name}: {named} is incomplete, and nothing of it is left, if it passed there")
-        return super().nothing(name, written, stage)
+        return super().missing_activation_error(name, written, stage)
 
 
 def open_damaged_dump(path: str | PathLike[str], *, check: ChecksumPolicy = "blocks") -> DamagedDump:

@@ -105,7 +105,7 @@ class ArraySource(Protocol):
     """Where an array's values come from."""
 
     name: str
-    passes: list[IterationKey]
+    iteration_keys: list[IterationKey]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -123,7 +123,7 @@ class ArraySource(Protocol):
         ...
 
     @property
-    def held(self) -> tuple[Layout, Sizes]:
+    def stored_layout(self) -> tuple[Layout, Sizes]:
         """How ranks held it, in the first iteration, and the mesh."""
         ...
 
@@ -143,7 +143,7 @@ class ArraySource(Protocol):
         """The request that a microbatch of a replica answered, if it did."""
         ...
 
-    def pieces(self) -> Iterator[tuple[IterationKey, int, int, ArraySource]]:
+    def microbatch_arrays(self) -> Iterator[tuple[IterationKey, int, int, ArraySource]]:
         """What was written at a time: iteration, microbatch, replica, and a source of that alone."""
         ...
 
@@ -196,7 +196,7 @@ class DumpArray:
         if self._view is not None:
             return self._view
         if self._all is None:
-            self._all = [range(n) for n in (len(self._source.passes), *self._source.shape)]
+            self._all = [range(n) for n in (len(self._source.iteration_keys), *self._source.shape)]
         return self._all
 
     @property
@@ -236,24 +236,24 @@ class DumpArray:
     @property
     def layout(self) -> str:
         """How ranks held it, in words, in the first iteration."""
-        layout, sizes = self.held
+        layout, sizes = self.stored_layout
         return layout.describe(sizes)
 
     @property
-    def held(self) -> tuple[Layout, Sizes]:
+    def stored_layout(self) -> tuple[Layout, Sizes]:
         """How ranks held it in the first iteration, and how many there are along each axis."""
-        return self._source.held
+        return self._source.stored_layout
 
     @property
-    def passes(self) -> list[IterationKey]:
+    def iteration_keys(self) -> list[IterationKey]:
         """The iterations: number, and which run of the schedule in it (0 for the first)."""
         first = self.view[0]
-        return [self._source.passes[i] for i in ([first] if isinstance(first, int) else first)]
+        return [self._source.iteration_keys[i] for i in ([first] if isinstance(first, int) else first)]
 
     @property
     def iterations(self) -> list[int]:
         """The numbers of the iterations."""
-        return [number for number, _ in self.passes]
+        return [number for number, _ in self.iteration_keys]
 
     @property
     def samples(self) -> Tensor | None:
@@ -266,15 +266,15 @@ class DumpArray:
         return self._labels(1)
 
     def _labels(self, which: int) -> Tensor | None:
-        if which >= len(self._source.dims) or not self.passes:
+        if which >= len(self._source.dims) or not self.iteration_keys:
             return None
-        found = self._source.labels(self.passes[0])[which]
+        found = self._source.labels(self.iteration_keys[0])[which]
         if found is None:
             return None
         own = self.view[1:3]
         if found.ndim == 1:
             return _index_labels(found, [own[which]])
-        every = [self._source.labels(p)[which] for p in self.passes]
+        every = [self._source.labels(p)[which] for p in self.iteration_keys]
         table = torch.stack([_index_labels(cast(Tensor, t), own) for t in every])
         return table[0] if isinstance(self.view[0], int) else table
 
@@ -322,13 +322,13 @@ class DumpArray:
                 raise DumpError(f"{self.name}: {dim!r} has {length} entries there, fewer than were sliced")
         return DumpArray(source, [range(len(wanted)), *self.view[1:]])
 
-    def pieces(self) -> Iterator[MicrobatchArray]:
+    def microbatch_arrays(self) -> Iterator[MicrobatchArray]:
         """What was written at a time, each as an array of its own: for tensors whose shapes differ."""
         if self._sliced and self.view[1:] != [range(n) for n in self._source.shape]:
             raise DumpError(
                 f"{self.name}: pieces are of the whole array or of some iterations: slice each piece"
             )
-        for which, microbatch, replica, source in self._source.among(self.passes).pieces():
+        for which, microbatch, replica, source in self._source.among(self.iteration_keys).microbatch_arrays():
             request = source.request(which, microbatch, replica)
             yield MicrobatchArray(which[0], which[1], microbatch, replica, DumpArray(source)[0], request)
 
@@ -345,7 +345,7 @@ class DumpArray:
             DumpError: a file is gone or damaged, or iterations or microbatches have different shapes.
         """
         where = tuple(compact_index([v]) if isinstance(v, int) else v for v in self.view)
-        source, passes = self._source, [self._source.passes[i] for i in where[0]]
+        source, passes = self._source, [self._source.iteration_keys[i] for i in where[0]]
         lengths = [len(i) for i in where[1:]]
         out = torch.empty([len(passes), *lengths], dtype=dtype or source.dtype)
         for row, which in enumerate(passes):

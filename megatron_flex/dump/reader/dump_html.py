@@ -50,7 +50,7 @@ class DumpSummary(Protocol):
         """The numbers of complete iterations."""
 
     @property
-    def passes(self) -> list[IterationKey]:
+    def iteration_keys(self) -> list[IterationKey]:
         """Complete iterations, with the runs of the schedule in them."""
 
     @property
@@ -65,7 +65,7 @@ class DumpSummary(Protocol):
     def missing(self) -> list[str]:
         """What is not there, a line for each."""
 
-    def written(self, which: IterationKey) -> StoredIteration:
+    def stored_iteration(self, which: IterationKey) -> StoredIteration:
         """A complete iteration."""
 
 
@@ -95,7 +95,7 @@ class ArraySummary(Protocol):
         """Of all of it."""
 
     @property
-    def held(self) -> tuple[Layout, Sizes]:
+    def stored_layout(self) -> tuple[Layout, Sizes]:
         """The layout that ranks held it in, and the sizes of their mesh."""
 
 
@@ -104,7 +104,7 @@ def render_dump(dump: DumpSummary) -> Markup:
     head = f"OpenDump · {dump.path}"
     try:
         complete = dump.iterations
-        kept = Counter(id(dump.written(which).run) for which in dump.passes)
+        kept = Counter(id(dump.stored_iteration(which).run) for which in dump.iteration_keys)
         missing = dump.missing
     except FlexError as error:  # files are gone since it was opened
         return html_fragment(head, html_line(error, BAD_COLOUR))
@@ -188,7 +188,7 @@ def render_array(array: ArraySummary) -> Markup:
     try:
         dims, shape, iterations = array.dims, array.shape, array.iterations
         dtype, nbytes = str(array.dtype).removeprefix("torch."), array.nbytes
-        layout, sizes = array.held
+        layout, sizes = array.stored_layout
     except FlexError as error:
         return html_fragment(f"DumpArray · {array.name}", html_line(error, BAD_COLOUR))
     text = f"{format_shape(dims, shape)} · {dtype} · {format_bytes(nbytes)}"

@@ -141,7 +141,7 @@ class OpenDump:
         return missing(self.path, self.runs, self._whole)
 
     @property
-    def passes(self) -> list[IterationKey]:
+    def iteration_keys(self) -> list[IterationKey]:
         """The complete iterations, with further runs of the schedule: (number, 0), (number, 1), ..."""
         return list(self._whole)
 
@@ -150,7 +150,7 @@ class OpenDump:
         """The numbers of the complete iterations."""
         return [number for number, run_of in self._whole if run_of == 0]
 
-    def written(self, which: IterationKey) -> StoredIteration:
+    def stored_iteration(self, which: IterationKey) -> StoredIteration:
         """Return a complete iteration.
 
         Raises:
@@ -178,7 +178,7 @@ class OpenDump:
     def _parameter_records(self) -> dict[str, SiteRecord]:
         return {p.name: p for m in reversed(self.manifests) for p in m.parameters}
 
-    def place(self, name: str) -> SiteRecord:
+    def site_record(self, name: str) -> SiteRecord:
         """Return the manifests' record of a hook point or a parameter.
 
         Raises:
@@ -192,10 +192,10 @@ class OpenDump:
 
         From the manifest, or else from the first iteration's records; empty if neither has the information.
         """
-        place = self.place(name)
-        if place.axes or not self.passes:
+        place = self.site_record(name)
+        if place.axes or not self.iteration_keys:
             return dict(place.axes)
-        written = self.written(self.passes[0])
+        written = self.stored_iteration(self.iteration_keys[0])
         kind = VALUE if name in self.places else PARAMETER
         found = (
             entry.axes
@@ -222,13 +222,13 @@ class OpenDump:
 
         The order is that of the first iteration with gradients, or else of the first iteration.
         """
-        written = next((w for k, w in self._whole.items() if k[1] == 0 and self.trained(k)), None)
+        written = next((w for k, w in self._whole.items() if k[1] == 0 and self.has_gradients(k)), None)
         written = written or next(iter(self._whole.values()), None)
         return [] if written is None else sort_by_execution(self.files, written, self.places)
 
-    def trained(self, which: IterationKey) -> bool:
+    def has_gradients(self, which: IterationKey) -> bool:
         """Return whether gradients were computed in an iteration."""
-        written = self.written(which)
+        written = self.stored_iteration(which)
         path = next(iter(written.paths(next(iter(written.run.coords)))))
         return self.files.open(path).part.index.training
 
@@ -236,7 +236,7 @@ class OpenDump:
         """Return an iteration from the first run that completed it."""
         if which not in self._written:
             like = next(reversed(self._written.values()), None)
-            several = (run.written(*which, like=like) for run in self.runs)
+            several = (run.stored_iteration(*which, like=like) for run in self.runs)
             self._written[which] = next((w for w in several if w is not None), None)
         return self._written[which]
 
@@ -250,7 +250,7 @@ class OpenDump:
         site, kind = found
         passes = [w for w in self._whole if w[1] == 0]
         if kind == GRADIENT:
-            passes = [w for w in passes if self.trained(w)]
+            passes = [w for w in passes if self.has_gradients(w)]
         stage = self.places[site].stage
         if call is None and passes:
             self._check_calls(name, site, kind, stage, passes[0])
@@ -280,7 +280,7 @@ class OpenDump:
             raise DumpError(f"{self.path} has no parameter {name!r}{suggest_nearest(name, self.parameters)}")
         passes = [w for w in self._whole if w[1] == 0]
         if gradient:
-            passes = [w for w in passes if self.trained(w)]
+            passes = [w for w in passes if self.has_gradients(w)]
         kind = PARAMETER_GRADIENT if gradient else PARAMETER
         return DumpArray(ParameterSource(self, name, kind, place.stage, passes))
 
@@ -369,7 +369,7 @@ class OpenDump:
         return None
 
     def _check_calls(self, name: str, site: str, kind: str, stage: int, which: IterationKey) -> None:
-        written = self.written(which)
+        written = self.stored_iteration(which)
         calls = {e.call for _, e, _, _ in self.entries(written, site, kind, stage, written.run.replicas[0])}
         if len(calls) > 1:
             raise DumpError(
@@ -396,7 +396,7 @@ class OpenDump:
                     out += [(part, entry, layout, coords) for entry, layout in several]
         return out
 
-    def nothing(self, name: str, written: StoredIteration, stage: int) -> DumpError:
+    def missing_activation_error(self, name: str, written: StoredIteration, stage: int) -> DumpError:
         """The error where an iteration has no activation of a site of a stage."""
         return NoActivationError(
             f"{name}: nothing passed there in {written.describe()}; .at(...) chooses iterations that have it"

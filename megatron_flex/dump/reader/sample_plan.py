@@ -177,7 +177,7 @@ class SamplePlanner:
         if only is not None:
             found = {m: several for m, several in found.items() if m == only[0]}
         if not found:
-            raise self.dump.nothing(self.which.name, written, self.which.stage)
+            raise self.dump.missing_activation_error(self.which.name, written, self.which.stage)
         tensors = {(m, replica): self._tensor(written, m, replica, found[m]) for m in sorted(found)}
         counts = {m: _count_samples(one) for (m, _), one in tensors.items()}
         first = next(iter(tensors.values()))
@@ -212,13 +212,13 @@ class SamplePlanner:
         if _get_shape_without(one, SAMPLE_DIM) != _get_shape_without(like, SAMPLE_DIM):
             raise DumpError(
                 f"{one.where}: {list(one.shape)}, and {list(like.shape)} elsewhere in the iteration: they "
-                "make no one array; read them with .pieces()"
+                "make no one array; read them with .microbatch_arrays()"
             )
         if _count_samples(one) != plan.counts[block.microbatch]:
             raise DumpError(
                 f"{one.where}: {_count_samples(one)} samples, and {plan.counts[block.microbatch]} on the "
                 "first "
-                "data parallel rank: they cannot be numbered; read them with .pieces()"
+                "data parallel rank: they cannot be numbered; read them with .microbatch_arrays()"
             )
         return one
 
@@ -252,7 +252,7 @@ class SamplePlanner:
         if self.selection.samples is not None or isinstance(self.selection.tokens, RandomTokens):
             raise DumpError(
                 f"{self.which.name}: microbatches of {sorted(set(counts.values()))} samples, of which "
-                "some were picked by number: they cannot be numbered; read them with .pieces()"
+                "some were picked by number: they cannot be numbered; read them with .microbatch_arrays()"
             )
         at = 0
         for place, block in enumerate(blocks):

@@ -376,7 +376,7 @@ class StoredDump(Protocol):
     def places(self) -> Mapping[str, SiteRecord]:
         """The sites, by name."""
 
-    def written(self, which: IterationKey) -> StoredIteration:
+    def stored_iteration(self, which: IterationKey) -> StoredIteration:
         """A complete iteration.
 
         Raises:
@@ -388,5 +388,5 @@ class StoredDump(Protocol):
     ) -> list[LocatedShard]:
         """What the ranks of a stage of a replica wrote of a site."""
 
-    def nothing(self, name: str, written: StoredIteration, stage: int) -> DumpError:
+    def missing_activation_error(self, name: str, written: StoredIteration, stage: int) -> DumpError:
         """The error where an iteration has nothing of a site."""

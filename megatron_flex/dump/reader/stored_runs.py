@@ -70,7 +70,7 @@ class DumpRun:
             raise DumpError(f"{self.folder}: cannot be read: {error.strerror or error}") from error
         return sorted(f for f in found if f is not None)
 
-    def written(
+    def stored_iteration(
         self, iteration: int, run_of: int, like: StoredIteration | None = None
     ) -> StoredIteration | None:
         """What ranks wrote of an iteration; None unless it is whole.

@@ -26,7 +26,7 @@ class Removal:
     Attributes:
         path: of it.
         nbytes: that it takes.
-        why: `torn`, `temporary`, `not kept`, `empty run`, `left over`.
+        why: `incomplete`, `temporary`, `not kept`, `empty run`, `left over`.
         run: the run that it is in; None where it is in none.
         iteration: the iteration; None where it is not one.
     """
@@ -85,7 +85,7 @@ def _list_run_removals(run: RunFolder, keep_every: int | None, before: int | Non
     for folder in run.iterations:
         about = run.number, folder.number
         if folder.missing(ranks):
-            out.append(Removal(folder.path, folder.nbytes, "torn", *about))
+            out.append(Removal(folder.path, folder.nbytes, "incomplete", *about))
         elif _is_unwanted(folder, keep_every, before):
             out.append(Removal(folder.path, folder.nbytes, "not kept", *about))
         else:

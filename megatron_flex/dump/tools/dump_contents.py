@@ -39,7 +39,7 @@ class RunRow:
         mesh: axis name to size.
         ranks: how many write.
         whole: iterations that all of them have closed.
-        torn: iterations that some have not.
+        incomplete: iterations that some have not.
         nbytes: of all its files.
         damage: why its manifest cannot be read.
     """
@@ -50,7 +50,7 @@ class RunRow:
     mesh: Mapping[str, int] = field(default_factory=dict)
     ranks: int = 0
     whole: list[int] = field(default_factory=list)
-    torn: list[int] = field(default_factory=list)
+    incomplete: list[int] = field(default_factory=list)
     nbytes: int = 0
     damage: str = ""
 
@@ -150,8 +150,8 @@ def _make_run_row(folder: RunFolder) -> RunRow:
     row = RunRow(folder.number, ranks=len(folder.ranks), damage=folder.damage)
     row.nbytes = sum(f.nbytes for f in folder.iterations) + sum(n for _, n in folder.strays)
     for iteration in folder.iterations:
-        torn = folder.manifest is None or bool(iteration.missing(folder.ranks))
-        numbers = row.torn if torn else row.whole
+        incomplete = folder.manifest is None or bool(iteration.missing(folder.ranks))
+        numbers = row.incomplete if incomplete else row.whole
         if iteration.number not in numbers:
             numbers.append(iteration.number)
     if folder.manifest is not None:
@@ -180,8 +180,8 @@ def _sum_bytes(folders: list[RunFolder]) -> Counter[str]:
 
 def _make_tensor_row(dump: OpenDump, name: str, kind: str, sizes: Counter[str]) -> TensorRow:
     row = TensorRow(name, kind, nbytes=sizes[name])
-    if not dump.passes:  # then only what was known before the run is
-        place = dump.place(name)
+    if not dump.iteration_keys:  # then only what was known before the run is
+        place = dump.site_record(name)
         row.dims = list_dim_names(place.layout)
         row.shape = list(place.shape)
         return row
@@ -209,7 +209,7 @@ def list_parameter_names(dump: OpenDump) -> list[str]:
     out = []
     for name in dump.parameters:
         out.append(name)
-        trained = [p for p in dump.passes if dump.trained(p)][:1]
+        trained = [p for p in dump.iteration_keys if dump.has_gradients(p)][:1]
         if any(True for p in trained for _ in _iterate_entries(dump, p, name, PARAMETER_GRADIENT)):
             out.append(name + GRADIENT_SUFFIX)
     return out
@@ -232,12 +232,12 @@ def get_named_array(dump: OpenDump, name: str) -> DumpArray:
 def _list_calls(dump: OpenDump, name: str) -> list[int]:
     """The passes through a site in a microbatch, in the first iteration."""
     site, kind = (name, VALUE) if name in dump.places else (name.removesuffix(GRADIENT_SUFFIX), GRADIENT)
-    first = [p for p in dump.passes if kind == VALUE or dump.trained(p)][:1]
+    first = [p for p in dump.iteration_keys if kind == VALUE or dump.has_gradients(p)][:1]
     return sorted({entry.call for p in first for entry in _iterate_entries(dump, p, site, kind)})
 
 
 def _iterate_entries(dump: OpenDump, which: tuple[int, int], name: str, kind: str) -> Iterator[ShardEntry]:
-    written, place = dump.written(which), dump.place(name)
+    written, place = dump.stored_iteration(which), dump.site_record(name)
     for replica in written.run.replicas:
         for _, entry, _, _ in dump.entries(written, name, kind, place.stage, replica):
             yield entry

@@ -114,7 +114,7 @@ class DumpFinding:
     """Something that is not as it should be.
 
     Attributes:
-        kind: `manifest`, `missing`, `torn`, `header`, `checksum`, `replica`, `contradiction`, `stray`,
+        kind: `manifest`, `missing`, `incomplete`, `header`, `checksum`, `replica`, `contradiction`, `stray`,
             `gap`.
         where: the file or folder, from the dump's folder on.
         text: what is wrong, in a line.
@@ -181,7 +181,7 @@ def verify_dump(path: Path, live: bool = False) -> Verification:
 
     Args:
         path: the dump's folder.
-        live: the newest run still writes: what it has not closed yet is not counted as torn.
+        live: the newest run still writes: what it has not closed yet is not counted as incomplete.
 
     Raises:
         DumpError: there is no dump.
@@ -352,7 +352,7 @@ class _Verifier:
                     text = f"iteration {folder.number}: part {numbers} of rank {rank} is missing"
                 text += f"; lost: {what}" + ("; another run has it complete" if in_another_run else "")
                 about: dict[str, Any] = {"rank": rank, "iteration": folder.number, "sites": sites}
-                kind = "torn" if stopped else "missing"
+                kind = "incomplete" if stopped else "missing"
                 self._add(kind, folder.path, text, error=not in_another_run, **about)
         if run.manifest is not None and any(not f.missing(ranks) for f in run.iterations):
             for name in sorted(set(map_stages(run.manifest)) - seen.sites):
