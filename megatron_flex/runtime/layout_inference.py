@@ -127,8 +127,8 @@ class LayoutInference:
 
     def is_assumed(self, site: Site | ParameterSite) -> bool:
         """Whether the layout of a tensor that may be sharded over tensor parallel ranks is unknown."""
-        plain = site.inferred and not site.propagated
-        return plain and self._size > 1 and self._registry.expected(site.name) is None
+        plain = self._size > 1 and site.inferred and not site.propagated
+        return plain and self._registry.expected(site.name) is None
 
     def compare_ranks(self, site: str, key: Key, local: Tensor, edits: bool) -> bool:
         """Whether a tensor of unknown layout may be replicated over all tensor parallel ranks.
