@@ -13,7 +13,11 @@ from typing import Any
 
 from renames import File, Origin, Tree
 
-MAKERS = {("megatron_flex", "attach"): ("megatron_flex", "FlexModel")}  # what a function returns
+MAKERS = {  # what a function returns
+    ("megatron_flex", "attach"): ("megatron_flex", "FlexModel"),
+    ("megatron_flex", "open_dump"): ("megatron_flex", "OpenDump"),
+    ("megatron_flex", "open_statistics"): ("megatron_flex", "OpenStatistics"),
+}
 
 
 def rename_calls(text: str, public: Mapping[str, Mapping[str, str]], foreign: frozenset[str]) -> str:

@@ -147,6 +147,7 @@ def test_public_names_in_the_code_of_others(renames: ModuleType, tmp_path: Path)
         "more = HookFunction('leader', tags=tags(run='leader'))\n"
         "with mf.attach(model, [hook]) as flex:\n    flex.tag(hook, 'c')\n    other.tag(hook)\n"
         "    print(flex.costs(), hook.tags, plan('a.yaml'), costs('a.yaml'))\n"
+        "with mf.open_dump('d') as dump:\n    print(dump.place('a'), other.place('a'))\n"
     )
     renames.fork(renames.Renames.read(ROOT / "docs" / "renames.toml").for_importers(), [theirs])
     assert theirs.read_text() == (
@@ -156,6 +157,7 @@ def test_public_names_in_the_code_of_others(renames: ModuleType, tmp_path: Path)
         "more = HookFunction('leader', groups=tags(run='leader'))\n"
         "with mf.attach(model, [hook]) as flex:\n    flex.add_to_groups(hook, 'c')\n    other.tag(hook)\n"
         "    print(flex.estimate(), hook.groups, estimate_dump('a.yaml'), estimate_hooks('a.yaml'))\n"
+        "with mf.open_dump('d') as dump:\n    print(dump.site_record('a'), other.place('a'))\n"
     )
 
 
