@@ -289,7 +289,7 @@ def _sites_html(head: str, sites: Sequence[Site]) -> str:
     rows = (
         (
             s.name,
-            "told when a tensor passes" if s.inferred else s.layout.describe(),
+            "known when the model runs" if s.inferred else s.layout.describe(),
             " x ".join(map(str, s.shape)),
             s.stage,
             f"no hook: {s.hidden}"

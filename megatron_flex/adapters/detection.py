@@ -168,7 +168,7 @@ UNSUPPORTED = {
     ),
     "MOELayer": UnsupportedClass(
         "fairscale",
-        "whose experts are others on each rank, and no rule tells how they lie there",
+        "whose experts are others on each rank, and no rule describes how they are sharded there",
         "give the part of the model without it",
     ),
     "SlowMoDistributedDataParallel": UnsupportedClass(

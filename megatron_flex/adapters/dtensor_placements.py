@@ -58,7 +58,7 @@ def _why_no_layout(axis: str, placement: Any) -> str:
     if isinstance(placement, Replicate):
         return ""
     if isinstance(placement, _StridedShard):
-        return "whose parts are cut in several pieces each, which no rule tells; redistribute it to a Shard"
+        return "whose shards have several pieces each, which no rule describes; redistribute it to a Shard"
     if isinstance(placement, Shard):
         if axis == "pp" or (axis == "dp" and placement.dim != 0):
             return "which is no way to lay the tensors of one sample"

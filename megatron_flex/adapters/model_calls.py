@@ -217,7 +217,7 @@ class UserLoop:
         if self.mesh["pp"].size > 1:
             raise FlexError(
                 "a module on several pipeline stages cannot be run from here, since only your loop knows "
-                "what they hand on; run that in `with flex.interp.trace(), flex.step():`"
+                "what they send to each other; run that in `with flex.interp.trace(), flex.step():`"
             )
         assert self._listener is not None
         self._listener.step_begins(None, microbatches=0)

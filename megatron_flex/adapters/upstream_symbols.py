@@ -231,7 +231,7 @@ TORCH_MODULE_SYMBOLS = (
         "OptimizedModule._orig_mod",
         "the module inside torch.compile()'s wrapper",
     ),
-    *_of("torch", "torch", "_dynamo", "sys.modules tells whether compilation is in use without importing it"),
+    *_of("torch", "torch", "_dynamo", "sys.modules shows whether compilation is in use without importing it"),
     *_of(
         "torch",
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
@@ -246,7 +246,7 @@ TORCH_TENSOR_SYMBOLS = (
     *_of("torch", "torch", "Tensor._base Tensor._is_view", "whether two tensors have the same memory"),
     *_of("torch", "torch", "UntypedStorage._cdata", "the identity of a storage, also of one without memory"),
     *_of(
-        "torch", "torch", "_C._current_graph_task_id", "tells backward passes apart, also where one is nested"
+        "torch", "torch", "_C._current_graph_task_id", "distinguishes backward passes, nested ones included"
     ),
     *_of(
         "torch",

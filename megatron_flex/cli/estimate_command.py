@@ -116,7 +116,7 @@ def estimate(
     For example: megatron-flex estimate -s 'decoder.layers.*' --world-size 64 -- --num-layers 32 ...
     """
     if (config is None) == (not flags):
-        raise FlexError("say the run's configuration once: --config FILE, or its flags behind --")
+        raise FlexError("say the run's configuration once: --config FILE, or its flags after --")
     run = str(config) if config is not None else cast(list[str], flags)
     how: dict[str, Any] = {
         "mesh": parse_mesh_sizes(mesh),

@@ -60,7 +60,7 @@ def sites(
     For example: megatron-flex sites --mesh tp=8,pp=16 -- --num-layers 126 ...
     """
     if [config is None, dump is None, not flags].count(False) != 1:
-        raise FlexError("say once whose sites: --config FILE, --dump PATH, or a run's flags behind --")
+        raise FlexError("say once whose sites: --config FILE, --dump PATH, or a run's flags after --")
     if dump is not None:
         if mesh or world_size:
             raise FlexError("--mesh and --world-size are for a configuration; a dump has its run's")
@@ -87,7 +87,7 @@ def _read_dump_sites(path: Path) -> tuple[list[Site], dict[str, int]]:
     """The sites of all runs of a dump, and the mesh of the last."""
     with open_dump(path) as opened:
         if not opened.manifests:
-            raise FlexError(f"{path}: no run of it can be read; `megatron-flex dump verify` says why")
+            raise FlexError(f"{path}: no run of it can be read; `megatron-flex dump verify` gives the reason")
         found = {
             p.name: Site(
                 p.name,

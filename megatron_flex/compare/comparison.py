@@ -246,7 +246,7 @@ class Comparison:
 
     def _left_out(self) -> list[str]:
         """A line about missing tensors, if they are not allowed."""
-        fix = "--allow-missing (allow_missing=True) says that this is as it should be"
+        fix = "--allow-missing (allow_missing=True) accepts this"
         return [f"incomplete: only one of the dumps has some of what was written, see below; {fix}"] * (
             self.incomplete
         )

@@ -427,7 +427,7 @@ def check_export_target(out: Path, to: str, force: bool) -> None:
     if to != "safetensors" and find_spec(to) is None:
         raise DumpError(f"the package {to} is not installed: pip install megatron-flex[{to}]")
     if (out.exists() or out.is_symlink()) and not force:
-        raise DumpError(f"{out} is there already; name another, or say --force to replace it")
+        raise DumpError(f"{out} exists already; name another, or pass --force to replace it")
 
 
 def _describe_columns(columns: Sequence[ExportColumn]) -> dict[str, dict[str, object]]:

@@ -274,7 +274,7 @@ def _parse_spans(tensors: dict[str, Any], room: int, start: int) -> TensorSpans:
         where[name] = dtype, shape, start + first, count
         end = last
     if end != room:
-        raise ValueError(f"{room - end} bytes behind its tensors")
+        raise ValueError(f"{room - end} bytes after its tensors")
     return where
 
 

@@ -34,7 +34,7 @@ from megatron_flex.sites import Site
 
 ROUTED_ROWS = "its rows go where the router sends them, which only the data tell"
 LAYOUT_UNKNOWN = "its layout is found when a tensor passes"
-PARAMETERS_LATER = "parameters are written when the step is over: `--flex-estimate` says how much"
+PARAMETERS_LATER = "parameters are written when the step is over: `--flex-estimate` shows how much"
 
 
 @dataclass
@@ -130,7 +130,7 @@ class SessionEstimate:
         if found and found[2] in self.lengths:
             return int(found[1] or 1) * self.lengths[found[2]]
         raise FlexError(
-            f"{site.name}: nothing tells how long its dim {length!r} is; give estimate() "
+            f"{site.name}: nothing gives the length of its dim {length!r} is; give estimate() "
             "sequence_length= and micro_batch_size="
         )
 

@@ -67,10 +67,10 @@ def _load_one(reference: str) -> Any:
 def _reject_missing_colon(reference: str) -> None:
     """Raise for a reference that looks like a function but has no colon."""
     if re.search(r"\.py(:.*)?$", reference) and "=" not in reference:
-        raise FlexError(f"{reference}: name the function in a file behind a colon, file.py:function")
+        raise FlexError(f"{reference}: name the function in a file after a colon, file.py:function")
     if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", reference):
         module, _, name = reference.rpartition(".")
-        raise FlexError(f"{reference}: name a function behind a colon, {module}:{name}")
+        raise FlexError(f"{reference}: name a function after a colon, {module}:{name}")
 
 
 def _find_attribute(module: ModuleType, name: str, where: str) -> Any:

@@ -103,7 +103,7 @@ class Report:
             named = {n for n, hs in hooks.items() if any(group in h.groups for h in hs)}
             sites = [s for s in sites if s.name in named]
             if not sites:
-                raise SiteError(f"no hook of group {group!r} stands at a site that is meant; say less")
+                raise SiteError(f"no hook of group {group!r} is at a site that was named; pass fewer columns")
         return build_tree(sites, session.mesh.sizes, hooks)
 
     def to_html(

@@ -68,7 +68,7 @@ def select_sink_sites(
         free = [s for s in found if not why[s.name]]
         if not free or (len(free) < len(found) and not _is_glob(name)):
             first = next(s for s in found if why[s.name])
-            raise HookError(f"no hook can stand at {first.name}: {why[first.name]}")
+            raise HookError(f"no hook can be registered at {first.name}: {why[first.name]}")
         for site in free:
             wanted.setdefault(site.name, set()).add(index)
         exact |= set() if _is_glob(name) else {s.leaf(index).name for s in free}

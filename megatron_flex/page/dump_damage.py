@@ -102,5 +102,5 @@ def _find_by_names(runs: list[RunFolder]) -> list[str]:
 def _first_notes(texts: list[str]) -> list[PageNote]:
     notes = [damage_note(text) for text in texts[:MAX_NOTES]]
     if len(texts) > MAX_NOTES:
-        notes.append(damage_note(f"and {len(texts) - MAX_NOTES} more: `megatron-flex dump verify` tells all"))
+        notes.append(damage_note(f"and {len(texts) - MAX_NOTES} more: `megatron-flex dump verify` lists all"))
     return notes

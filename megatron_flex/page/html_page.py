@@ -25,7 +25,7 @@ from megatron_flex.view import TreeHook, describe_layout, describe_shape
 
 PAGE_VERSION = 1
 POSSIBLE, ACTIVE, FIRED, HIDDEN, FIXED = range(5)
-UNKNOWN_LAYOUT = "told when a tensor passes"
+UNKNOWN_LAYOUT = "known when the model runs"
 MAX_PICTURE_BLOCKS = 2048  # one with more is described as text
 Json = dict[str, Any]
 

@@ -67,7 +67,7 @@ def tensor_at_site(
         lengths: lengths of dims that are named in the shape.
     """
     if site.inferred:
-        return "only the data tell: its layout is told when a tensor passes"
+        return "it depends on the data: its layout is known when the model runs"
     shape = tuple((lengths or {}).get(n, n) if isinstance(n, str) else n for n in site.shape)
     names = [str(n) for n in shape if isinstance(n, str)]
     if names or not shape:

@@ -115,7 +115,7 @@ def induction(source: Source | Induction, *, iteration: int | None = None) -> Fi
     figure = new_figure(max(7.5, 1.1 * heads + 2.2), max(2.8, 0.42 * layers + 1.9))
     panels = figure.subplots(1, 2, sharey=True)
     most = max(float(figure_data.scores.max()), float(figure_data.previous.max()))
-    titles = "to the token behind the earlier copy", "to the token before"
+    titles = "to the token after the earlier copy", "to the token before"
     for axes, values, title in zip(panels, (figure_data.scores, figure_data.previous), titles, strict=True):
         image = axes.imshow(values, cmap="viridis", vmin=0, vmax=most, aspect="auto", origin="lower")
         axes.set_title(title, fontsize=9)

@@ -339,7 +339,7 @@ class DumpSink:
             route is None and not all(d.name for d in layout.dims) and find_dim(layout, TOKEN_DIM) is None
         )
         if unnamed and (self.dump.tokens is not None or self.dump.reduce is not None):
-            self._say("tokens", f"nothing tells which dim of {name} are tokens: all of them are written")
+            self._say("tokens", f"nothing names the dim of {name} are tokens: all of them are written")
         entry = ShardEntry(name, kind, key.microbatch, key.call, 0, (), "", route=report, turn=turn)
         try:
             taking.take(entry, local, layout, key.iteration, factor, over)

@@ -280,7 +280,7 @@ class ParameterIndex:
         if wrong:
             more = f" and {len(wrong) - MAX_NAMES} more" if len(wrong) > MAX_NAMES else ""
             raise FlexError(
-                f"gradients said to be reduced differ between ranks that should have equal ones "
+                f"gradients declared as reduced differ between ranks that should have equal ones "
                 f"({'; '.join(wrong[:MAX_NAMES])}{more}); run finalize_model_grads() first, or ask for "
                 "reduced=False"
             )

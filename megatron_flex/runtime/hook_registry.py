@@ -75,7 +75,9 @@ class HookRegistry:
         if hook.hook_type == "tensor" and isinstance(name, str) and name in self._parameters:
             described = self._parameters[name]
             if described.hidden:
-                raise HookError(f"no hook can stand at the gradient of {described.name}: {described.hidden}")
+                raise HookError(
+                    f"no hook can be registered at the gradient of {described.name}: {described.hidden}"
+                )
             if hook.unpack_idx:
                 raise HookError(
                     f"unpack_idx={hook.unpack_idx} on {described.name}: a parameter is one tensor; drop it"
@@ -86,7 +88,7 @@ class HookRegistry:
             entry.sites = [self._leaf(s, hook.unpack_idx) for s in found]
             for site in entry.sites:
                 if site.hidden:
-                    raise HookError(f"no hook can stand at {site.name}: {site.hidden}")
+                    raise HookError(f"no hook can be registered at {site.name}: {site.hidden}")
                 if site.read_only_reason and (hook.backward or hook.editing_function is not None):
                     what = "has no gradient to be had" if hook.backward else "can be read and not edited"
                     raise HookError(f"{site.name} {what}: {site.read_only_reason}")

@@ -26,13 +26,13 @@ from megatron_flex.sites import Site
 
 CODE_MASK = 0x7FFFFFFF  # bounds the number that ranks compare
 SHAPES_DIFFER = (
-    "tensor parallel ranks have parts of different shapes or dtypes, not all the whole and not all equal "
-    "parts of the expected_shape; hook a place where they have"
+    "tensor parallel ranks have parts of different shapes or dtypes, neither the full tensor on all of them "
+    "nor equal shards of the expected_shape; hook a place where they have"
 )
 TENSORS_DIFFER = (
-    "tensor parallel ranks hold different tensors at {place}, of shapes {one} and {other}, and no rule tells "
+    "tensor parallel ranks hold different tensors at {place}, of shapes {one} and {other}, and no rule says "
     "how they make up the full one; give the full tensor's expected_shape where each rank has a shard, hook "
-    "behind the reduction where each has a partial sum, or register an adapter with a rule for the layer "
+    "after the reduction where each has a partial sum, or register an adapter with a rule for the layer "
     "(docs/adapters.md); where each rank has a full tensor of its own, as under dropout, say so by "
     "expected_shape={local}"
 )

@@ -29,7 +29,7 @@ NONE = -(2**62)  # of a rank without a value to compare: below every number
 BITS = 0x7FFFFFFF
 UNLIKE = (
     "ranks along {axes} have local tensors of different shapes or dtypes there, this one {mine}, where "
-    "layout {layout} says that they are alike; run the same model on tensors of the same shape on every "
+    "layout {layout} makes them equal; run the same model on tensors of the same shape on every "
     "rank, or hook another place"
 )
 

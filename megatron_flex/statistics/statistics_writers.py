@@ -93,7 +93,7 @@ class FrameworkLoggers:
                 self._told.add(kind)
                 content = f"statistics cannot be written {write.__name__.replace('_', ' ')}: {error}"
                 warnings.warn(
-                    f"{content}; training goes on, and their file has them", FlexWarning, stacklevel=4
+                    f"{content}; training continues, and their file has them", FlexWarning, stacklevel=4
                 )
 
 

@@ -203,7 +203,7 @@ def build_tree(
         at.places.append(
             TreePoint(
                 site.point + (f"[{site.index}]" if site.index else ""),
-                "told when a tensor passes" if site.inferred else describe_layout(site.layout, sizes),
+                "known when the model runs" if site.inferred else describe_layout(site.layout, sizes),
                 describe_shape(site.shape),
                 site.hidden,
                 site.read_only_reason,

@@ -148,7 +148,7 @@ def test_the_map_of_hooks_to_groups() -> None:
         ("not there", "not in the group 'third', nothing is removed"),
         ("all", "every hook is in the group 'all', and stays there"),
         ("no hook", "no registered hook has 'linear_fc9' in its module_name"),
-        ("no module", "no module that a forward hook can stand on has 'linear_fc9' in its name"),
+        ("no module", "no module that a forward hook can be registered on has 'linear_fc9' in its name"),
         ("kind", "hook_type 'backwards' is none of forward, forward_pre"),
         ("twice", "is registered already; make another one"),
         ("no hook function", "int cannot be in a group"),

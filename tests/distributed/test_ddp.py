@@ -106,7 +106,7 @@ def test_gradients_that_are_not_averaged_yet() -> None:
     for rank, told in enumerate(run(2, accumulated)):
         assert "no_sync()" in told["inside"]
         assert "say reduced=True if" in told["behind"]
-        assert "said to be reduced differ" in told["promised"]
+        assert "declared as reduced differ" in told["promised"]
         assert relative(told["own"], wanted[rank]) < BOUND
         assert relative(told["both"], torch.stack(wanted).sum(0) / 2) < BOUND
         assert "drop reduced=False" in told["own then"]

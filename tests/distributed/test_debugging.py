@@ -315,7 +315,7 @@ def test_a_debugger_in_an_edit_of_all_ranks_stops_on_one() -> None:
     commands = ["p inputs.shape", "c"]
     (losses, heard, told, _), (others, _, said, _) = run(2, debugged, TP2, "port", "replicated", commands)
     assert "torch.Size([16, 2, 32])" in heard[1]
-    assert "the other ranks run the edit too and wait behind it: change nothing here" in told[0]
+    assert "the other ranks run the edit too and wait after it: change nothing here" in told[0]
     assert said == []
     assert losses == others
 

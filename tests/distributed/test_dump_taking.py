@@ -323,7 +323,7 @@ def test_hidden_places_are_left_out_or_refused(tmp_path: Path) -> None:
         assert len(answer["told"]) == 1
         assert answer["told"][0].startswith("left out of the dump: ")
         assert all(name in answer["told"][0] for name in answer["hidden"][:8])
-        assert answer["exact"].startswith(f"no hook can stand at {answer['hidden'][0]}")
+        assert answer["exact"].startswith(f"no hook can be registered at {answer['hidden'][0]}")
         assert "matches no site" in answer["none"]
         assert "decoder.nothing" in answer["parameter"]
         assert "differ" in answer["differs"]

@@ -321,7 +321,7 @@ def lies(case: Case, settings: dict[str, Any], finalize: bool) -> dict[str, str]
 def test_a_gradient_is_never_given_for_what_it_is_not() -> None:
     for told in run(4, lies, SP_DP, {}, False):
         assert "not known: no finalize_model_grads_func is set" in told["nothing"]
-        assert "said to be reduced differ between ranks" in told["reduced"]
+        assert "declared as reduced differ between ranks" in told["reduced"]
         assert "over tp, dp" in told["reduced"]
         assert told["unreduced"] == ""
         assert "make the FlexModel of the wrapped chunks" in told["bare"]

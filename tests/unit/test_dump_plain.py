@@ -28,7 +28,7 @@ def test_its_first_dim_are_samples(tmp_path: Path) -> None:
 
 def test_which_are_its_tokens_is_not_known(tmp_path: Path) -> None:
     module, inputs = nn.Sequential(nn.Linear(4, 3)), torch.randn(2, 5, 4)
-    said = "nothing tells which dim of 0:output are tokens: all of them are written"
+    said = "nothing names the dim of 0:output are tokens: all of them are written"
     dump = mf.Dump(tmp_path / "d", ["0"], tokens=[0])
     with mf.attach(module, dumps=dump), torch.no_grad(), pytest.warns(mf.FlexWarning, match=said):
         output = module(inputs)

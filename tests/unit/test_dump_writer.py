@@ -358,7 +358,7 @@ def test_a_writer_says_when_it_would_wait_and_counts_what_is_dropped(
     at.close()
     assert whole(tmp_path) == taken
     assert at.tally.dropped == 30 - len(taken)
-    assert "is dropped, as the disk is behind" in caplog.text
+    assert "is dropped, as the disk is too slow" in caplog.text
     assert f"{len(taken)} iterations" in caplog.text
     assert f"{30 - len(taken)} dropped, 0 failed" in caplog.text
 

@@ -280,7 +280,7 @@ def test_edits_with_and_without_a_site(words: list[str], site: str | None, edit:
         ("--flex-dump d --flex-dump e", "--flex-dump is given twice, d and e"),
         ("--flex-dump-dtype bf16", "--flex-dump-dtype says how to dump, and --flex-dump DIR is not there"),
         ("--flex-stats-format jsonl", "--flex-stats-format says how to measure, and --flex-stats is not"),
-        ("--flex-edit a b c", "say SITE and EDIT, and nothing behind them"),
+        ("--flex-edit a b c", "give SITE and EDIT, and nothing after them"),
         ("--flex-config /no/such.yaml", "/no/such.yaml: No such file"),
     ],
 )

@@ -270,7 +270,7 @@ def test_estimates_are_those_of_the_estimate() -> None:
         ({}, {}, 2, "only the data tell how long s and b is"),
         ({}, {"s": 16}, 2, "only the data tell how long b is"),
         ({}, {"s": 16, "b": 1}, None, "only the data tell its dtype"),
-        ({"inferred": True}, {"s": 16, "b": 1}, 2, "only the data tell: its layout"),
+        ({"inferred": True}, {"s": 16, "b": 1}, 2, "it depends on the data: its layout"),
     ],
 )
 def test_what_only_the_data_tell_is_said(

@@ -154,7 +154,7 @@ class MegatronAdapter:
         if getattr(config, "overlap_moe_expert_parallel_comm", False):
             raise FlexError(
                 "overlap_moe_expert_parallel_comm=True runs forward and backward of different microbatches "
-                "merged, past the modules that hooks stand on; turn it off"
+                "merged, past the modules that have hooks; turn it off"
             )
 
     def parts(self) -> list[Part]:

@@ -69,7 +69,7 @@ class ExpertRows:
         unwatch = watch.add(self)
 
         def routed(local: Tensor, layout: Layout | None = None, route: Any = None) -> Tensor:
-            assert watch.dispatch is not None, "experts run behind their dispatcher"
+            assert watch.dispatch is not None, "experts run after their dispatcher"
             route = Route(watch.dispatch, self.layout, self.home, self.expert)
             if self.owned:
                 return fire(local, None, route)

@@ -353,7 +353,7 @@ def _gathered_layout(layout: Layout) -> Layout:
 
 LINEAR_WITH_NORM = "TELayerNormColumnParallelLinear"
 NORM_INSIDE = (
-    "the norm is inside {kind} behind it, whose input is the tensor before the norm; build the layers with "
+    "the norm is inside {kind} after it, whose input is the tensor before the norm; build the layers with "
     "the local spec (--transformer-impl local) to have its output"
 )
 

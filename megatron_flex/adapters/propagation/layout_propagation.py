@@ -233,7 +233,7 @@ class LayoutPropagator:
             return fitting[0].told
         if here is self._now and number < len(found) and found[number].dims == local.ndim:
             return found[number].told
-        return UnknownLayout("it lies differently on the ranks each time that the module runs")
+        return UnknownLayout("it is sharded differently over the ranks each time that the module runs")
 
     def observe_uses(self, tap: PropagatedTap) -> Callable[[], GradientUses] | None:
         """A function that returns the uses of a tap's current tensor afterwards; None if a rule decides."""

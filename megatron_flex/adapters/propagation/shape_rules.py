@@ -73,7 +73,7 @@ def target_dim(
     """
     before, shape, new = prod(shape[:dim]), tuple(shape), tuple(new)
     if 0 in shape:
-        raise LayoutUnknown(f"{name} of a tensor without entries tells nothing")
+        raise LayoutUnknown(f"{name} of a tensor without entries is unknown")
     places = [j for j in range(len(new)) if prod(new[:j]) == before]
     at = len(new) - len(shape) + dim
     ones = sum(new[j] == 1 for j in places)

@@ -345,8 +345,8 @@ class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
         if not names:
             what = "parameter" if hook_type == "tensor" else "module"
             raise HookError(
-                f"no {what} that a {hook_type} hook can stand on has {group_constructor!r} in its name; "
-                "wrapped_module_names has all names"
+                f"no {what} that a {hook_type} hook can be registered on has {group_constructor!r} in "
+                "its name; wrapped_module_names has all names"
             )
         for name in names:
             hook = HookFunction(name, expected_shape, editing_function, unpack_idx)

@@ -141,7 +141,7 @@ class DamagedDump(OpenDump):
         ranks = [r for replica in written.run.replicas for r in written.run.ranks(stage, replica)]
         if isinstance(written, IncompleteIteration) and written.lacks_parts(ranks):
             named = written.describe()
-            return DumpError(f"{name}: {named} is incomplete, and nothing of it is left, if it passed there")
+            return DumpError(f"{name}: {named} is incomplete, and no part with this hook point is left")
         return super().missing_activation_error(name, written, stage)
 
 

@@ -31,7 +31,7 @@ from megatron_flex.progress import format_bytes
 from megatron_flex.sites import strip_numbers
 
 MOST_DRAWN_RANKS = 64  # of more ranks that hold other parts a drawing shows two of each axis
-VERIFY_HINT = "`megatron-flex dump verify` tells all"
+VERIFY_HINT = "`megatron-flex dump verify` lists all"
 TENSORS_HINT = "dump.sites and dump.parameters list the names; `megatron-flex dump ls` is a table"
 
 

@@ -130,7 +130,7 @@ class OpenDump:
         if self._warns and len(whole) < len(every) and (available := lost(self.runs, whole)):
             more = f", and {len(available) - MOST_DETAILED} more" if len(available) > MOST_DETAILED else ""
             text = f"{self.path}: left out, as parts are gone: {'; '.join(available[:MOST_DETAILED])}{more}"
-            warnings.warn(f"{text}; `megatron-flex dump verify` tells what was in them", FlexWarning, 4)
+            warnings.warn(f"{text}; `megatron-flex dump verify` lists what was in them", FlexWarning, 4)
         return whole
 
     @property

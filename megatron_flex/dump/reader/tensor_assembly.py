@@ -164,7 +164,7 @@ class AssembledTensor:
         if entry.span is not None:
             return self._read_spans(shard, where)
         if part.where[entry.tensor][1] != entry.shape:
-            raise DumpError(f"{part.path}: {entry.tensor[:80]} is not as its index says: the file is damaged")
+            raise DumpError(f"{part.path}: {entry.tensor[:80]} differs from its index: the file is damaged")
         _check_inside(part, entry.shape, where)
         return self.files.view(part, entry, where)
 

@@ -63,7 +63,7 @@ class DumpWriter:
         if self.rank == 0 and (self.tally.dropped == 1 or now - self._told >= LOG_SECONDS):
             self._told = now
             LOG.warning(
-                "%s: iteration %d is dropped, as the disk is behind; %d so far",
+                "%s: iteration %d is dropped, as the disk is too slow; %d so far",
                 self.folder,
                 iteration,
                 self.tally.dropped,

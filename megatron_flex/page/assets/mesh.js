@@ -178,7 +178,7 @@ flexPage.pane('mesh', {
         side.append(drawn);
         const notes = [found.picture.summed && 'Each rank has a summand; the whole is their sum.', found.picture.more.length && `${found.picture.more.join(', ')} cut too, and not drawn.`].filter(Boolean);
         if (notes.length) side.append(el('p', { class: 'quiet', text: notes.join(' ') }));
-      } else side.append(el('p', { class: 'quiet', text: page.layouts[sites.layout[state.site]].words === 'told when a tensor passes' ? 'How this tensor is cut is told when one passes.' : 'Cut into more parts than can be drawn.' }));
+      } else side.append(el('p', { class: 'quiet', text: page.layouts[sites.layout[state.site]].words === 'known when the model runs' ? 'How this tensor is sharded is known when the model runs.' : 'Cut into more parts than can be drawn.' }));
       side.append(estimates(), el('span'));
       mark();
     }

@@ -90,7 +90,7 @@ def breakpoint() -> None:
     others = (
         "the other ranks wait for what this one returns"
         if alone
-        else "the other ranks run the edit too and wait behind it: change nothing here, or take run='once'"
+        else "the other ranks run the edit too and wait after it: change nothing here, or take run='once'"
     )
     at = f"{now.key.site}, iteration {now.key.iteration}, microbatch {now.key.microbatch}"
     to_stderr(f"stopped in {place} at {at}; {others}")
