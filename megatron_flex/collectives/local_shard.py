@@ -59,7 +59,7 @@ class Shard:
 
         Args:
             constant: of the full tensor's shape or of its last dims. A dim of length one is not sharded,
-                unless the full tensor's dim also has length one and is sharded.
+                unless the full tensor's dim also has length one and is sharded or padded.
 
         Returns:
             The entries at this rank's positions; zeros at padding. The constant itself if none of its dims is
@@ -67,11 +67,13 @@ class Shard:
         """
         first = len(self.whole) - constant.ndim
         along = {
-            at: first + at
-            for at, n in enumerate(constant.shape)
-            if n != 1 or (self.whole[first + at] == 1 and self.axes([first + at]))
+            at: first + at for at, n in enumerate(constant.shape) if n != 1 or self._divides_one(first + at)
         }
         return self._part(constant, along)
+
+    def _divides_one(self, dim: int) -> bool:
+        """Whether a dim of the full tensor with one entry is another on this rank: sharded, or padded."""
+        return self.whole[dim] == 1 and (self.shape[dim] != 1 or bool(self.axes([dim])))
 
     def rows(self, constant: Tensor, dim: int = -1) -> Tensor:
         """This rank's rows of a constant matrix whose rows are the full tensor's entries along a dim.

@@ -87,7 +87,7 @@ class Preset(ABC):
     def __ror__(self, other: EditingFunction) -> chain:
         return chain(other, self)
 
-    def describe(self) -> str:
+    def agreement_text(self) -> str:
         """The text that ranks compare to check that they hold the same edit."""
         return repr(self)
 

@@ -292,8 +292,8 @@ def for_pass(edit: EditingFunction, key: Key) -> EditingFunction:
 
 
 def describe_edit(edit: EditingFunction | None) -> str:
-    """An editing function as text: the result of its method `in_words()`, or its name."""
-    wording = getattr(edit, "describe", None)
+    """An editing function as text: the result of its method `agreement_text()`, or its name."""
+    wording = getattr(edit, "agreement_text", None)
     return str(wording()) if wording else getattr(edit, "__qualname__", type(edit).__name__)
 
 

@@ -121,11 +121,14 @@ def is_sum(layout: Layout) -> bool:
 
 # One entry on the first of four ranks, and padding on the others.
 ONE_ENTRY = Layout((Dim("s", (Cut("c"),), keep=1),)), (1,)
+# One entry and padding beside it, on all of four ranks alike.
+ONE_PADDED_ENTRY = Layout((Dim("s", (Cut("c", order="zigzag", copies=4),), keep=1),)), (1,)
 
 
 @settings(max_examples=25, deadline=None)
 @given(named())
 @example(ONE_ENTRY)
+@example(ONE_PADDED_ENTRY)
 def test_parts_make_what_the_whole_makes(drawn: tuple[Layout, tuple[int, ...]]) -> None:
     layout, shape = drawn
     whole, local = make(layout, shape)
