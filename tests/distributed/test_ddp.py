@@ -217,7 +217,7 @@ def test_gradients_that_a_communication_hook_reduces(kind: str, bound: float, kn
                 continue
             assert "_hook" in told[f"error {step}"]
             assert "say reduced=True if" in told[f"error {step}"]
-            assert "said to be reduced differ" in told[f"promised {step}"]
+            assert "declared as reduced differ" in told[f"promised {step}"]
             assert relative(told[f"own {step}"], wanted[rank]) < BOUND
 
 
