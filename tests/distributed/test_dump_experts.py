@@ -170,7 +170,9 @@ def test_experts_of_a_dump_that_lost_a_rank(tmp_path: Path) -> None:
     with open_damaged_dump(tmp_path / "all") as rest:
         for site in FEW:  # expert 2 was on the lost rank
             why = (
-                "nothing of it is left" if "local_experts.2" in site else "rows of experts are read of whole"
+                "no part with this hook point is left"
+                if "local_experts.2" in site
+                else "rows of experts are read of whole"
             )
             with pytest.raises(mf.DumpError, match=f"is incomplete, and {why}"):
                 rest[site].torch()

@@ -188,7 +188,7 @@ def test_nothing_is_overwritten_unless_told_and_nothing_half_is_left(command, tm
     (tmp_path / "out").write_text("mine")
     done = command(*words)
     assert done.status == 2
-    assert "out is there already" in done.err
+    assert "out exists already" in done.err
     assert (tmp_path / "out").read_text() == "mine"
 
     (victim, *_) = (tmp_path / "dump" / "run-0000" / f"{20:010d}").glob("00001-*")

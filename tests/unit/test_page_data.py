@@ -379,7 +379,7 @@ def test_what_one_rank_had_alone_is_lost_with_it(tmp_path: Path) -> None:
     lose(part(tmp_path / "d", 1, rank))
     found = Shown(dump_source(tmp_path / "d", NAMES))
     assert [found.state(i, FIRST) for i in (0, 1)] == [THERE, DAMAGED]
-    assert "nothing of it is left" in found.trouble(1, FIRST)
+    assert "no part with this hook point is left" in found.trouble(1, FIRST)
     assert [found.state(i, SECOND) for i in (0, 1)] == [THERE, THERE]
 
 
