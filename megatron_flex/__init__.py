@@ -3,34 +3,34 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megatron_flex.adapters.adapter_registry import register_adapter
-from megatron_flex.adapters.detection import detect
-from megatron_flex.dump import Dump, sampled
-from megatron_flex.errors import (
-    DumpError,
-    FlexError,
-    FlexWarning,
-    HookError,
-    LayoutError,
-    SiteError,
-    VerifyError,
-)
-from megatron_flex.layout import Dim, Layout
-from megatron_flex.mesh import Mesh
-from megatron_flex.model import FlexModel, attach
-from megatron_flex.runtime import HookFunction
-from megatron_flex.runtime.debug.edit_debugger import breakpoint
-from megatron_flex.runtime.function_digest import rank_dependent
-from megatron_flex.runtime.selection import Select, reduce
-from megatron_flex.sites import Site
-from megatron_flex.statistics import Statistics
 from megatron_flex.version import __version__
 
 if TYPE_CHECKING:
     from megatron_flex import edits, figures, plot
+    from megatron_flex.adapters.adapter_registry import register_adapter
+    from megatron_flex.adapters.detection import detect
+    from megatron_flex.dump import Dump, sampled
     from megatron_flex.dump.reader import DumpArray, OpenDump, open_dump
     from megatron_flex.edits import local
+    from megatron_flex.errors import (
+        DumpError,
+        FlexError,
+        FlexWarning,
+        HookError,
+        LayoutError,
+        SiteError,
+        VerifyError,
+    )
     from megatron_flex.launch.argparse_flags import add_flex_args
+    from megatron_flex.layout import Dim, Layout
+    from megatron_flex.mesh import Mesh
+    from megatron_flex.model import FlexModel, attach
+    from megatron_flex.runtime import HookFunction
+    from megatron_flex.runtime.debug.edit_debugger import breakpoint
+    from megatron_flex.runtime.function_digest import rank_dependent
+    from megatron_flex.runtime.selection import Select, reduce
+    from megatron_flex.sites import Site
+    from megatron_flex.statistics import Statistics
     from megatron_flex.statistics.statistics_reader import OpenStatistics, open_statistics
 
 __all__ = [
@@ -70,22 +70,57 @@ __all__ = [
     "sampled",
 ]
 
+# The module of each public name; a module is imported when one of its names is first used.
+_MODULES = {
+    "Dim": "layout",
+    "Dump": "dump",
+    "DumpArray": "dump.reader",
+    "DumpError": "errors",
+    "FlexError": "errors",
+    "FlexModel": "model",
+    "FlexWarning": "errors",
+    "HookError": "errors",
+    "HookFunction": "runtime",
+    "Layout": "layout",
+    "LayoutError": "errors",
+    "Mesh": "mesh",
+    "OpenDump": "dump.reader",
+    "OpenStatistics": "statistics.statistics_reader",
+    "Select": "runtime.selection",
+    "Site": "sites",
+    "SiteError": "errors",
+    "Statistics": "statistics",
+    "VerifyError": "errors",
+    "add_flex_args": "launch.argparse_flags",
+    "attach": "model",
+    "breakpoint": "runtime.debug.edit_debugger",
+    "detect": "adapters.detection",
+    "local": "edits",
+    "open_dump": "dump.reader",
+    "open_statistics": "statistics.statistics_reader",
+    "rank_dependent": "runtime.function_digest",
+    "reduce": "runtime.selection",
+    "register_adapter": "adapters.adapter_registry",
+    "sampled": "dump",
+}
+_SUBMODULES = ("edits", "figures", "plot")
+
 
 def __getattr__(name: str) -> Any:
-    """Import edits, pictures, flags, and what reads dumps and statistics, when asked for: no one waits."""
-    if name in ("edits", "figures", "plot"):
+    """Import the module of a public name when the name is first used, so that importing the package is cheap.
+
+    Raises:
+        AttributeError: the package has no such public name.
+    """
+    if name in _SUBMODULES:
         return import_module(f"megatron_flex.{name}")
-    if name == "local":
-        return import_module("megatron_flex.edits").local
-    if name in ("DumpArray", "OpenDump", "open_dump"):
-        return getattr(import_module("megatron_flex.dump.reader"), name)
-    if name == "add_flex_args":
-        return import_module("megatron_flex.launch.argparse_flags").add_flex_args
-    if name in ("OpenStatistics", "open_statistics"):
-        return getattr(import_module("megatron_flex.statistics.statistics_reader"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"megatron_flex.{_MODULES[name]}"), name)
+    globals()[name] = found  # the next use does not come here
+    return found
 
 
 def __dir__() -> list[str]:
-    """The public names, those that are imported when asked for among them, and nothing else."""
+    """The public names, those that are not imported yet included, and nothing else."""
     return sorted(__all__)

@@ -15,12 +15,7 @@ from typing import Any
 
 import typer
 
-from megatron_flex.cli.compare_command import compare
-from megatron_flex.cli.dump_command import dump_app as dump
-from megatron_flex.cli.estimate_command import estimate
-from megatron_flex.cli.sites_command import sites
-from megatron_flex.cli.stats_command import stats_app as statistics
-from megatron_flex.cli.view_command import view
+from megatron_flex.cli.command_group import CommandGroup
 from megatron_flex.errors import FlexError, FlexWarning
 from megatron_flex.version import __version__
 
@@ -80,18 +75,13 @@ def torchrun_command(words: Sequence[str]) -> list[str]:
 
 app = typer.Typer(
     name="megatron-flex",
+    cls=CommandGroup,
     help="Look at distributed models: what they dumped, estimates before a run, where two runs differ.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.add_typer(dump, name="dump")
-app.add_typer(statistics, name="stats")
-app.command()(sites)
-app.command()(view)
-app.command()(estimate)
-app.command()(compare)
 app.command(
     "run",
     context_settings={
