@@ -7,11 +7,12 @@ import sys
 from typing import Any
 
 import pytest
-import typer
 
 import megatron_flex as mf
-from megatron_flex.cli.app import app
-from megatron_flex.cli.command_group import SOURCES
+
+typer = pytest.importorskip("typer", reason="the command line needs the extra 'cli'")
+from megatron_flex.cli.app import app  # noqa: E402
+from megatron_flex.cli.command_group import SOURCES  # noqa: E402
 
 HEAVY = ("torch", "numpy", "yaml", "megatron_flex.model")
 
