@@ -190,14 +190,14 @@ class Report:
 
 def _fired_sites(session: Session) -> frozenset[str]:
     """The hook points at which a hook was called on this rank."""
-    own, fired = session.standing.own, session.editing.fired
+    own, fired = session.taps.own, session.edit_runner.fired
     here = {s.place for e in session.registry.entries if e.hook in fired for s in e.sites if s.place in own}
     return frozenset(here | {s.name for s in session.sites if s.name in session.captures})
 
 
 def _has_unknown_hooks(session: Session, fired: frozenset[str]) -> bool:
     """Whether another stage has a hook that sends nothing to this rank."""
-    own = session.standing.own
+    own = session.taps.own
     silent = [e for e in session.registry.active if e.hook.tensor_sink is not None or not e.hook.save]
     return any(s.place not in own and s.place not in fired for e in silent for s in e.sites)
 

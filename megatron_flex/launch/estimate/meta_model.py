@@ -88,12 +88,12 @@ def describe_model(args: argparse.Namespace) -> ModelDescription:
         elif args.transformer_impl == "local":
             _use_local_attention(settings, args)
         whole = ModelDescription(build_mesh(args), settings.transformer)
-        survey = _SiteCollector(whole)
+        collector = _SiteCollector(whole)
         stages = range(args.pipeline_model_parallel_size)
         for stage in track(stages, "building the model's stages", unit="stages"):
             _impersonate_stage(stage, args.pipeline_model_parallel_size, groups)
             for chunk in range(args.virtual_pipeline_model_parallel_size or 1):
-                survey.add(_build_chunk(settings, groups, args, chunk), stage, chunk)
+                collector.add(_build_chunk(settings, groups, args, chunk), stage, chunk)
         whole.sites.sort(key=model_order)
         whole.parameters.sort(key=model_order)
         return whole
