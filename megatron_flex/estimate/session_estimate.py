@@ -112,12 +112,10 @@ class SessionEstimate:
             return None
         shape = tuple(self._length(site, n) for n in site.shape)
         logits = self.padded and site.module == "output_layer"
-        whole = tuple(
-            self.padded if logits and d == "v" else n for d, n in zip(site.dims, shape, strict=True)
-        )
+        full = tuple(self.padded if logits and d == "v" else n for d, n in zip(site.dims, shape, strict=True))
         layout = layout_in_pass(site.layout, backward)
         width = self.session.dry_run.itemsize
-        local = compute_local_shape(site.layout, whole, self.mesh.sizes)
+        local = compute_local_shape(site.layout, full, self.mesh.sizes)
         kind = "gradient" if backward else "value"
         return EstimatedTensor(
             site.name, kind, layout, shape, local, width, width, site.stage, site.chunk, self.microbatches
@@ -214,9 +212,9 @@ def estimate_registered_dump(
     for site, held in zip(estimate.sites, tensors, strict=True):
         share = round(site.bytes / (ranks * held.times))
         moved = Traffic(pcie=share, disk=share)
-        whole = prod(n for n in held.shape if isinstance(n, int)) * held.weight
+        full = prod(n for n in held.shape if isinstance(n, int)) * held.weight
         part = round(prod(held.local) * held.weight)
-        each = PassEstimate("dump", (), whole, part, moved, moved, device=part, host=share, leader_host=share)
+        each = PassEstimate("dump", (), full, part, moved, moved, device=part, host=share, leader_host=share)
         words = f"dump to {dump.path}"
         yield HookEstimate(words, held.name, held.kind, site.layout, held.shape, held.stage, held.times, each)
 

@@ -52,10 +52,10 @@ class HookExplanation:
         layout = layout_in_pass(site.layout, hook.backward)
         lengths = session.dry_run.lengths
         shape = [lengths.get(n, n) if isinstance(n, str) else n for n in site.shape]
-        whole = ", ".join(
+        full = ", ".join(
             f"{d}={n}" if d and d != n else str(n) for d, n in zip(site.dims, shape, strict=True)
         )
-        yield f"layout {layout.describe(mesh.sizes)}, whole [{whole}], stage {site.stage}"
+        yield f"layout {layout.describe(mesh.sizes)}, whole [{full}], stage {site.stage}"
         if "experts" in site.module.split("."):
             yield "rows of experts: first home to their tokens along ep and etp, as many as the router sends"
         size = session.dry_run.itemsize

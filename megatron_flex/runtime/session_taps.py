@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatron_flex.adapters import ParameterSite, Undo
 from megatron_flex.collectives import gather_objects, max_over_ranks
 from megatron_flex.mesh import Mesh
-from megatron_flex.runtime.hook_dispatcher import HookDispatcher, TapCallback
+from megatron_flex.runtime.hook_dispatcher import HookDispatcher, SiteDispatch
 from megatron_flex.runtime.hook_registry import HookEntry, HookRegistry
 from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.sites import Site
@@ -81,7 +81,7 @@ class SessionTaps:
             self._taps.pop(other.name)()
         for one in later:
             assert one.tap is not None
-            self._taps[one.name] = one.tap.install(TapCallback(self.firing, one))
+            self._taps[one.name] = one.tap.install(SiteDispatch(self.firing, one))
         if module is not None:
             self._tapped[module] = here
 
