@@ -1,8 +1,8 @@
 """MkDocs' hooks: pages made of what is written elsewhere, and links that lead somewhere here and on GitHub.
 
 The README is the home; CONTRIBUTING.md, CHANGELOG.md and patches/README.md are pages; the command line's
-help and the launchers' flags come from their parsers. Markdown is as GitHub has it: a list or a table needs no empty line
-before it.
+help and the launchers' flags come from their parsers. Markdown is as GitHub has it: a list or a table needs
+no empty line before it.
 """
 
 from __future__ import annotations

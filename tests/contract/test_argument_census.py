@@ -1,4 +1,4 @@
-"""Every argument of Megatron-LM is in the table of docs/arguments.md, and attach refuses what the table says."""
+"""Every argument of Megatron-LM is in the table of docs/arguments.md; attach refuses what that says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of docs/arguments.md, from docs/arguments.toml. `python -m tests.support.argument_table` writes it."""
+"""The table of docs/arguments.md, from arguments.toml: `python -m tests.support.argument_table`."""
 
 from __future__ import annotations
 
