@@ -67,8 +67,7 @@ class Session:
         over_data: whether captures concatenate the samples of all data parallel ranks.
         delivered: called on every rank after new captures have arrived in the leader's `captures`.
         probing: the number of the step's microbatches that count while the model runs only to be captured;
-            hooks
-            that are not called in such a run are no error. None otherwise.
+            hooks that are not called in such a run are no error. None otherwise.
     """
 
     _counts: ClassVar[Counter[tuple[int, ...]]] = Counter()  # number of sessions, by their ranks
@@ -160,8 +159,7 @@ class Session:
 
         Raises:
             HookError: the hook cannot be at this hook point, the dry run rejects its editing function, or the
-                model
-                was restored.
+                model was restored.
         """
         self.check_open()
         entry = self.registry.add(hook, always)
