@@ -68,7 +68,13 @@ class RandomTokens:
             raise FlexError(f"sampled({self.count}): keep at least one token of each sample")
 
     def positions(self, length: int, iteration: int, sample: int) -> list[int]:
-        """Return the positions of one sample, in ascending order."""
+        """Return the positions of one sample, in ascending order.
+
+        Args:
+            length: the number of tokens of the sample.
+            iteration: the iteration, which seeds the choice like the next argument.
+            sample: the number of the sample in the global batch.
+        """
         data = f"{self.seed}/{iteration}/{sample}".encode()
         generator = torch.Generator().manual_seed(
             int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1

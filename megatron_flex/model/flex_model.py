@@ -108,7 +108,7 @@ class FlexModel(nn.Module):
     # -- the model -------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model with the same arguments as without hooks: `flex(tokens, positions, mask)`.
+        """Call the model with the same `args` and `kwargs` as without hooks: `flex(tokens, positions, mask)`.
 
         Raises:
             HookError: there are several virtual chunks, which only the framework's schedule can run.
