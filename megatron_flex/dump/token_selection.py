@@ -253,7 +253,7 @@ def _list_axis_coords(dim: Dim, sizes: Sizes, coords: Coords) -> AxisCoords:
 
 @lru_cache(1024)
 def _locate_positions(dim: Dim, at: AxisCoords, local: int) -> tuple[Tensor, int]:
-    """Where a rank holds each position of the whole, -1 where it does not; how many positions there are."""
+    """The index at which a rank holds each position, -1 for none; and the number of positions."""
     sizes, coords = {a: n for a, n, _ in at}, {a: c for a, _, c in at}
     length = local * count_parts(dim, sizes)
     where = torch.full((length,), -1)

@@ -435,7 +435,7 @@ def _agree_on_value(
         raise FlexError(f"{name}: {problem}")
     supplied = [g for _, g in answers if g is not None]
     if answers[0][1] is None:
-        raise FlexError(f"no value for {name}; pass the whole tensor on every rank, or on the leader")
+        raise FlexError(f"no value for {name}; pass the full tensor on every rank, or on the leader")
     if any(g != supplied[0] for g in supplied):
         raise FlexError(f"the values for {name} differ between ranks; pass the same, or the leader's only")
     shape, dtype, _ = supplied[0]

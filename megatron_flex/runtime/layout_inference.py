@@ -249,7 +249,7 @@ def _describe_difference(one: TensorSketch, other: TensorSketch, axis: str) -> s
     return (
         f"{one.place} was followed to lie as {one.layout}, alike on all {axis} ranks, but they have "
         f"different tensors there, of shapes {one.shape} and {other.shape}: something takes a rank's own "
-        "part of what all have; say expected_shape there, or hook another place"
+        "part of what all have; give expected_shape there, or hook another point"
     )
 
 

@@ -186,7 +186,8 @@ class LocalEditCheck:
         if not far <= room:
             self._note(
                 key,
-                f"{words} makes another tensor of ranks' parts than of the whole, by {far:.3g} at most where "
+                f"{words} makes another tensor from shards than from the full tensor, "
+                f"by {far:.3g} at most where "
                 f"the greatest entry is {most:.3g}; it is not local along the dims that are cut",
             )
 

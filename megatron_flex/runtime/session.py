@@ -42,7 +42,7 @@ from megatron_flex.sites import SiteTable, model_order
 CALLED_OUTSIDE_STEP = (
     "the model is on {size} pipeline stages and was called outside the framework's schedule, where hooks "
     "would have stages wait for each other for ever: on every rank, put all calls of a batch, and their "
-    "backward passes, into one `with flex.step():`, or take the hooks out"
+    "backward passes, into one `with flex.step():`, or remove the hooks"
 )
 LATE_GRADIENT = (
     "a gradient reached a hook outside the step that its forward pass was in, and {size} pipeline stages do "
@@ -242,7 +242,7 @@ class Session:
             names = ", ".join(h.describe() + (f" ({why})" if why else "") for h, why in silent)
             raise HookError(
                 f"never fired on any rank: {names}; the path did not run (no labels, no backward pass, a "
-                "frozen part, a fused kernel): hook another place, or remove the hook before the end"
+                "frozen part, a fused kernel): hook another point, or remove the hook before the end"
             )
         if unverified:
             raise HookError("verify() was asked for and no step ran after it; call it before a step")

@@ -30,7 +30,7 @@ BITS = 0x7FFFFFFF
 UNLIKE = (
     "ranks along {axes} have local tensors of different shapes or dtypes there, this one {mine}, where "
     "layout {layout} makes them equal; run the same model on tensors of the same shape on every "
-    "rank, or hook another place"
+    "rank, or hook another point"
 )
 
 
