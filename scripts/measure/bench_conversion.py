@@ -51,8 +51,8 @@ def flags(words: list[str]) -> argparse.Namespace:
         description="Time load_hf against safetensors alone, for models of random weights (two minutes).",
     )
     parser.add_argument("--rounds", type=int, default=7, help="timed of each (default %(default)s)")
-    parser.add_argument("--hidden", type=int, default=1024, help="a multiple of 256 (default %(default)s)")
-    parser.add_argument("--layers", type=int, default=8, help="an even number (default %(default)s)")
+    parser.add_argument("--hidden", type=int, default=2048, help="a multiple of 256 (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="an even number (default %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write each round there")
     parser.add_argument("--write", metavar="PAGE", help="put the table between the page's comments")
     args = parser.parse_args(words)

@@ -16,7 +16,7 @@ import megatron_flex as mf
 from megatron_flex.conversion import checkpoints
 from megatron_flex.conversion.checkpoints import FolderWeights
 from tests.distributed.matrix import relative
-from tests.support import gpt, hugging_face
+from tests.support import gpt, hugging_face, wrapped
 from tests.support.gpt import Case
 from tests.support.hugging_face import FAMILIES
 from tests.support.pages import blocks_in, mine
@@ -185,6 +185,28 @@ def write_in_files(case: Case, folder: str, into: str) -> None:
         tensor.data.zero_()
     mf.load_hf(chunks, into)
     assert all(torch.equal(t, before[n]) for n, t in held(chunks[0]).items())
+
+
+# -- optimizers ------------------------------------------------------------------------------------------
+
+
+def step_of_optimizer(case: Case, folder: str, told: bool) -> bool:
+    """Whether the weights are still there after a step with a learning rate of zero."""
+    arguments = mf.config_from_hf(folder)
+    chunks = hugging_face.build(case, arguments, bf16=True, params_dtype=torch.bfloat16)
+    wrapped_chunks = wrapped.ddp([chunk.bfloat16() for chunk in chunks], use_distributed_optimizer=True)
+    optimizer = wrapped.optimizer(wrapped_chunks, 0.0, bf16=True, use_distributed_optimizer=True)
+    mf.load_hf(wrapped_chunks, folder, optimizer=optimizer if told else None)
+    loaded = [p.detach().clone() for p in chunks[0].parameters()]
+    optimizer.step()
+    return all(torch.equal(p, before) for p, before in zip(chunks[0].parameters(), loaded, strict=True))
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_the_distributed_optimizer_keeps_the_weights(told: bool, truths: dict[str, Truth]) -> None:
+    where = LAYOUTS["tp2 ep2"]
+    kept = run(where.world, step_of_optimizer, where, truths["qwen3_moe"].folder, told)
+    assert kept == [told] * where.world
 
 
 # -- bad input -------------------------------------------------------------------------------------------
