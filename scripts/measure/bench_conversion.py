@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter, sleep, thread_time
 from typing import Any, NamedTuple
 
 import torch
@@ -36,10 +36,10 @@ SAMPLE_SECONDS = 1e-3  # between two looks at the memory
 
 
 class Figures(NamedTuple):
-    """What a rank measured: seconds of each round, bytes, and the most memory that a load added."""
+    """What a rank measured: seconds of each round (of the clock, of the processor), bytes, added memory."""
 
-    ours: list[float]
-    plain: list[float]
+    ours: list[tuple[float, float]]
+    plain: list[tuple[float, float]]
     shards: int
     peak: int
 
@@ -133,7 +133,7 @@ def copy_parts(folder: str, copies: dict[str, Tensor]) -> None:
             copy.copy_(file.get_slice(name)[: len(copy)])
 
 
-def watched(action: Callable[[], Any]) -> tuple[float, int]:
+def watched(action: Callable[[], Any]) -> tuple[tuple[float, float], int]:
     """The seconds of an action, and the bytes of anonymous memory that it added at most."""
     dist.barrier()
     before, most, done = anonymous(), 0, threading.Event()
@@ -146,9 +146,9 @@ def watched(action: Callable[[], Any]) -> tuple[float, int]:
 
     watcher = threading.Thread(target=look)
     watcher.start()
-    start = perf_counter()
+    start, worked = perf_counter(), thread_time()
     action()
-    seconds = perf_counter() - start
+    seconds = perf_counter() - start, thread_time() - worked
     done.set()
     watcher.join()
     return seconds, max(0, most - before)
@@ -166,22 +166,20 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
     rows = [
         [
-            "model",
-            "layout",
-            "MiB of the model",
-            "load_hf",
-            "safetensors and one copy",
-            "ratio",
-            "MiB that a rank adds",
+            *("model", "layout", "MiB of the model", "load_hf", "safetensors and one copy"),
+            *("ratio", "ratio of CPU time", "MiB that a rank adds"),
         ]
     ]
     for case in found.values():
-        ours, plain = (statistics.median(case[kind]) for kind in ("ours", "plain"))
-        ratio = statistics.median(a / b for a, b in zip(case["ours"], case["plain"], strict=True))
+        ours, plain = case["ours"], case["plain"]
+        clock, processor = (
+            statistics.median(a[kind] / b[kind] for a, b in zip(ours, plain, strict=True)) for kind in (0, 1)
+        )
         rows.append(
             [
                 *(case["model"], case["layout"], f"{case['bytes'] / MIB:.0f}"),
-                *(f"{ours * 1e3:.0f} ms", f"{plain * 1e3:.0f} ms", f"{ratio:.2f}"),
+                *(f"{statistics.median(a[0] for a in times) * 1e3:.0f} ms" for times in (ours, plain)),
+                *(f"{clock:.2f}", f"{processor:.2f}"),
                 f"{case['peak'] / MIB:.1f}; the greatest tensor has {case['greatest'] / MIB:.0f}",
             ]
         )
@@ -203,12 +201,18 @@ def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
                 ranks = run_alone(world, measure, sizes, folder, args.rounds, timeout=600)
                 out[f"{family}, {layout}"] = {
                     **{"model": family, "layout": layout, "bytes": size, "greatest": greatest},
-                    "ours": [max(times) for times in zip(*(r.ours for r in ranks), strict=True)],
-                    "plain": [max(times) for times in zip(*(r.plain for r in ranks), strict=True)],
+                    "ours": slowest([r.ours for r in ranks]),
+                    "plain": slowest([r.plain for r in ranks]),
                     "shards": [r.shards for r in ranks],
                     "peak": max(r.peak for r in ranks),
                 }
     return out
+
+
+def slowest(ranks: list[list[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """For each round the seconds of the slowest rank, by the clock and of the processor."""
+    rounds = zip(*ranks, strict=True)
+    return [(max(clock for clock, _ in one), max(cpu for _, cpu in one)) for one in rounds]
 
 
 def main(words: list[str]) -> None:
