@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import statistics
 import sys
@@ -110,15 +111,16 @@ def measure(sizes: dict[str, int], folder: str, rounds: int) -> Figures:
 
 
 def allocate(folder: str, shards: int) -> dict[str, Tensor]:
-    """A tensor for this rank's part of every tensor of the file, together as large as its shards."""
+    """A tensor for a part of every tensor of the file, together as large as this rank's shards."""
     from safetensors import safe_open
 
-    out, left = {}, shards
-    with safe_open(Path(folder) / "model.safetensors", framework="pt") as file:
+    path, out, left = Path(folder) / "model.safetensors", {}, shards
+    share = shards / path.stat().st_size
+    with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - the file has no iterator
             shape = file.get_slice(name).get_shape()
             row = 2 * torch.Size(shape[1:]).numel()
-            rows = min(-(-shape[0] // dist.get_world_size()), left // row)
+            rows = min(math.ceil(shape[0] * share), left // row)
             out[name] = torch.ones(rows, *shape[1:], dtype=torch.bfloat16)
             left -= rows * row
     return out
