@@ -120,8 +120,7 @@ class FolderWriter:
     """
 
     def __init__(self, folder: Path, config: Any) -> None:
-        if found := next(folder.glob("*.safetensors*"), None):
-            raise FlexError(f"{found} is there already; give a folder without weights")
+        check_empty(folder)
         self._folder, self._config = folder, config
         self._held: dict[str, Tensor] = {}
         self._parts: list[tuple[Path, list[str]]] = []
@@ -164,6 +163,16 @@ class FolderWriter:
         """Remove the unfinished files."""
         for path, _ in self._parts:
             path.unlink(missing_ok=True)
+
+
+def check_empty(folder: Path) -> None:
+    """Validate that a folder has no weights.
+
+    Raises:
+        FlexError: it has.
+    """
+    if found := next(folder.glob("*.safetensors*"), None):
+        raise FlexError(f"{found} is there already; give a folder without weights")
 
 
 def open_weights(source: Any) -> FolderWeights | ModelWeights:
