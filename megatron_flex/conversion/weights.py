@@ -39,7 +39,7 @@ from megatron_flex.conversion.conversion_plan import (
 )
 from megatron_flex.conversion.mcore_bridge_models import check_source, check_target, find_bridge
 from megatron_flex.conversion.megatron_arguments import MegatronArguments
-from megatron_flex.conversion.model_settings import check_heads, compare_settings
+from megatron_flex.conversion.model_settings import check_structure, compare_settings
 from megatron_flex.conversion.rearrangement import Heads, clip_runs
 from megatron_flex.errors import FlexError, FlexWarning, describe_error
 from megatron_flex.layout import Layout, full_shape, replicated
@@ -146,7 +146,7 @@ def load_hf(
         differences = compare_settings(found.arguments(config), model.root)
         weights.append(open_weights(source))
         try:
-            check_heads(differences)
+            check_structure(differences)
             made = _plan_maker(found, config).match(model.shapes, weights[0].forms, weights[0].where)
             check_entries(made, weights[0].forms)
             _check_tokens(source, model)
@@ -200,7 +200,7 @@ def to_hf(chunks: Any, target: Any, config: Any = None, architecture: Architectu
             return None
         known = read_config(config if config is not None else target)
         found = architecture or find_architecture(known)
-        check_heads(compare_settings(found.arguments(known), model.root))
+        check_structure(compare_settings(found.arguments(known), model.root), writing=True)
         maker = _plan_maker(found, known)
         if isinstance(target, nn.Module):
             held = ModelWeights(target)
@@ -246,6 +246,7 @@ class MegatronWeights:
         self.adapter: Adapter = detect(list_model_chunks(chunks))
         if not isinstance(self.adapter, MegatronAdapter):
             raise FlexError(f"weights go into a model of Megatron, and this one is {self.adapter.name}'s")
+        self.adapter.check()  # some settings change what is in a parameter, such as interleaved gates
         self.root: Any = self.adapter.roots[0]
         self._own = own = [*self.adapter.parameters(), *self._buffers()]
         mine = [site.remote() for site in own], self.adapter.without_layout()

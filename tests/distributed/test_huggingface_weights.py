@@ -320,16 +320,26 @@ def test_bad_input_is_named_on_all_ranks_and_changes_nothing(
 def test_a_folder_with_weights_is_not_overwritten(truths: dict[str, Truth]) -> None:
     folder = truths["llama"].folder
     before = (Path(folder) / "model.safetensors").read_bytes()
-    messages = run(2, write_over, case("tp2", tp=2), folder)
-    assert all("model.safetensors is there already; give a folder without weights" in m for m in messages)
+    first, second = run(2, write_over, case("tp2", tp=2), folder)
+    assert first == second
+    assert first[0].endswith("model.safetensors is there already; give a folder without weights")
+    fix = "build the Megatron model with the arguments of config_from_hf"
+    tied = f"share_embeddings_and_output_weights is False, not True: {fix}"
+    assert first[1:] == [tied, f"num_layers is 4, not 2: {fix}"]
     assert (Path(folder) / "model.safetensors").read_bytes() == before
 
 
-def write_over(case: Case, folder: str) -> str:
+def write_over(case: Case, folder: str) -> list[str]:
+    """The errors of a folder that has weights, and of configurations of other models."""
+    import transformers
+
     chunks = hugging_face.build(case, mf.config_from_hf(folder))
-    with pytest.raises(mf.FlexError) as raised:
-        mf.to_hf(chunks, folder)
-    return str(raised.value)
+    out = []
+    for more in ({}, {"tie_word_embeddings": True}, {"num_hidden_layers": 2}):
+        with pytest.raises(mf.FlexError) as raised:
+            mf.to_hf(chunks, folder, config=transformers.AutoConfig.from_pretrained(folder, **more))
+        out.append(str(raised.value))
+    return out
 
 
 # -- settings --------------------------------------------------------------------------------------------
