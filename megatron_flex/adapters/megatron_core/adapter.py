@@ -138,12 +138,12 @@ class MegatronAdapter:
     def sites(self) -> list[Site]:
         """The sites of all chunks on this rank."""
         chunks = enumerate(self.roots)
-        return [replace(s, chunk=i) for i, root in chunks for s in sites_of(root, self.mesh)]
+        return [replace(s, chunk=i) if i else s for i, root in chunks for s in sites_of(root, self.mesh)]
 
     def parameters(self) -> list[ParameterSite]:
         """The parameters of all chunks on this rank that belong to modules with a known layout."""
         chunks = enumerate(self.roots)
-        return [replace(p, chunk=i) for i, root in chunks for p in parameters_of(root, self.mesh)]
+        return [replace(p, chunk=i) if i else p for i, root in chunks for p in parameters_of(root, self.mesh)]
 
     def without_layout(self) -> dict[str, str]:
         """The other parameters of all chunks on this rank."""
