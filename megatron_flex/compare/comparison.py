@@ -81,11 +81,16 @@ class Row:
         relative: norm of the difference over the greater of the two norms.
         cosine: of the angle between the two.
         max_abs: the greatest difference.
-        error: the quantity that the tolerance bounds: the greater of `relative` and `max_abs` over the peak
-            entry; for integers the fraction that differs.
-        tolerance: given, derived or measured.
+        error: the statistic of the test that is nearest to its bound, or exceeds it by most: of the norm
+            `relative`, of the peak `max_abs` over the greatest entry, for integers the fraction that differs;
+            or one that is pooled over entries.
+        tolerance: its bound: given, derived or measured.
         equal: whether every entry is the same.
         worst: the element with the greatest difference; None where all are equal.
+        test: the test: `norm`, `peak`, `tolerance`, `factor`, `offset`, `block`, `narrower dtype`, `copy`.
+        evidence: what a pooled test found, as one line; empty where it found nothing.
+        floor: the smallest relative error that would be a divergence.
+        factor_floor: the smallest deviation of a constant factor from 1 that would be one.
     """
 
     name: str
@@ -99,6 +104,10 @@ class Row:
     tolerance: float
     equal: bool
     worst: Worst | None
+    test: str = "norm"
+    evidence: str = ""
+    floor: float = 0.0
+    factor_floor: float = 0.0
 
     @property
     def diverges(self) -> bool:
