@@ -27,6 +27,7 @@ from megatron_flex.compare.routing_ties import RoutingTies
 from megatron_flex.compare.structural_tests import (
     FACTOR_DEVIATIONS,
     FACTOR_UNITS,
+    GRADIENT_DEVIATIONS,
     Block,
     Outcome,
     check_blocks,
@@ -132,7 +133,7 @@ class TensorTester:
         if worst.excess <= 1:
             worst = max(plain, key=lambda o: o.excess)
         self._observe(item, found, worst, ties)
-        return TestedTensor(worst, tuple(outcomes), relative, self._factor_floor(found))
+        return TestedTensor(worst, tuple(outcomes), relative, self._factor_floor(item, found))
 
     # -- bounds ----------------------------------------------------------------------------------------
 
@@ -169,11 +170,11 @@ class TensorTester:
         ceilings = derived + 2 * STEP_GROWTH * read.relative, derived + 2 * PEAK_GROWTH * read.peak
         return min(own[0] + cast, ceilings[0]), min(own[1] + cast, ceilings[1])
 
-    def _factor_floor(self, found: PairSums) -> float:
+    def _factor_floor(self, item: ComparedTensor, found: PairSums) -> float:
         if found.profile is None:
             return 0.0
         _, error = estimate_factor(found.profile)
-        return max(FACTOR_DEVIATIONS * error, FACTOR_UNITS * self.tolerances.unit)
+        return max(_get_deviations(item) * error, FACTOR_UNITS * self.tolerances.unit)
 
     # -- tests that pool -------------------------------------------------------------------------------
 
@@ -190,9 +191,9 @@ class TensorTester:
         if item.kind == PARAMETER:
             return out  # single entries that an optimizer turned have no standard error
         unit = self.tolerances.unit
-        tests = self._list_pooled(profile, shards, unit)
+        tests = self._list_pooled(item, profile, shards, unit)
         if reference is not None and reference.profile is not None:
-            known = {o.test: o.statistic for o in self._list_pooled(reference.profile, shards, unit)}
+            known = {o.test: o.statistic for o in self._list_pooled(item, reference.profile, shards, unit)}
             tests = [
                 Outcome(
                     o.test,
@@ -205,11 +206,13 @@ class TensorTester:
             ]
         return out + tests
 
-    def _list_pooled(self, profile: DifferenceProfile, shards: Sequence[Block], unit: float) -> list[Outcome]:
+    def _list_pooled(
+        self, item: ComparedTensor, profile: DifferenceProfile, shards: Sequence[Block], unit: float
+    ) -> list[Outcome]:
         read = self.noise.read_by_last
         single = self.noise.same_weights and not self.unseen_steps and not self.noise.flipped
         found = [
-            check_factor(profile, unit),
+            check_factor(profile, unit, _get_deviations(item)),
             check_offset(profile, read.relative if not self.unseen_steps else 1.0, unit),
             *check_blocks(profile, [*shards, *list_entry_blocks(profile)], unit, single),
         ]
@@ -272,6 +275,10 @@ class TensorTester:
                 self.a.manifest.model, self.learning_rate, self.unseen_steps
             )
             self.noise.everywhere(ParameterNoise(bound.relative, bound.relative, bound.peak))
+
+
+def _get_deviations(item: ComparedTensor) -> float:
+    return GRADIENT_DEVIATIONS if item.kind == PARAMETER_GRADIENT else FACTOR_DEVIATIONS
 
 
 def _get_peak(sums: DifferenceSums) -> float:
