@@ -24,6 +24,7 @@ FEWEST_CLUSTERS = 16  # entries of the longest dim, fewer of which give no stand
 FACTOR_UNITS = 2.0  # unit roundoffs: a scalar that was rounded once more is no wrong factor
 BLOCK_CONTRAST, SMALL_BLOCK_CONTRAST = 4.0, 6.0  # amplitude of a block's difference over that of the rest
 POSITION_CONTRAST = 8.0  # of token positions, which attend to more tokens the later they are
+GRADIENT_CONTRAST = 10.0  # of rows of a parameter's gradient, to which some tokens contribute; they reach 5.7
 SMALL_BLOCK = 64  # entries
 FEWEST_BLOCK_ENTRIES = 4  # of the dim: the median of fewer does not resist one entry
 ENTRY_CONTRAST = 10.0  # of one sample, token or head
@@ -121,7 +122,9 @@ def _relative_energies(sums: DimSums) -> Tensor:
     return sums.squares / (0.5 * (sums.squares_a + average)).clamp(min=1e-300)
 
 
-def measure_block(profile: DifferenceProfile, block: Block, unit: float) -> tuple[float, float]:
+def measure_block(
+    profile: DifferenceProfile, block: Block, unit: float, least: float = 0.0
+) -> tuple[float, float]:
     """The amplitude of a block's difference over that of the rest, by medians, and its bound."""
     sums = profile.by_dim[block.dim]
     relative = _relative_energies(sums)
@@ -134,15 +137,19 @@ def measure_block(profile: DifferenceProfile, block: Block, unit: float) -> tupl
     floor = (unit / 2) ** 2
     contrast = math.sqrt(float(own.median()) / (float(rest.median()) + floor))
     if len(block.entries) < FEWEST_BLOCK_ENTRIES:
-        return contrast, ENTRY_CONTRAST
+        return contrast, max(ENTRY_CONTRAST, least)
     if sums.dim in (TOKEN_AXIS, "s"):
-        return contrast, POSITION_CONTRAST
+        return contrast, max(POSITION_CONTRAST, least)
     small = float(sums.count[inside].sum()) < SMALL_BLOCK
-    return contrast, SMALL_BLOCK_CONTRAST if small else BLOCK_CONTRAST
+    return contrast, max(SMALL_BLOCK_CONTRAST if small else BLOCK_CONTRAST, least)
 
 
 def check_blocks(
-    profile: DifferenceProfile, blocks: Sequence[Block], unit: float, single: bool
+    profile: DifferenceProfile,
+    blocks: Sequence[Block],
+    unit: float,
+    single: bool,
+    least: float = 0.0,
 ) -> Iterator[Outcome]:
     """Whether the difference is confined to one block.
 
@@ -151,12 +158,13 @@ def check_blocks(
         blocks: the candidates.
         unit: the unit roundoff of the run.
         single: whether blocks of a few entries count: not where single weights differ.
+        least: of the bounds.
     """
     best: Outcome | None = None
     for block in blocks:
         if not single and len(block.entries) < FEWEST_BLOCK_ENTRIES:
             continue
-        contrast, bound = measure_block(profile, block, unit)
+        contrast, bound = measure_block(profile, block, unit, least)
         found = Outcome(
             "block",
             contrast,

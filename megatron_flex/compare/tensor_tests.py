@@ -27,6 +27,7 @@ from megatron_flex.compare.routing_ties import RoutingTies
 from megatron_flex.compare.structural_tests import (
     FACTOR_DEVIATIONS,
     FACTOR_UNITS,
+    GRADIENT_CONTRAST,
     GRADIENT_DEVIATIONS,
     Block,
     Outcome,
@@ -211,10 +212,11 @@ class TensorTester:
     ) -> list[Outcome]:
         read = self.noise.read_by_last
         single = self.noise.same_weights and not self.unseen_steps and not self.noise.flipped
+        least = GRADIENT_CONTRAST if item.kind == PARAMETER_GRADIENT else 0.0
         found = [
             check_factor(profile, unit, _get_deviations(item)),
             check_offset(profile, read.relative if not self.unseen_steps else 1.0, unit),
-            *check_blocks(profile, [*shards, *list_entry_blocks(profile)], unit, single),
+            *check_blocks(profile, [*shards, *list_entry_blocks(profile)], unit, single, least),
         ]
         return [o for o in found if o is not None]
 
