@@ -117,9 +117,9 @@ class TensorTester:
             reference: the sums of a reference run against the nearer of the two; None if there is none.
             ties: the tokens that were routed otherwise, for a router's probabilities.
         """
-        sums = found.sums
-        if ties is not None and ties.tied and not ties.others:
-            sums = ties.rest
+        sums, tied = found.sums, ties is not None and ties.tied > 0 and not ties.others
+        if tied and ties is not None:
+            sums = ties.rest  # of the tokens with the same experts
         given = self.tolerances.given(item)
         if given is not None:
             outcome = Outcome("tolerance", sums.error, given)
@@ -129,7 +129,7 @@ class TensorTester:
             Outcome("norm", sums.error if sums.discrete or sums.broken else sums.relative, relative),
             Outcome("peak", 0.0 if sums.discrete or sums.broken else _get_peak(sums), peak),
         ]
-        outcomes = [*plain, *self._pooled(item, found, reference)]
+        outcomes = [*plain, *([] if tied else self._pooled(item, found, reference))]
         worst = max(outcomes, key=lambda o: o.excess)
         if worst.excess <= 1:
             worst = max(plain, key=lambda o: o.excess)
