@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
@@ -20,6 +21,13 @@ from megatron_flex.compare.comparison import Comparison, ReplicaMismatch, Row, W
 from megatron_flex.compare.error_patterns import explain_divergence, find_dim_shares, find_holders
 from megatron_flex.compare.parameter_drift import ParameterDrift
 from megatron_flex.compare.routing_ties import RoutingTies, find_routing_ties, get_logits_item
+from megatron_flex.compare.statistics_comparison import (
+    StatisticsFiles,
+    StatisticsOfDump,
+    StatisticsSource,
+    compare_statistics,
+    find_statistics,
+)
 from megatron_flex.compare.tensor_pairs import (
     COMPARE_BLOCK,
     DifferenceSums,
@@ -36,6 +44,7 @@ from megatron_flex.errors import DumpError, FlexError, suggest_nearest
 from megatron_flex.progress import progress as shown
 from megatron_flex.progress import track
 from megatron_flex.sites import GRADIENT_SUFFIX
+from megatron_flex.statistics.statistics_reader import OpenStatistics
 
 
 def find_replica_mismatches(source: ComparedDump, iterations: Sequence[int]) -> list[ReplicaMismatch]:
@@ -97,8 +106,8 @@ def compare(
     a few blocks are in memory at a time.
 
     Args:
-        a: a dump, or its path.
-        b: the other dump, or its path.
+        a: a dump, or its path; or statistics, or their folder, of which only the numbers are compared.
+        b: the other dump or statistics, or their path.
         tolerance: how far correct runs may differ, relative to the norm and to the greatest entry: for all
             sites, or by globs over their names. None: derived from dtype and depth.
         tolerance_from: a third dump, or its path, of a run that is correct up to round-off (another layout,
@@ -116,6 +125,13 @@ def compare(
         FlexError: a tolerance is no number, is negative, or both kinds are given.
     """
     _check_tolerance(tolerance, tolerance_from)
+    measured = [find_statistics(source) for source in (a, b)]
+    if any(found is not None for found in measured):
+        if tolerance is not None or tolerance_from is not None:
+            raise FlexError(
+                "tolerance and tolerance_from are for two dumps; statistics have bounds of their own"
+            )
+        return _compare_measured((a, b), measured, allow_missing, iterations, block_bytes)
     with (
         open_compared_dump(a, "A") as one,
         open_compared_dump(b, "B") as two,
@@ -123,6 +139,25 @@ def compare(
     ):
         walk = _Comparer(one, two, noise, tolerance, block_bytes, iterations, learning_rate)
         return walk.run(progress, allow_missing)
+
+
+def _compare_measured(
+    sources: Sequence[Any],
+    measured: Sequence[OpenStatistics | None],
+    allow_missing: bool,
+    iterations: Sequence[int] | None,
+    block_bytes: int,
+) -> Comparison:
+    """Compare statistics with statistics, or with a dump."""
+    with ExitStack() as stack:
+        sides: list[StatisticsSource] = []
+        for source, label, found in zip(sources, "AB", measured, strict=True):
+            if found is not None:
+                sides.append(StatisticsFiles(found, label))
+            else:
+                dump = stack.enter_context(open_compared_dump(source, label))
+                sides.append(StatisticsOfDump(dump, block_bytes))
+        return compare_statistics(*sides, allow_missing=allow_missing, iterations=iterations)
 
 
 def _check_tolerance(tolerance: float | Mapping[str, float] | None, tolerance_from: Any) -> None:
