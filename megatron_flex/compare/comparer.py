@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from megatron_flex.compare.compared_dump import (
     open_compared_dump,
 )
 from megatron_flex.compare.comparison import Comparison, ReplicaMismatch, Row, Worst
+from megatron_flex.compare.cross_site_evidence import CrossSiteEvidence
 from megatron_flex.compare.error_patterns import explain_divergence, find_dim_shares, find_holders
 from megatron_flex.compare.parameter_drift import ParameterDrift
 from megatron_flex.compare.routing_ties import RoutingTies, find_routing_ties, get_logits_item
@@ -28,6 +30,7 @@ from megatron_flex.compare.statistics_comparison import (
     compare_statistics,
     find_statistics,
 )
+from megatron_flex.compare.structural_tests import estimate_factor
 from megatron_flex.compare.tensor_pairs import (
     COMPARE_BLOCK,
     DifferenceSums,
@@ -36,7 +39,7 @@ from megatron_flex.compare.tensor_pairs import (
     align_arrays,
     sum_differences,
 )
-from megatron_flex.compare.tensor_tests import TensorTester
+from megatron_flex.compare.tensor_tests import TensorTester, TestedTensor
 from megatron_flex.compare.tolerance import ReductionDepths, Tolerances, read_precision
 from megatron_flex.dump import GRADIENT, PARAMETER_GRADIENT
 from megatron_flex.dump.tools.dump_verification import ReplicaChecksums
@@ -169,6 +172,15 @@ def _check_tolerance(tolerance: float | Mapping[str, float] | None, tolerance_fr
         raise FlexError("tolerance and tolerance_from are both given; leave one of them out")
 
 
+@dataclass(frozen=True, slots=True)
+class FirstDivergence:
+    """The first tensor that diverges: the pair with the greatest difference, its sums and tests."""
+
+    pair: TensorPair
+    both: PairSums
+    tested: TestedTensor
+
+
 @dataclass
 class _Comparer:
     """A comparison in progress."""
@@ -184,7 +196,7 @@ class _Comparer:
     missing: list[str] = field(default_factory=list)
     alone: list[list[ComparedTensor]] = field(default_factory=list)
     depths: ReductionDepths = field(init=False)
-    first: tuple[TensorPair, DifferenceSums] | None = None
+    first: FirstDivergence | None = None
 
     def run(self, progress: ProgressFunction | None, allow_missing: bool) -> Comparison:
         items, iterations = self.items(), self.iterations()
@@ -339,7 +351,7 @@ class _Comparer:
             tested.factor_floor,
         )
         if row.diverges and self.first is None:
-            self.first = pair, found
+            self.first = FirstDivergence(pair, both, tested)
             if row.worst is not None:
                 worst = replace(
                     row.worst,
@@ -384,12 +396,21 @@ class _Comparer:
         """The pattern of the first divergence, and other errors there."""
         if self.first is None:
             return
-        pair, found = self.first
+        pair, found = self.first.pair, self.first.both.sums
         shares = find_dim_shares(self.a, pair)
         for place, more in find_dim_shares(self.b, pair).items():
             shares.setdefault(place, []).extend(more)
         axes = {**self.a.told, **self.b.told}
-        yield from explain_divergence(pair, found, shares, axes, self.most)
+        profile, tested = self.first.both.profile, self.first.tested
+        factor = estimate_factor(profile) if profile is not None else (0.0, math.inf)
+        noise = min(tested.floor, 0.5)
+        patterns = explain_divergence(pair, found, shares, axes, self.most, noise, factor)
+        evidence = [o.evidence for o in tested.outcomes if o.evidence and o.excess > 1]
+        if any("constant factor" in p for p in patterns):
+            evidence = [e for e in evidence if not e.startswith("B is A times")]
+        yield from CrossSiteEvidence(self.a, self.b, rows, self.most).explain(pair)
+        yield from patterns
+        yield from (e for e in evidence if e not in patterns)
         module = pair.item.site.partition(":")[0]
         for this_run, other, alone in (("A", "B", self.alone[0]), ("B", "A", self.alone[1])):
             inside = [
