@@ -1,4 +1,4 @@
-"""Tests pooled over entries: they see what a bound on one entry does not, and round-off does not reach them."""
+"""Tests pooled over entries: what they see that a bound on one entry does not, and round-off below it."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_narrower_dtype_is_seen_in_one_shard(dtype: torch.dtype, narrow: torch
     found = check_grid(profile_of(a, b), [shard])
     assert found is not None
     assert found.axis == "tp"
-    assert f"grid of {name}" in found.evidence
+    assert f"rounded to {name}" in found.evidence
     assert check_grid(profile_of(b, b), [shard]) is None
     assert check_grid(profile_of(a, a), [shard]) is None
 
