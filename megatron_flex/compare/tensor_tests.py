@@ -255,7 +255,7 @@ class TensorTester:
         """
         if found.worst.a.dtype != torch.float32:
             return 0
-        return max(HALF_BITS.get(p.computed, 0) for p in self.tolerances.precisions)
+        return max(HALF_BITS.get(p.computed, 0) for p in self.tolerances.precisions if p.computed)
 
     def _is_partial(self, item: ComparedTensor) -> bool:
         layouts = [s.layout(item) for s in (self.a, self.b)]
