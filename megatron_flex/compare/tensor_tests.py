@@ -26,11 +26,11 @@ from megatron_flex.compare.parameter_drift import DriftBound, ParameterDrift, es
 from megatron_flex.compare.routing_ties import RoutingTies
 from megatron_flex.compare.structural_tests import (
     FACTOR_DEVIATIONS,
-    FACTOR_UNITS,
     GRADIENT_CONTRAST,
     GRADIENT_DEVIATIONS,
     Block,
     Outcome,
+    bound_factor,
     check_blocks,
     check_factor,
     check_grid,
@@ -171,8 +171,8 @@ class TensorTester:
     def _factor_floor(self, item: ComparedTensor, found: PairSums) -> float:
         if found.profile is None:
             return 0.0
-        _, error = estimate_factor(found.profile)
-        return max(_get_deviations(item) * error, FACTOR_UNITS * self.tolerances.unit)
+        factor, error = estimate_factor(found.profile)
+        return bound_factor(found.profile, factor, error, self.tolerances.unit, _get_deviations(item))
 
     # -- tests that pool -------------------------------------------------------------------------------
 
