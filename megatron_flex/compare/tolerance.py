@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -32,6 +32,7 @@ DERIVED_MARGIN = 6.0  # factor of derived tolerances over the expected independe
 MEASURED_MARGIN = 5.0  # factor of measured tolerances over the noise
 DEFAULT_REDUCTION_WIDTH = 4096  # terms of a sum, where the model's width is unknown
 MOST_TOLERANCE = 0.5  # upper bound of tolerances: unrelated tensors differ by 1 or more
+FP8_ROUNDOFF = 2.0**-4  # of e4m3
 FP32_ROUNDOFF = 2.0**-24  # unit roundoff of the sums inside a kernel
 LAYER_PATTERN = re.compile(r"\.(\d+)(?=[.:]|$)")
 
@@ -45,12 +46,28 @@ class Precision:
         stored: the dtype that the dump was cast to; None if it was not.
         width: the hidden size.
         layers: the number of layers; 0 if unknown.
+        fp8: whether linears multiply in fp8.
     """
 
     computed: torch.dtype | None = None
     stored: torch.dtype | None = None
     width: int = DEFAULT_REDUCTION_WIDTH
     layers: int = 0
+    fp8: bool = False
+
+    def get_unit(self, dtype: torch.dtype | None = None) -> float:
+        """The roundoff of one reduction, with that of the sums inside a kernel.
+
+        Where an operand is quantized to fp8, round-off in the dtype around it moves the share `u / u8` of its
+        entries over a boundary, by `u8` each: together the root of `u * u8`.
+
+        Args:
+            dtype: of a tensor, for a run whose compute dtype is unknown.
+        """
+        own = get_unit_roundoff(self.computed or dtype)
+        if self.fp8:
+            own = math.sqrt(own * FP8_ROUNDOFF)
+        return own + FP32_ROUNDOFF * math.sqrt(self.width)
 
 
 def read_precision(source: ComparedDump) -> Precision:
@@ -58,12 +75,13 @@ def read_precision(source: ComparedDump) -> Precision:
     model, settings = source.manifest.model, read_settings(source.manifest.settings)
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}
     computed = next((dtype for name, dtype in half.items() if model.get(name)), None)
+    fp8 = bool(model.get("fp8"))
     cast = getattr(torch, str(settings.dtype or ""), None)
     stored = cast if isinstance(cast, torch.dtype) else None
     if computed is None and stored is not None:
         computed = torch.float32  # otherwise the cast would not have been requested
     width, layers = model.get("hidden_size"), model.get("num_layers")
-    return Precision(computed, stored, int(width or DEFAULT_REDUCTION_WIDTH), int(layers or 0))
+    return Precision(computed, stored, int(width or DEFAULT_REDUCTION_WIDTH), int(layers or 0), fp8)
 
 
 def get_unit_roundoff(dtype: torch.dtype | None) -> float:
@@ -71,6 +89,11 @@ def get_unit_roundoff(dtype: torch.dtype | None) -> float:
     if dtype is None or not dtype.is_floating_point:
         return FP32_ROUNDOFF
     return float(torch.finfo(dtype).eps) / 2
+
+
+def find_coarsest_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """The floating dtype with the greatest unit roundoff; fp32 if there is none."""
+    return max((d for d in dtypes if d.is_floating_point), key=get_unit_roundoff, default=torch.float32)
 
 
 @dataclass
@@ -125,36 +148,32 @@ def parse_layer_number(name: str) -> int | None:
     return None if found is None else int(found[1])
 
 
+def get_cast_roundoff(precisions: Sequence[Precision], dtypes: Sequence[torch.dtype]) -> float:
+    """The roundoff of casts: of dumps that were cast, and of two dtypes that differ."""
+    return sum(
+        get_unit_roundoff(dtype)
+        for precision, dtype in zip(precisions, dtypes, strict=True)
+        if dtype.is_floating_point and (precision.stored is not None or dtypes[0] != dtypes[1])
+    )
+
+
 def derive_tolerance(
     item: ComparedTensor,
     depth: int,
     precisions: Sequence[Precision],
     dtypes: Sequence[torch.dtype],
-    steps: int,
 ) -> float:
-    """The tolerance from dtype and depth.
+    """The tolerance from dtype and depth, of runs with the same parameters.
 
     Args:
         item: the compared tensor.
         depth: reductions before it.
         precisions: of both dumps.
         dtypes: of both tensors, as dumped.
-        steps: the number of earlier training steps, whose errors are in the parameters.
     """
-    unit, cast = 0.0, 0.0
-    for precision, dtype in zip(precisions, dtypes, strict=True):
-        own_roundoff = get_unit_roundoff(precision.computed or dtype)
-        unit = max(unit, own_roundoff + FP32_ROUNDOFF * math.sqrt(precision.width))
-        if dtype.is_floating_point and (precision.stored is not None or dtypes[0] != dtypes[1]):
-            cast += get_unit_roundoff(dtype)
-    bound = DERIVED_MARGIN * unit * math.sqrt(depth)
-    if item.kind == PARAMETER:
-        # At first nothing was computed. Later an optimizer has divided gradients by their own size, which
-        # makes a whole step of the last digits of one that is nearly zero.
-        bound = math.sqrt(bound) if steps else 0.0
-    else:
-        bound *= 1 + steps
-    return min(bound + 2 * cast, MOST_TOLERANCE)
+    unit = max(precision.get_unit(dtype) for precision, dtype in zip(precisions, dtypes, strict=True))
+    bound = 0.0 if item.kind == PARAMETER else DERIVED_MARGIN * unit * math.sqrt(depth)
+    return min(bound + 2 * get_cast_roundoff(precisions, dtypes), MOST_TOLERANCE)
 
 
 class Tolerances:
@@ -166,6 +185,7 @@ class Tolerances:
         a: the first dump.
         b: the second dump.
         depths: of the sites.
+        dtypes: of the tensors, from which the precision of a run follows whose manifest has none.
     """
 
     def __init__(
@@ -174,27 +194,42 @@ class Tolerances:
         a: ComparedDump,
         b: ComparedDump,
         depths: ReductionDepths,
+        dtypes: Sequence[Sequence[torch.dtype]] = ((), ()),
     ) -> None:
         self.said, self.depths = said, depths
-        self.precisions = read_precision(a), read_precision(b)
+        self.precisions = tuple(
+            p if p.computed is not None else replace(p, computed=find_coarsest_dtype(known))
+            for p, known in zip((read_precision(a), read_precision(b)), dtypes, strict=True)
+        )
 
-    def of(
-        self, item: ComparedTensor, dtypes: Sequence[torch.dtype], steps: int, noise: float | None = None
-    ) -> float:
-        """The tolerance of one site.
+    @property
+    def unit(self) -> float:
+        """The unit roundoff of the less precise run, with that of the sums inside a kernel."""
+        return max(p.get_unit() for p in self.precisions)
+
+    @property
+    def gradient_noise(self) -> float:
+        """The derived tolerance of gradients of parameters."""
+        return min(DERIVED_MARGIN * self.unit * math.sqrt(2 * self.depths.whole), MOST_TOLERANCE)
+
+    def given(self, item: ComparedTensor) -> float | None:
+        """The bound that the caller gave for a site; None if it is to be derived or measured."""
+        if isinstance(self.said, Mapping):
+            found = next((t for p, t in self.said.items() if fnmatchcase(item.name, p)), None)
+            return None if found is None else float(found)
+        return None if self.said is None else float(self.said)
+
+    def derived(self, item: ComparedTensor, dtypes: Sequence[torch.dtype], depth: int | None = None) -> float:
+        """The bound from dtype and depth.
 
         Args:
             item: the compared tensor.
             dtypes: of both tensors.
-            steps: the number of earlier training steps that may have moved the parameters apart.
-            noise: the measured noise there; None where it was not measured.
+            depth: reductions before it; None for those of its site.
         """
-        if isinstance(self.said, Mapping):
-            found = next((t for p, t in self.said.items() if fnmatchcase(item.name, p)), None)
-            if found is not None:
-                return float(found)
-        elif self.said is not None:
-            return float(self.said)
-        if noise is not None:
-            return max(MEASURED_MARGIN * noise, derive_tolerance(item, 1, self.precisions, dtypes, 0))
-        return derive_tolerance(item, self.depths.of(item), self.precisions, dtypes, steps)
+        depth = self.depths.of(item) if depth is None else depth
+        return derive_tolerance(item, depth, self.precisions, dtypes)
+
+    def cast(self, dtypes: Sequence[torch.dtype]) -> float:
+        """What casts of the dumped values may add."""
+        return 2 * get_cast_roundoff(self.precisions, dtypes)
