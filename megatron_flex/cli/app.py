@@ -49,7 +49,7 @@ def torchrun_command(words: Sequence[str]) -> list[str]:
     """
     from torch.distributed.run import get_args_parser
 
-    if not words or words[0].startswith("--flex-"):
+    if not words or words[0].startswith(("--flex-", "--megatron-flex-")):
         what = f"{words[0]} comes before it" if words else "none is named"
         raise FlexError(f"no script, {what}: megatron-flex run [torchrun's options] SCRIPT [flags]")
     found = get_args_parser().parse_args(list(words))

@@ -10,6 +10,7 @@ import atexit
 import sys
 from collections.abc import Callable
 from functools import wraps
+from os import PathLike
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -20,8 +21,9 @@ from megatron_flex.adapters.megatron_core.schedules import current_iteration
 from megatron_flex.cpu.patches import AfterImportFinder
 from megatron_flex.errors import FlexError
 from megatron_flex.launch import flags
-from megatron_flex.launch.flags import FLAG_PREFIX, has_flags, settings_of
+from megatron_flex.launch.flags import describe_foreign_flags, has_flags, is_own_flag, load_settings, settings_of
 from megatron_flex.launch.launch_settings import Settings
+from megatron_flex.launch.rank_errors import print_notice
 from megatron_flex.launch.settings_resolver import ResolvedSettings
 from megatron_flex.launch.training_run import TrainingRun
 from megatron_flex.model import FlexModel
@@ -245,14 +247,14 @@ class _CurrentInstallation:
     installed: Installation | None = None
 
 
-def install(settings: Settings | None = None, *, holds: bool = False) -> Installation:
+def install(settings: Settings | str | PathLike[str] | None = None, *, holds: bool = False) -> Installation:
     """Add hooks to a Megatron training script. Call it on every rank, before `pretrain()`.
 
     `install` does not import Megatron. A second call with the same settings does nothing.
 
     Args:
-        settings: the settings; if None, those of the command line and MEGATRON_FLEX_FLAGS. The `--flex-`
-            flags are removed from `sys.argv`.
+        settings: the settings, or a YAML file, to which MEGATRON_FLEX_FLAGS adds; if None, those of the
+            command line and MEGATRON_FLEX_FLAGS. The `--flex-` flags are then removed from `sys.argv`.
         holds: store an error at the training's end (a hook that was never called, a file that could not be
             written) in `.failure` instead of raising the error in `pretrain()`.
 
@@ -267,9 +269,12 @@ def install(settings: Settings | None = None, *, holds: bool = False) -> Install
         there.uninstall()
         there = None
     if settings is None:
-        if there is not None and not any(word.startswith(FLAG_PREFIX) for word in sys.argv[1:]):
+        if there is not None and not any(map(is_own_flag, sys.argv[1:])):
             return there
         settings, sys.argv[1:] = flags.settings_from_argv(sys.argv[1:])
+        print_notice(describe_foreign_flags(sys.argv[1:]))
+    elif not isinstance(settings, Settings):
+        settings = load_settings(settings)
     if there is not None:
         if there.settings == settings:
             return there
@@ -286,7 +291,7 @@ def install_when_parsed() -> None:
     An existing installation takes precedence. With --flex-cpu on the command line the CPU runtime is enabled.
     """
     if _CurrentInstallation.installed is None:
-        if "--flex-cpu" in sys.argv[1:] and not cpu.is_enabled():
+        if {"--flex-cpu", "--megatron-flex-cpu"} & set(sys.argv[1:]) and not cpu.is_enabled():
             cpu.enable()
         _CurrentInstallation.installed = Installation(None)
         _CurrentInstallation.installed.install()

@@ -20,6 +20,7 @@ from megatron_flex.errors import FlexError
 from megatron_flex.launch import flags
 from megatron_flex.launch.launch_settings import Settings
 from megatron_flex.launch.preview import describe_sites
+from megatron_flex.launch.rank_errors import print_notice
 from megatron_flex.launch.training_run import TrainingRun
 
 GROUP_DESTROYERS = ((dist, "destroy_process_group"), (dist.distributed_c10d, "_abort_process_group"))
@@ -51,6 +52,7 @@ class FlexCallback:
     def __init__(self, settings: Settings | None = None) -> None:
         if settings is None:
             settings, sys.argv[1:] = flags.settings_from_argv(sys.argv[1:])
+            print_notice(flags.describe_foreign_flags(sys.argv[1:]))
         if settings.estimate:
             raise FlexError(
                 "an estimate is made from Megatron-LM's arguments, which Megatron-Bridge has not; use "

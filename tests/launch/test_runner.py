@@ -135,9 +135,11 @@ def test_bad_input_before_anything_is_built(server: Server, tmp_path: Path):
     """An unknown flag, a bad key, and functions that are not there, or take something else."""
     (tmp_path / "own.py").write_text(BOOM)
     (tmp_path / "bad.yaml").write_text("sites: [decoder.layers.*]\ndumps:\n- path: d\n  evry: 2\n")
-    line = refused(server, tmp_path, "--flex-site", "x")
-    assert "--flex-site" in line
-    assert "--flex-sites" in line
+    line = refused(server, tmp_path, "--megatron-flex-site", "x")
+    assert "--megatron-flex-site;" in line
+    assert "--megatron-flex-sites" in line
+    line = refused(server, tmp_path, "--flex-dump", "d")
+    assert "--flex-dump d: nothing is named" in line
     line = refused(server, tmp_path, "--flex-config", "bad.yaml")
     assert all(word in line for word in ("bad.yaml", "4", "evry", "every"))
     assert not (tmp_path / "seen-0.json").exists()
