@@ -11,7 +11,16 @@ if TYPE_CHECKING:
     from megatron_flex.launch.script_runner import run
     from megatron_flex.launch.training_run import TrainingRun
 
-__all__ = ["Installation", "Settings", "TrainingRun", "add_flex_args", "install", "load_settings", "run", "settings_of"]
+__all__ = [
+    "Installation",
+    "Settings",
+    "TrainingRun",
+    "add_flex_args",
+    "install",
+    "load_settings",
+    "run",
+    "settings_of",
+]
 
 WHERE = {
     "Installation": "megatron_flex.launch.installation",

@@ -23,7 +23,9 @@ def add_flex_args(parser: Parser) -> Parser:
     """Add the `--flex-` flags, by groups, to a parser, for example in Megatron's `extra_args_provider`.
 
     Each flag has two names, `--flex-NAME` and `--megatron-flex-NAME`; of a parser that has a flag of the
-    first name already, only the second is added. If flags are on the command line or in MEGATRON_FLEX_FLAGS, Megatron's training applies them after
+    first name already, only the second is added.
+
+    If flags are on the command line or in MEGATRON_FLEX_FLAGS, Megatron's training applies them after
     parsing; no other call is necessary.
 
     The parsed namespace holds plain values: strings, lists of strings, True. `launch.settings_of` reads them.

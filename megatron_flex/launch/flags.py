@@ -360,7 +360,7 @@ def load_settings(*files: str | os.PathLike[str], environment: Mapping[str, str]
     """
     environment = os.environ if environment is None else environment
     found = _read_environment(environment)
-    files_first = [*map(os.fspath, files), *found.pop("config", [])]
+    files_first = [*(os.fspath(file) for file in files), *found.pop("config", [])]
     return settings_from_values({**found, "config": files_first}, {})
 
 
@@ -401,7 +401,9 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     except FlexError as error:
         raise FlexError(f"{FLAGS_VARIABLE}: {error}") from None
     if rest and rest[0].startswith(FLAG_PREFIX):
-        raise FlexError(f"{FLAGS_VARIABLE}: {_make_unknown_error(rest[0].partition('=')[0], FLAGS_BY_OPTION)}")
+        raise FlexError(
+            f"{FLAGS_VARIABLE}: {_make_unknown_error(rest[0].partition('=')[0], FLAGS_BY_OPTION)}"
+        )
     if rest:
         raise FlexError(f"{FLAGS_VARIABLE}: {rest[0]!r} is no flag of ours, which begin with {FLAG_PREFIX}")
     return found

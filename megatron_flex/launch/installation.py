@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from os import PathLike
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -21,8 +22,14 @@ from megatron_flex.adapters.megatron_core.schedules import current_iteration
 from megatron_flex.cpu.patches import AfterImportFinder
 from megatron_flex.errors import FlexError
 from megatron_flex.launch import flags
-from megatron_flex.launch.flags import describe_foreign_flags, has_flags, is_own_flag, load_settings, settings_of
-from megatron_flex.launch.launch_settings import Settings
+from megatron_flex.launch.flags import (
+    describe_foreign_flags,
+    has_flags,
+    is_own_flag,
+    load_settings,
+    settings_of,
+)
+from megatron_flex.launch.launch_settings import DEFAULT_REPORT_FILE, Settings
 from megatron_flex.launch.rank_errors import print_notice
 from megatron_flex.launch.settings_resolver import ResolvedSettings
 from megatron_flex.launch.training_run import TrainingRun
@@ -46,7 +53,7 @@ class Installation:
 
     def __init__(self, settings: Settings | None, holds: bool = False) -> None:
         self.settings, self.holds = settings, holds
-        self.running = TrainingRun(Settings() if settings is None else settings)
+        self.running = TrainingRun(Settings() if settings is None else settings, Path(DEFAULT_REPORT_FILE))
         self.failure: FlexError | None = None
         self._undo: list[Callable[[], None]] = []
         self._inside = 0  # nesting depth: some wrappers of pretrain() call it again
@@ -103,6 +110,8 @@ class Installation:
         }
         for name, wrapper in around.items():
             self._wrap(module, name, wrapper)
+        if hasattr(module, "checkpoint_and_decide_exit"):
+            self._wrap(module, "checkpoint_and_decide_exit", self._decide_exit)
         self._wrap(dist, "destroy_process_group", self._destroy)
         if hasattr(module, "ft_integration"):
             self._wrap(module.ft_integration, "shutdown", self._shutdown)
@@ -138,7 +147,7 @@ class Installation:
 
             namespace = get_args()
             self.settings = settings_of(namespace) if has_flags(namespace) else Settings()
-            self.running = TrainingRun(self.settings)
+            self.running = TrainingRun(self.settings, Path(DEFAULT_REPORT_FILE))
         return self.settings
 
     def _look(self, flex: FlexModel, found: ResolvedSettings) -> NoReturn:
@@ -150,10 +159,11 @@ class Installation:
         preview_text = self._remember_failure(
             lambda: describe_preview(flex, self.running.settings, found, get_args())
         )
-        self.running.abort()
         if dist.get_rank() == 0:
             sys.stdout.write(preview_text)
             sys.stdout.flush()
+        self.running.report.note(preview_text)
+        self.running.abort()
         dist.barrier()
         dist.destroy_process_group()
         sys.exit(0)
@@ -174,11 +184,20 @@ class Installation:
     def _train(self, original: TrainingFunction, *args: Any, **kwargs: Any) -> Any:
         """Wrap `train()` as well as `pretrain()`: a script may have bound `pretrain` before the patch."""
         try:
-            return original(*args, **kwargs)
+            out = original(*args, **kwargs)
         except BaseException as error:
             if not _is_clean_exit(error):
                 self.running.abort()
             raise
+        self._remember_failure(self.running.training_ends)
+        return out
+
+    def _decide_exit(self, original: TrainingFunction, *args: Any, **kwargs: Any) -> Any:
+        """Write the last statistics where `train()` closes W&B itself, and leaves by sys.exit()."""
+        exits = original(*args, **kwargs)
+        if exits:
+            self._remember_failure(self.running.training_ends)
+        return exits
 
     def _pretrain(self, original: TrainingFunction, *args: Any, **kwargs: Any) -> Any:
         self._inside += 1
@@ -216,6 +235,8 @@ class Installation:
         try:
             return act()
         except FlexError as error:
+            if error is not self.failure:
+                self.running.report.note(f"error: {' '.join(str(error).split())}")
             self.failure = error
             raise
 

@@ -300,11 +300,14 @@ class Settings(SettingsPart):
                 raise FlexError(
                     f"--flex-edit {edit.edit}: no site is named, neither there nor by --flex-sites"
                 )
-        parts = [(f"--flex-dump {dump.path}", dump) for dump in self.dumps]
-        measured = [] if self.statistics is None else [self.statistics]
-        for flag, part in [*parts, *((f"--flex-stats {s.path}", s) for s in measured)]:
+        parts: list[DumpSettings | StatisticsSettings] = [*self.dumps]
+        parts += [] if self.statistics is None else [self.statistics]
+        for part in parts:
             if not part.sites and not part.parameters:
-                raise FlexError(f"{flag}: nothing is named; say --flex-sites PATTERN, or parameters")
+                flag = "--flex-dump" if isinstance(part, DumpSettings) else "--flex-stats"
+                raise FlexError(
+                    f"{flag} {part.path}: nothing is named; say --flex-sites PATTERN, or parameters"
+                )
 
 
 def merge_values(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from megatron_flex import open_dump
 from tests.support.dumps import Given, random, write
 from tests.support.launching import MODEL, SCRIPT, Done, Server, has_pretrain, torchrun
+from tests.support.loggers import history
 
 pytestmark = pytest.mark.skipif(not has_pretrain(), reason="needs megatron.training of 0.19 or newer")
 NORM, FC1 = "decoder.layers.0.input_layernorm.weight", "decoder.layers.0.mlp.linear_fc1.weight"
@@ -27,6 +29,19 @@ def boom(module, inputs, save_ctx, modules):
 
 def few(inputs):
     return inputs
+"""
+
+
+ACTOR = """
+import os, sys
+from megatron_flex.launch import install
+assert sys.argv[1:] == ["-f", "kernel.json"]
+os.environ["MEGATRON_FLEX_FLAGS"] = "--flex-config more.yaml"
+install("hooks.yaml")
+assert sys.argv[1:] == ["-f", "kernel.json"]
+sys.argv[1:] = {argv!r}  # Megatron reads its own flags there
+from tests.support.scripts import pretraining
+pretraining.main()
 """
 
 
@@ -87,12 +102,52 @@ def test_reading_only(server: Server, plain: Path, tmp_path: Path):
     ours += ["--flex-dump", tmp_path / "dump", "--flex-stats", tmp_path / "stats", "--flex-cpu"]
     done = server(2, tmp_path, *command(tmp_path), *ours)
     assert done.status == [0, 0], done.err[0]
-    assert done.told == []
+    begun, verified, written, named = (line.removeprefix("megatron-flex: ") for line in done.told)
+    assert begun == (
+        f"dump of 4 sites to {tmp_path}/dump; statistics of 4 sites in {tmp_path}/stats; --flex-verify: the "
+        "ranks' tensors are compared with their layouts in the first step; iterations count from 0: "
+        "iteration N is N + 1 in Megatron's log, in TensorBoard and in W&B"
+    )
+    assert verified.startswith("--flex-verify: in 1 step the ranks' tensors at ")
+    assert re.match(
+        rf"dump to {tmp_path}/dump: 3 iterations written, [\d.]+ KiB by 2 ranks; 0 dropped", written
+    )
+    assert named.endswith("are in flex-report.txt")
+    head, *lines = (tmp_path / "flex-report.txt").read_text().splitlines()
+    assert re.match(r"# 20.* UTC: ", head)
+    assert lines == [begun, verified, written]
     assert_same(plain, tmp_path)
     with open_dump(tmp_path / "dump") as dump:
         assert list(dump.iterations) == [0, 1, 2]
         assert tuple(dump["decoder.layers.1:output"].shape[:2]) == (3, 4)  # iterations, samples
     assert any((tmp_path / "stats").iterdir())
+
+
+@pytest.mark.parametrize("leaves", [[], ["--exit-interval", "2"]], ids=["at the end", "by sys.exit()"])
+def test_wandb_has_the_last_iteration(server: Server, tmp_path: Path, leaves: list[str]):
+    """Megatron's own shutdown closes W&B before `pretrain()` returns, or in `train()` before it exits."""
+    pytest.importorskip("wandb")
+    theirs = ["--tensorboard-dir", tmp_path / "board", "--wandb-project", "p", "--wandb-exp-name", "n"]
+    theirs += ["--wandb-save-dir", tmp_path, *leaves]
+    ours = ["--flex-cpu", "--flex-stats", tmp_path / "stats", "--flex-sites", "decoder.layers.*"]
+    done = server(2, tmp_path, *command(tmp_path, *theirs), *ours)
+    assert done.status == [0, 0], done.err[1]
+    (file,) = tmp_path.glob("wandb/offline*/*.wandb")
+    steps = {int(told["_step"]): told for told in history(file) if any(n.startswith("flex/") for n in told)}
+    assert sorted(steps) == ([1, 2] if leaves else [1, 2, 3])
+    assert all("flex/decoder.layers.1:output/rms" in told and "lm loss" in told for told in steps.values())
+
+
+def test_without_a_command_line(server: Server, plain: Path, tmp_path: Path):
+    """In a notebook or an actor `sys.argv` is another program's: YAML and the variable are enough."""
+    (tmp_path / "hooks.yaml").write_text("dumps: [{path: d, iterations: 0:2}]\n")
+    (tmp_path / "more.yaml").write_text("sites: [decoder.layers.*]\n")
+    (tmp_path / "actor.py").write_text(ACTOR.format(argv=command(tmp_path)[1:]))
+    done = server(2, tmp_path, tmp_path / "actor.py", "-f", "kernel.json", plain=True)
+    assert done.status == [0, 0], done.err[0]
+    assert_same(plain, tmp_path)
+    with open_dump(tmp_path / "d") as dump:
+        assert list(dump.iterations) == [0, 1]
 
 
 def test_after_the_checkpoint_and_a_function_that_raises(server: Server, plain: Path, tmp_path: Path):

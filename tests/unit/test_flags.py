@@ -16,8 +16,16 @@ from hypothesis import strategies as st
 import megatron_flex as mf
 from megatron_flex.errors import FlexError
 from megatron_flex.launch import settings_of
-from megatron_flex.launch.flags import FLAGS, FLAGS_BY_OPTION, FLAGS_VARIABLE, Flag, format_help, split_argv
-from megatron_flex.launch.flags import describe_foreign_flags, load_settings
+from megatron_flex.launch.flags import (
+    FLAGS,
+    FLAGS_BY_OPTION,
+    FLAGS_VARIABLE,
+    Flag,
+    describe_foreign_flags,
+    format_help,
+    load_settings,
+    split_argv,
+)
 from megatron_flex.launch.flags import settings_from_argv as found
 from megatron_flex.launch.launch_settings import (
     DumpSettings,
@@ -240,7 +248,11 @@ def test_values_in_a_namespace_are_plain(flags: list[list[str]]) -> None:
         ("--flex-edit zero", {"edits": [{"edit": "zero"}]}, ""),
         ("--flex-dump a --flex-dump-mean", {"dump": {"path": "a", "reduce": "mean"}}, ""),
         ("--flex-dump a --flex-dump a", {"dump": {"path": "a"}}, ""),
-        ("--flex-strict --flex-hetero-ffn 2 --flex-every 3", {"every": "3"}, "--flex-strict --flex-hetero-ffn 2"),
+        (
+            "--flex-strict --flex-hetero-ffn 2 --flex-every 3",
+            {"every": "3"},
+            "--flex-strict --flex-hetero-ffn 2",
+        ),
         ("--flex-sites a --flex-strict b", {"sites": ["a"]}, "--flex-strict b"),
         ("--flex-eve 3 --flex-", {}, "--flex-eve 3 --flex-"),
         ("--megatron-flex-sites a b --megatron-flex-every=2", {"sites": ["a", "b"], "every": "2"}, ""),
@@ -308,7 +320,9 @@ def test_what_cannot_be_said(words: str, said: str) -> None:
 
 def test_flags_of_a_script_that_begin_like_ours() -> None:
     """Megatron's elastic models have --flex-strict and --flex-hetero-ffn; a typing error is seen as well."""
-    said = describe_foreign_flags(["--lr", "--flex-strict", "--flex-hetero-ffn=2", "--flex-site", "--flexible"])
+    said = describe_foreign_flags(
+        ["--lr", "--flex-strict", "--flex-hetero-ffn=2", "--flex-site", "--flexible"]
+    )
     assert said.startswith("passed on to the script")
     for words in ("--flex-strict (nearest: ", "--flex-hetero-ffn (", "--flex-site (nearest: --flex-sites)"):
         assert words in said
