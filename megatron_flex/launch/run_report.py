@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_flex.collectives import gather_objects
+from megatron_flex.dump.schema import ITERATION_NUMBERS, MEGATRON
 from megatron_flex.errors import FlexWarning
 from megatron_flex.launch.rank_errors import current_rank, print_notice
 from megatron_flex.launch.settings_resolver import ResolvedSettings
@@ -22,9 +23,6 @@ from megatron_flex.model import FlexModel
 from megatron_flex.notebook_html import count_words
 from megatron_flex.progress import format_bytes
 from megatron_flex.runtime.dump_sink import DumpSink
-
-MEGATRON = "megatron-core"  # the adapter whose training loop counts from 1 in its log
-NUMBERING = "iterations count from 0: iteration N is N + 1 in Megatron's log, in TensorBoard and in W&B"
 
 
 class RunReport:
@@ -102,8 +100,9 @@ def describe_start(flex: FlexModel, found: ResolvedSettings, verified: int) -> s
     if verified:
         steps = "the first step" if verified == 1 else f"the first {verified} steps"
         parts.append(f"--flex-verify: the ranks' tensors are compared with their layouts in {steps}")
-    if flex.session.adapter.name == MEGATRON and flex.session.sinks.dumps:
-        parts.append(NUMBERING)
+    sinks = flex.session.sinks
+    if flex.session.adapter.name == MEGATRON and (sinks.dumps or sinks.statistics):
+        parts.append(ITERATION_NUMBERS)
     return "; ".join(parts)
 
 
