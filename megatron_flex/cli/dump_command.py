@@ -112,9 +112,10 @@ def show(
             print_json({name: {**described[name], **found[name].to_json()} for name in wanted})
             return
         shapes = format_shape(arrays[site].dims, arrays[site].shape)
+        held = _describe_layouts(dump, arrays[site])
         what = [
             f"{shapes}, {described[site]['dtype']}, {format_bytes(arrays[site].nbytes)}",
-            f"iterations {format_series(arrays[site].iterations)}; ranks held {_describe_layouts(dump, arrays[site])}",
+            f"iterations {format_series(arrays[site].iterations)}; ranks held {held}",
         ]
         titles = [n.removeprefix(site).removeprefix(".") or "values" for n in wanted]
         print_statistics(make_console(), site, what, dict(zip(titles, found.values(), strict=True)))

@@ -118,7 +118,7 @@ class OpenDump:
         return [run.manifest for run in self.runs]
 
     def describe_meshes(self) -> str:
-        """The mesh of the run; of a dump that was continued in another layout each mesh with its iterations."""
+        """The mesh; of a dump continued in another layout each mesh with its iterations."""
         numbers: dict[str, list[int]] = {}
         for which in self.iteration_keys:
             sizes = self.stored_iteration(which).run.sizes
