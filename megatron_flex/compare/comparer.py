@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
@@ -18,14 +20,28 @@ from megatron_flex.compare.compared_dump import (
     open_compared_dump,
 )
 from megatron_flex.compare.comparison import Comparison, ReplicaMismatch, Row, Worst
+from megatron_flex.compare.cross_site_evidence import CrossSiteEvidence
 from megatron_flex.compare.error_patterns import explain_divergence, find_dim_shares, find_holders
+from megatron_flex.compare.input_tokens import EMBEDDING, find_other_tokens
+from megatron_flex.compare.parameter_drift import ParameterDrift
+from megatron_flex.compare.routing_ties import RoutingTies, find_routing_ties, get_logits_item
+from megatron_flex.compare.statistics_comparison import (
+    StatisticsFiles,
+    StatisticsOfDump,
+    StatisticsSource,
+    compare_statistics,
+    find_statistics,
+)
+from megatron_flex.compare.structural_tests import estimate_factor
 from megatron_flex.compare.tensor_pairs import (
     COMPARE_BLOCK,
     DifferenceSums,
+    PairSums,
     TensorPair,
     align_arrays,
     sum_differences,
 )
+from megatron_flex.compare.tensor_tests import TensorTester, TestedTensor
 from megatron_flex.compare.tolerance import ReductionDepths, Tolerances, read_precision
 from megatron_flex.dump import GRADIENT, PARAMETER_GRADIENT
 from megatron_flex.dump.tools.dump_verification import ReplicaChecksums
@@ -33,6 +49,7 @@ from megatron_flex.errors import DumpError, FlexError, suggest_nearest
 from megatron_flex.progress import progress as shown
 from megatron_flex.progress import track
 from megatron_flex.sites import GRADIENT_SUFFIX
+from megatron_flex.statistics.statistics_reader import OpenStatistics
 
 
 def find_replica_mismatches(source: ComparedDump, iterations: Sequence[int]) -> list[ReplicaMismatch]:
@@ -82,6 +99,8 @@ def compare(
     tolerance_from: Any = None,
     *,
     allow_missing: bool = False,
+    iterations: Sequence[int] | None = None,
+    learning_rate: float | None = None,
     progress: ProgressFunction | None = None,
     block_bytes: int = COMPARE_BLOCK,
 ) -> Comparison:
@@ -92,14 +111,17 @@ def compare(
     a few blocks are in memory at a time.
 
     Args:
-        a: a dump, or its path.
-        b: the other dump, or its path.
+        a: a dump, or its path; or statistics, or their folder, of which only the numbers are compared.
+        b: the other dump or statistics, or their path.
         tolerance: how far correct runs may differ, relative to the norm and to the greatest entry: for all
             sites, or by globs over their names. None: derived from dtype and depth.
         tolerance_from: a third dump, or its path, of a run that is correct up to round-off (another layout,
             inputs perturbed in the last digit): its difference from the nearer of the two, times a
             margin, is the tolerance of each site that it has.
         allow_missing: whether sites or iterations may be in only one of the dumps.
+        iterations: the iterations to compare; None for all that both have.
+        learning_rate: of the optimizer, where parameters were not dumped: from it follows what they may
+            differ by after some steps.
         progress: called before each tensor, instead of a bar in the terminal.
         block_bytes: maximum bytes of one tensor in memory, in fp64.
 
@@ -108,13 +130,39 @@ def compare(
         FlexError: a tolerance is no number, is negative, or both kinds are given.
     """
     _check_tolerance(tolerance, tolerance_from)
+    measured = [find_statistics(source) for source in (a, b)]
+    if any(found is not None for found in measured):
+        if tolerance is not None or tolerance_from is not None:
+            raise FlexError(
+                "tolerance and tolerance_from are for two dumps; statistics have bounds of their own"
+            )
+        return _compare_measured((a, b), measured, allow_missing, iterations, block_bytes)
     with (
         open_compared_dump(a, "A") as one,
         open_compared_dump(b, "B") as two,
         open_compared_dump(tolerance_from, "C") as noise,
     ):
-        walk = _Comparer(one, two, noise, tolerance, block_bytes)
+        walk = _Comparer(one, two, noise, tolerance, block_bytes, iterations, learning_rate)
         return walk.run(progress, allow_missing)
+
+
+def _compare_measured(
+    sources: Sequence[Any],
+    measured: Sequence[OpenStatistics | None],
+    allow_missing: bool,
+    iterations: Sequence[int] | None,
+    block_bytes: int,
+) -> Comparison:
+    """Compare statistics with statistics, or with a dump."""
+    with ExitStack() as stack:
+        sides: list[StatisticsSource] = []
+        for source, label, found in zip(sources, "AB", measured, strict=True):
+            if found is not None:
+                sides.append(StatisticsFiles(found, label))
+            else:
+                dump = stack.enter_context(open_compared_dump(source, label))
+                sides.append(StatisticsOfDump(dump, block_bytes))
+        return compare_statistics(*sides, allow_missing=allow_missing, iterations=iterations)
 
 
 def _check_tolerance(tolerance: float | Mapping[str, float] | None, tolerance_from: Any) -> None:
@@ -126,6 +174,15 @@ def _check_tolerance(tolerance: float | Mapping[str, float] | None, tolerance_fr
         raise FlexError("tolerance and tolerance_from are both given; leave one of them out")
 
 
+@dataclass(frozen=True, slots=True)
+class FirstDivergence:
+    """The first tensor that diverges: the pair with the greatest difference, its sums and tests."""
+
+    pair: TensorPair
+    both: PairSums
+    tested: TestedTensor
+
+
 @dataclass
 class _Comparer:
     """A comparison in progress."""
@@ -135,19 +192,24 @@ class _Comparer:
     noise: ComparedDump | None
     said: float | Mapping[str, float] | None
     most: int
+    only: Sequence[int] | None = None
+    learning_rate: float | None = None
     notes: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     alone: list[list[ComparedTensor]] = field(default_factory=list)
     depths: ReductionDepths = field(init=False)
-    first: tuple[TensorPair, DifferenceSums] | None = None
-    steps: int = 0
+    first: FirstDivergence | None = None
 
     def run(self, progress: ProgressFunction | None, allow_missing: bool) -> Comparison:
         items, iterations = self.items(), self.iterations()
         self.depths = ReductionDepths(self.order(), max(read_precision(s).layers for s in (self.a, self.b)))
-        tolerances = Tolerances(self.said, self.a, self.b, self.depths)
+        dtypes = [[s.array(i).dtype for i in items] for s in (self.a, self.b)]
+        tolerances = Tolerances(self.said, self.a, self.b, self.depths, dtypes)
+        tester = TensorTester(
+            self.a, self.b, tolerances, ParameterDrift(self.a, self.most), self.learning_rate
+        )
         with shown("comparing", unit="tensors") as bar:
-            rows = self.rows(items, iterations, tolerances, progress or bar.to)
+            rows = self.rows(items, iterations, tester, progress or bar.to)
         if not rows:
             raise DumpError(
                 f"{self.a.path} and {self.b.path} have nothing in common: "
@@ -158,6 +220,7 @@ class _Comparer:
             *find_replica_mismatches(self.b, iterations),
         ]
         hints = self.explain_first_divergence(rows)
+        other_tokens = self.find_other_tokens()
         return Comparison(
             self.a.describe(),
             self.b.describe(),
@@ -167,30 +230,40 @@ class _Comparer:
             (*self.missing, *self.notes),
             tuple(self.missing),
             allow_missing,
+            other_tokens,
         )
+
+    def find_other_tokens(self) -> str:
+        """Why the two runs did not read the same tokens; empty if they did, or it cannot be known."""
+        if self.first is None:
+            return ""
+        pair = self.first.pair
+        if pair.item.kind != VALUE or not pair.item.site.startswith(EMBEDDING):
+            return ""
+        tables = [i for i in self.b.items() if i.kind == PARAMETER and "word_embeddings" in i.site]
+        return find_other_tokens(pair, tables[0] if tables else None, self.b)
 
     def rows(
         self,
         items: list[ComparedTensor],
         iterations: list[int],
-        tolerances: Tolerances,
+        tester: TensorTester,
         report: ProgressFunction,
     ) -> list[Row]:
         """Compare all common tensors; record those that cannot be compared."""
         rows: list[Row] = []
         self.notes += [f"{s.label}: {told}" for s in (self.a, self.b) for told in s.dump.missing]
         skipped: dict[str, list[str]] = {}
+        parameters = any(i.kind == PARAMETER for i in items)
         for step, iteration in enumerate(iterations):
-            self.steps = iteration  # so many steps may have moved the parameters apart
+            tester.begin(iteration, parameters)
             for number, item in enumerate(items):
                 report(step * len(items) + number, len(iterations) * len(items), item.name)
                 pairs = self.pairs(item, iteration)
                 if isinstance(pairs, str):
                     skipped.setdefault(pairs, []).append(item.name)
                 else:
-                    if item.kind == VALUE and has_same_weights(rows, iteration):
-                        self.steps = 0
-                    rows.append(self.row(pairs, tolerances))
+                    rows.append(self.row(pairs, tester))
         self.missing += [f"not compared: {_format_some(names)}: {why}" for why, names in skipped.items()]
         return rows
 
@@ -230,6 +303,14 @@ class _Comparer:
                 f"{_format_some(sorted(one))} and "
                 f"{_format_some(sorted(two))}"
             )
+        if self.only is not None:
+            lacking = sorted(set(self.only) - (one & two))
+            if lacking:
+                raise DumpError(
+                    f"iterations {_format_some(lacking)} are not in both dumps, which have "
+                    f"{_format_some(sorted(one & two))} in common"
+                )
+            return sorted(set(self.only))
         for name, mine, others in (("A", one, two), ("B", two, one)):
             if mine - others:
                 self.missing.append(f"iterations only in {name}: {_format_some(sorted(mine - others))}")
@@ -259,12 +340,13 @@ class _Comparer:
 
     # -- one tensor ------------------------------------------------------------------------------------
 
-    def row(self, pairs: list[TensorPair], tolerances: Tolerances) -> Row:
+    def row(self, pairs: list[TensorPair], tester: TensorTester) -> Row:
         """Compare one tensor."""
-        found, pair = sum_differences(pairs, self.most)
+        both = sum_differences(pairs, self.most)
+        found, pair = both.sums, both.worst
         item = pair.item
-        noise = self.measured(item, pair.iteration)
-        allowed = tolerances.of(item, (pair.a.dtype, pair.b.dtype), self.steps, noise)
+        reference = self.measured(item, pair.iteration)
+        tested = tester.test(item, both, reference, self.ties(pairs, both, tester))
         row = Row(
             item.name,
             item.kind,
@@ -273,47 +355,76 @@ class _Comparer:
             found.relative,
             found.cosine,
             found.greatest,
-            found.error,
-            allowed,
+            tested.worst.statistic,
+            tested.worst.bound,
             found.equal,
             None if found.equal else _make_worst(pair, found),
+            tested.worst.test,
+            tested.worst.evidence,
+            tested.floor,
+            tested.factor_floor,
         )
         if row.diverges and self.first is None:
-            self.first = pair, found
-            assert row.worst is not None
-            worst = replace(
-                row.worst,
-                ranks_a=find_holders(self.a, pair, found.worst),
-                ranks_b=find_holders(self.b, pair, found.worst),
-            )
-            row = replace(row, worst=worst)
+            self.first = FirstDivergence(pair, both, tested)
+            if row.worst is not None:
+                worst = replace(
+                    row.worst,
+                    ranks_a=find_holders(self.a, pair, found.worst),
+                    ranks_b=find_holders(self.b, pair, found.worst),
+                )
+                row = replace(row, worst=worst)
         return row
 
-    def measured(self, item: ComparedTensor, iteration: int) -> float | None:
-        """The distance of the third run from the nearer of the two; None if it lacks this tensor."""
+    def ties(self, pairs: list[TensorPair], both: PairSums, tester: TensorTester) -> RoutingTies | None:
+        """The tokens that were routed otherwise; None for tensors that are no choice of experts."""
+        logits = get_logits_item(pairs[0].item)
+        if logits is None or both.sums.equal or not {logits} <= set(self.a.items()) & set(self.b.items()):
+            return None
+        scored = self.pairs(logits, pairs[0].iteration)
+        if isinstance(scored, str):
+            return None
+        found = find_routing_ties(pairs, scored, tester.tolerances.unit, self.most)
+        if found is not None and found.tied:
+            self.notes.append(
+                f"{pairs[0].item.name}, iteration {pairs[0].iteration}: {found.tied} of {found.tokens} "
+                "tokens have other experts, whose logits are tied within round-off; less is detected after it"
+            )
+        return found
+
+    def measured(self, item: ComparedTensor, iteration: int) -> PairSums | None:
+        """The third run against the nearer of the two; None if it lacks this tensor."""
         noise = self.noise
         if noise is None or item not in noise.items():
             return None
         third = noise.array(item)
         if iteration not in third.iterations:
             return None
-        errors = []
+        found = []
         for source in (self.a, self.b):
             pairs = align_arrays(item, iteration, source.array(item), third)
             if not isinstance(pairs, str):
-                errors.append(sum_differences(pairs, self.most)[0].error)
-        return min(errors, default=None)
+                found.append(sum_differences(pairs, self.most))
+        return min(found, key=lambda f: f.sums.error, default=None)
 
     def explain_first_divergence(self, rows: list[Row]) -> Iterator[str]:
         """The pattern of the first divergence, and other errors there."""
         if self.first is None:
             return
-        pair, found = self.first
+        pair, found = self.first.pair, self.first.both.sums
         shares = find_dim_shares(self.a, pair)
         for place, more in find_dim_shares(self.b, pair).items():
             shares.setdefault(place, []).extend(more)
         axes = {**self.a.told, **self.b.told}
-        yield from explain_divergence(pair, found, shares, axes, self.most)
+        profile, tested = self.first.both.profile, self.first.tested
+        factor = estimate_factor(profile) if profile is not None else (0.0, math.inf)
+        noise = min(tested.floor, 0.5)
+        patterns = explain_divergence(pair, found, shares, axes, self.most, noise, factor)
+        evidence = [o.evidence for o in tested.outcomes if o.evidence and o.excess > 1]
+        if any("constant factor" in p for p in patterns):
+            evidence = [e for e in evidence if not e.startswith("B is A times")]
+        yield from CrossSiteEvidence(self.a, self.b, rows, self.most).explain(pair)
+        yield from patterns
+        yield from (e for e in evidence if e not in patterns)
         module = pair.item.site.partition(":")[0]
         for this_run, other, alone in (("A", "B", self.alone[0]), ("B", "A", self.alone[1])):
             inside = [
@@ -330,12 +441,6 @@ class _Comparer:
             yield f"parameters of it differ as well: {_format_some(own)}; the weights are not the same"
         elif ill and pair.item.kind != PARAMETER:
             yield f"parameters differ as well: {_format_some(ill)}"
-
-
-def has_same_weights(rows: list[Row], iteration: int) -> bool:
-    """Whether parameters were compared in an iteration, and are equal."""
-    own = [r for r in rows if r.kind == PARAMETER and r.iteration == iteration]
-    return bool(own) and all(r.equal for r in own)
 
 
 def _make_worst(pair: TensorPair, found: DifferenceSums) -> Worst:

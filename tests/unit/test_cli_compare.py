@@ -62,14 +62,14 @@ def test_the_first_that_diverges_is_named(command, three, width):
     ("words", "status", "verdict"),
     [
         (["a"], 0, "equal"),
-        (["round"], 0, "round-off"),
+        (["round"], 0, "not distinguishable from round-off"),
         (["wrong"], 1, "diverges"),
-        (["wrong", "--tolerance", "0.5"], 0, "round-off"),
+        (["wrong", "--tolerance", "0.5"], 0, "not distinguishable from round-off"),
         (["round", "--tolerance", "1e-9"], 1, "diverges"),
-        (["wrong", "-t", "decoder.layers.[23]=0.5"], 0, "round-off"),
+        (["wrong", "-t", "decoder.layers.[23]=0.5"], 0, "not distinguishable from round-off"),
         (["wrong", "-t", "decoder.layers.2=0.5"], 1, "diverges"),
         (["wrong", "--tolerance-from", "round"], 1, "diverges"),
-        (["round", "--tolerance-from", "round"], 0, "round-off"),
+        (["round", "--tolerance-from", "round"], 0, "not distinguishable from round-off"),
     ],
 )
 def test_the_exit_status_is_the_verdict(command, three, words, status, verdict):
@@ -78,7 +78,7 @@ def test_the_exit_status_is_the_verdict(command, three, words, status, verdict):
     assert json.loads(done.out)["verdict"] == verdict
 
 
-def test_what_only_one_has_is_status_1_unless_it_is_allowed(command, three, tmp_path):
+def test_what_only_one_has_is_status_2_unless_it_is_allowed(command, three, tmp_path):
     dumps.write(tmp_path / "less", {"decoder.layers.0": Given(random(1, 4, 8, 8))}, iterations=[10])
     dumps.write(
         tmp_path / "more",
@@ -86,7 +86,7 @@ def test_what_only_one_has_is_status_1_unless_it_is_allowed(command, three, tmp_
         iterations=[10],
     )
     done = command("compare", "more", "less")
-    assert done.status == 1
+    assert done.status == 2
     assert "only in A: decoder.layers.1" in done.out
     assert "--allow-missing" in done.out
     assert command("compare", "more", "less", "--allow-missing").status == 0
@@ -98,6 +98,27 @@ def test_what_cannot_be_compared_is_another_status(command, three, tmp_path):
     done = command("compare", "a", "other")
     assert done.status == 2
     assert done.err.count("\n") == 1
+
+
+def test_a_damaged_dump_cannot_be_compared(command, three, tmp_path):
+    part = next(p for p in sorted((tmp_path / "round").rglob("*")) if p.suffix == ".safetensors")
+    content = bytearray(part.read_bytes())
+    content[-5] ^= 0xFF
+    part.write_bytes(content)
+    done = command("compare", "a", "round")
+    assert done.status == 2
+    assert done.err.count("\n") == 1
+    assert part.name in done.err
+
+
+def test_iterations_and_a_reference_on_the_command_line(command, three):
+    assert command("compare", "a", "round", "--iterations", "10").status == 0
+    assert command("compare", "a", "wrong", "--reference", "round").status == 1
+    done = command("compare", "a", "round", "--iterations", "9:11")
+    assert (done.status, done.err.count("\n")) == (2, 1)
+    assert "iterations 9 are not in both dumps" in done.err
+    done = command("compare", "a", "round", "--iterations", "x")
+    assert (done.status, "say numbers and ranges" in done.err) == (2, True)
 
 
 def test_an_estimate_of_flags_and_of_a_file_is_the_same(command, tmp_path):
