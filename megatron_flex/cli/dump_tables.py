@@ -224,15 +224,15 @@ def _format_share(count: int, of: int) -> str:
 
 
 def print_verification(out: Console, found: Verification) -> None:
-    """The findings, errors first, then the counts of what was read; one finding for each iteration that is
-    incomplete or has parts missing, with its ranks.
+    """The findings, a line each and errors first, then the counts of what was read; an iteration that is
+    incomplete or has parts missing is one finding, with its ranks.
     """
     findings = _join_ranks(found.findings)
     for finding in sorted(findings, key=lambda f: not f.error):
         word, style = ("error", "bold red") if finding.error else ("note", "yellow")
         out.print(f"{word}: {finding.kind}", style=style, end="  ")
-        out.print(finding.where, style="bold", soft_wrap=True)
-        out.print(f"    {finding.text}", soft_wrap=True)
+        out.print(finding.where, style="bold", soft_wrap=True, end="  ")
+        out.print(finding.text, soft_wrap=True)
     errors = sum(f.error for f in findings)
     notes = len(findings) - errors
     read = (
@@ -251,7 +251,7 @@ def print_verification(out: Console, found: Verification) -> None:
 
 
 def _join_ranks(findings: Sequence[DumpFinding]) -> list[DumpFinding]:
-    """The findings, where those of several ranks that are missing in one folder are one."""
+    """The findings; those of several ranks of which parts of one iteration are not there are one."""
     out: dict[object, list[DumpFinding]] = {}
     for number, finding in enumerate(findings):
         joins = finding.kind in ("missing", "incomplete")
@@ -259,13 +259,13 @@ def _join_ranks(findings: Sequence[DumpFinding]) -> list[DumpFinding]:
     joined = []
     for first, *others in out.values():
         if others:
-            head = f"iteration {first.iteration} is incomplete: "
-            texts = [
-                f.text.removeprefix(head).removeprefix(f"iteration {f.iteration}: ") for f in (first, *others)
-            ]
-            ranks = ", ".join(str(f.rank) for f in (first, *others)[:MOST_RANKS])
-            more = f" and {len(texts) - MOST_RANKS} more" if len(texts) > MOST_RANKS else ""
-            first = replace(first, text=f"{head}of ranks {ranks}{more}; {texts[0]}")
+            ranks = [str(f.rank) for f in (first, *others)]
+            more = f" and {len(ranks) - MOST_RANKS} more" if len(ranks) > MOST_RANKS else ""
+            sites = dict.fromkeys(name for f in (first, *others) for name in f.sites)
+            lost = f"; lost: of {len(sites)} sites what they wrote" if sites else ""
+            text = f"parts of ranks {', '.join(ranks[:MOST_RANKS])}{more} are not there{lost}"
+            elsewhere = "" if first.error else "; another run has it complete"
+            first = replace(first, text=f"iteration {first.iteration} is incomplete: {text}{elsewhere}")
         joined.append(first)
     return joined
 

@@ -13,7 +13,9 @@ from megatron_flex.errors import FlexError
 from megatron_flex.launch.flags import settings_from_argv
 from megatron_flex.launch.two_layouts import drop_flags, plan_two_layouts
 
-SCRIPT = "pretrain_gpt.py --tensor-model-parallel-size 4 --sequence-parallel --train-samples 9 --vocab-size 50"
+SCRIPT = (
+    "pretrain_gpt.py --tensor-model-parallel-size 4 --sequence-parallel --train-samples 9 --vocab-size 50"
+)
 
 
 def values(words: tuple[str, ...], flag: str) -> list[str]:
