@@ -110,6 +110,15 @@ def test_the_error_of_the_launchers() -> None:
     assert shown == f"megatron-flex: {raised.value}\n"
 
 
+def test_blocks_of_yaml_name_their_file() -> None:
+    """A reader sees which file it is, and needs no other file that the page does not have."""
+    found = [block for block in BLOCKS if block.language == "yaml"]
+    assert found
+    for block in found:
+        assert re.match(r"# [\w/-]+\.yaml, for \S", block.text), f"{block}: name the file in its first line"
+        assert not re.search(r"\w\.(py|safetensors|pt)\b", block.text), f"{block} needs another file"
+
+
 def test_the_words_of_a_control_file() -> None:
     from megatron_flex.launch.hook_control import parse_control_words
 
