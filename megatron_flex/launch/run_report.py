@@ -132,7 +132,7 @@ def _describe_selection(sites: int, parameters: Any, gradients: bool) -> str:
 
 
 def _describe_every(every: int) -> str:
-    return "" if every == 1 else f" in every {every}th iteration"
+    return "" if every == 1 else f" in iterations that are multiples of {every}"
 
 
 def describe_end(dumps: Sequence[DumpSink], mesh: Mesh) -> list[str]:
