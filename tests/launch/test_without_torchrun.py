@@ -1,4 +1,4 @@
-"""Hooks in processes that torchrun did not start and that have no command line of their own: actors, notebooks."""
+"""Hooks in processes without torchrun and without a command line of their own: actors, notebooks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.launching import environment
 
 pytest.importorskip("pydantic")
 
-# As an actor does it: the ranks are told by hand, the argv is another program's, and a thread runs the method.
+# As in an actor: ranks are given by hand, the argv is another program's, and a thread runs the method.
 ACTOR = """
 import os, sys, threading
 import torch, torch.distributed as dist
