@@ -121,7 +121,9 @@ class OpenDump:
         """The mesh; of a dump continued in another layout each mesh with its iterations."""
         numbers: dict[str, list[int]] = {}
         for which in self.iteration_keys:
-            sizes = self.stored_iteration(which).run.sizes
+            manifest = self.stored_iteration(which).run.manifest
+            experts = {a: n for a, n in manifest.experts.items() if a == "ep" or n != manifest.axes.get("tp")}
+            sizes = {**experts, **manifest.axes}
             mesh = " x ".join(f"{a}={n}" for a, n in sizes.items() if n > 1 and a != "edp") or "one rank"
             numbers.setdefault(mesh, []).append(which[0])
         if len(numbers) < 2:
