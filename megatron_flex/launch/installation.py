@@ -236,7 +236,7 @@ class Installation:
             return act()
         except FlexError as error:
             if error is not self.failure:
-                self.running.report.note(f"error: {' '.join(str(error).split())}")
+                self.running.report.note_error(error)
             self.failure = error
             raise
 

@@ -59,6 +59,11 @@ class RunReport:
             self._failed = True
             print_notice(f"{self.path}: no report can be written: {error.strerror or error}")
 
+    def note_error(self, error: BaseException) -> None:
+        """Write an error, which is printed elsewhere, once the run has begun; before, it is the only line."""
+        if self._used:
+            self.note(f"error: {' '.join(str(error).split())}")
+
     def take_warnings(self) -> None:
         """Write the warnings of this package too, until `close`; they are shown as before."""
         if self.path is not None and self._show is None and current_rank() == 0:

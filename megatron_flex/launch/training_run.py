@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_flex.errors import FlexError
 from megatron_flex.launch.hook_control import Control
 from megatron_flex.launch.launch_settings import Settings
 from megatron_flex.launch.rank_errors import job_mesh, run_or_raise_on_all
@@ -142,6 +143,9 @@ class TrainingRun:
             flex.restore()
             for line in describe_end(dumps, flex.session.mesh):
                 self.report.say(line)
+        except FlexError as error:
+            self.report.note_error(error)
+            raise
         finally:
             self.report.close()
 

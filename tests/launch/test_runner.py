@@ -157,7 +157,10 @@ def test_after_the_checkpoint_and_a_function_that_raises(server: Server, plain: 
     ours = ["--flex-cpu", "--flex-edit", "decoder.layers.1", "own.py:boom", "--flex-dump", tmp_path / "dump"]
     done = server(2, tmp_path, *command(tmp_path, *loading), *ours, "--flex-dump-parameters", NORM, FC1)
     assert done.status == [2, 2], done.err[0]
-    (line,) = done.told
+    begun, named, line = done.told
+    assert "1 edit at 1 site; dump of 2 parameters to " in begun
+    assert "flex-report.txt" in named
+    assert "error: " in (tmp_path / "flex-report.txt").read_text()
     for word in ("decoder.layers.1:output", "iteration 1", "microbatch 1", "rank", "too hot"):
         assert word in line
     assert "own.py" in done.err[0]  # the function's own traceback
@@ -246,7 +249,10 @@ def test_what_never_fired_is_told_at_the_end(server: Server, tmp_path: Path):
     )
     done = server(2, tmp_path, *command(tmp_path, "--skip-train"), "--flex-cpu", "--flex-config", "f.yaml")
     assert done.status == [2, 2], done.err[0]
-    (line,) = done.told
+    begun, named, line = done.told
+    assert "1 edit at 1 site" in begun
+    assert "never fired" in (tmp_path / "flex-report.txt").read_text()
+    assert "flex-report.txt" in named
     assert "never fired" in line
     assert all((tmp_path / f"through-{rank}").exists() for rank in range(2))
 
