@@ -87,7 +87,7 @@ def compare(
     """Compare two dumps and name the first site that diverges.
 
     They are aligned by site, iteration, sample and token, and walked in the order of execution, gradients
-    after values. What is round-off follows from dtype and depth, unless it is said or measured.
+    after values. What is round-off follows from dtype and depth, unless it is given or measured.
 
     Exit status 0 if they are equal, or not distinguishable from round-off; 1 if they diverge; 2 if they
     cannot be compared: a dump is damaged, the tokens are others, or only one of them has a site or an

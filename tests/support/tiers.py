@@ -34,7 +34,7 @@ NOT_QUICK = (
 QUICK: dict[str, tuple[str, ...]] = {
     # Facts about the frameworks.
     "test_flags.py": (),
-    "test_flag_census.py": (),
+    "test_argument_census.py": (),
     "test_models.py": (  # in tests/contract and in tests/distributed
         *("test_scans_pack_their_projections_rank_by_rank", "test_mamba[M*|-M tp2 pp2]"),
         "test_bert[bert tp2 pp2]",
@@ -99,6 +99,10 @@ QUICK: dict[str, tuple[str, ...]] = {
     ),
     "test_parameters.py": (
         *("test_every_weight_on_every_version[tp2 sp pp2]", "test_a_parameter_that_some_ranks_own"),
+    ),
+    "test_huggingface_weights.py": (
+        *("test_logits_and_bits[tp2 pp2-gpt2]", "test_models_in_memory[leader]", "test_the_page_runs"),
+        "test_bad_input_is_named_on_all_ranks_and_changes_nothing",
     ),
     "test_verify.py": (
         "test_a_tap_that_fires_twice",
