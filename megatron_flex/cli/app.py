@@ -40,6 +40,24 @@ def launch(context: typer.Context) -> None:
     os.execv(command[0], command)
 
 
+def two_layouts(context: typer.Context) -> None:
+    """Run a training script with the same weights in two layouts, and compare them.
+
+    It saves a torch_dist checkpoint, loads it in both layouts with --finetune, dumps both, and compares.
+    Options, anywhere: --against 'FLAGS' of the second layout; --without 'FLAGS' that only the first has;
+    --out DIR; --iterations N; --sites 'PATTERNS'; --processes 4,2; --checkpoint DIR, instead of saving one;
+    --no-parameters; --dry, to print the commands only. Exit status as of compare.
+
+    For example: megatron-flex two-layouts -- pretrain_gpt.py --tensor-model-parallel-size 2 ...
+    --against '--tensor-model-parallel-size 1'
+    """
+    from megatron_flex.cli.two_layouts_command import run_two_layouts
+
+    status = run_two_layouts(context.args)
+    if status:
+        raise typer.Exit(status)
+
+
 def torchrun_command(words: Sequence[str]) -> list[str]:
     """The whole command: Python, torchrun's options, the runner, the script and its arguments.
 
@@ -49,7 +67,7 @@ def torchrun_command(words: Sequence[str]) -> list[str]:
     """
     from torch.distributed.run import get_args_parser
 
-    if not words or words[0].startswith("--flex-"):
+    if not words or words[0].startswith(("--flex-", "--megatron-flex-")):
         what = f"{words[0]} comes before it" if words else "none is named"
         raise FlexError(f"no script, {what}: megatron-flex run [torchrun's options] SCRIPT [flags]")
     found = get_args_parser().parse_args(list(words))
@@ -82,15 +100,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command(
-    "run",
-    context_settings={
-        "allow_extra_args": True,
-        "ignore_unknown_options": True,
-        "allow_interspersed_args": False,
-        "help_option_names": ["--help"],
-    },
-)(launch)
+for name, command in {"run": launch, "two-layouts": two_layouts}.items():
+    app.command(
+        name,
+        context_settings={
+            "allow_extra_args": True,
+            "ignore_unknown_options": True,
+            "allow_interspersed_args": False,
+            "help_option_names": ["--help"],
+        },
+    )(command)
 
 
 @app.callback(invoke_without_command=True)
