@@ -1,7 +1,7 @@
 """Axes of tensors as text, and the rearrangement of a tensor from one form into another.
 
 `b s (n d)` has three dims; the last holds the heads `n`, each with its features `d`. `s b n d` is the same
-tensor in Megatron's order. A number in front of a name, as in `b s (3:t n d)`, is the length of an axis.
+tensor in Megatron's order. `1` is a dim of one entry, which is left out.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_flex.errors import LayoutError
 
 Sizes = Mapping[str, int]
+SINGLE = "1"  # a dim of one entry
 SAMPLES, POSITIONS = "b", "s"  # the axes that number samples and positions
 
 
@@ -23,17 +24,7 @@ SAMPLES, POSITIONS = "b", "s"  # the axes that number samples and positions
 def parse_axes(text: str) -> tuple[tuple[str, ...], ...]:
     """The axes of each dim: `b s (n d)` gives `(("b",), ("s",), ("n", "d"))`."""
     dims = re.findall(r"\(([^)]*)\)|(\S+)", text)
-    return tuple(tuple(_name(a) for a in (packed or single).split()) for packed, single in dims)
-
-
-def _name(axis: str) -> str:
-    return axis.rpartition(":")[2]
-
-
-@cache
-def _lengths(text: str) -> dict[str, int]:
-    """The lengths that the text itself gives."""
-    return {name: int(length) for length, name in re.findall(r"(\d+):(\w+)", text)}
+    return tuple(tuple((packed or single).split()) for packed, single in dims)
 
 
 @cache
@@ -55,7 +46,7 @@ def unpack(tensor: Tensor, axes: str, sizes: Sizes) -> Tensor:
     Raises:
         LayoutError: the tensor does not have these axes.
     """
-    dims, known = parse_axes(axes), {**sizes, **_lengths(axes)}
+    dims = parse_axes(axes)
     if tensor.ndim != len(dims):
         raise LayoutError(f"a tensor of shape {tuple(tensor.shape)} does not have the axes {axes!r}")
     shape: list[int] = []
@@ -63,7 +54,7 @@ def unpack(tensor: Tensor, axes: str, sizes: Sizes) -> Tensor:
         if len(dim) == 1:
             shape.append(length)
             continue
-        given = [known.get(axis, -1) for axis in dim]
+        given = [sizes.get(axis, -1) for axis in dim]
         product = math.prod(n for n in given if n > 0)
         if given.count(-1) > 1 or not product or length % product or (-1 not in given and product != length):
             lengths = ", ".join(f"{a}={n if n > 0 else '?'}" for a, n in zip(dim, given, strict=True))
@@ -91,9 +82,12 @@ def rearrange(tensor: Tensor, source: str, target: tuple[str, ...], sizes: Sizes
         `rearrange(z, "b s (n d)", ("s", "b", "n", "d"), {"n": 4})`
     """
     names = [axis for dim in parse_axes(source) for axis in dim]
+    wide = unpack(tensor, source, sizes)
+    single = [i for i, axis in enumerate(names) if axis == SINGLE]
+    names = [axis for axis in names if axis != SINGLE]
     if sorted(names) != sorted(target):
         raise LayoutError(f"the axes {source!r} are not those of {' '.join(target)!r}")
-    return unpack(tensor, source, sizes).permute([names.index(axis) for axis in target])
+    return wide.squeeze(single).permute([names.index(axis) for axis in target])
 
 
 def pack(tensor: Tensor, source: tuple[str, ...], target: str) -> Tensor:

@@ -7,9 +7,10 @@ A row is written once for all architectures that have the part. Modules are writ
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from megatron_flex.errors import FlexError, suggest_nearest
 
@@ -50,6 +51,7 @@ class Counterpart:
             self,
             site=self.site.format_map(paths),
             other=tuple(o.format_map(paths) for o in self.other),
+            here=self.here.format_map(paths),
             there=self.there.format_map(paths),
             bias=self.bias.format_map(paths),
         )
@@ -227,7 +229,7 @@ LATENT_QKV: Rows = (
     _row(MLA + ".linear_q_up_proj:output", "{attn}.q_b_proj:output", "s b (n d)", "b s (n d)"),
     _row(MLA + ".linear_kv_up_proj:input", "{attn}.kv_a_layernorm:output", "s b r", "b s r", norm="outside"),
     _row(MLA + ".linear_kv_up_proj:input", "{attn}.kv_a_layernorm:input", "s b r", "b s r", norm="inside"),
-    _row(MLA + ".linear_kv_up_proj:output", "{attn}.kv_b_proj:output", "s b (n d)", "b s (n d)"),
+    _row(MLA + ".linear_kv_up_proj:output", "{attn}.kv_b_proj:output", "s b (n d)", "b 1 s (n d)"),
 )
 LAST: Rows = (
     _row("decoder.final_layernorm:input", "{final}:input", STREAM),
@@ -253,6 +255,49 @@ WITHOUT_COUNTERPART = (
 NO_ROW = "the architecture {family} has no such tensor"
 
 
+_NUMBER_OF = {"decoder.layers.": "layer", "local_experts.": "expert"}
+NUMBERED = re.compile("(" + "|".join(map(re.escape, _NUMBER_OF)) + r")(\d+)")
+_LINEAR_AFTER_NORM = {"self_attention": "self_attention.linear_qkv", "mlp": "mlp.linear_fc1"}
+
+
+def _normalizing_linear(site: str) -> str:
+    """The linear that may contain the norm of what enters a site's module."""
+    parent, _, role = site.partition(":")[0].rpartition(".")
+    return f"{parent}.{_LINEAR_AFTER_NORM.get(role, role)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A Megatron site with its row.
+
+    Attributes:
+        row: the row, with numbers in its names.
+        order: the number of the row in the table.
+        layer: the number of the layer; None outside of layers.
+        expert: the number of the expert; -1 outside of experts.
+    """
+
+    row: Counterpart
+    order: int
+    layer: int | None
+    expert: int
+
+    @property
+    def site(self) -> str:
+        """The Megatron site."""
+        return self.row.site
+
+    @property
+    def time(self) -> tuple[int, int, int, int]:
+        """A sort key: the order of execution."""
+        if self.layer is None:
+            return (2 if self.site.startswith(LAST_SITES) else 0), 0, self.order, self.expert
+        return 1, self.layer, self.order, self.expert
+
+
+LAST_SITES = ("decoder", "output_layer")
+
+
 @dataclass(frozen=True)
 class Family:
     """An architecture: the rows that it has, and the module path of each role.
@@ -261,13 +306,13 @@ class Family:
         name: transformers' `model_type`.
         paths: the module paths by role; `{layer}` and `{expert}` stay.
         rows: the rows, in the order of execution.
-        scale: what multiplies the word embeddings, in words; empty if nothing does.
     """
 
     name: str
     paths: Mapping[str, str]
     rows: Rows
 
+    @cached_property
     def counterparts(self) -> list[Counterpart]:
         """The rows, with `{layer}` and `{expert}` in them."""
         paths = {"layer": "{layer}", "expert": "{expert}", **self.paths}
@@ -275,27 +320,45 @@ class Family:
             paths = {role: path.format_map(_Keep(paths)) for role, path in paths.items()}
         return [row.named(paths) for row in self.rows]
 
-    def find(self, site: str, norm: str = "outside") -> tuple[Counterpart, Mapping[str, str]] | None:
-        """The row of a site, and the numbers in its name.
+    @cached_property
+    def _numbered(self) -> dict[str, list[tuple[int, Counterpart]]]:
+        found: dict[str, list[tuple[int, Counterpart]]] = {}
+        for number, row in enumerate(self.counterparts):
+            found.setdefault(row.site, []).append((number, row))
+        return found
+
+    def find(self, site: str, inside: Container[str] = ()) -> Match | None:
+        """The row of a site; None if there is none.
 
         Args:
             site: the site's name.
-            norm: whether norms are `outside` or `inside` of the next linear.
+            inside: the parameters of the Megatron model, which show the norms that are part of a linear.
         """
-        general = NUMBERED.sub(lambda m: m[1] + ("{layer}" if m[1].endswith("layers.") else "{expert}"), site)
-        for row in self.counterparts():
-            if row.site == general and row.norm in ("", norm):
-                numbers = dict(zip(("layer", "expert"), (m[2] for m in NUMBERED.finditer(site)), strict=False))
-                return row.named({"layer": "", "expert": "", **numbers}), numbers
+        numbers = {_NUMBER_OF[m[1]]: m[2] for m in NUMBERED.finditer(site)}
+        general = NUMBERED.sub(lambda m: f"{m[1]}{{{_NUMBER_OF[m[1]]}}}", site)
+        norm = "inside" if f"{_normalizing_linear(site)}.layer_norm_weight" in inside else "outside"
+        for order, row in self._numbered.get(general, ()):
+            if row.norm in ("", norm):
+                named = row.named({"layer": "", "expert": "", **numbers})
+                layer = int(numbers["layer"]) if "layer" in numbers else None
+                return Match(named, order, layer, int(numbers.get("expert", -1)))
         return None
+
+    def match(self, sites: Iterable[str], parameters: Container[str] = ()) -> tuple[list[Match], dict[str, str]]:
+        """The rows of these sites in the order of execution, and the other sites with the reason.
+
+        Args:
+            sites: names of sites.
+            parameters: as for `find`.
+        """
+        found = {site: self.find(site, parameters) for site in sites}
+        matches = sorted((m for m in found.values() if m is not None), key=lambda m: m.time)
+        return matches, {site: self.reason(site) for site, m in found.items() if m is None}
 
     def reason(self, site: str) -> str:
         """Why a site has no counterpart."""
         found = (why for pattern, why in WITHOUT_COUNTERPART if fnmatchcase(site, pattern))
         return next(found, NO_ROW.format(family=self.name))
-
-
-NUMBERED = re.compile(r"(decoder\.layers\.|local_experts\.)(\d+)")
 
 
 class _Keep(dict[str, str]):
@@ -411,7 +474,7 @@ def site_names(model_type: str, sites: Iterable[str] = ()) -> SiteNames:
     """
     family = family_of(model_type)
     if not list(sites):
-        rows = [(r.site, " + ".join(r.other), describe_axes(r)) for r in family.counterparts()]
+        rows = [(r.site, " + ".join(r.other), describe_axes(r)) for r in family.counterparts]
         return SiteNames(rows + [(p, "", why) for p, why in WITHOUT_COUNTERPART])
     out = SiteNames()
     for site in sites:
@@ -419,7 +482,7 @@ def site_names(model_type: str, sites: Iterable[str] = ()) -> SiteNames:
         out.append(
             (site, "", family.reason(site))
             if found is None
-            else (site, " + ".join(found[0].other), describe_axes(found[0]))
+            else (site, " + ".join(found.row.other), describe_axes(found.row))
         )
     return out
 

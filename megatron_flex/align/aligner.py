@@ -1,0 +1,289 @@
+"""`align`: a Hugging Face model and a Megatron model on the same tokens, hook point by hook point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.align.alignment import AFTER, BEFORE, Alignment, SiteVerdict
+from megatron_flex.align.axes import canonical_axes, rearrange
+from megatron_flex.align.candidate_run import CandidateRun
+from megatron_flex.align.causes import Evidence, find_causes
+from megatron_flex.align.counterparts import Counterpart, Match, family_of
+from megatron_flex.align.reference_run import Captures, ReferenceRun
+from megatron_flex.align.routing import Routing
+from megatron_flex.align.tensor_difference import EQUAL, Difference, SiteTolerances, measure
+from megatron_flex.align.token_batch import TokenBatch, prepare_batch, sequence_divisor
+from megatron_flex.collectives import gather_objects
+from megatron_flex.compare.tolerance import Precision
+from megatron_flex.errors import FlexError
+from megatron_flex.model import FlexModel
+from megatron_flex.runtime import full_parameters
+from megatron_flex.runtime.full_parameters import ParameterRequest
+
+LAYER_INPUT, FINAL_INPUTS = ":input", ("decoder.final_layernorm:input", "decoder.final_norm:input")
+NO_MODEL = "no rank has the Hugging Face model; give it on the first rank, and None or the same on the others"
+
+
+def align(
+    hf_model: nn.Module | None,
+    flex: FlexModel,
+    batch: Any,
+    *,
+    tolerance: float | None = None,
+) -> Alignment:
+    """Compare a Hugging Face model with a Megatron model on the same tokens. Every rank calls it.
+
+    The Hugging Face model runs on the first rank. The Megatron model runs twice, forward only: once as it is (the *accumulated* difference), once with each layer's input replaced by that of the
+    Hugging Face model (the *isolated* difference, to which earlier layers contribute nothing). Both run in the
+    mode of `eval()`, without dropout; the mode of each module is restored.
+
+    Args:
+        hf_model: a causal language model of transformers; the other ranks may pass None.
+        flex: the Megatron model, in any layout.
+        batch: tokens `[batch, sequence]`, the same on all ranks, or a mapping with `input_ids` and
+            `attention_mask`. Padding is moved to the end of a sequence and is not compared.
+        tolerance: how far tensors may differ, relative to their norm and to their greatest entry; None: derived
+            from the precisions of the two models and the depth of the site.
+
+    Returns:
+        On every rank, the verdicts for each hook point and each layer, and likely causes of the first difference.
+
+    Raises:
+        FlexError: on all ranks: there is no table for the architecture, no model, or the tokens do not fit.
+
+    Example:
+        `print(mf.align(AutoModelForCausalLM.from_pretrained(folder), flex, tokens))`
+    """
+    _check_models(hf_model, flex)
+    session = flex.session
+    first = all(axis.coord == 0 for axis in session.mesh)
+    kind = _share(flex, (hf_model.config.model_type, type(hf_model).__name__) if first and hf_model else None)
+    if kind is None:
+        raise FlexError(NO_MODEL)
+    config = flex.session.adapter.roots[0].config  # type: ignore[attr-defined]  # of Megatron, as checked
+    tokens = prepare_batch(batch, sequence_divisor(session.mesh, bool(config.sequence_parallel)))
+    candidate = CandidateRun(flex, family_of(kind[0]))
+    theirs: Captures = {}
+    if first and hf_model is not None:
+        points = {other for match in candidate.matches for other in match.row.other}
+        with evaluation_mode(hf_model):
+            theirs = ReferenceRun(hf_model, points).run(tokens.tokens)
+    inputs = candidate.broadcast(_layer_inputs(candidate.matches, theirs))
+    with evaluation_mode(*flex.session.adapter.roots):  # type: ignore[attr-defined]
+        accumulated = candidate.run(tokens.tokens)
+        isolated = candidate.run(tokens.tokens, inputs)
+    found = None
+    if first and hf_model is not None:
+        found = _Judge(candidate.matches, tokens, hf_model, config, tolerance).judge(theirs, accumulated, isolated)
+    alignment: Alignment | None = _share(flex, found)
+    assert alignment is not None, "the first rank has the model"
+    alignment = replace(
+        alignment,
+        model=f"Hugging Face {kind[1]} and Megatron on {_describe_mesh(flex)}",
+        uncompared={**candidate.uncompared, **alignment.uncompared},
+    )
+    if alignment.first is None:
+        return alignment
+    weights = _layer_weights(flex, alignment.first.site)
+    causes = None
+    if first and hf_model is not None:
+        evidence = Evidence(
+            alignment.first, {m.site: m for m in candidate.matches}, theirs, isolated, weights, hf_model, config, tokens
+        )
+        causes = tuple(find_causes(evidence))
+    return replace(alignment, causes=_share(flex, causes) or ())
+
+
+@contextmanager
+def evaluation_mode(*models: nn.Module) -> Iterator[None]:
+    """The mode of `eval()` for models, and after the block the mode that each module had."""
+    modules = [module for model in models for module in model.modules()]
+    before = [module.training for module in modules]
+    try:
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module, mode in zip(modules, before, strict=True):
+            module.training = mode
+
+
+def _check_models(hf_model: nn.Module | None, flex: FlexModel) -> None:
+    if not hasattr(flex.session.adapter, "roots"):
+        raise FlexError(
+            f"align compares with a Megatron model, and this one is of {flex.session.adapter.name}; dump both and "
+            "compare the dumps"
+        )
+    if hf_model is not None and not hasattr(getattr(hf_model, "config", None), "model_type"):
+        raise FlexError(
+            f"a {type(hf_model).__name__} has no config.model_type; give a model of transformers, such as "
+            "AutoModelForCausalLM.from_pretrained(folder)"
+        )
+
+
+def _share(flex: FlexModel, item: Any) -> Any:
+    """The object of the first rank, on all ranks. Collective over all ranks."""
+    mesh = flex.session.mesh
+    return gather_objects(item, mesh, [axis.name for axis in mesh])[0]
+
+
+def _describe_mesh(flex: FlexModel) -> str:
+    sizes = {a.name: a.size for a in flex.session.mesh if a.size > 1}
+    experts = flex.session.mesh["ep"].size
+    return " x ".join(f"{n}={s}" for n, s in ({**sizes, "ep": experts} if experts > 1 else sizes).items()) or "one rank"
+
+
+def _layer_inputs(matches: list[Match], theirs: Captures) -> Captures:
+    """The input of each layer and of the final norm in the Hugging Face model, by the Megatron site."""
+    wanted = [m for m in matches if m.site in FINAL_INPUTS or m.site == f"decoder.layers.{m.layer}{LAYER_INPUT}"]
+    return {m.site: theirs[m.row.other[0]] for m in wanted if m.row.other[0] in theirs}
+
+
+def _layer_weights(flex: FlexModel, site: str) -> dict[str, Tensor]:
+    """The full parameters of a layer and those outside of layers, on the first rank. Collective."""
+    survey = flex.session.survey
+    layer = site.split(".")[2] if site.startswith("decoder.layers.") else None
+    names = [n for n in survey.sites if not n.startswith("decoder.layers.") or n.split(".")[2] == layer]
+    out = {}
+    for name in names:
+        full = full_parameters.gather_parameter(survey, name, ParameterRequest(), None)
+        if full is not None:
+            out[name] = full
+    return out
+
+
+@dataclass
+class _Judge:
+    """Compares the captures of both models, on the first rank."""
+
+    matches: list[Match]
+    batch: TokenBatch
+    hf_model: nn.Module
+    config: Any
+    tolerance: float | None
+
+    def judge(self, theirs: Captures, accumulated: Captures, isolated: Captures) -> Alignment:
+        """The verdicts for all sites."""
+        tolerances = SiteTolerances(
+            [m.site for m in self.matches], (megatron_precision(self.config), precision_of(self.hf_model)), self.tolerance
+        )
+        routing = [
+            Routing(self.matches, theirs, captures, self.batch, tolerances) for captures in (accumulated, isolated)
+        ]
+        sizes = axis_sizes(self.hf_model.config, len(self.batch.tokens))
+        out, absent = [], {}
+        for match in self.matches:
+            there = reference_tensor(match.row, theirs, sizes)
+            here = [c.get(match.site) for c in (accumulated, isolated)]
+            if there is None or here[0] is None or here[1] is None:
+                if not (match.row.optional and there is None and here[0] is None):
+                    absent[match.site] = f"{'Hugging Face' if there is None else 'Megatron'} has no tensor there in this run"
+                continue
+            pairs = [
+                r.select(match, *compared_pair(match.row, h, there, sizes, self.config))
+                for r, h in zip(routing, here, strict=True)
+                if h is not None
+            ]
+            dtypes = here[0].dtype, there.dtype
+            found = [measure(*pair) for pair in pairs]
+            out.append(self._verdict(match, found, tolerances, dtypes, tuple(there.shape)))
+        notes = (*self.batch.notes, *(note for r in routing[:1] for note in r.notes))
+        return Alignment("", tuple(out), notes=notes, uncompared=absent)
+
+    def _verdict(
+        self,
+        match: Match,
+        found: list[Difference],
+        tolerances: SiteTolerances,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        shape: tuple[int, ...],
+    ) -> SiteVerdict:
+        part = BEFORE if match.time[0] == 0 else AFTER if match.time[0] == 2 else str(match.layer)
+        return SiteVerdict(
+            match.site,
+            " + ".join(match.row.other),
+            part,
+            found[0],
+            tolerances.of(match.site, dtypes),
+            found[1],
+            tolerances.of(match.site, dtypes, isolated=True),
+            shape,
+            (str(dtypes[0]).removeprefix("torch."), str(dtypes[1]).removeprefix("torch.")),
+        )
+
+
+def axis_sizes(config: Any, samples: int) -> Mapping[str, int]:
+    """The lengths of axes, from a configuration of transformers.
+
+    Args:
+        config: the configuration.
+        samples: the samples of a batch.
+    """
+    heads = int(config.num_attention_heads)
+    return {"b": samples, "n": heads, "g": int(getattr(config, "num_key_value_heads", None) or heads)}
+
+
+def reference_tensor(row: Counterpart, captures: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor | None:
+    """The Hugging Face tensor of a row, in the order in which tensors are compared; None if it is missing.
+
+    Args:
+        row: the row.
+        captures: tensors by point.
+        sizes: the lengths of axes.
+    """
+    found = [captures.get(point) for point in row.other]
+    if any(t is None for t in found):
+        return None
+    tensors = [t for t in found if t is not None]
+    whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors, -1)
+    if row.part is not None:
+        whole = whole.chunk(row.part[1], -1)[row.part[0]]
+    return rearrange(whole, row.there, canonical_axes(row.here), sizes)
+
+
+def candidate_tensor(row: Counterpart, tensor: Tensor, sizes: Mapping[str, int], config: Any) -> Tensor:
+    """The Megatron tensor of a row, in the order in which tensors are compared.
+
+    Args:
+        row: the row.
+        tensor: the tensor of the site.
+        sizes: the lengths of axes.
+        config: Megatron's configuration.
+    """
+    out = rearrange(tensor, row.here, canonical_axes(row.here), sizes)
+    interleaved = getattr(config, "rotary_interleaved", False) and not getattr(config, "multi_latent_attention", False)
+    # Hugging Face rotates the halves of a head, where Megatron then rotates pairs.
+    return torch.cat([out[..., 0::2], out[..., 1::2]], -1) if row.rotary and interleaved else out
+
+
+def compared_pair(
+    row: Counterpart, here: Tensor, there: Tensor, sizes: Mapping[str, int], config: Any
+) -> tuple[Tensor, Tensor]:
+    """The tensors of a row, Megatron's as it is captured, in the same order and without masked scores.
+
+    Megatron masks scores after this site, and Hugging Face before it.
+    """
+    ours = candidate_tensor(row, here, sizes, config)
+    if row.causal and ours.shape == there.shape:
+        masked = there < torch.finfo(there.dtype).min / 2
+        return ours.masked_fill(masked, 0.0), there.masked_fill(masked, 0.0)
+    return ours, there
+
+
+def megatron_precision(config: Any) -> Precision:
+    """The precision of a Megatron model."""
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    computed = next((dtype for name, dtype in half.items() if getattr(config, name, False)), torch.float32)
+    return Precision(computed, None, int(config.hidden_size), int(config.num_layers))
+
+
+def precision_of(model: Any) -> Precision:
+    """The precision of a Hugging Face model."""
+    config = model.config
+    return Precision(next(model.parameters()).dtype, None, int(config.hidden_size), int(config.num_hidden_layers))
