@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from megatron_flex.align.alignment import AFTER, BEFORE, Alignment, SiteVerdict
-from megatron_flex.align.axes import canonical_axes, rearrange
 from megatron_flex.align.candidate_run import CandidateRun
-from megatron_flex.align.causes import Evidence, find_causes
-from megatron_flex.align.counterparts import Counterpart, Match, family_of
+from megatron_flex.align.causes import find_causes
+from megatron_flex.align.counterparts import Match, family_of
+from megatron_flex.align.evidence import Evidence
 from megatron_flex.align.reference_run import Captures, ReferenceRun
 from megatron_flex.align.routing import Routing
-from megatron_flex.align.tensor_difference import EQUAL, Difference, SiteTolerances, measure
+from megatron_flex.align.site_pairs import axis_sizes, compared_pair, reference_tensor
+from megatron_flex.align.tensor_difference import Difference, SiteTolerances, measure
 from megatron_flex.align.token_batch import TokenBatch, prepare_batch, sequence_divisor
 from megatron_flex.collectives import gather_objects
 from megatron_flex.compare.tolerance import Precision
@@ -174,7 +175,8 @@ class _Judge:
             [m.site for m in self.matches], (megatron_precision(self.config), precision_of(self.hf_model)), self.tolerance
         )
         routing = [
-            Routing(self.matches, theirs, captures, self.batch, tolerances) for captures in (accumulated, isolated)
+            Routing(self.matches, theirs, captures, self.batch, tolerances, carried)
+            for captures, carried in ((accumulated, True), (isolated, False))
         ]
         sizes = axis_sizes(self.hf_model.config, len(self.batch.tokens))
         out, absent = [], {}
@@ -216,64 +218,6 @@ class _Judge:
             shape,
             (str(dtypes[0]).removeprefix("torch."), str(dtypes[1]).removeprefix("torch.")),
         )
-
-
-def axis_sizes(config: Any, samples: int) -> Mapping[str, int]:
-    """The lengths of axes, from a configuration of transformers.
-
-    Args:
-        config: the configuration.
-        samples: the samples of a batch.
-    """
-    heads = int(config.num_attention_heads)
-    return {"b": samples, "n": heads, "g": int(getattr(config, "num_key_value_heads", None) or heads)}
-
-
-def reference_tensor(row: Counterpart, captures: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor | None:
-    """The Hugging Face tensor of a row, in the order in which tensors are compared; None if it is missing.
-
-    Args:
-        row: the row.
-        captures: tensors by point.
-        sizes: the lengths of axes.
-    """
-    found = [captures.get(point) for point in row.other]
-    if any(t is None for t in found):
-        return None
-    tensors = [t for t in found if t is not None]
-    whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors, -1)
-    if row.part is not None:
-        whole = whole.chunk(row.part[1], -1)[row.part[0]]
-    return rearrange(whole, row.there, canonical_axes(row.here), sizes)
-
-
-def candidate_tensor(row: Counterpart, tensor: Tensor, sizes: Mapping[str, int], config: Any) -> Tensor:
-    """The Megatron tensor of a row, in the order in which tensors are compared.
-
-    Args:
-        row: the row.
-        tensor: the tensor of the site.
-        sizes: the lengths of axes.
-        config: Megatron's configuration.
-    """
-    out = rearrange(tensor, row.here, canonical_axes(row.here), sizes)
-    interleaved = getattr(config, "rotary_interleaved", False) and not getattr(config, "multi_latent_attention", False)
-    # Hugging Face rotates the halves of a head, where Megatron then rotates pairs.
-    return torch.cat([out[..., 0::2], out[..., 1::2]], -1) if row.rotary and interleaved else out
-
-
-def compared_pair(
-    row: Counterpart, here: Tensor, there: Tensor, sizes: Mapping[str, int], config: Any
-) -> tuple[Tensor, Tensor]:
-    """The tensors of a row, Megatron's as it is captured, in the same order and without masked scores.
-
-    Megatron masks scores after this site, and Hugging Face before it.
-    """
-    ours = candidate_tensor(row, here, sizes, config)
-    if row.causal and ours.shape == there.shape:
-        masked = there < torch.finfo(there.dtype).min / 2
-        return ours.masked_fill(masked, 0.0), there.masked_fill(masked, 0.0)
-    return ours, there
 
 
 def megatron_precision(config: Any) -> Precision:

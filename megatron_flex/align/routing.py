@@ -29,19 +29,26 @@ class Routing:
         ours: those of the Megatron model.
         batch: the tokens.
         tolerances: of the sites.
+        carried: whether a layer's output is the next layer's input; else each layer has its own input.
 
     Attributes:
         notes: in words, where tokens are left out.
     """
 
     def __init__(
-        self, matches: Sequence[Match], theirs: Captures, ours: Captures, batch: TokenBatch, tolerances: SiteTolerances
+        self,
+        matches: Sequence[Match],
+        theirs: Captures,
+        ours: Captures,
+        batch: TokenBatch,
+        tolerances: SiteTolerances,
+        carried: bool,
     ) -> None:
         self._real = batch.real
-        self._alike: dict[int, Tensor] = {}  # by layer, the tokens up to there that both route alike
+        self._tied: dict[int, Tensor] = {}  # by layer, the tokens `[b, s]` that choose among equal experts
+        self._carried = carried
         self._maps: dict[int, tuple[Tensor, Tensor]] = {}  # `[b, s, e]`
         self.notes: list[str] = []
-        alike = torch.ones_like(batch.real)
         for match in matches:
             if match.layer is None or not match.site.endswith(ROUTER_MAP) or match.site not in ours:
                 continue
@@ -55,18 +62,22 @@ class Routing:
             dtypes = ours[match.site.replace(":map", ":logits")].dtype, logits.dtype
             bound = NEAR_TIE * tolerances.of(match.site.replace(":map", ":logits"), dtypes)
             tied = _near_ties(here, there, logits.float(), bound)
-            if bool((tied & batch.real).any()):
+            if bool((tied & batch.real).any()) and carried:
                 self.notes.append(
                     f"{int((tied & batch.real).sum())} tokens choose other experts in layer {match.layer}, where two "
-                    "are equal up to round-off; they are not compared from there on"
+                    "are equal up to round-off; they, and the tokens that see them, are not compared from there on"
                 )
-            alike = alike & ~tied
-            self._maps[match.layer], self._alike[match.layer] = (here, there), alike
+            self._maps[match.layer], self._tied[match.layer] = (here, there), tied
 
     def _tokens(self, match: Match) -> Tensor:
         """The tokens that are compared at a site, `[b, s]`."""
-        layers = [n for n in self._alike if match.layer is None or n < match.layer or (n == match.layer and _routed(match))]
-        return self._real & self._alike[max(layers)] if layers else self._real
+        out = self._real
+        for layer, tied in self._tied.items():
+            if layer == match.layer and _routed(match):
+                out = out & ~tied
+            elif self._carried and (match.layer is None or layer < match.layer) and match.time[0] > 0:
+                out = out & (tied.int().cumsum(1) == 0)  # attention carries it to the tokens that follow
+        return out
 
     def select(self, match: Match, here: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
         """The entries of both tensors that are compared.
