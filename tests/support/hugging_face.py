@@ -230,3 +230,34 @@ def _chunk(
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = latent.core_attention()
     return GPTModel(config, spec, vp_stage=stage, **common)
+
+
+def run_logits(case: Case, chunks: list[nn.Module]) -> Tensor | None:
+    """`[samples, sequence, vocabulary]` by Megatron's own schedule; on the leader."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import megatron_flex as mf
+
+    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), diagonal=1)
+    batch = tokens()
+    positions = torch.arange(SEQUENCE).expand_as(batch)
+
+    def step(iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:
+        return model(batch, positions, mask), lambda output: (output.sum(), {})
+
+    for chunk in chunks:
+        chunk.eval()
+    with mf.attach(chunks, [mf.HookFunction("output_layer")]) as flex, torch.no_grad():
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter([None])] * len(chunks) if case.vpp else iter([None]),
+            model=chunks if case.vpp else chunks[0],
+            num_microbatches=max(1, case.pp if case.vpp else 1),
+            seq_length=SEQUENCE,
+            micro_batch_size=SAMPLES,
+            forward_only=True,
+        )
+        if not flex.is_leader:
+            return None
+        logits: Tensor = flex.output_dict["output_layer:output"][0]
+    return logits.transpose(0, 1).contiguous()
