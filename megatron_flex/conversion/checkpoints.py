@@ -85,6 +85,10 @@ class ModelWeights:
     def __init__(self, model: nn.Module) -> None:
         self.where = type(model).__name__
         self._tensors: dict[str, Tensor] = dict(model.state_dict())
+        for name, tensor in self._tensors.items():
+            if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
+                kind = "without memory, on meta" if tensor.is_meta else f"a {type(tensor).__name__}"
+                raise FlexError(f"{name} of {self.where} is {kind}; give a model that is on one device")
         self.forms: Mapping[str, TensorForm] = {
             n: TensorForm(tuple(t.shape), dtype_name(t.dtype)) for n, t in self._tensors.items()
         }
@@ -110,11 +114,15 @@ class FolderWriter:
     Args:
         folder: the folder; made if it does not exist.
         config: the configuration to write.
-        max_bytes: bytes in one file, and at the same time the memory that is held.
+
+    Raises:
+        FlexError: the folder has weights already.
     """
 
-    def __init__(self, folder: Path, config: Any, max_bytes: int = MAX_FILE_BYTES) -> None:
-        self._folder, self._config, self._max = folder, config, max_bytes
+    def __init__(self, folder: Path, config: Any) -> None:
+        if found := next(folder.glob("*.safetensors*"), None):
+            raise FlexError(f"{found} is there already; give a folder without weights")
+        self._folder, self._config = folder, config
         self._held: dict[str, Tensor] = {}
         self._parts: list[tuple[Path, list[str]]] = []
         self._total = 0
@@ -123,13 +131,13 @@ class FolderWriter:
     def add(self, name: str, tensor: Tensor) -> None:
         """Take a tensor, and write a file if those held would exceed its size."""
         size = sum(t.nbytes for t in self._held.values())
-        if self._held and size + tensor.nbytes > self._max:
+        if self._held and size + tensor.nbytes > MAX_FILE_BYTES:
             self._flush()
         self._held[name] = tensor.contiguous()
         self._total += tensor.nbytes
 
     def _flush(self) -> None:
-        path = self._folder / f".part-{len(self._parts)}.safetensors"
+        path = self._folder / f".part-{len(self._parts)}"
         import_extra("safetensors.torch").save_file(self._held, path, metadata={"format": "pt"})
         self._parts.append((path, list(self._held)))
         self._held = {}
@@ -244,6 +252,8 @@ def _list_files(folder: Path) -> Iterable[Path]:
         if gone:
             raise FlexError(f"{folder} lacks {gone[0]}, which its index names; copy it again")
         return [folder / name for name in names]
+    if (folder / TENSORS).is_file():
+        return [folder / TENSORS]
     found = sorted(folder.glob("*.safetensors"))
     if not found:
         raise FlexError(

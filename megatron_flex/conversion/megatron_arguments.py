@@ -99,7 +99,6 @@ def gpt2_arguments(config: Any) -> MegatronArguments:
         "gated_linear_unit": False,
         "activation_func": _activation(config, "activation_function"),
         "add_bias_linear": True,
-        "add_qkv_bias": True,
         "hidden_dropout": config.resid_pdrop,
         "attention_dropout": config.attn_pdrop,
         "init_method_std": config.initializer_range,
@@ -123,7 +122,6 @@ def llama_arguments(config: Any) -> MegatronArguments:
         "kv_channels": head,
         **_normalized(config),
         "add_bias_linear": biased,
-        "add_qkv_bias": biased,
         **_window(config),
     }
     model = {**_vocabulary(config), **_rotary_model(config)}

@@ -23,7 +23,7 @@ ATTRIBUTES = {
     "rope_scaling": "rotary_scaling",
     "share_embeddings_and_output_weights": "share_embeddings_and_output_weights",
 }
-DEFAULTS = {"add_qkv_bias": False, "rope_scaling": False}
+DEFAULTS = {"rope_scaling": False}
 OF_LAYERS = ("num_layers", "moe_layer_freq")  # a HybridModel has its pattern for these
 
 
@@ -48,8 +48,6 @@ def compare_settings(arguments: MegatronArguments, root: Any) -> tuple[str, ...]
     layers = len(arguments.experts)
     out = []
     for name, value in wanted.items():
-        if value is None and name in DEFAULTS:
-            value = DEFAULTS[name]
         if _plain(name, held[name], layers) != _plain(name, value, layers):
             out.append(f"{name} is {_text(held[name])}, not {_text(value)}")
     return tuple(out)
@@ -61,8 +59,6 @@ def _plain(name: str, value: Any, layers: int) -> Any:
         return value.func, tuple(sorted(value.keywords.items()))
     if name == "moe_layer_freq" and isinstance(value, int):
         return [int(n % value == 0) for n in range(layers)]
-    if name == "add_qkv_bias":
-        return bool(value)
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -6,9 +6,10 @@ A rank reads the blocks of the files that its own shards consist of, straight in
 from __future__ import annotations
 
 import copy
+import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from megatron_flex.conversion.architectures import ARCHITECTURES, REFUSED, Archi
 from megatron_flex.conversion.checkpoints import (
     FolderWriter,
     ModelWeights,
+    TensorForm,
     Weights,
     count_tokens,
     open_weights,
@@ -79,13 +81,15 @@ def find_architecture(config: Any) -> Architecture:
     return ARCHITECTURES[kind]
 
 
-def config_from_hf(source: Any) -> MegatronArguments:
+def config_from_hf(source: Any, vocabulary_multiple: int = 1) -> MegatronArguments:
     """The arguments that build a Megatron model like one of Hugging Face: `config_from_hf("llama-3-8b")`.
 
     Nothing is communicated, and no weights are read.
 
     Args:
         source: a configuration of transformers, a model of it, or a folder with a `config.json`.
+        vocabulary_multiple: the vocabulary is padded to a multiple of this, as the tensor parallel size asks
+            for; `megatron.training` pads to `make_vocab_size_divisible_by` times that size.
 
     Returns:
         `transformer` has arguments of `TransformerConfig` (or of `MLATransformerConfig`, if `latent`), to
@@ -95,7 +99,9 @@ def config_from_hf(source: Any) -> MegatronArguments:
         FlexError: the architecture is not in the table, or a setting has no counterpart in Megatron.
     """
     config = read_config(source)
-    return find_architecture(config).arguments(config)
+    found = find_architecture(config).arguments(config)
+    rows = -(-config.vocab_size // vocabulary_multiple) * vocabulary_multiple
+    return replace(found, model={**found.model, "vocab_size": rows})
 
 
 def load_hf(
@@ -136,12 +142,14 @@ def load_hf(
             made = _plan_maker(found, config).match(model.shapes, weights[0].forms, weights[0].where)
             check_entries(made, weights[0].forms)
             _check_tokens(source, model)
+            model.check_plain()
         except FlexError as error:
             raise FlexError(_with_differences(str(error), differences)) from error
         return made, differences
 
     try:
         made, differences = _on_all_ranks(plan, model.adapter)
+        model.check_same(weights[0].forms, weights[0].where)
         if differences and model.leader:
             warnings.warn(_describe_differences(differences), FlexWarning, stacklevel=2)
         model.adapter.wait_until_ready()
@@ -262,6 +270,31 @@ class MegatronWeights:
         """The dtype of the first parameter."""
         return next(site.parameter.dtype for site in self._own if site.parameter is not None)
 
+    def check_same(self, forms: Mapping[str, TensorForm], where: str) -> None:
+        """Validate that all ranks have the same tensors before them. Collective.
+
+        Raises:
+            FlexError: on all ranks: they do not.
+        """
+        found = self.gather(hashlib.sha256(repr(sorted(forms.items())).encode()).hexdigest())
+        if len(set(found)) > 1:
+            raise FlexError(
+                f"{where} has other tensors on some ranks than on others; give all ranks the same"
+            )
+
+    def check_plain(self) -> None:
+        """Validate that the parameters can be written in parts.
+
+        Raises:
+            FlexError: one is kept in another form, such as quantized.
+        """
+        for name, sites in self.index.own.items():
+            kind = next((type(s.parameter.data) for s in sites if s.parameter is not None), Tensor)
+            if kind is not Tensor:
+                raise FlexError(
+                    f"{name} is kept as a {kind.__name__}; load the weights before it is converted"
+                )
+
     def _buffers(self) -> Iterator[ParameterSite]:
         """Buffers that a checkpoint of Hugging Face has, as parameters."""
         mesh = self.adapter.mesh
@@ -325,15 +358,16 @@ def _combine(
 
 def _on_all_ranks(action: Callable[[], Any], adapter: Adapter) -> Any:
     """Run something on every rank; if it fails on one, all raise the first error. Collective."""
-    result, problem = None, ""
+    result: Any = None
+    problem, cause = "", None
     try:
         result = action()
     except Exception as error:  # raised on all ranks below
-        problem = describe_error(error)
+        problem, cause = describe_error(error), error
     mesh = adapter.mesh
     found = gather_objects(problem, mesh, [axis.name for axis in mesh])
     if first := next((p for p in found if p), ""):
-        raise FlexError(first)
+        raise FlexError(first) from cause
     return result
 
 

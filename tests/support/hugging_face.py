@@ -13,6 +13,7 @@ from tests.support import gpt, latent
 from tests.support.gpt import Case
 
 SEQUENCE, SAMPLES, LAYERS = 16, 2, 4
+ODD_VOCABULARY = 61  # which two ranks cannot divide
 COMMON: dict[str, Any] = {
     "vocab_size": gpt.VOCABULARY,
     "hidden_size": gpt.HIDDEN,
@@ -54,7 +55,7 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family(
         "GPT2Config",
         {
-            "vocab_size": gpt.VOCABULARY,
+            "vocab_size": ODD_VOCABULARY,
             "n_positions": SEQUENCE,
             "n_embd": gpt.HIDDEN,
             "n_layer": LAYERS,
@@ -148,7 +149,7 @@ def make_model(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def tokens() -> Tensor:
     """`[samples, sequence]`."""
-    return torch.stack([batch["tokens"][0] for batch in gpt.data(SAMPLES)])
+    return torch.stack([batch["tokens"][0] for batch in gpt.data(SAMPLES)]) % ODD_VOCABULARY
 
 
 def logits_of(model: Any) -> Tensor:
@@ -190,7 +191,7 @@ def megatron_config(case: Case, arguments: Any, **more: Any) -> Any:
     return kind(**{k: v for k, v in {**arguments.transformer, **mesh, **more}.items() if k in known})
 
 
-def build(case: Case, arguments: Any, vocabulary: int | None = None, **more: Any) -> list[nn.Module]:
+def build(case: Case, arguments: Any, **more: Any) -> list[nn.Module]:
     """The chunks of this rank: a GPTModel, or a HybridModel if the case says so."""
     from megatron.core import parallel_state
 
@@ -200,20 +201,16 @@ def build(case: Case, arguments: Any, vocabulary: int | None = None, **more: Any
     for stage in range(case.vpp or 1):
         if case.vpp:
             parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
-        out.append(_chunk(case, arguments, stage if case.vpp else None, vocabulary, more))
+        out.append(_chunk(case, arguments, stage if case.vpp else None, more))
     return out
 
 
-def _chunk(
-    case: Case, arguments: Any, stage: int | None, vocabulary: int | None, more: dict[str, Any]
-) -> nn.Module:
+def _chunk(case: Case, arguments: Any, stage: int | None, more: dict[str, Any]) -> nn.Module:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     first, last = gpt._ends(stage)
     common = {**arguments.model, "pre_process": first, "post_process": last, "parallel_output": True}
-    if vocabulary is not None:
-        common["vocab_size"] = vocabulary
     if case.hybrid:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
