@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from megatron_flex.conversion.megatron_arguments import MegatronArguments
+from megatron_flex.errors import FlexError
 
 # What only training depends on, and what a caller may choose.
 FREE = {
@@ -23,6 +25,7 @@ ATTRIBUTES = {
     "rope_scaling": "rotary_scaling",
     "share_embeddings_and_output_weights": "share_embeddings_and_output_weights",
 }
+OF_ROWS = ("num_attention_heads", "num_query_groups")  # on which the order of rows depends
 DEFAULTS = {"rope_scaling": False}
 OF_LAYERS = ("num_layers", "moe_layer_freq")  # a HybridModel has its pattern for these
 
@@ -51,6 +54,17 @@ def compare_settings(arguments: MegatronArguments, root: Any) -> tuple[str, ...]
         if _plain(name, held[name], layers) != _plain(name, value, layers):
             out.append(f"{name} is {_text(held[name])}, not {_text(value)}")
     return tuple(out)
+
+
+def check_heads(differences: Sequence[str]) -> None:
+    """Refuse a model whose heads are divided otherwise: shapes may fit, and rows would be of other heads.
+
+    Raises:
+        FlexError: the heads differ.
+    """
+    found = next((d for d in differences if d.startswith(OF_ROWS)), None)
+    if found is not None:
+        raise FlexError(f"{found}: build the Megatron model with the arguments of config_from_hf")
 
 
 def _plain(name: str, value: Any, layers: int) -> Any:

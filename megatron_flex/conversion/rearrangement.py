@@ -106,7 +106,7 @@ def find_runs(join: Join, rows: int, heads: Heads) -> tuple[RowRun, ...]:
     numbers = torch.arange(rows)
     parts = list(numbers.split(counts))
     try:
-        joined = join.rows(parts, heads)
+        joined = join.rows([part.clone() for part in parts], heads)
     except RuntimeError as error:  # a reshape that does not divide
         raise LayoutError(f"{rows} rows do not divide over {heads.groups} groups of heads") from error
     if joined.shape != (rows,) or not torch.equal(joined.sort().values, numbers):

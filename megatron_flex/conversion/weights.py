@@ -37,7 +37,7 @@ from megatron_flex.conversion.conversion_plan import (
     check_entries,
 )
 from megatron_flex.conversion.megatron_arguments import MegatronArguments
-from megatron_flex.conversion.model_settings import compare_settings
+from megatron_flex.conversion.model_settings import check_heads, compare_settings
 from megatron_flex.conversion.rearrangement import Heads, clip_runs
 from megatron_flex.errors import FlexError, FlexWarning, describe_error
 from megatron_flex.layout import Layout, full_shape, replicated
@@ -139,6 +139,7 @@ def load_hf(
         differences = compare_settings(found.arguments(config), model.root)
         weights.append(open_weights(source))
         try:
+            check_heads(differences)
             made = _plan_maker(found, config).match(model.shapes, weights[0].forms, weights[0].where)
             check_entries(made, weights[0].forms)
             _check_tokens(source, model)
@@ -189,6 +190,7 @@ def to_hf(chunks: Any, target: Any, config: Any = None, architecture: Architectu
             return None
         known = read_config(config if config is not None else target)
         found = architecture or find_architecture(known)
+        check_heads(compare_settings(found.arguments(known), model.root))
         maker = _plan_maker(found, known)
         if isinstance(target, nn.Module):
             held = ModelWeights(target)
@@ -236,7 +238,8 @@ class MegatronWeights:
             raise FlexError(f"weights go into a model of Megatron, and this one is {self.adapter.name}'s")
         self.root: Any = self.adapter.roots[0]
         self._own = own = [*self.adapter.parameters(), *self._buffers()]
-        told = self.gather(([site.remote() for site in own], self.adapter.without_layout()))
+        mine = [site.remote() for site in own], self.adapter.without_layout()
+        told = gather_objects(mine, self.adapter.mesh, ["pp"])  # ranks of a stage list the same
         unknown = {name: kind for _, names in told for name, kind in names.items()}
         if unknown:
             name, kind = next(iter(unknown.items()))

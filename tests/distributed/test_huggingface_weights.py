@@ -19,12 +19,14 @@ from tests.distributed.matrix import relative
 from tests.support import gpt, hugging_face
 from tests.support.gpt import Case
 from tests.support.hugging_face import FAMILIES
+from tests.support.pages import blocks_in, mine
 from tests.support.pool import run
 from tests.support.rank import changes
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
+PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 BOUND = 1e-5  # of the greatest logit
 SPARSE = ("qwen3_moe", "mixtral", "deepseek_v3")
 
@@ -221,7 +223,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "columns": (_resize(UP, 48, 16), f"{UP} has shape (48, 16)"),
     "heads": (
         lambda tensors, config: config.update(num_attention_heads=8, num_key_value_heads=4),
-        "num_query_groups is 2, not 4",
+        "num_attention_heads is 4, not 8: build the Megatron model with the arguments",
     ),
     "vocabulary": (_resize(WORDS, 80, 32), f"{WORDS} has 80 rows"),
     "quantized": (
@@ -289,6 +291,8 @@ def test_bad_input_is_named_on_all_ranks_and_changes_nothing(
         assert texts[name] in message, name
         assert "\n" not in message, name
         assert not changed, name
+    shown = next(b for b in blocks_in(PAGE.read_text(encoding="utf-8"), str(PAGE)) if b.language == "text")
+    assert shown.text == f"{first['shape'][0]}\n"
 
 
 def test_a_folder_with_weights_is_not_overwritten(truths: dict[str, Truth]) -> None:
@@ -327,3 +331,29 @@ def load_into_another(case: Case, folder: str) -> tuple[str, ...]:
     text = f"the Megatron model differs from the configuration of Hugging Face: {loaded.differences[0]}"
     assert told == ([text] if first else [])
     return loaded.differences
+
+
+# -- the page --------------------------------------------------------------------------------------------
+
+
+def run_page(case: Case, code: str, names: dict[str, str]) -> list[str]:
+    gpt.runtime(case)
+    gpt.initialize(case)
+    printed: list[str] = []
+    exec(code, {**names, "print": lambda *words: printed.append(" ".join(map(str, words)))})
+    return printed
+
+
+def test_the_page_runs(truths: dict[str, Truth], tmp_path: Path) -> None:
+    there_and_back_again, own = mine(PAGE)
+    folder = truths["llama"].folder
+    names = {"folder": folder, "other_folder": str(tmp_path / "a"), "fused_folder": str(tmp_path / "b")}
+    first, second = run(2, run_page, case("tp2", tp=2), f"{there_and_back_again}\n{own}", names)
+    assert first == second == [f"{6 * hugging_face.LAYERS + 3} () ()"]
+    assert same_files(folder, str(tmp_path / "a"))
+    from safetensors.torch import load_file
+
+    separate, fused = (load_file(Path(f) / "model.safetensors") for f in (folder, names["fused_folder"]))
+    attention = "model.layers.1.self_attn"
+    parts = [separate[f"{attention}.{part}_proj.weight"] for part in "qkv"]
+    assert torch.equal(fused[f"{attention}.qkv_proj.weight"], torch.cat(parts))
