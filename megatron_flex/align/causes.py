@@ -9,7 +9,6 @@ from megatron_flex.align import linear_causes, norm_causes, rotary_causes, routi
 from megatron_flex.align.evidence import Evidence
 
 Hypothesis = Callable[[Evidence], str]
-ANY = ("*",)
 # Where a hypothesis may hold (globs over the first site that differs), the most specific first.
 HYPOTHESES: tuple[tuple[tuple[str, ...], Hypothesis], ...] = (
     (("embedding.word_embeddings:output",), tensor_causes.shifted_vocabulary),
@@ -35,12 +34,15 @@ HYPOTHESES: tuple[tuple[tuple[str, ...], Hypothesis], ...] = (
     (("*.router:probs", "*.experts:weights"), routing_causes.other_normalization),
     (("*.mlp:output",), routing_causes.missing_shared_experts),
     (("output_layer:output",), linear_causes.untied_output),
-    (ANY, tensor_causes.missing_bias),
     (("*:q", "*:k", "*:v", "*:output", "*:gate", "*:up"), linear_causes.other_layer),
     (("*:output",), linear_causes.input_order),
-    (ANY, tensor_causes.other_order),
-    (ANY, tensor_causes.constant_factor),
-    (ANY, tensor_causes.bf16_values),
+)
+# Tried anywhere, and only where none of the above holds: they follow from some of them.
+GENERAL: tuple[Hypothesis, ...] = (
+    tensor_causes.missing_bias,
+    tensor_causes.other_order,
+    tensor_causes.constant_factor,
+    tensor_causes.bf16_values,
 )
 
 
@@ -50,12 +52,10 @@ def find_causes(evidence: Evidence) -> list[str]:
     Args:
         evidence: the tensors around the first difference.
     """
-    return list(dict.fromkeys(_confirmed(evidence)))
+    return list(dict.fromkeys(_confirmed(evidence))) or [found for h in GENERAL if (found := h(evidence))]
 
 
 def _confirmed(evidence: Evidence) -> Iterator[str]:
     for patterns, hypothesis in HYPOTHESES:
-        if any(fnmatchcase(evidence.site, p) for p in patterns):
-            found = hypothesis(evidence)
-            if found:
-                yield found
+        if any(fnmatchcase(evidence.site, p) for p in patterns) and (found := hypothesis(evidence)):
+            yield found

@@ -67,7 +67,7 @@ def interleaved_rotation(e: Evidence) -> str:
 def other_frequencies(e: Evidence) -> str:
     """Megatron rotates by other angles: another base, or frequencies that are not scaled."""
     found = _state(e)
-    if found is None or found[0].shape[1] < 2:
+    if found is None or found[0].shape[1] < 2 or getattr(e.config, "rotary_interleaved", False):
         return ""
     here, before, frequencies = found
     angles = _angles(here, before, len(frequencies))

@@ -12,6 +12,7 @@ from megatron_flex.align.evidence import Evidence
 
 MOST_COLUMNS, MOST_ROWS = 4096, 512  # at most this many columns are matched, on at most this many rows
 MOST_LISTED = 8
+EXACT = "donot_use_mm_for_euclid_dist"  # distances of equal vectors are 0
 TOKEN_AXES = ("b", "s", "t")
 AXIS_WORDS = {"n": "attention heads", "g": "key/value heads", "d": "features of a head", "e": "experts", "v": "tokens of the vocabulary"}
 
@@ -32,7 +33,7 @@ def match_columns(here: Tensor, there: Tensor, tolerance: float) -> list[int] | 
     if here.shape != there.shape or not 1 < here.shape[1] <= MOST_COLUMNS:
         return None
     a, b = here[:MOST_ROWS].T, there[:MOST_ROWS].T
-    distance = torch.cdist(a, b)
+    distance = torch.cdist(a, b, compute_mode=EXACT)
     order: list[int] = distance.argmin(1).tolist()
     if sorted(order) != list(range(len(order))) or order == sorted(order):
         return None
@@ -166,13 +167,14 @@ def shifted_vocabulary(e: Evidence) -> str:
     tokens = e.batch.tokens.reshape(-1)
     ids = tokens.unique()
     rows = torch.stack([here.reshape(-1, here.shape[-1])[(tokens == i).int().argmax()] for i in ids])
-    distance = torch.cdist(rows, table)
+    distance = torch.cdist(rows, table, compute_mode=EXACT)
     nearest = distance.argmin(1)
     if float(distance.amin(1).max()) > max(e.tolerance, 1e-6) * 4 * float(table.norm(dim=1).max()):
         return ""
-    shifts = (nearest - ids)[nearest != ids].unique().tolist()
-    if len(shifts) == 1:
-        return f"the rows of the vocabulary are shifted by {shifts[0]}: padding of the vocabulary, or special tokens, are elsewhere"
+    shifts = ((nearest - ids) % len(table)).unique().tolist()
+    if len(shifts) == 1 and shifts[0]:
+        shift = min(shifts[0], shifts[0] - len(table), key=abs)
+        return f"the rows of the vocabulary are shifted by {shift}: padding of the vocabulary, or special tokens, are elsewhere"
     moved = ids[nearest != ids].tolist()
     return f"the rows of the vocabulary are in another order; tokens {_list(moved)} have the rows of other tokens" if moved else ""
 

@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from megatron_flex.errors import FlexWarning
 from tests.support import hugging_face
 from tests.support.gpt import Case
 
-Planted = Callable[[Any, list[nn.Module]], None]
 
+def rank_models(
+    family: str | hugging_face.Family,
+    case: Case,
+    dtype: torch.dtype = torch.float32,
+    model: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> tuple[Any, list[nn.Module]]:
+    """The Hugging Face model, and the chunks of this rank with its weights.
 
-def rank_models(family: str, case: Case, dtype: torch.dtype = torch.float32, **more: Any) -> tuple[Any, list[nn.Module]]:
-    """The Hugging Face model, and the chunks of this rank with its weights."""
+    Args:
+        family: the architecture.
+        case: the layout.
+        dtype: of both models.
+        model: other arguments of the Megatron model.
+        more: other settings of its configuration.
+    """
     from megatron_flex.conversion import config_from_hf, load_hf
 
     hf_model = hugging_face.make_model(family, dtype)
+    arguments = config_from_hf(hf_model)
+    arguments = replace(arguments, model={**arguments.model, **(model or {})})
     if dtype == torch.bfloat16:
         more |= {"bf16": True, "params_dtype": dtype, "pipeline_dtype": dtype}
-    chunks = hugging_face.build(case, config_from_hf(hf_model), **more)
+    chunks = hugging_face.build(case, arguments, **more)
     if dtype == torch.bfloat16:
         chunks = [c.bfloat16() for c in chunks]
-    load_hf(chunks, hf_model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FlexWarning)  # of settings that a fault has changed
+        load_hf(chunks, hf_model)
     return hf_model, chunks
 
 

@@ -25,6 +25,7 @@ ROWS = (
     ("cli",),
     ("launch",),
     ("compat",),
+    ("align",),
     ("model", "compare"),
     ("page", "plot"),
     ("estimate", "figures"),

@@ -1,0 +1,120 @@
+"""`align`: the same weights in transformers and in Megatron agree at every hook point, and planted faults are found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import aligned, alignment_faults, hugging_face
+from tests.support.gpt import Case
+from tests.support.pool import run
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("transformers")
+
+BOUND = 1e-5  # in fp32
+ONE = Case("one", microbatches=1)
+PIPELINE = Case("tp2 sp pp2", tp=2, sp=True, pp=2, microbatches=1)
+EXPERTS = Case("tp2 ep2", tp=2, dp=2, ep=2, sp=True, microbatches=1)
+LAYOUTS = {"gpt2": PIPELINE, "llama": PIPELINE, "qwen3_moe": EXPERTS, "deepseek_v3": EXPERTS}
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
+
+
+def check_agreement(found: Any, family: str, bound: float | None) -> None:
+    assert found.agrees, str(found)
+    assert found.exit_status == 0
+    if bound is not None:
+        worst = max(found.sites, key=lambda s: max(s.accumulated.error, s.isolated.error))
+        assert worst.accumulated.error < bound, worst
+        assert worst.isolated.error < bound, worst
+    points = {s.site.partition(":")[2] for s in found.sites}
+    assert points >= {"input", "output", "mid", "q", "k", "v", "scores", "probs"}
+    assert [layer.part for layer in found.layers] == ["embedding", "0", "1", "2", "3", "logits"]
+    if family in WITH_EXPERTS:
+        assert points >= {"logits", "map", "dispatched", "indices"}
+        assert any("local_experts" in s.site for s in found.sites)
+
+
+def all_families(dtype: torch.dtype) -> dict[str, Any]:
+    return {family: aligned.aligned(family, ONE, dtype) for family in hugging_face.FAMILIES}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_no_false_alarm_on_one_rank(dtype: torch.dtype) -> None:
+    (found,) = run(1, all_families, dtype)
+    for family, alignment in found.items():
+        check_agreement(alignment, family, BOUND if dtype == torch.float32 else None)
+
+
+def in_layout(case: Case, families: list[str]) -> dict[str, Any]:
+    return {family: aligned.aligned(family, case) for family in families}
+
+
+@pytest.mark.parametrize("case", [PIPELINE, EXPERTS], ids=lambda c: c.name)
+def test_every_mapped_site_is_equal_in_layouts(case: Case) -> None:
+    families = [f for f, layout in LAYOUTS.items() if layout is case]
+    ranks = run(case.world, in_layout, case, families)
+    for family in families:
+        assert len({str(found[family]) for found in ranks}) == 1, "every rank has the same result"
+        check_agreement(ranks[0][family], family, BOUND)
+        one = {s.site for s in run(1, in_layout, ONE, [family])[0][family].sites}
+        assert {s.site for s in ranks[0][family].sites} == one, "a layout hides no site"
+
+
+def find_all(names: list[str], case: Case) -> dict[str, Any]:
+    return {name: alignment_faults.find(name, case) for name in names}
+
+
+def check_fault(name: str, found: Any) -> None:
+    fault = alignment_faults.FAULTS[name]
+    assert found.exit_status == 1, name
+    assert found.first.site == fault.site, (name, str(found))
+    assert any(fault.words in cause for cause in found.causes), (name, str(found))
+    part = found.first.part
+    assert part == next(layer.part for layer in found.layers if layer.isolated or layer.accumulated), name
+
+
+def test_planted_faults_are_found_and_named() -> None:
+    names = list(alignment_faults.FAULTS)
+    assert len(names) >= 20
+    for name, found in run(1, find_all, names, ONE)[0].items():
+        check_fault(name, found)
+
+
+def test_an_error_does_not_carry_over_when_isolated() -> None:
+    found = run(1, find_all, ["gate and up swapped"], ONE)[0]["gate and up swapped"]
+    layers = {layer.part: layer for layer in found.layers}
+    assert not layers["1"].accumulated
+    assert layers["2"].isolated == "decoder.layers.2.mlp.linear_fc1:gate"
+    assert layers["3"].accumulated, "the error reaches the next layer"
+    assert not layers["3"].isolated, "which computes as it should"
+    assert layers["logits"].accumulated
+    assert not layers["logits"].isolated
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [("qkv concatenated", PIPELINE), ("experts exchanged", EXPERTS)], ids=["pipeline", "experts"]
+)
+def test_faults_are_found_in_layouts(name: str, case: Case) -> None:
+    for found in run(case.world, find_all, [name], case):
+        check_fault(name, found[name])
+
+
+def padded(case: Case) -> Any:
+    tokens = hugging_face.tokens()
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = 0  # as a tokenizer pads on the left
+    mask[1, 11:] = 0
+    ids = torch.where(mask.bool(), tokens, 63)
+    return aligned.aligned("llama", case, batch={"input_ids": ids[:, :15], "attention_mask": mask[:, :15]})
+
+
+def test_padding_is_moved_and_shown() -> None:
+    for found in run(PIPELINE.world, padded, PIPELINE):
+        check_agreement(found, "llama", BOUND)
+        text = "\n".join(found.notes)
+        assert "padding of 1 sequences was moved from their beginning to their end" in text
+        assert "1 padding tokens were added at the end: the layout needs a multiple of 2" in text
+        assert "11 of 32 tokens are padding" in text
