@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -81,7 +81,9 @@ def align(
         isolated = candidate.run(tokens.tokens, inputs)
     found = None
     if first and hf_model is not None:
-        found = _Judge(candidate.matches, tokens, hf_model, config, tolerance).judge(theirs, accumulated, isolated)
+        found = _Judge(candidate.matches, tokens, hf_model, config, tolerance).judge(
+            theirs, accumulated, isolated
+        )
     alignment: Alignment | None = _share(flex, found)
     assert alignment is not None, "the first rank has the model"
     alignment = replace(
@@ -95,7 +97,14 @@ def align(
     causes = None
     if first and hf_model is not None:
         evidence = Evidence(
-            alignment.first, {m.site: m for m in candidate.matches}, theirs, isolated, weights, hf_model, config, tokens
+            alignment.first,
+            {m.site: m for m in candidate.matches},
+            theirs,
+            isolated,
+            weights,
+            hf_model,
+            config,
+            tokens,
         )
         causes = tuple(find_causes(evidence))
     return replace(alignment, causes=_share(flex, causes) or ())
@@ -118,7 +127,8 @@ def evaluation_mode(*models: nn.Module) -> Iterator[None]:
 def _check_models(hf_model: nn.Module | None, flex: FlexModel) -> None:
     if not hasattr(flex.session.adapter, "roots"):
         raise FlexError(
-            f"align compares with a Megatron model, and this one is of {flex.session.adapter.name}; dump both and "
+            "align compares with a Megatron model, and this one is of "
+            f"{flex.session.adapter.name}; dump both and "
             "compare the dumps"
         )
     if hf_model is not None and not hasattr(getattr(hf_model, "config", None), "model_type"):
@@ -137,12 +147,17 @@ def _share(flex: FlexModel, item: Any) -> Any:
 def _describe_mesh(flex: FlexModel) -> str:
     sizes = {a.name: a.size for a in flex.session.mesh if a.size > 1}
     experts = flex.session.mesh["ep"].size
-    return " x ".join(f"{n}={s}" for n, s in ({**sizes, "ep": experts} if experts > 1 else sizes).items()) or "one rank"
+    return (
+        " x ".join(f"{n}={s}" for n, s in ({**sizes, "ep": experts} if experts > 1 else sizes).items())
+        or "one rank"
+    )
 
 
 def _layer_inputs(matches: list[Match], theirs: Captures) -> Captures:
     """The input of each layer and of the final norm in the Hugging Face model, by the Megatron site."""
-    wanted = [m for m in matches if m.site in FINAL_INPUTS or m.site == f"decoder.layers.{m.layer}{LAYER_INPUT}"]
+    wanted = [
+        m for m in matches if m.site in FINAL_INPUTS or m.site == f"decoder.layers.{m.layer}{LAYER_INPUT}"
+    ]
     return {m.site: theirs[m.row.other[0]] for m in wanted if m.row.other[0] in theirs}
 
 
@@ -172,7 +187,9 @@ class _Judge:
     def judge(self, theirs: Captures, accumulated: Captures, isolated: Captures) -> Alignment:
         """The verdicts for all sites."""
         tolerances = SiteTolerances(
-            [m.site for m in self.matches], (megatron_precision(self.config), precision_of(self.hf_model)), self.tolerance
+            [m.site for m in self.matches],
+            (megatron_precision(self.config), precision_of(self.hf_model)),
+            self.tolerance,
         )
         routing = [
             Routing(self.matches, theirs, captures, self.batch, tolerances, carried)
@@ -185,7 +202,9 @@ class _Judge:
             here = [c.get(match.site) for c in (accumulated, isolated)]
             if there is None or here[0] is None or here[1] is None:
                 if not (match.row.optional and there is None and here[0] is None):
-                    absent[match.site] = f"{'Hugging Face' if there is None else 'Megatron'} has no tensor there in this run"
+                    absent[match.site] = (
+                        f"{'Hugging Face' if there is None else 'Megatron'} has no tensor there in this run"
+                    )
                 continue
             pairs = [
                 r.select(match, *compared_pair(match.row, h, there, sizes, self.config))
@@ -230,4 +249,6 @@ def megatron_precision(config: Any) -> Precision:
 def precision_of(model: Any) -> Precision:
     """The precision of a Hugging Face model."""
     config = model.config
-    return Precision(next(model.parameters()).dtype, None, int(config.hidden_size), int(config.num_hidden_layers))
+    return Precision(
+        next(model.parameters()).dtype, None, int(config.hidden_size), int(config.num_hidden_layers)
+    )

@@ -127,7 +127,10 @@ class Alignment:
             found = first.isolated if alone else first.accumulated
             bound = first.isolated_tolerance if alone else first.accumulated_tolerance
             how = "with the layer input of Hugging Face" if alone else "as the models run"
-            yield f"differs: first at {first.site} ({first.other}), {how}: error {found.error:.2e}, tolerance {bound:.1e}"
+            yield (
+                f"differs: first at {first.site} ({first.other}), {how}: error {found.error:.2e}, "
+                f"tolerance {bound:.1e}"
+            )
             place = ", ".join(map(str, found.index))
             yield f"at [{place}] Megatron has {found.here:.6g} and Hugging Face {found.there:.6g}"
             yield from (f"likely cause: {cause}" for cause in self.causes)

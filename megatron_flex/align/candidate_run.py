@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_flex.align.counterparts import Family, Match
 from megatron_flex.collectives import broadcast_in_buckets
 from megatron_flex.config import flex_config
-from megatron_flex.lens import Alias, FullWeights, LensNames, TemporaryCaptures, edits, run
+from megatron_flex.lens import Alias, FullWeights, TemporaryCaptures, edits, run
 from megatron_flex.lens.tensor_views import View, Weights, normalize_stream
 from megatron_flex.model import FlexModel
 from megatron_flex.sites import Site
@@ -47,7 +46,9 @@ class NormOutput(View):
 
     def theirs(self, ours: Tensor, weights: Weights) -> Tensor:
         """Normalized, with weight and bias."""
-        out = normalize_stream(ours, self.rms, self.epsilon) * (weights[self.weights[0]].float() + self.offset)
+        out = normalize_stream(ours, self.rms, self.epsilon) * (
+            weights[self.weights[0]].float() + self.offset
+        )
         return (out + weights[self.weights[1]].float() if len(self.weights) > 1 else out).to(ours.dtype)
 
 

@@ -103,10 +103,14 @@ FUSED_QKV: Rows = tuple(
     for index, (name, axis) in enumerate((("q", "n"), ("k", "g"), ("v", "g")))
 )
 CORE: Rows = (
+    _row(LAYER + ".self_attention.core_attention:q", "{attn}:query", "s b n d", "b n s d", rotary=True),
     _row(
-        LAYER + ".self_attention.core_attention:q", "{attn}:query", "s b n d", "b n s d", rotary=True
+        LAYER + ".self_attention.core_attention:k",
+        "{attn}:key",
+        "s b {groups} d",
+        "b {groups} s d",
+        rotary=True,
     ),
-    _row(LAYER + ".self_attention.core_attention:k", "{attn}:key", "s b {groups} d", "b {groups} s d", rotary=True),
     _row(LAYER + ".self_attention.core_attention:v", "{attn}:value", "s b {groups} d", "b {groups} s d"),
     _row(LAYER + ".self_attention.core_attention:scores", "{attn}:scores", "b n s t", "b n s t", causal=True),
     _row(LAYER + ".self_attention.core_attention:probs", "{attn}:probs", "b n s t", "b n s t"),
@@ -344,7 +348,9 @@ class Family:
                 return Match(named, order, layer, int(numbers.get("expert", -1)))
         return None
 
-    def match(self, sites: Iterable[str], parameters: Container[str] = ()) -> tuple[list[Match], dict[str, str]]:
+    def match(
+        self, sites: Iterable[str], parameters: Container[str] = ()
+    ) -> tuple[list[Match], dict[str, str]]:
         """The rows of these sites in the order of execution, and the other sites with the reason.
 
         Args:
@@ -404,7 +410,11 @@ QK_NORMS: Rows = (*PROJECTED, *HEADS_AFTER_NORMS, *CORE, *MIDDLE)
 FAMILIES: Mapping[str, Family] = {
     family.name: family
     for family in (
-        Family("gpt2", GPT2_PATHS, (*ENTRY, *QKV_INPUT, *FUSED_QKV, *CORE, *MIDDLE, *PLAIN_MLP, *MLP_OUTPUT, *LAST)),
+        Family(
+            "gpt2",
+            GPT2_PATHS,
+            (*ENTRY, *QKV_INPUT, *FUSED_QKV, *CORE, *MIDDLE, *PLAIN_MLP, *MLP_OUTPUT, *LAST),
+        ),
         Family("llama", LLAMA_PATHS, DENSE),
         Family("mistral", LLAMA_PATHS, DENSE),
         Family("qwen2", LLAMA_PATHS, DENSE),
@@ -418,7 +428,17 @@ FAMILIES: Mapping[str, Family] = {
         Family(
             "deepseek_v3",
             {**LLAMA_PATHS, "groups": "n", "tokens": "b s"},
-            (*ENTRY, *LATENT_QKV, *CORE, *MIDDLE, *GATED_MLP, *ALL_EXPERTS, *SHARED_EXPERTS, *MLP_OUTPUT, *LAST),
+            (
+                *ENTRY,
+                *LATENT_QKV,
+                *CORE,
+                *MIDDLE,
+                *GATED_MLP,
+                *ALL_EXPERTS,
+                *SHARED_EXPERTS,
+                *MLP_OUTPUT,
+                *LAST,
+            ),
         ),
     )
 }
@@ -435,7 +455,8 @@ def family_of(model_type: str) -> Family:
     """
     if model_type not in FAMILIES:
         raise FlexError(
-            f"the architecture {model_type!r} has no table of hook points{suggest_nearest(model_type, FAMILIES)}; "
+            f"the architecture {model_type!r} has no table of hook "
+            f"points{suggest_nearest(model_type, FAMILIES)}; "
             f"known are {', '.join(FAMILIES)}"
         )
     return FAMILIES[model_type]
@@ -449,7 +470,9 @@ class SiteNames(list[tuple[str, str, str]]):
 
     def __str__(self) -> str:
         widths = [max(len(row[i]) for row in self) for i in range(2)]
-        return "\n".join("  ".join((*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[2])) for row in self)
+        return "\n".join(
+            "  ".join((*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[2])) for row in self
+        )
 
     def __repr__(self) -> str:
         return str(self)

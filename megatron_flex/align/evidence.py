@@ -85,7 +85,9 @@ class Evidence:
 
     def equal(self, a: Tensor | None, b: Tensor | None) -> bool:
         """Whether two tensors are equal up to the tolerance."""
-        return a is not None and b is not None and a.shape == b.shape and measure(a, b).error <= self.tolerance
+        return (
+            a is not None and b is not None and a.shape == b.shape and measure(a, b).error <= self.tolerance
+        )
 
     def module(self, point: str = "") -> nn.Module | None:
         """The Hugging Face module of a point; of the site's first point if empty."""

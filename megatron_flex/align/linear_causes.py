@@ -46,7 +46,10 @@ def concatenated_projections(e: Evidence) -> str:
     read = joined.unflatten(-1, (groups, each + 2, size))
     parts = (read[..., :each, :].flatten(2, 3), read[..., each, :], read[..., each + 1, :])
     if all(e.equal(h, p) for h, p in zip(here, parts, strict=True)):
-        return "q, k and v are concatenated in linear_qkv: Megatron reads them group by group, [queries of a group, key, value]"
+        return (
+            "q, k and v are concatenated in linear_qkv: Megatron reads them group by group, [queries "
+            "of a group, key, value]"
+        )
     return ""
 
 
@@ -61,7 +64,8 @@ def rotary_row_order(e: Evidence) -> str:
     for order, name in ((pairs, "interleaved pairs"), (halves, "two halves")):
         if e.equal(here, order):
             return (
-                f"the features of each head are in the order of {name}: the rows of q and k are permuted for the "
+                f"the features of each head are in the order of {name}: the rows of q and k are "
+                "permuted for the "
                 "other rotary form (rotary interleaving)"
             )
     return ""
@@ -89,7 +93,9 @@ def other_activation(e: Evidence) -> str:
     path = e.site.rpartition(".")[0]
     here = e.here(e.site)
     gate, up, plain = (e.there(f"{path}.linear_fc1:{point}") for point in ("gate", "up", "output"))
-    own = getattr(e.hf_model.config, "hidden_act", getattr(e.hf_model.config, "activation_function", "its own"))
+    own = getattr(
+        e.hf_model.config, "hidden_act", getattr(e.hf_model.config, "activation_function", "its own")
+    )
     for name, function in ACTIVATIONS.items():
         if gate is not None and up is not None:
             if e.equal(here, function(gate) * up):
@@ -158,14 +164,19 @@ def input_order(e: Evidence) -> str:
     size = len(order) // heads
     blocks = [order[i : i + size] for i in range(0, len(order), size)]
     if len(order) % heads == 0 and all(all(b - a == 1 for a, b in pairwise(block)) for block in blocks):
-        return f"the attention heads are in another order in the columns of {path}.weight: {[b[0] // size for b in blocks]}"
+        return (
+            f"the attention heads are in another order in the columns of {path}.weight: "
+            f"{[b[0] // size for b in blocks]}"
+        )
     return f"the columns of {path}.weight are in another order"
 
 
 def untied_output(e: Evidence) -> str:
     """The output layer is tied to the embedding in one of the models only."""
     entering, logits = e.there("output_layer:input"), e.here(e.site)
-    table = e.parameter(e.matches["embedding.word_embeddings:output"].row.other[0].replace(":output", ".weight"))
+    table = e.parameter(
+        e.matches["embedding.word_embeddings:output"].row.other[0].replace(":output", ".weight")
+    )
     if entering is None or logits is None or table is None:
         return ""
     tied = bool(getattr(e.hf_model.config, "tie_word_embeddings", False))
@@ -173,5 +184,8 @@ def untied_output(e: Evidence) -> str:
     if tied and not from_embedding:
         return "tied weights are not tied in Megatron: output_layer.weight differs from the word embeddings"
     if not tied and from_embedding:
-        return "the output layer is tied to the word embeddings in Megatron, and has a weight of its own in Hugging Face"
+        return (
+            "the output layer is tied to the word embeddings in Megatron, and has a weight of its "
+            "own in Hugging Face"
+        )
     return ""

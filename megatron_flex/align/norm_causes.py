@@ -14,7 +14,11 @@ from megatron_flex.lens.tensor_views import normalize_stream
 def _norm_of(e: Evidence) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float] | None:
     """Megatron's output, the common input, and the weight, bias and epsilon of the Hugging Face norm."""
     path = e.match.row.other[0].partition(":")[0]
-    here, entering, weight = e.here(e.site), e.there(e.site.replace(":output", ":input")), e.parameter(f"{path}.weight")
+    here, entering, weight = (
+        e.here(e.site),
+        e.there(e.site.replace(":output", ":input")),
+        e.parameter(f"{path}.weight"),
+    )
     if here is None or entering is None or weight is None:
         return None
     module = e.module()
@@ -64,7 +68,9 @@ def other_weight(e: Evidence) -> str:
     here, x, weight, bias, epsilon = found
     own = e.match.row.other[0].partition(":")[0]
     for path, other, other_bias in _norms(e, weight.shape):
-        if path != own and e.equal(here, _apply(x, other, other_bias if bias is not None else None, epsilon, _rms(e))):
+        if path != own and e.equal(
+            here, _apply(x, other, other_bias if bias is not None else None, epsilon, _rms(e))
+        ):
             return f"the norm has the weight of {path}: a wrong post-norm or pre-norm"
     return ""
 
@@ -85,15 +91,25 @@ def other_form(e: Evidence) -> str:
     here, x, weight, bias, epsilon = found
     rms = _rms(e)
     forms = (
-        (_apply(x, weight + 1, bias, epsilon, rms), "the weight of the norm is stored minus one in one model only"),
-        (_apply(x, weight - 1, bias, epsilon, rms), "the weight of the norm is stored minus one in one model only"),
+        (
+            _apply(x, weight + 1, bias, epsilon, rms),
+            "the weight of the norm is stored minus one in one model only",
+        ),
+        (
+            _apply(x, weight - 1, bias, epsilon, rms),
+            "the weight of the norm is stored minus one in one model only",
+        ),
         (_apply(x, weight, None, epsilon, rms), "the bias of the norm is missing in Megatron"),
         (
             _apply(x, weight, bias, epsilon, not rms),
-            f"the norm is {'a LayerNorm' if rms else 'an RMSNorm'} in Megatron and {'an RMSNorm' if rms else 'a LayerNorm'} "
+            f"the norm is {'a LayerNorm' if rms else 'an RMSNorm'} in Megatron and "
+            f"{'an RMSNorm' if rms else 'a LayerNorm'} "
             "in Hugging Face",
         ),
-        (_apply(x, torch.ones_like(weight), None, epsilon, rms), "the norm has no weight in Megatron: it is all ones"),
+        (
+            _apply(x, torch.ones_like(weight), None, epsilon, rms),
+            "the norm has no weight in Megatron: it is all ones",
+        ),
         (x, "the norm is missing in Megatron"),
     )
     return next((text for value, text in forms if e.equal(here, value)), "")

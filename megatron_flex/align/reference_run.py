@@ -104,11 +104,13 @@ class ReferenceRun:
         self._record(f"{path}:probs", empty.scatter(1, indices, weights))
         self._record(f"{path}:map", empty.bool().scatter(1, indices, True))
 
-    def _attention(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _attention(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         path = self._paths[module]
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             self._record(f"{path}:{name}", tensor)
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward")
+        eager = sys.modules[type(module).__module__].eager_attention_forward
         with _Watch(nn.functional.softmax) as watch:
             output = eager(module, query, key, value, *args, **kwargs)
         for scores, probabilities in watch.calls:
@@ -180,7 +182,11 @@ class _Watch(TorchFunctionMode):
         self.calls: list[tuple[Tensor, Tensor]] = []
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is self.function:
@@ -195,7 +201,9 @@ def _attention_function(model: nn.Module, function: Callable[..., Any]) -> Itera
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     except ImportError as error:
-        raise FlexError(f"transformers without attention functions ({error}); install 4.51 or newer") from error
+        raise FlexError(
+            f"transformers without attention functions ({error}); install 4.51 or newer"
+        ) from error
     configs = _configs(model)
     before = [config._attn_implementation for config in configs]
     # Masks are looked up in the mapping of all instances only.

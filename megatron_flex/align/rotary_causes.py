@@ -58,7 +58,8 @@ def interleaved_rotation(e: Evidence) -> str:
     in_halves = torch.cat([turned[..., 0::2], turned[..., 1::2]], -1)
     if e.equal(here, turned) or e.equal(here, in_halves):
         return (
-            "rotary interleaving: Megatron rotates neighbouring features (rotary_interleaved=True), Hugging Face the "
+            "rotary interleaving: Megatron rotates neighbouring features "
+            "(rotary_interleaved=True), Hugging Face the "
             "halves of a head"
         )
     return ""
@@ -80,9 +81,14 @@ def other_frequencies(e: Evidence) -> str:
         plain = value ** -(torch.arange(len(frequencies)) / len(frequencies))
         if e.equal(here, rotate(before, plain, False)):
             if value == wanted:
-                return f"the scaling of rotary frequencies is missing in Megatron ({_scaling(e)} in Hugging Face)"
+                return (
+                    f"the scaling of rotary frequencies is missing in Megatron ({_scaling(e)} in "
+                    "Hugging Face)"
+                )
             return f"the rotary base is {value:g} in Megatron and {wanted:g} in Hugging Face"
-    return "Megatron rotates q and k by other angles than Hugging Face: compare the rotary base and its scaling"
+    return (
+        "Megatron rotates q and k by other angles than Hugging Face: compare the rotary base and its scaling"
+    )
 
 
 def _angles(here: Tensor, before: Tensor, count: int) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from megatron_flex.align.counterparts import Match
@@ -52,11 +51,18 @@ class Routing:
         for match in matches:
             if match.layer is None or not match.site.endswith(ROUTER_MAP) or match.site not in ours:
                 continue
-            there, logits = theirs.get(match.row.other[0]), theirs.get(match.row.other[0].replace(":map", ":output"))
+            there, logits = (
+                theirs.get(match.row.other[0]),
+                theirs.get(match.row.other[0].replace(":map", ":output")),
+            )
             if there is None or logits is None:
                 continue
             shape = (*batch.real.shape, -1)
-            here, there, logits = ours[match.site].transpose(0, 1).bool(), there.reshape(shape), logits.reshape(shape)
+            here, there, logits = (
+                ours[match.site].transpose(0, 1).bool(),
+                there.reshape(shape),
+                logits.reshape(shape),
+            )
             if here.shape != there.shape:
                 continue
             dtypes = ours[match.site.replace(":map", ":logits")].dtype, logits.dtype
@@ -64,8 +70,10 @@ class Routing:
             tied = _near_ties(here, there, logits.float(), bound)
             if bool((tied & batch.real).any()) and carried:
                 self.notes.append(
-                    f"{int((tied & batch.real).sum())} tokens choose other experts in layer {match.layer}, where two "
-                    "are equal up to round-off; they, and the tokens that see them, are not compared from there on"
+                    f"{int((tied & batch.real).sum())} tokens choose other experts in layer "
+                    f"{match.layer}, where two "
+                    "are equal up to round-off; they, and the tokens that see them, are not "
+                    "compared from there on"
                 )
             self._maps[match.layer], self._tied[match.layer] = (here, there), tied
 
@@ -109,7 +117,11 @@ class Routing:
 
 def _routed(match: Match) -> bool:
     """Whether a site follows the choice of experts in its layer."""
-    return ".router:" in match.site or ".experts" in match.site or match.site.endswith((".mlp:output", f"{match.layer}:output"))
+    return (
+        ".router:" in match.site
+        or ".experts" in match.site
+        or match.site.endswith((".mlp:output", f"{match.layer}:output"))
+    )
 
 
 def _near_ties(here: Tensor, there: Tensor, logits: Tensor, bound: float) -> Tensor:

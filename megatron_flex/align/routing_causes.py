@@ -30,7 +30,10 @@ def other_expert(e: Evidence) -> str:
     for expert, weight in enumerate(weights.detach().float().cpu()):
         made = rows @ weight.T
         if e.equal(ours, made) and expert != e.match.expert:
-            return f"the experts are in another order: expert {e.match.expert} has the weights of expert {expert}"
+            return (
+                f"the experts are in another order: expert {e.match.expert} has the weights of expert "
+                f"{expert}"
+            )
         if e.equal(ours, torch.cat(made.chunk(2, -1)[::-1], -1)):
             return "gate and up are swapped in linear_fc1 of the experts"
     return ""
@@ -44,7 +47,9 @@ def missing_router_scaling(e: Evidence) -> str:
         return ""
     return (
         f"the router's scaling is missing in Megatron: routed_scaling_factor={factor:g} in Hugging Face, "
-        f"moe_router_topk_scaling_factor={getattr(e.config, 'moe_router_topk_scaling_factor', None)} in Megatron"
+        f"moe_router_topk_scaling_factor={getattr(e.config, 'moe_router_topk_scaling_factor', None)} in Megatr"
+        "o"
+        "n"
     )
 
 
@@ -60,7 +65,11 @@ def missing_expert_bias(e: Evidence) -> str:
     scores = logits[1].sigmoid()
     module = e.module(e.matches[f"{path}:logits"].row.other[0])
     bias = getattr(module, "e_score_correction_bias", None)
-    if isinstance(bias, Tensor) and bool(bias.any()) and getattr(e.hf_model.config, "n_group", 1) in (1, None):
+    if (
+        isinstance(bias, Tensor)
+        and bool(bias.any())
+        and getattr(e.hf_model.config, "n_group", 1) in (1, None)
+    ):
         plain = torch.zeros_like(scores).scatter(-1, scores.topk(count).indices, 1).bool()
         if bool((plain == chosen[0].bool()).all()):
             return "the correction bias of the router (e_score_correction_bias) is missing in Megatron"
@@ -86,9 +95,14 @@ def other_normalization(e: Evidence) -> str:
         "sigmoid": given.sigmoid() * mask,
         "sigmoid, normalized": _normalized(given.sigmoid() * mask),
     }
-    names = [next((name for name, value in forms.items() if e.equal(value, side)), "") for side in (here, there)]
+    names = [
+        next((name for name, value in forms.items() if e.equal(value, side)), "") for side in (here, there)
+    ]
     if all(names) and names[0] != names[1]:
-        return f"the weights of the chosen experts are {names[0]} in Megatron and {names[1]} in Hugging Face (norm_topk_prob)"
+        return (
+            f"the weights of the chosen experts are {names[0]} in Megatron and {names[1]} in Hugging "
+            "Face (norm_topk_prob)"
+        )
     if e.equal(_normalized(here), _normalized(there)):
         return "the weights of the chosen experts have another sum: they are normalized in one model only"
     return ""
@@ -103,4 +117,8 @@ def missing_shared_experts(e: Evidence) -> str:
     found, shared = e.pair(e.site), e.there(f"{e.layer}.mlp.shared_experts:output")
     if found is None or shared is None:
         return ""
-    return "the output of the shared experts is not added in Megatron" if e.equal(found[0] + shared, found[1]) else ""
+    return (
+        "the output of the shared experts is not added in Megatron"
+        if e.equal(found[0] + shared, found[1])
+        else ""
+    )

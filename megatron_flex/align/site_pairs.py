@@ -23,7 +23,9 @@ def axis_sizes(config: Any, samples: int) -> Mapping[str, int]:
     return {"b": samples, "n": heads, "g": int(getattr(config, "num_key_value_heads", None) or heads)}
 
 
-def reference_tensor(row: Counterpart, captures: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor | None:
+def reference_tensor(
+    row: Counterpart, captures: Mapping[str, Tensor], sizes: Mapping[str, int]
+) -> Tensor | None:
     """The Hugging Face tensor of a row, in the order in which tensors are compared; None if it is missing.
 
     Args:
@@ -51,7 +53,9 @@ def candidate_tensor(row: Counterpart, tensor: Tensor, sizes: Mapping[str, int],
         config: Megatron's configuration.
     """
     out = rearrange(tensor, row.here, canonical_axes(row.here), sizes)
-    interleaved = getattr(config, "rotary_interleaved", False) and not getattr(config, "multi_latent_attention", False)
+    interleaved = getattr(config, "rotary_interleaved", False) and not getattr(
+        config, "multi_latent_attention", False
+    )
     # Hugging Face rotates the halves of a head, where Megatron then rotates pairs.
     return torch.cat([out[..., 0::2], out[..., 1::2]], -1) if row.rotary and interleaved else out
 

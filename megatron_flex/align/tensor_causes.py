@@ -14,7 +14,13 @@ MOST_COLUMNS, MOST_ROWS = 4096, 512  # at most this many columns are matched, on
 MOST_LISTED = 8
 EXACT = "donot_use_mm_for_euclid_dist"  # distances of equal vectors are 0
 TOKEN_AXES = ("b", "s", "t")
-AXIS_WORDS = {"n": "attention heads", "g": "key/value heads", "d": "features of a head", "e": "experts", "v": "tokens of the vocabulary"}
+AXIS_WORDS = {
+    "n": "attention heads",
+    "g": "key/value heads",
+    "d": "features of a head",
+    "e": "experts",
+    "v": "tokens of the vocabulary",
+}
 
 
 def _list(numbers: list[int]) -> str:
@@ -55,7 +61,10 @@ def other_order(e: Evidence) -> str:
         flat = [t.movedim(dim, -1).reshape(-1, t.shape[dim]) for t in (here, there)]
         order = match_columns(flat[0], flat[1], e.tolerance)
         if order is not None:
-            return f"the {AXIS_WORDS.get(axis, f'entries of {axis}')} are in another order in Megatron: {_list(order)}"
+            return (
+                f"the {AXIS_WORDS.get(axis, f'entries of {axis}')} are in another order in Megatron: "
+                f"{_list(order)}"
+            )
     return ""
 
 
@@ -66,9 +75,15 @@ def scaled_embeddings(e: Evidence) -> str:
         return ""
     root = math.sqrt(e.hf_model.config.hidden_size)
     if math.isclose(ratio * root, 1, rel_tol=1e-3):
-        return f"the embeddings are not scaled in Megatron: Hugging Face multiplies them by sqrt(hidden_size) = {root:.6g}"
+        return (
+            "the embeddings are not scaled in Megatron: Hugging Face multiplies them by "
+            f"sqrt(hidden_size) = {root:.6g}"
+        )
     if math.isclose(ratio, root, rel_tol=1e-3):
-        return f"the embeddings are scaled by sqrt(hidden_size) = {root:.6g} in Megatron, and not in Hugging Face"
+        return (
+            f"the embeddings are scaled by sqrt(hidden_size) = {root:.6g} in Megatron, and not in "
+            "Hugging Face"
+        )
     return f"the scaling of embeddings differs: Megatron's are {ratio:.6g} times those of Hugging Face"
 
 
@@ -102,7 +117,12 @@ def other_softmax_scale(e: Evidence) -> str:
 def missing_bias(e: Evidence) -> str:
     """The difference is the same vector for all tokens."""
     found = e.pair(e.site)
-    if found is None or found[0].shape != found[1].shape or found[0].ndim < 2 or not found[0].is_floating_point():
+    if (
+        found is None
+        or found[0].shape != found[1].shape
+        or found[0].ndim < 2
+        or not found[0].is_floating_point()
+    ):
         return ""
     here, there = found
     tokens = [i for i, axis in enumerate(canonical_axes(e.match.row.here)) if axis in (*TOKEN_AXES, "k")]
@@ -123,7 +143,10 @@ def _contains(bias: Tensor, vector: Tensor, e: Evidence) -> bool:
     """Whether a vector is the bias, or an equal part of it."""
     bound = 10 * e.tolerance * float(vector.abs().max()) + 1e-6 * float(bias.abs().max())
     parts = bias.reshape(-1, len(vector)) if len(bias) % len(vector) == 0 else bias[None, :0]
-    return any(part.shape == vector.shape and float((part - vector).abs().max()) <= max(bound, 1e-5) for part in parts)
+    return any(
+        part.shape == vector.shape and float((part - vector).abs().max()) <= max(bound, 1e-5)
+        for part in parts
+    )
 
 
 def bf16_values(e: Evidence) -> str:
@@ -138,7 +161,10 @@ def bf16_values(e: Evidence) -> str:
                 return f"every value of {name} is a bf16 number: the weight was rounded to bf16"
     found = e.pair(e.site)
     if found is not None and _is_bf16(found[0]) and not _is_bf16(found[1]):
-        return "every value of Megatron's tensor is a bf16 number: it is computed in bf16, and in fp32 by Hugging Face"
+        return (
+            "every value of Megatron's tensor is a bf16 number: it is computed in bf16, and in fp32 "
+            "by Hugging Face"
+        )
     return ""
 
 
@@ -156,7 +182,9 @@ def other_mask(e: Evidence) -> str:
         return ""
     window = getattr(e.hf_model.config, "sliding_window", None)
     name = f" (sliding_window={window} in Hugging Face)" if window else ""
-    return f"attention sees {int(here.max())} positions in Megatron and {int(there.max())} in Hugging Face{name}"
+    return (
+        f"attention sees {int(here.max())} positions in Megatron and {int(there.max())} in Hugging Face{name}"
+    )
 
 
 def shifted_vocabulary(e: Evidence) -> str:
@@ -174,9 +202,17 @@ def shifted_vocabulary(e: Evidence) -> str:
     shifts = ((nearest - ids) % len(table)).unique().tolist()
     if len(shifts) == 1 and shifts[0]:
         shift = min(shifts[0], shifts[0] - len(table), key=abs)
-        return f"the rows of the vocabulary are shifted by {shift}: padding of the vocabulary, or special tokens, are elsewhere"
+        return (
+            f"the rows of the vocabulary are shifted by {shift}: padding of the vocabulary, or "
+            "special tokens, are elsewhere"
+        )
     moved = ids[nearest != ids].tolist()
-    return f"the rows of the vocabulary are in another order; tokens {_list(moved)} have the rows of other tokens" if moved else ""
+    return (
+        f"the rows of the vocabulary are in another order; tokens {_list(moved)} have the rows of "
+        "other tokens"
+        if moved
+        else ""
+    )
 
 
 def wrong_positions(e: Evidence) -> str:

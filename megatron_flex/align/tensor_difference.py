@@ -82,11 +82,15 @@ class SiteTolerances:
         given: a tolerance for all sites; None: from dtype and depth.
     """
 
-    def __init__(self, sites: Sequence[str], precisions: Sequence[Precision], given: float | None = None) -> None:
+    def __init__(
+        self, sites: Sequence[str], precisions: Sequence[Precision], given: float | None = None
+    ) -> None:
         self._precisions, self._given = precisions, given
         self._depths = ReductionDepths(list(sites), max(p.layers for p in precisions))
 
-    def of(self, site: str, dtypes: Sequence[torch.dtype], kind: str = VALUE, isolated: bool = False) -> float:
+    def of(
+        self, site: str, dtypes: Sequence[torch.dtype], kind: str = VALUE, isolated: bool = False
+    ) -> float:
         """The tolerance of a site.
 
         Args:

@@ -42,7 +42,9 @@ def prepare_batch(batch: Any, divisor: int) -> TokenBatch:
     found = batch if isinstance(batch, Mapping) else {"input_ids": batch}
     tokens, mask = found.get("input_ids"), found.get("attention_mask")
     if tokens is None:
-        raise FlexError(f"a batch with {', '.join(map(str, found)) or 'nothing'}; give input_ids [batch, sequence]")
+        raise FlexError(
+            f"a batch with {', '.join(map(str, found)) or 'nothing'}; give input_ids [batch, sequence]"
+        )
     tokens = torch.as_tensor(tokens)
     if tokens.ndim != 2 or tokens.is_floating_point() or not tokens.numel():
         raise FlexError(
@@ -51,7 +53,8 @@ def prepare_batch(batch: Any, divisor: int) -> TokenBatch:
     real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else torch.as_tensor(mask).bool()
     if real.shape != tokens.shape:
         raise FlexError(
-            f"attention_mask has shape {tuple(real.shape)} and input_ids {tuple(tokens.shape)}; give one mask "
+            f"attention_mask has shape {tuple(real.shape)} and input_ids {tuple(tokens.shape)}; "
+            "give one mask "
             "entry for each token"
         )
     tokens, real = tokens.cpu().long(), real.cpu()
@@ -60,10 +63,14 @@ def prepare_batch(batch: Any, divisor: int) -> TokenBatch:
     if missing:
         tokens = torch.nn.functional.pad(tokens, (0, missing))
         real = torch.nn.functional.pad(real, (0, missing))
-        notes.append(f"{missing} padding tokens were added at the end: the layout needs a multiple of {divisor}")
+        notes.append(
+            f"{missing} padding tokens were added at the end: the layout needs a multiple of {divisor}"
+        )
     if not bool(real.all()):
         padding = int((~real).sum())
-        notes.append(f"{padding} of {real.numel()} tokens are padding at the end of their sequence, not compared")
+        notes.append(
+            f"{padding} of {real.numel()} tokens are padding at the end of their sequence, not compared"
+        )
     return TokenBatch(tokens, real, tuple(notes))
 
 

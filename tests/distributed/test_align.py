@@ -95,7 +95,9 @@ def test_an_error_does_not_carry_over_when_isolated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "case"), [("qkv concatenated", PIPELINE), ("experts exchanged", EXPERTS)], ids=["pipeline", "experts"]
+    ("name", "case"),
+    [("qkv concatenated", PIPELINE), ("experts exchanged", EXPERTS)],
+    ids=["pipeline", "experts"],
 )
 def test_faults_are_found_in_layouts(name: str, case: Case) -> None:
     for found in run(case.world, find_all, [name], case):

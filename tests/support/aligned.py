@@ -47,7 +47,9 @@ def rank_models(
     return hf_model, chunks
 
 
-def aligned(family: str, case: Case, dtype: torch.dtype = torch.float32, batch: Any = None, **more: Any) -> Any:
+def aligned(
+    family: str, case: Case, dtype: torch.dtype = torch.float32, batch: Any = None, **more: Any
+) -> Any:
     """What `align` finds."""
     from megatron_flex.align import align
     from megatron_flex.model import FlexModel

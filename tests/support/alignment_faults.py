@@ -123,9 +123,14 @@ SCALED_LLAMA = replace(
 )
 FAULTS: dict[str, Fault] = {
     "keys and values swapped": Fault(
-        "llama", f"{AT}.self_attention.linear_qkv:k", "q, k and v are in another order", {QKV: swap_keys_and_values}
+        "llama",
+        f"{AT}.self_attention.linear_qkv:k",
+        "q, k and v are in another order",
+        {QKV: swap_keys_and_values},
     ),
-    "qkv concatenated": Fault("llama", f"{AT}.self_attention.linear_qkv:q", "are concatenated in linear_qkv", {QKV: ungroup}),
+    "qkv concatenated": Fault(
+        "llama", f"{AT}.self_attention.linear_qkv:q", "are concatenated in linear_qkv", {QKV: ungroup}
+    ),
     "rotary rows permuted": Fault(
         "llama", f"{AT}.self_attention.linear_qkv:q", "rotary interleaving", {QKV: permute_rotary_rows}
     ),
@@ -153,7 +158,9 @@ FAULTS: dict[str, Fault] = {
         "rotary position embedding is missing",
         model={"position_embedding_type": "none"},
     ),
-    "gate and up swapped": Fault("llama", f"{AT}.mlp.linear_fc1:gate", "gate and up are swapped", {FC1: swap_halves}),
+    "gate and up swapped": Fault(
+        "llama", f"{AT}.mlp.linear_fc1:gate", "gate and up are swapped", {FC1: swap_halves}
+    ),
     "epsilon": Fault(
         "qwen2",
         "decoder.layers.0.input_layernorm:output",
@@ -185,7 +192,9 @@ FAULTS: dict[str, Fault] = {
         {HEAD: shift_rows},
         model={"share_embeddings_and_output_weights": False},
     ),
-    "output tied": Fault("llama", "output_layer:output", "is tied to the word embeddings in Megatron", {HEAD: of(EMBEDDING)}),
+    "output tied": Fault(
+        "llama", "output_layer:output", "is tied to the word embeddings in Megatron", {HEAD: of(EMBEDDING)}
+    ),
     "norms swapped": Fault(
         "llama", f"{AT}.input_layernorm:output", "wrong post-norm", {NORM1: of(NORM2), NORM2: of(NORM1)}
     ),
@@ -196,19 +205,29 @@ FAULTS: dict[str, Fault] = {
         {f"{AT}.self_attention.q_layernorm.weight": of(f"{AT}.self_attention.k_layernorm.weight")},
     ),
     "vocabulary padding": Fault(
-        "llama", "embedding.word_embeddings:output", "the rows of the vocabulary are shifted by", {EMBEDDING: shift_rows}
+        "llama",
+        "embedding.word_embeddings:output",
+        "the rows of the vocabulary are shifted by",
+        {EMBEDDING: shift_rows},
     ),
     "heads permuted": Fault(
-        "llama", f"{AT}.self_attention.linear_proj:output", "attention heads are in another order", {PROJ: swap_heads}
+        "llama",
+        f"{AT}.self_attention.linear_proj:output",
+        "attention heads are in another order",
+        {PROJ: swap_heads},
     ),
-    "weight transposed": Fault("llama", f"{AT}.self_attention.linear_proj:output", "is transposed", {PROJ: transposed}),
+    "weight transposed": Fault(
+        "llama", f"{AT}.self_attention.linear_proj:output", "is transposed", {PROJ: transposed}
+    ),
     "weight of another layer": Fault(
         "llama",
         f"{AT}.mlp.linear_fc2:output",
         "the weights are those of layer 1",
         {FC2: of(FC2.replace("layers.2", "layers.1"))},
     ),
-    "weight rounded to bf16": Fault("llama", f"{AT}.mlp.linear_fc2:output", "rounded to bf16", {FC2: rounded}),
+    "weight rounded to bf16": Fault(
+        "llama", f"{AT}.mlp.linear_fc2:output", "rounded to bf16", {FC2: rounded}
+    ),
     "activation": Fault(
         "gpt2",
         "decoder.layers.0.mlp.linear_fc2:input",
@@ -234,7 +253,10 @@ FAULTS: dict[str, Fault] = {
         {_expert(a, n): of(_expert(b, n)) for n in ("fc1", "fc2") for a, b in ((1, 2), (2, 1))},
     ),
     "router rows permuted": Fault(
-        "mixtral", f"{AT}.mlp.router:logits", "experts are in another order in the router", {f"{AT}.mlp.router.weight": shift_rows}
+        "mixtral",
+        f"{AT}.mlp.router:logits",
+        "experts are in another order in the router",
+        {f"{AT}.mlp.router.weight": shift_rows},
     ),
     "router not normalized": Fault(
         "qwen3_moe",
