@@ -40,20 +40,22 @@ def align(
 ) -> Alignment:
     """Compare a Hugging Face model with a Megatron model on the same tokens. Every rank calls it.
 
-    The Hugging Face model runs on the first rank. The Megatron model runs twice, forward only: once as it is (the *accumulated* difference), once with each layer's input replaced by that of the
-    Hugging Face model (the *isolated* difference, to which earlier layers contribute nothing). Both run in the
-    mode of `eval()`, without dropout; the mode of each module is restored.
+    The Hugging Face model runs on the first rank. The Megatron model runs twice, forward only: once as it
+    is (the *accumulated* difference), once with each layer's input replaced by that of Hugging Face (the
+    *isolated* difference, to which earlier layers contribute nothing). Both run in the mode of `eval()`, without
+    dropout; the mode of each module is restored.
 
     Args:
         hf_model: a causal language model of transformers; the other ranks may pass None.
         flex: the Megatron model, in any layout.
         batch: tokens `[batch, sequence]`, the same on all ranks, or a mapping with `input_ids` and
             `attention_mask`. Padding is moved to the end of a sequence and is not compared.
-        tolerance: how far tensors may differ, relative to their norm and to their greatest entry; None: derived
-            from the precisions of the two models and the depth of the site.
+        tolerance: how far tensors may differ, relative to their norm and to their greatest entry; None:
+            derived from the precisions of the two models and the depth of the site.
 
     Returns:
-        On every rank, the verdicts for each hook point and each layer, and likely causes of the first difference.
+        On every rank, the verdicts for each hook point and each layer, and likely causes of the first
+        difference.
 
     Raises:
         FlexError: on all ranks: there is no table for the architecture, no model, or the tokens do not fit.

@@ -91,7 +91,7 @@ class Alignment:
 
     @property
     def first(self) -> SiteVerdict | None:
-        """The first site that differs with equal layer inputs; else the first that differs as the models run."""
+        """The first site that differs with equal layer inputs, else the first that differs as they run."""
         alone = next((s for s in self.sites if s.diverges_alone), None)
         return alone or next((s for s in (*self.sites, *self.gradients) if s.diverges), None)
 
@@ -148,6 +148,7 @@ class Alignment:
         return {
             "model": self.model,
             "agrees": self.agrees,
+            "summary": self.summary(),
             "first": None if first is None else first.site,
             "causes": list(self.causes),
             "notes": list(self.notes),

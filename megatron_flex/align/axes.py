@@ -29,7 +29,7 @@ def parse_axes(text: str) -> tuple[tuple[str, ...], ...]:
 
 @cache
 def canonical_axes(text: str) -> tuple[str, ...]:
-    """The order in which tensors are compared: samples, positions, then the other axes as they are written."""
+    """The order in which tensors are compared: samples, positions, then the other axes as written."""
     names = [axis for dim in parse_axes(text) for axis in dim]
     first = [axis for axis in (SAMPLES, POSITIONS) if axis in names]
     return (*first, *(axis for axis in names if axis not in first))
@@ -88,13 +88,3 @@ def rearrange(tensor: Tensor, source: str, target: tuple[str, ...], sizes: Sizes
     if sorted(names) != sorted(target):
         raise LayoutError(f"the axes {source!r} are not those of {' '.join(target)!r}")
     return wide.squeeze(single).permute([names.index(axis) for axis in target])
-
-
-def pack(tensor: Tensor, source: tuple[str, ...], target: str) -> Tensor:
-    """The inverse of `rearrange`: from one dim for each axis to the dims of `target`."""
-    dims = parse_axes(target)
-    wide = tensor.permute([source.index(axis) for dim in dims for axis in dim])
-    sizes, lengths = iter(wide.shape), []
-    for dim in dims:
-        lengths.append(math.prod(next(sizes) for _ in dim))
-    return wide.reshape(lengths)

@@ -1,4 +1,4 @@
-"""Forward passes of a Megatron model: the tensors at its hook points, as it runs and with given layer inputs."""
+"""Forward passes of a Megatron model, as it is and with given layer inputs, and what its hook points hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Likely causes of the first difference: each is a hypothesis that is tried on the tensors, and reported if it holds."""
+"""Likely causes of the first difference: hypotheses, tried on the tensors and reported if they hold."""
 
 from __future__ import annotations
 

@@ -463,7 +463,7 @@ def family_of(model_type: str) -> Family:
 
 
 class SiteNames(list[tuple[str, str, str]]):
-    """The table of one architecture: the Megatron site, the Hugging Face point, the axes of both, or the reason.
+    """The table of an architecture: the Megatron site, the Hugging Face point, and the axes or the reason.
 
     Printed it is a table.
     """
@@ -486,8 +486,8 @@ def site_names(model_type: str, sites: Iterable[str] = ()) -> SiteNames:
         sites: names of sites to list; all of the table, with `{layer}` for the number, if empty.
 
     Returns:
-        Rows of the Megatron site, the Hugging Face point, and the axes of the two, `b s (n d) -> s b n d`. Where
-        there is no counterpart the point is empty and the last entry says why.
+        Rows of the Megatron site, the Hugging Face point, and the axes of the two, `b s (n d) -> s b n d`.
+        Where there is no counterpart the point is empty and the last entry says why.
 
     Raises:
         FlexError: there is no table for the architecture.

@@ -1,4 +1,4 @@
-"""What the search for causes can look at: both models' tensors around the first difference, and their weights."""
+"""What the search for causes can look at: tensors and weights of both models around the first difference."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Evidence:
         return "" if self.match.layer is None else f"decoder.layers.{self.match.layer}"
 
     def pair(self, site: str) -> tuple[Tensor, Tensor] | None:
-        """The tensors of Megatron and of Hugging Face at a site, in the same order, in fp32; None if one is missing."""
+        """The two tensors of a site in the same order, in fp32, Megatron's first; None if one is missing."""
         match = self.matches.get(site)
         if match is None or site not in self.ours:
             return None

@@ -140,8 +140,7 @@ def _entering(e: Evidence) -> Tensor | None:
     for site in (f"{path}:input", f"{path}.linear_qkv:input"):
         match = e.matches.get(site)
         if match is not None and match.row.other[0] in e.theirs:
-            found = e.theirs[match.row.other[0]]
-            return found
+            return e.theirs[match.row.other[0]]
     return None
 
 

@@ -1,4 +1,4 @@
-"""Causes in rotary position embedding: none, pairs instead of halves, another base, no scaling of frequencies."""
+"""Causes in rotary position embedding: none, pairs instead of halves, other frequencies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causes in routers and experts: another order, other weights of the chosen experts, a missing bias or scaling."""
+"""Causes in routers and experts: another order, other weights of the chosen, a missing bias or scaling."""
 
 from __future__ import annotations
 

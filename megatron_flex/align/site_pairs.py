@@ -11,6 +11,8 @@ from torch import Tensor
 from megatron_flex.align.axes import canonical_axes, rearrange
 from megatron_flex.align.counterparts import Counterpart
 
+LOGITS = "output_layer:output"
+
 
 def axis_sizes(config: Any, samples: int) -> Mapping[str, int]:
     """The lengths of axes, from a configuration of transformers.
@@ -63,11 +65,13 @@ def candidate_tensor(row: Counterpart, tensor: Tensor, sizes: Mapping[str, int],
 def compared_pair(
     row: Counterpart, here: Tensor, there: Tensor, sizes: Mapping[str, int], config: Any
 ) -> tuple[Tensor, Tensor]:
-    """The tensors of a row, Megatron's as it is captured, in the same order and without masked scores.
+    """The tensors of a row in the same order, without masked scores and the padding of the vocabulary.
 
     Megatron masks scores after this site, and Hugging Face before it.
     """
     ours = candidate_tensor(row, here, sizes, config)
+    if row.site == LOGITS and ours.shape[-1] > there.shape[-1]:
+        ours = ours[..., : there.shape[-1]]  # Megatron pads the vocabulary at its end
     if row.causal and ours.shape == there.shape:
         masked = there < torch.finfo(there.dtype).min / 2
         return ours.masked_fill(masked, 0.0), there.masked_fill(masked, 0.0)

@@ -1,4 +1,4 @@
-"""`align`: the same weights in transformers and in Megatron agree at every hook point, and planted faults are found."""
+"""`align`: equal weights agree at every hook point of both frameworks, and planted faults are found."""
 
 from __future__ import annotations
 

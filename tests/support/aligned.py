@@ -35,7 +35,8 @@ def rank_models(
 
     hf_model = hugging_face.make_model(family, dtype)
     arguments = config_from_hf(hf_model)
-    arguments = replace(arguments, model={**arguments.model, **(model or {})})
+    vocabulary = -(-arguments.model["vocab_size"] // case.tp) * case.tp  # padded as Megatron's tokenizer does
+    arguments = replace(arguments, model={**arguments.model, "vocab_size": vocabulary, **(model or {})})
     if dtype == torch.bfloat16:
         more |= {"bf16": True, "params_dtype": dtype, "pipeline_dtype": dtype}
     chunks = hugging_face.build(case, arguments, **more)

@@ -1,4 +1,4 @@
-"""Faults that conversions make, planted in a Megatron model, with the site and the words that must find each."""
+"""Faults of conversions, planted in a Megatron model, with the site and the words that must find each."""
 
 from __future__ import annotations
 
