@@ -1,4 +1,4 @@
-"""`megatron-flex align`: where a Megatron run first differs from the Hugging Face model that it was made from."""
+"""`megatron-flex align`: where a Megatron run differs first from the Hugging Face model it was made of."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def align(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="JSON of token ids, one list a sequence, or input_ids and attention_mask; random ones otherwise.",
+            help="JSON of token ids, one list a sequence, or input_ids and attention_mask; else random ones.",
             show_default=False,
         ),
     ] = None,
@@ -42,8 +42,8 @@ def align(
 ) -> None:
     """Compare a Megatron run with a Hugging Face model, hook point by hook point.
 
-    The run starts by torchrun as in `megatron-flex run`, loads its checkpoint, is compared on the same tokens in
-    place of training, and ends.
+    The run starts by torchrun as in `megatron-flex run`, loads its checkpoint, is compared on the same tokens
+    instead of training, and ends.
 
     Exit status 0 if they agree, 1 if they differ, 2 if they could not be compared.
 

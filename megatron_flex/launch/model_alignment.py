@@ -1,4 +1,4 @@
-"""`--flex-align`: the model of a training script against a Hugging Face model in a folder, before training."""
+"""`--flex-align`: the model of a script against a Hugging Face model in a folder, before training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_flex.align import Alignment, align
+from megatron_flex.alignment import Alignment, align
 from megatron_flex.collectives import gather_objects
 from megatron_flex.errors import FlexError
 from megatron_flex.model import FlexModel

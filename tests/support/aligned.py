@@ -52,7 +52,7 @@ def aligned(
     family: str, case: Case, dtype: torch.dtype = torch.float32, batch: Any = None, **more: Any
 ) -> Any:
     """What `align` finds."""
-    from megatron_flex.align import align
+    from megatron_flex.alignment import align
     from megatron_flex.model import FlexModel
 
     hf_model, chunks = rank_models(family, case, dtype, **more)

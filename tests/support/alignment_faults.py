@@ -278,7 +278,7 @@ FAULTS: dict[str, Fault] = {
 
 def find(name: str, case: Case) -> Any:
     """What `align` finds of a fault."""
-    from megatron_flex.align import align
+    from megatron_flex.alignment import align
     from megatron_flex.model import FlexModel
 
     fault = FAULTS[name]

@@ -25,7 +25,7 @@ ROWS = (
     ("cli",),
     ("launch",),
     ("compat",),
-    ("align",),
+    ("alignment",),
     ("model", "compare"),
     ("page", "plot"),
     ("estimate", "figures"),

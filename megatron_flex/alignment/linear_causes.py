@@ -9,9 +9,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.align.evidence import Evidence
-from megatron_flex.align.site_pairs import reference_tensor
-from megatron_flex.align.tensor_causes import match_columns
+from megatron_flex.alignment.evidence import Evidence
+from megatron_flex.alignment.site_pairs import reference_tensor
+from megatron_flex.alignment.tensor_causes import match_columns
 
 ACTIVATIONS = {
     "silu": nn.functional.silu,

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_flex.align.alignment import SiteVerdict
-from megatron_flex.align.counterparts import Match
-from megatron_flex.align.reference_run import Captures
-from megatron_flex.align.site_pairs import axis_sizes, compared_pair, reference_tensor
-from megatron_flex.align.tensor_difference import measure
-from megatron_flex.align.token_batch import TokenBatch
+from megatron_flex.alignment.alignment_result import SiteVerdict
+from megatron_flex.alignment.counterparts import Match
+from megatron_flex.alignment.reference_run import Captures
+from megatron_flex.alignment.site_pairs import axis_sizes, compared_pair, reference_tensor
+from megatron_flex.alignment.tensor_difference import measure
+from megatron_flex.alignment.token_batch import TokenBatch
 
 
 @dataclass

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_flex.align.axes import canonical_axes
-from megatron_flex.align.evidence import Evidence
+from megatron_flex.alignment.axes import canonical_axes
+from megatron_flex.alignment.evidence import Evidence
 
 MOST_COLUMNS, MOST_ROWS = 4096, 512  # at most this many columns are matched, on at most this many rows
 MOST_LISTED = 8

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 
-from megatron_flex.align import linear_causes, norm_causes, rotary_causes, routing_causes, tensor_causes
-from megatron_flex.align.evidence import Evidence
+from megatron_flex.alignment import linear_causes, norm_causes, rotary_causes, routing_causes, tensor_causes
+from megatron_flex.alignment.evidence import Evidence
 
 Hypothesis = Callable[[Evidence], str]
 # Where a hypothesis may hold (globs over the first site that differs), the most specific first.

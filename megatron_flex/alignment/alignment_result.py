@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_flex.align.tensor_difference import EQUAL, Difference
+from megatron_flex.alignment.tensor_difference import EQUAL, Difference
 
 BEFORE, AFTER = "embedding", "logits"  # the parts of a model outside of its layers
 

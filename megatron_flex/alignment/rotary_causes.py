@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_flex.align.evidence import Evidence
+from megatron_flex.alignment.evidence import Evidence
 
 MOST_PLACES = 4  # significant digits of an estimated base
 

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.align.alignment import AFTER, BEFORE, Alignment, SiteVerdict
-from megatron_flex.align.candidate_run import CandidateRun
-from megatron_flex.align.causes import find_causes
-from megatron_flex.align.counterparts import Match, family_of
-from megatron_flex.align.evidence import Evidence
-from megatron_flex.align.reference_run import Captures, ReferenceRun
-from megatron_flex.align.routing import Routing
-from megatron_flex.align.site_pairs import axis_sizes, compared_pair, reference_tensor
-from megatron_flex.align.tensor_difference import Difference, SiteTolerances, measure
-from megatron_flex.align.token_batch import TokenBatch, prepare_batch, sequence_divisor
+from megatron_flex.alignment.alignment_result import AFTER, BEFORE, Alignment, SiteVerdict
+from megatron_flex.alignment.candidate_run import CandidateRun
+from megatron_flex.alignment.causes import find_causes
+from megatron_flex.alignment.counterparts import Match, family_of
+from megatron_flex.alignment.evidence import Evidence
+from megatron_flex.alignment.reference_run import Captures, ReferenceRun
+from megatron_flex.alignment.routing import Routing
+from megatron_flex.alignment.site_pairs import axis_sizes, compared_pair, reference_tensor
+from megatron_flex.alignment.tensor_difference import Difference, SiteTolerances, measure
+from megatron_flex.alignment.token_batch import TokenBatch, prepare_batch, sequence_divisor
 from megatron_flex.collectives import gather_objects
 from megatron_flex.compare.tolerance import Precision
 from megatron_flex.errors import FlexError
@@ -42,8 +42,8 @@ def align(
 
     The Hugging Face model runs on the first rank. The Megatron model runs twice, forward only: once as it
     is (the *accumulated* difference), once with each layer's input replaced by that of Hugging Face (the
-    *isolated* difference, to which earlier layers contribute nothing). Both run in the mode of `eval()`, without
-    dropout; the mode of each module is restored.
+    *isolated* difference, to which earlier layers contribute nothing). Both run in the mode of `eval()`,
+    without dropout; the mode of each module is restored.
 
     Args:
         hf_model: a causal language model of transformers; the other ranks may pass None.

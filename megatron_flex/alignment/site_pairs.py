@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_flex.align.axes import canonical_axes, rearrange
-from megatron_flex.align.counterparts import Counterpart
+from megatron_flex.alignment.axes import canonical_axes, rearrange
+from megatron_flex.alignment.counterparts import Counterpart
 
 LOGITS = "output_layer:output"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_flex.align.evidence import Evidence
-from megatron_flex.align.tensor_causes import match_columns
+from megatron_flex.alignment.evidence import Evidence
+from megatron_flex.alignment.tensor_causes import match_columns
 
 
 def router_order(e: Evidence) -> str:
@@ -45,11 +45,10 @@ def missing_router_scaling(e: Evidence) -> str:
     found = e.pair(e.site)
     if not factor or factor == 1 or found is None or not e.equal(found[0] * factor, found[1]):
         return ""
+    ours = getattr(e.config, "moe_router_topk_scaling_factor", None)
     return (
         f"the router's scaling is missing in Megatron: routed_scaling_factor={factor:g} in Hugging Face, "
-        f"moe_router_topk_scaling_factor={getattr(e.config, 'moe_router_topk_scaling_factor', None)} in Megatr"
-        "o"
-        "n"
+        f"moe_router_topk_scaling_factor={ours} in Megatron"
     )
 
 

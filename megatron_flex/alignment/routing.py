@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megatron_flex.align.counterparts import Match
-from megatron_flex.align.reference_run import Captures
-from megatron_flex.align.tensor_difference import SiteTolerances
-from megatron_flex.align.token_batch import TokenBatch
+from megatron_flex.alignment.counterparts import Match
+from megatron_flex.alignment.reference_run import Captures
+from megatron_flex.alignment.tensor_difference import SiteTolerances
+from megatron_flex.alignment.token_batch import TokenBatch
 
 NEAR_TIE = 4.0  # times the tolerance of the router's logits: experts this close may be exchanged by round-off
 ROUTER_MAP = ".mlp.router:map"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_flex.align.evidence import Evidence
+from megatron_flex.alignment.evidence import Evidence
 from megatron_flex.lens.tensor_views import normalize_stream
 
 

@@ -493,7 +493,7 @@ def site_names(model_type: str, sites: Iterable[str] = ()) -> SiteNames:
         FlexError: there is no table for the architecture.
 
     Example:
-        `print(mf.align.site_names("llama"))`
+        `print(mf.site_names("llama"))`
     """
     family = family_of(model_type)
     if not list(sites):

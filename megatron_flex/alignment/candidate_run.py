@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_flex.align.counterparts import Family, Match
+from megatron_flex.alignment.counterparts import Family, Match
 from megatron_flex.collectives import broadcast_in_buckets
 from megatron_flex.config import flex_config
 from megatron_flex.lens import Alias, FullWeights, TemporaryCaptures, edits, run
