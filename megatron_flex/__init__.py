@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from megatron_flex import edits, figures, plot
     from megatron_flex.adapters.adapter_registry import register_adapter
     from megatron_flex.adapters.detection import detect
-    from megatron_flex.alignment import Alignment, align, site_names
+    from megatron_flex.alignment import Alignment, align, align_dumps, site_names
     from megatron_flex.conversion import config_from_hf, load_hf, to_hf
     from megatron_flex.dump import Dump, sampled
     from megatron_flex.dump.reader import DumpArray, OpenDump, open_dump
@@ -59,6 +59,7 @@ __all__ = [
     "__version__",
     "add_flex_args",
     "align",
+    "align_dumps",
     "attach",
     "breakpoint",
     "config_from_hf",
@@ -102,6 +103,7 @@ _MODULES = {
     "VerifyError": "errors",
     "add_flex_args": "launch.argparse_flags",
     "align": "alignment",
+    "align_dumps": "alignment",
     "attach": "model",
     "breakpoint": "runtime.debug.edit_debugger",
     "config_from_hf": "conversion",

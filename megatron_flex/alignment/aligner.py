@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_flex.alignment.alignment_result import AFTER, BEFORE, Alignment, SiteVerdict
+from megatron_flex.alignment.alignment_result import Alignment, SiteVerdict, part_of
 from megatron_flex.alignment.candidate_run import CandidateRun
 from megatron_flex.alignment.causes import find_causes
 from megatron_flex.alignment.counterparts import Match, family_of
@@ -227,11 +227,10 @@ class _Judge:
         dtypes: tuple[torch.dtype, torch.dtype],
         shape: tuple[int, ...],
     ) -> SiteVerdict:
-        part = BEFORE if match.time[0] == 0 else AFTER if match.time[0] == 2 else str(match.layer)
         return SiteVerdict(
             match.site,
             " + ".join(match.row.other),
-            part,
+            part_of(match),
             found[0],
             tolerances.of(match.site, dtypes),
             found[1],

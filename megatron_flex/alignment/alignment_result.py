@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megatron_flex.alignment.counterparts import Match
 from megatron_flex.alignment.tensor_difference import EQUAL, Difference
 
 BEFORE, AFTER = "embedding", "logits"  # the parts of a model outside of its layers
@@ -161,6 +162,11 @@ class Alignment:
     def dumps(self) -> str:
         """The result as JSON, in one line."""
         return json.dumps(self.to_json())
+
+
+def part_of(match: Match) -> str:
+    """The part of the model that a site is in: the number of the layer, `embedding` or `logits`."""
+    return BEFORE if match.time[0] == 0 else AFTER if match.time[0] == 2 else str(match.layer)
 
 
 def _layer(part: str, sites: Sequence[SiteVerdict]) -> LayerVerdict:

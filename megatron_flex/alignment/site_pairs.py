@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_flex.alignment.axes import canonical_axes, rearrange
+from megatron_flex.alignment.axes import POSITIONS, SAMPLES, canonical_axes, parse_axes, rearrange
 from megatron_flex.alignment.counterparts import Counterpart
 
 LOGITS = "output_layer:output"
@@ -76,3 +77,10 @@ def compared_pair(
         masked = there < torch.finfo(there.dtype).min / 2
         return ours.masked_fill(masked, 0.0), there.masked_fill(masked, 0.0)
     return ours, there
+
+
+def batch_first(row: Counterpart) -> Counterpart:
+    """The row with Megatron's axes as dumps have them: samples and positions first."""
+    dims = [f"({' '.join(dim)})" if len(dim) > 1 else dim[0] for dim in parse_axes(row.here)]
+    first = [axis for axis in (SAMPLES, POSITIONS) if axis in dims]
+    return replace(row, here=" ".join([*first, *(dim for dim in dims if dim not in first)]))

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from megatron_flex.alignment import align_dumps, are_of_both_frameworks
+from megatron_flex.cli.align_command import print_alignment
 from megatron_flex.cli.command_options import JsonOption
 from megatron_flex.cli.console_output import make_console, make_table, print_json
 from megatron_flex.compare import Comparison
@@ -59,6 +61,9 @@ def compare(
     Exit status 1 if they diverge, or if only one of them has a site or an iteration and --allow-missing does
     not say so; 0 if they are equal, or differ by round-off.
     """
+    if tolerance_from is None and are_of_both_frameworks(a, b):
+        _compare_frameworks(a, b, tolerance, as_json)
+        return
     found = run(a, b, _parse_tolerance(tolerance), tolerance_from, allow_missing=allow_missing)
     if as_json:
         print_json(found.to_json())
@@ -66,6 +71,20 @@ def compare(
         print_comparison(make_console(), found, most)
     if found.exit_status:
         raise typer.Exit(found.exit_status)
+
+
+def _compare_frameworks(a: Path, b: Path, tolerance: list[str] | None, as_json: bool) -> None:
+    """Compare a dump of a Hugging Face model with one of a Megatron model."""
+    parsed = _parse_tolerance(tolerance)
+    if isinstance(parsed, dict):
+        raise FlexError("--tolerance PATTERN=X is for two dumps of one framework; give one number")
+    found = align_dumps(a, b, parsed).to_json()
+    if as_json:
+        print_json(found)
+    else:
+        print_alignment(make_console(), found)
+    if not found["agrees"]:
+        raise typer.Exit(1)
 
 
 def _parse_tolerance(words: list[str] | None) -> float | dict[str, float] | None:
