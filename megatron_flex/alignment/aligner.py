@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +19,20 @@ from megatron_flex.alignment.evidence import Evidence
 from megatron_flex.alignment.reference_run import Captures, ReferenceRun
 from megatron_flex.alignment.routing import Routing
 from megatron_flex.alignment.site_pairs import axis_sizes, compared_pair, reference_tensor
+from megatron_flex.alignment.step_gradients import StepGradients
 from megatron_flex.alignment.tensor_difference import Difference, SiteTolerances, measure
 from megatron_flex.alignment.token_batch import TokenBatch, prepare_batch, sequence_divisor
 from megatron_flex.collectives import gather_objects
 from megatron_flex.compare.tolerance import Precision
-from megatron_flex.errors import FlexError
+from megatron_flex.errors import FlexError, describe_error
 from megatron_flex.model import FlexModel
 from megatron_flex.runtime import full_parameters
 from megatron_flex.runtime.full_parameters import ParameterRequest
 
 LAYER_INPUT, FINAL_INPUTS = ":input", ("decoder.final_layernorm:input", "decoder.final_norm:input")
-NO_MODEL = "no rank has the Hugging Face model; give it on the first rank, and None or the same on the others"
+NO_MODEL = (
+    "the first rank has no Hugging Face model; give it on the first rank, and None or the same on the others"
+)
 
 
 def align(
@@ -37,6 +41,7 @@ def align(
     batch: Any,
     *,
     tolerance: float | None = None,
+    gradients: bool = False,
 ) -> Alignment:
     """Compare a Hugging Face model with a Megatron model on the same tokens. Every rank calls it.
 
@@ -52,6 +57,8 @@ def align(
             `attention_mask`. Padding is moved to the end of a sequence and is not compared.
         tolerance: how far tensors may differ, relative to their norm and to their greatest entry; None:
             derived from the precisions of the two models and the depth of the site.
+        gradients: also compare the loss and the parameter gradients of one step, in which each token predicts
+            the next. The gradients of the Megatron model are cleared.
 
     Returns:
         On every rank, the verdicts for each hook point and each layer, and likely causes of the first
@@ -63,53 +70,49 @@ def align(
     Example:
         `print(mf.align(AutoModelForCausalLM.from_pretrained(folder), flex, tokens))`
     """
-    _check_models(hf_model, flex)
     session = flex.session
     first = all(axis.coord == 0 for axis in session.mesh)
-    kind = _share(flex, (hf_model.config.model_type, type(hf_model).__name__) if first and hf_model else None)
-    if kind is None:
-        raise FlexError(NO_MODEL)
-    config = flex.session.adapter.roots[0].config  # type: ignore[attr-defined]  # of Megatron, as checked
+    kind = _on_first(flex, lambda: _check_models(hf_model, flex))
+    config = session.adapter.roots[0].config  # type: ignore[attr-defined]  # of Megatron, as checked
     tokens = prepare_batch(batch, sequence_divisor(session.mesh, bool(config.sequence_parallel)))
     candidate = CandidateRun(flex, family_of(kind[0]))
+    points = {other for match in candidate.matches for other in match.row.other}
     theirs: Captures = {}
-    if first and hf_model is not None:
-        points = {other for match in candidate.matches for other in match.row.other}
+
+    def run_reference() -> None:
+        assert hf_model is not None, "as checked"
         with evaluation_mode(hf_model):
-            theirs = ReferenceRun(hf_model, points).run(tokens.tokens)
+            theirs.update(ReferenceRun(hf_model, points).run(tokens.tokens))
+
+    _on_first(flex, run_reference)
     inputs = candidate.broadcast(_layer_inputs(candidate.matches, theirs))
-    with evaluation_mode(*flex.session.adapter.roots):  # type: ignore[attr-defined]
+    with evaluation_mode(*session.adapter.roots):  # type: ignore[attr-defined]
         accumulated = candidate.run(tokens.tokens)
         isolated = candidate.run(tokens.tokens, inputs)
-    found = None
-    if first and hf_model is not None:
-        found = _Judge(candidate.matches, tokens, hf_model, config, tolerance).judge(
-            theirs, accumulated, isolated
-        )
-    alignment: Alignment | None = _share(flex, found)
-    assert alignment is not None, "the first rank has the model"
-    alignment = replace(
-        alignment,
-        model=f"Hugging Face {kind[1]} and Megatron on {_describe_mesh(flex)}",
-        uncompared={**candidate.uncompared, **alignment.uncompared},
-    )
-    if alignment.first is None:
+        step = StepGradients(hf_model if first else None, flex, tokens) if gradients else None
+
+    def judge() -> Alignment:
+        judge = _Judge(candidate.matches, tokens, hf_model, config, tolerance)
+        found = judge.judge(theirs, accumulated, isolated)
+        model = f"Hugging Face {kind[1]} and Megatron on {_describe_mesh(flex)}"
+        found = replace(found, model=model, uncompared={**candidate.uncompared, **found.uncompared})
+        if step is None or hf_model is None:
+            return found
+        with evaluation_mode(hf_model):
+            return replace(found, gradients=step.verdicts(judge.tolerances))
+
+    alignment: Alignment = _on_first(flex, judge)
+    sites = {m.site: m for m in candidate.matches}
+    if alignment.first is None or alignment.first.site not in sites:
         return alignment
     weights = _layer_weights(flex, alignment.first.site)
-    causes = None
-    if first and hf_model is not None:
-        evidence = Evidence(
-            alignment.first,
-            {m.site: m for m in candidate.matches},
-            theirs,
-            isolated,
-            weights,
-            hf_model,
-            config,
-            tokens,
-        )
-        causes = tuple(find_causes(evidence))
-    return replace(alignment, causes=_share(flex, causes) or ())
+
+    def explain() -> list[str]:
+        assert alignment.first is not None, "as checked"
+        evidence = Evidence(alignment.first, sites, theirs, isolated, weights, hf_model, config, tokens)
+        return find_causes(evidence)
+
+    return replace(alignment, causes=tuple(_on_first(flex, explain)))
 
 
 @contextmanager
@@ -126,24 +129,51 @@ def evaluation_mode(*models: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _check_models(hf_model: nn.Module | None, flex: FlexModel) -> None:
+def _check_models(hf_model: Any, flex: FlexModel) -> tuple[str, str]:
+    """The architecture and the class of the Hugging Face model.
+
+    Raises:
+        FlexError: the models cannot be compared.
+    """
     if not hasattr(flex.session.adapter, "roots"):
         raise FlexError(
-            "align compares with a Megatron model, and this one is of "
-            f"{flex.session.adapter.name}; dump both and "
-            "compare the dumps"
+            f"align compares with a Megatron model, and this one is of {flex.session.adapter.name}; dump both "
+            "and compare the dumps"
         )
-    if hf_model is not None and not hasattr(getattr(hf_model, "config", None), "model_type"):
+    if hf_model is None:
+        raise FlexError(NO_MODEL)
+    kind = getattr(getattr(hf_model, "config", None), "model_type", None)
+    if kind is None:
         raise FlexError(
             f"a {type(hf_model).__name__} has no config.model_type; give a model of transformers, such as "
             "AutoModelForCausalLM.from_pretrained(folder)"
         )
+    family_of(kind)
+    return str(kind), type(hf_model).__name__
 
 
-def _share(flex: FlexModel, item: Any) -> Any:
-    """The object of the first rank, on all ranks. Collective over all ranks."""
-    mesh = flex.session.mesh
-    return gather_objects(item, mesh, [axis.name for axis in mesh])[0]
+ResultT = TypeVar("ResultT")
+
+
+def _on_first(flex: FlexModel, work: Callable[[], ResultT]) -> ResultT:
+    """The result of the first rank, on all ranks; what it raises there, all ranks raise. Collective.
+
+    Raises:
+        FlexError: on all ranks.
+    """
+    mesh, found, problem = flex.session.mesh, None, ""
+    if all(axis.coord == 0 for axis in mesh):
+        try:
+            found = work()
+        except FlexError as error:
+            problem = str(error)
+        except Exception as error:  # of the Hugging Face model, on which the other ranks would wait
+            problem = f"the Hugging Face model cannot be compared: {describe_error(error)}"
+    result, raised = gather_objects((found, problem), mesh, [axis.name for axis in mesh])[0]
+    if raised:
+        raise FlexError(raised)
+    shared: ResultT = result
+    return shared
 
 
 def _describe_mesh(flex: FlexModel) -> str:
@@ -182,17 +212,19 @@ class _Judge:
 
     matches: list[Match]
     batch: TokenBatch
-    hf_model: nn.Module
+    hf_model: Any
     config: Any
     tolerance: float | None
 
+    @cached_property
+    def tolerances(self) -> SiteTolerances:
+        """How far the tensors may differ."""
+        precisions = megatron_precision(self.config), precision_of(self.hf_model)
+        return SiteTolerances([m.site for m in self.matches], precisions, self.tolerance)
+
     def judge(self, theirs: Captures, accumulated: Captures, isolated: Captures) -> Alignment:
         """The verdicts for all sites."""
-        tolerances = SiteTolerances(
-            [m.site for m in self.matches],
-            (megatron_precision(self.config), precision_of(self.hf_model)),
-            self.tolerance,
-        )
+        tolerances = self.tolerances
         routing = [
             Routing(self.matches, theirs, captures, self.batch, tolerances, carried)
             for captures, carried in ((accumulated, True), (isolated, False))

@@ -27,7 +27,6 @@ class SiteVerdict:
         isolated_tolerance: how far correct models may differ there.
         shape: the shape of the compared tensors.
         dtypes: the dtypes of the Megatron tensor and the Hugging Face tensor.
-        gradient: whether gradients are compared.
     """
 
     site: str

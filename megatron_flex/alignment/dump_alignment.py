@@ -50,7 +50,7 @@ def align_dumps(
 ) -> Alignment:
     """Compare the dump of a Hugging Face model with that of a Megatron model. On one process.
 
-    The first iteration that both have is compared, samples by their number. A dump has the tensors of modules;
+    The first iteration that both have is compared, samples by number. A dump has the tensors of modules;
     rotated queries, scores and the rows of experts of a Hugging Face model are compared by `align` only.
 
     Args:
@@ -133,7 +133,7 @@ class _DumpAlignment:
         return Alignment(name, tuple(verdicts), notes=later, uncompared=uncompared)
 
     def _pair(self, match: Match, iteration: int) -> tuple[Tensor, Tensor] | str:
-        """Both tensors in the same order, with the samples that both have; text where they cannot be compared."""
+        """Both tensors in the same order, with the common samples; text where they cannot be compared."""
         row, captures = match.row, {}
         samples: list[list[int] | None] = []
         for point in row.other:

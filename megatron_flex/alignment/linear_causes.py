@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
@@ -13,7 +14,7 @@ from megatron_flex.alignment.evidence import Evidence
 from megatron_flex.alignment.site_pairs import reference_tensor
 from megatron_flex.alignment.tensor_causes import match_columns
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": nn.functional.silu,
     "gelu": nn.functional.gelu,
     "gelu (tanh)": partial(nn.functional.gelu, approximate="tanh"),
@@ -123,7 +124,7 @@ def other_layer(e: Evidence) -> str:
         if layer == e.match.layer:
             continue
         other = e.module(re.sub(r"\.\d+\.", f".{layer}.", path, count=1))
-        if other is None or getattr(other, "weight", entering[:0]).shape != module.weight.shape:  # type: ignore[union-attr]
+        if other is None or getattr(other, "weight", entering[:0]).shape != module.weight.shape:
             continue
         with torch.no_grad():
             value = other(entering.to(next(other.parameters()))).cpu()

@@ -124,11 +124,11 @@ class ReferenceRun:
 
         def enters(_: nn.Module, args: tuple[Any, ...]) -> None:
             watches.append(_Watch(nn.functional.linear))
-            watches[-1].__enter__()
+            watches[-1].start()
 
         def leaves(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             watch = watches.pop()
-            watch.__exit__(None, None, None)
+            watch.stop()
             if output is not None:  # None where the module raised
                 self._experts(path, args, watch.calls)
 
@@ -180,6 +180,14 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.function = function
         self.calls: list[tuple[Tensor, Tensor]] = []
+
+    def start(self) -> None:
+        """Begin to record."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """End recording."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,
