@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -92,14 +92,14 @@ def align(
         step = StepGradients(hf_model if first else None, flex, tokens) if gradients else None
 
     def judge() -> Alignment:
-        judge = _Judge(candidate.matches, tokens, hf_model, config, tolerance)
-        found = judge.judge(theirs, accumulated, isolated)
+        judging = _Judge(candidate.matches, tokens, hf_model, config, tolerance)
+        found = judging.judge(theirs, accumulated, isolated)
         model = f"Hugging Face {kind[1]} and Megatron on {_describe_mesh(flex)}"
         found = replace(found, model=model, uncompared={**candidate.uncompared, **found.uncompared})
         if step is None or hf_model is None:
             return found
         with evaluation_mode(hf_model):
-            return replace(found, gradients=step.verdicts(judge.tolerances))
+            return replace(found, gradients=step.verdicts(judging.tolerances))
 
     alignment: Alignment = _on_first(flex, judge)
     sites = {m.site: m for m in candidate.matches}
@@ -137,8 +137,8 @@ def _check_models(hf_model: Any, flex: FlexModel) -> tuple[str, str]:
     """
     if not hasattr(flex.session.adapter, "roots"):
         raise FlexError(
-            f"align compares with a Megatron model, and this one is of {flex.session.adapter.name}; dump both "
-            "and compare the dumps"
+            f"align compares with a Megatron model, and this is one of {flex.session.adapter.name}; "
+            "dump both and compare the dumps"
         )
     if hf_model is None:
         raise FlexError(NO_MODEL)

@@ -80,6 +80,7 @@ class Alignment:
         causes: likely causes of the first difference, the most likely first.
         notes: what was done with the tokens.
         uncompared: the sites that were not compared, with the reason.
+        isolates: whether layers were also compared with equal inputs, as dumps cannot be.
     """
 
     model: str
@@ -88,6 +89,7 @@ class Alignment:
     causes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     uncompared: dict[str, str] = field(default_factory=dict)
+    isolates: bool = True
 
     @property
     def first(self) -> SiteVerdict | None:
@@ -148,6 +150,7 @@ class Alignment:
         return {
             "model": self.model,
             "agrees": self.agrees,
+            "isolates": self.isolates,
             "summary": self.summary(),
             "first": None if first is None else first.site,
             "causes": list(self.causes),

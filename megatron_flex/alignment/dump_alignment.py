@@ -130,7 +130,7 @@ class _DumpAlignment:
             else ()
         )
         name = f"{self.family.name} in {self.theirs.path} and Megatron in {self.ours.path}"
-        return Alignment(name, tuple(verdicts), notes=later, uncompared=uncompared)
+        return Alignment(name, tuple(verdicts), notes=later, uncompared=uncompared, isolates=False)
 
     def _pair(self, match: Match, iteration: int) -> tuple[Tensor, Tensor] | str:
         """Both tensors in the same order, with the common samples; text where they cannot be compared."""

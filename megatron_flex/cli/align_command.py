@@ -82,8 +82,11 @@ def print_alignment(out: Console, found: dict[str, Any]) -> None:
             layer["part"],
             layer["accumulated"] or "agrees",
             f"{layer['accumulated_error']:.2g}",
-            layer["isolated"] or "agrees",
-            f"{layer['isolated_error']:.2g}",
+            *(
+                (layer["isolated"] or "agrees", f"{layer['isolated_error']:.2g}")
+                if found["isolates"]
+                else ("", "")
+            ),
         ]
         rows.add_row(
             *cells, style="bold red" if layer["isolated"] else "red" if layer["accumulated"] else None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_flex.alignment import align_dumps
 from tests.support import aligned, alignment_faults, hugging_face
 from tests.support.gpt import Case
 from tests.support.pool import run
@@ -17,6 +20,7 @@ pytest.importorskip("transformers")
 BOUND = 1e-5  # in fp32
 ONE = Case("one", microbatches=1)
 PIPELINE = Case("tp2 sp pp2", tp=2, sp=True, pp=2, microbatches=1)
+TENSOR = Case("tp2 sp", tp=2, sp=True, microbatches=1)
 EXPERTS = Case("tp2 ep2", tp=2, dp=2, ep=2, sp=True, microbatches=1)
 LAYOUTS = {"gpt2": PIPELINE, "llama": PIPELINE, "qwen3_moe": EXPERTS, "deepseek_v3": EXPERTS}
 WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
@@ -120,3 +124,123 @@ def test_padding_is_moved_and_shown() -> None:
         assert "padding of 1 sequences was moved from their beginning to their end" in text
         assert "1 padding tokens were added at the end: the layout needs a multiple of 2" in text
         assert "11 of 32 tokens are padding" in text
+
+
+def with_gradients(case: Case, family: str, fault: str = "") -> Any:
+    if fault:
+        return alignment_faults.find(fault, case, gradients=True)
+    return aligned.aligned(family, case, gradients=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "case"), [("llama", PIPELINE), ("deepseek_v3", TENSOR)], ids=["llama", "deepseek"]
+)
+def test_loss_and_gradients_are_equal(family: str, case: Case) -> None:
+    (first, *_) = run(case.world, with_gradients, case, family)
+    assert first.agrees, str(first)
+    names = {g.other for g in first.gradients}
+    assert {"loss:output", "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"} <= names
+    assert max(g.accumulated.error for g in first.gradients) < BOUND
+    model = hugging_face.make_model(family)
+    assert names == {n for n, _ in model.named_parameters()} | {"loss:output"}
+
+
+def test_a_difference_in_the_loss_shows_in_gradients() -> None:
+    found = run(1, with_gradients, ONE, "llama", "weight rounded to bf16")[0]
+    wrong = [g.other for g in found.gradients if g.diverges]
+    assert "model.layers.2.mlp.down_proj.weight" in wrong or "model.layers.2.mlp.up_proj.weight" in wrong
+
+
+def dumped(folder: str) -> None:
+    import megatron_flex as mf
+
+    _, chunks = aligned.rank_models("qwen2", TENSOR)
+    with mf.attach(chunks, dumps=mf.Dump(f"{folder}/megatron", sites="**:*", parameters="**.bias")):
+        hugging_face.run_logits(TENSOR, chunks)
+
+
+def dumped_reference(folder: str, factor: float) -> None:
+    import megatron_flex as mf
+
+    model = hugging_face.make_model("qwen2")
+    model.get_parameter("model.layers.2.mlp.up_proj.weight").data.mul_(factor)
+    with (
+        mf.attach(model, dumps=mf.Dump(f"{folder}/hf {factor:g}", sites="**:*")) as flex,
+        flex.step(),
+        torch.no_grad(),
+    ):
+        model(hugging_face.tokens(), use_cache=False)
+
+
+def test_dumps_are_compared_across_frameworks(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from megatron_flex.cli.app import app
+
+    run(TENSOR.world, dumped, str(tmp_path))
+    for factor in (1.0, 1.5):
+        run(1, dumped_reference, str(tmp_path), factor)
+    found = align_dumps(tmp_path / "hf 1", tmp_path / "megatron")
+    assert found.agrees, str(found)
+    assert max(s.accumulated.error for s in found.sites) < BOUND
+    assert {s.site for s in found.sites} >= {
+        "decoder.layers.3.self_attention.linear_qkv:k",
+        "decoder.layers.0.mlp.linear_fc1:gate",
+        "decoder.layers.1:mid",
+        "output_layer:output",
+    }
+    wrong = CliRunner().invoke(
+        app, ["compare", str(tmp_path / "megatron"), str(tmp_path / "hf 1.5"), "--json"]
+    )
+    assert wrong.exit_code == 1, wrong.output
+    assert json.loads(wrong.stdout)["first"] == "decoder.layers.2.mlp.linear_fc1:up"
+    right = CliRunner().invoke(app, ["compare", str(tmp_path / "hf 1"), str(tmp_path / "megatron")])
+    assert right.exit_code == 0, right.output
+    assert "agrees" in right.stdout
+
+
+def bad_input(case: Case) -> list[str]:
+    import megatron_flex as mf
+
+    hf_model, chunks = aligned.rank_models("llama", case)
+    tokens, out = hugging_face.tokens(), []
+    first = torch.distributed.get_rank() == 0
+    unknown = torch.nn.Linear(2, 2)
+    gap = torch.ones_like(tokens)
+    gap[:, 3] = 0
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no memory left")
+
+    broken = hugging_face.make_model("llama")
+    broken.forward = fail
+    with mf.FlexModel(chunks) as flex:
+        for model, batch in (
+            (None, tokens),
+            (unknown, tokens),
+            (hf_model, {"attention_mask": gap}),
+            (hf_model, {"input_ids": tokens, "attention_mask": gap}),
+            (hf_model, tokens.float()),
+            (broken, tokens),
+        ):
+            with pytest.raises(mf.FlexError) as refused:
+                mf.align(model if first else None, flex, batch)
+            out.append(str(refused.value))
+        assert mf.align(hf_model if first else None, flex, tokens).agrees, "and the model is as it was"
+    return out
+
+
+def test_bad_input_is_one_line_on_all_ranks() -> None:
+    first, second = run(TENSOR.world, bad_input, TENSOR)
+    assert first == second
+    words = (
+        "no Hugging Face model",
+        "no config.model_type",
+        "give input_ids",
+        "padding between tokens",
+        "dtype torch.float32",
+        "no memory left",
+    )
+    for text, word in zip(first, words, strict=True):
+        assert word in text
+        assert "\n" not in text

@@ -276,7 +276,7 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def find(name: str, case: Case) -> Any:
+def find(name: str, case: Case, **options: Any) -> Any:
     """What `align` finds of a fault."""
     from megatron_flex.alignment import align
     from megatron_flex.model import FlexModel
@@ -291,4 +291,4 @@ def find(name: str, case: Case) -> Any:
             old = dict(flex.named_full_parameters(everywhere=True))
             for parameter, change in fault.parameters.items():
                 flex.set_module_parameter(parameter, change(old[parameter], old))
-        return align(hf_model, flex, hugging_face.tokens())
+        return align(hf_model, flex, hugging_face.tokens(), **options)
