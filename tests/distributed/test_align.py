@@ -12,6 +12,7 @@ import torch
 from megatron_flex.alignment import align_dumps
 from tests.support import aligned, alignment_faults, hugging_face
 from tests.support.gpt import Case
+from tests.support.pages import ROOT, mine
 from tests.support.pool import run
 
 pytest.importorskip("megatron.core")
@@ -244,3 +245,26 @@ def test_bad_input_is_one_line_on_all_ranks() -> None:
     for text, word in zip(first, words, strict=True):
         assert word in text
         assert "\n" not in text
+
+
+def page(code: str) -> list[str]:
+    hf_model, chunks = aligned.rank_models("qwen3", TENSOR)
+    printed: list[str] = []
+
+    def collect(*words: Any) -> None:
+        printed.append(" ".join(map(str, words)))
+
+    exec(code, {"hf_model": hf_model, "chunks": chunks, "print": collect})
+    return printed
+
+
+def test_the_page_runs() -> None:
+    code = "\n".join(mine(ROOT / "docs" / "align.md"))
+    first, second = run(TENSOR.world, page, code)
+    assert first == second
+    assert first[0].splitlines()[1].startswith("agrees: 151 hook points, greatest error ")
+    assert float(first[1]) < BOUND
+    assert first[2] == (
+        "decoder.layers.1.self_attention.core_attention:q model.layers.1.self_attn:query b n s d -> s b n d"
+    )
+    assert first[3].startswith("loss:output  Hugging Face computes the mean only")

@@ -49,7 +49,12 @@ def rank_models(
 
 
 def aligned(
-    family: str, case: Case, dtype: torch.dtype = torch.float32, batch: Any = None, **more: Any
+    family: str,
+    case: Case,
+    dtype: torch.dtype = torch.float32,
+    batch: Any = None,
+    gradients: bool = False,
+    **more: Any,
 ) -> Any:
     """What `align` finds."""
     from megatron_flex.alignment import align
@@ -57,4 +62,4 @@ def aligned(
 
     hf_model, chunks = rank_models(family, case, dtype, **more)
     with FlexModel(chunks) as flex:
-        return align(hf_model, flex, hugging_face.tokens() if batch is None else batch)
+        return align(hf_model, flex, hugging_face.tokens() if batch is None else batch, gradients=gradients)
