@@ -72,7 +72,7 @@ def align(
     """
     session = flex.session
     first = all(axis.coord == 0 for axis in session.mesh)
-    kind = _on_first(flex, lambda: _check_models(hf_model, flex))
+    kind: tuple[str, str] = _on_first(flex, lambda: _check_models(hf_model, flex))
     config = session.adapter.roots[0].config  # type: ignore[attr-defined]  # of Megatron, as checked
     tokens = prepare_batch(batch, sequence_divisor(session.mesh, bool(config.sequence_parallel)))
     candidate = CandidateRun(flex, family_of(kind[0]))

@@ -60,9 +60,7 @@ def _load(folder: str, flex: FlexModel) -> nn.Module:
     config = flex.session.adapter.roots[0].config  # type: ignore[attr-defined]  # checked by `align`
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = next((dtype for name, dtype in half.items() if getattr(config, name, False)), torch.float32)
-    loaded: nn.Module = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, local_files_only=True
-    ).eval()
+    loaded: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return loaded
 
 

@@ -1,4 +1,4 @@
-"""`megatron-flex align` on Megatron's own `pretrain()`: two tensor parallel ranks against a folder of transformers."""
+"""`megatron-flex align` on Megatron's own `pretrain()`: two ranks against a folder of transformers."""
 
 from __future__ import annotations
 

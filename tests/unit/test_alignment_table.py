@@ -66,5 +66,5 @@ def test_norms_inside_a_linear_change_what_enters_it() -> None:
 
 
 def test_an_unknown_architecture_is_named() -> None:
-    with pytest.raises(FlexError, match="'lama' has no table of hook points.*llama"):
+    with pytest.raises(FlexError, match=r"'lama' has no table of hook points.*llama"):
         mf.site_names("lama")
