@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -160,10 +159,6 @@ class Alignment:
             "gradients": [asdict(site) for site in self.gradients],
             "uncompared": self.uncompared,
         }
-
-    def dumps(self) -> str:
-        """The result as JSON, in one line."""
-        return json.dumps(self.to_json())
 
 
 def part_of(match: Match) -> str:

@@ -47,7 +47,7 @@ def align_with_folder(flex: FlexModel, folder: str, tokens: str | None, report: 
         raise FlexError(problem)
     found: Alignment = align(hf_model, flex, batch)
     if first and report is not None:
-        Path(report).write_text(found.dumps())
+        Path(report).write_text(json.dumps(found.to_json()))
     return str(found).splitlines()
 
 
