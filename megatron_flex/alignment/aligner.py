@@ -78,13 +78,7 @@ def align(
     candidate = CandidateRun(flex, family_of(kind[0]))
     points = {other for match in candidate.matches for other in match.row.other}
     theirs: Captures = {}
-
-    def run_reference() -> None:
-        assert hf_model is not None, "as checked"
-        with evaluation_mode(hf_model):
-            theirs.update(ReferenceRun(hf_model, points).run(tokens.tokens))
-
-    _on_first(flex, run_reference)
+    _on_first(flex, lambda: theirs.update(_run_reference(hf_model, points, tokens)))
     inputs = candidate.broadcast(_layer_inputs(candidate.matches, theirs))
     with evaluation_mode(*session.adapter.roots):  # type: ignore[attr-defined]
         accumulated = candidate.run(tokens.tokens)
@@ -105,14 +99,19 @@ def align(
     sites = {m.site: m for m in candidate.matches}
     if alignment.first is None or alignment.first.site not in sites:
         return alignment
-    weights = _layer_weights(flex, alignment.first.site)
+    at = alignment.first
+    weights = _layer_weights(flex, at.site)
+    causes = _on_first(
+        flex,
+        lambda: find_causes(Evidence(at, sites, theirs, isolated, weights, hf_model, config, tokens)),
+    )
+    return replace(alignment, causes=tuple(causes))
 
-    def explain() -> list[str]:
-        assert alignment.first is not None, "as checked"
-        evidence = Evidence(alignment.first, sites, theirs, isolated, weights, hf_model, config, tokens)
-        return find_causes(evidence)
 
-    return replace(alignment, causes=tuple(_on_first(flex, explain)))
+def _run_reference(hf_model: Any, points: set[str], batch: TokenBatch) -> Captures:
+    """The tensors of the Hugging Face model at the points of the table."""
+    with evaluation_mode(hf_model):
+        return ReferenceRun(hf_model, points).run(batch.tokens)
 
 
 @contextmanager

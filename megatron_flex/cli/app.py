@@ -24,7 +24,7 @@ from megatron_flex.version import __version__
 def launch(context: typer.Context) -> None:
     """Start a training script with hooks, by torchrun.
 
-    Options in front of SCRIPT are torchrun's, those behind it the script's, --flex- flags among them. --dry,
+    Options in front of SCRIPT are torchrun's, those after it the script's, --flex- flags among them. --dry,
     first of all, only prints the command.
 
     For example: megatron-flex run --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ... --flex-dump out

@@ -11,7 +11,7 @@ RUNNER_MODULE = "megatron_flex.launch"
 
 
 def torchrun_command(words: Sequence[str]) -> list[str]:
-    """The whole command: Python, torchrun's options, the runner, the script and what is behind it.
+    """The whole command: Python, torchrun's options, the runner, the script and its arguments.
 
     Raises:
         FlexError: no script is named, or an option is given that leaves no place for the runner.
@@ -28,7 +28,7 @@ def torchrun_command(words: Sequence[str]) -> list[str]:
             option = f"--{name.replace('_', '-')}"
             raise FlexError(f"{option}: torchrun would start the script without hooks; leave it out")
     at = len(words) - len(found.training_script_args) - 1
-    at -= words[at] != found.training_script  # argparse takes out a `--` behind it
+    at -= words[at] != found.training_script  # argparse removes a `--` after it
     options = [o for o in words[:at] if o not in ("-m", "--module", "--")]
     module = ["-m"] if found.module else []
     return [

@@ -120,27 +120,26 @@ class FolderWriter:
     """
 
     def __init__(self, folder: Path, config: Any) -> None:
-        if found := next(folder.glob("*.safetensors*"), None):
-            raise FlexError(f"{found} is there already; give a folder without weights")
+        check_empty(folder)
         self._folder, self._config = folder, config
         self._held: dict[str, Tensor] = {}
         self._parts: list[tuple[Path, list[str]]] = []
-        self._total = 0
+        self._bytes = self._total = 0
         folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take a tensor, and write a file if those held would exceed its size."""
-        size = sum(t.nbytes for t in self._held.values())
-        if self._held and size + tensor.nbytes > MAX_FILE_BYTES:
+        if self._held and self._bytes + tensor.nbytes > MAX_FILE_BYTES:
             self._flush()
         self._held[name] = tensor.contiguous()
+        self._bytes += tensor.nbytes
         self._total += tensor.nbytes
 
     def _flush(self) -> None:
         path = self._folder / f".part-{len(self._parts)}"
         import_extra("safetensors.torch").save_file(self._held, path, metadata={"format": "pt"})
         self._parts.append((path, list(self._held)))
-        self._held = {}
+        self._held, self._bytes = {}, 0
 
     def finish(self) -> None:
         """Write what is held, name the files, and write the index and the configuration."""
@@ -164,6 +163,16 @@ class FolderWriter:
         """Remove the unfinished files."""
         for path, _ in self._parts:
             path.unlink(missing_ok=True)
+
+
+def check_empty(folder: Path) -> None:
+    """Validate that a folder has no weights.
+
+    Raises:
+        FlexError: it has.
+    """
+    if found := next(folder.glob("*.safetensors*"), None):
+        raise FlexError(f"{found} is there already; give a folder without weights")
 
 
 def open_weights(source: Any) -> FolderWeights | ModelWeights:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from megatron_flex.conversion.megatron_arguments import MegatronArguments
+from torch.nn.functional import gelu
+
+from megatron_flex.conversion.megatron_arguments import ACTIVATIONS, MegatronArguments
 from megatron_flex.errors import FlexError
 
 # What only training depends on, and what a caller may choose.
@@ -26,8 +28,9 @@ ATTRIBUTES = {
     "share_embeddings_and_output_weights": "share_embeddings_and_output_weights",
 }
 OF_ROWS = ("num_attention_heads", "num_query_groups")  # on which the order of rows depends
+OF_TENSORS = ("num_layers", "num_moe_experts", "share_embeddings_and_output_weights")  # and which there are
 DEFAULTS = {"rope_scaling": False}
-OF_LAYERS = ("num_layers", "moe_layer_freq")  # a HybridModel has its pattern for these
+OF_PATTERN = "moe_layer_freq"  # which a HybridModel's pattern says
 
 
 def compare_settings(arguments: MegatronArguments, root: Any) -> tuple[str, ...]:
@@ -37,10 +40,11 @@ def compare_settings(arguments: MegatronArguments, root: Any) -> tuple[str, ...]
         arguments: what the configuration of Hugging Face asks for.
         root: the model of Megatron, unwrapped.
     """
-    hybrid = hasattr(root, "hybrid_layer_pattern")
-    wanted = {
-        k: v for k, v in arguments.transformer.items() if k not in FREE and not (hybrid and k in OF_LAYERS)
-    }
+    hybrid = bool(getattr(root, "hybrid_layer_pattern", None))
+    wanted = {k: v for k, v in arguments.transformer.items() if k not in FREE}
+    if hybrid:
+        wanted.pop(OF_PATTERN, None)
+        wanted["num_layers"] = len(arguments.hybrid_layer_pattern)
     held = {name: getattr(root.config, name, None) for name in wanted}
     for name, attribute in ATTRIBUTES.items():
         if hasattr(root, attribute) and not (arguments.latent and name.startswith("ro")):
@@ -48,6 +52,10 @@ def compare_settings(arguments: MegatronArguments, root: Any) -> tuple[str, ...]
             held[name] = getattr(root, attribute)
     if arguments.model["position_embedding_type"] == "learned_absolute":
         wanted.pop("rotary_base", None)
+    if held["activation_func"] is gelu and getattr(root.config, "bias_activation_fusion", False):
+        held["activation_func"] = ACTIVATIONS[
+            "gelu_new"
+        ]  # what the fused function computes (fused_bias_gelu.py)
     layers = len(arguments.experts)
     out = []
     for name, value in wanted.items():
@@ -56,13 +64,18 @@ def compare_settings(arguments: MegatronArguments, root: Any) -> tuple[str, ...]
     return tuple(out)
 
 
-def check_heads(differences: Sequence[str]) -> None:
+def check_structure(differences: Sequence[str], writing: bool = False) -> None:
     """Refuse a model whose heads are divided otherwise: shapes may fit, and rows would be of other heads.
 
+    Args:
+        differences: the result of `compare_settings`.
+        writing: refuse a model with other tensors, too, which only a checkpoint that is read shows.
+
     Raises:
-        FlexError: the heads differ.
+        FlexError: the heads, or the tensors, differ.
     """
-    found = next((d for d in differences if d.startswith(OF_ROWS)), None)
+    names = (*OF_ROWS, *OF_TENSORS) if writing else OF_ROWS
+    found = next((d for d in differences if d.startswith(names)), None)
     if found is not None:
         raise FlexError(f"{found}: build the Megatron model with the arguments of config_from_hf")
 

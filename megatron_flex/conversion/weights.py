@@ -10,6 +10,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,8 +37,9 @@ from megatron_flex.conversion.conversion_plan import (
     blocks_of,
     check_entries,
 )
+from megatron_flex.conversion.mcore_bridge_models import check_source, check_target, find_bridge
 from megatron_flex.conversion.megatron_arguments import MegatronArguments
-from megatron_flex.conversion.model_settings import check_heads, compare_settings
+from megatron_flex.conversion.model_settings import check_structure, compare_settings
 from megatron_flex.conversion.rearrangement import Heads, clip_runs
 from megatron_flex.errors import FlexError, FlexWarning, describe_error
 from megatron_flex.layout import Layout, full_shape, replicated
@@ -53,13 +55,13 @@ class LoadedWeights:
 
     Attributes:
         parameters: the global names of the parameters that this rank holds shards of.
-        bytes_read: the bytes of tensors that this rank read.
+        bytes_read: the bytes of tensors that this rank read; None where mcore-bridge read them.
         unused: the tensors that the architecture leaves out, such as a copy of the embedding.
         differences: settings in which the Megatron model differs from the configuration of Hugging Face.
     """
 
     parameters: tuple[str, ...]
-    bytes_read: int
+    bytes_read: int | None
     unused: tuple[str, ...]
     differences: tuple[str, ...]
 
@@ -76,7 +78,7 @@ def find_architecture(config: Any) -> Architecture:
     if kind not in ARCHITECTURES:
         raise FlexError(
             f"no conversion for the architecture {kind!r}; the table has {', '.join(ARCHITECTURES)}; give an "
-            "Architecture of your own"
+            "Architecture of your own, or build the model by mcore-bridge"
         )
     return ARCHITECTURES[kind]
 
@@ -113,6 +115,9 @@ def load_hf(
     first parameter changes. Then each rank reads, from memory-mapped files, only the blocks that its shards
     consist of.
 
+    A model that mcore-bridge built for an architecture outside the table is loaded by its own bridge, which
+    does not validate before.
+
     Args:
         chunks: the model, or its virtual pipeline chunks, bare or wrapped.
         source: a folder with safetensors, the same on all ranks; or a model of transformers on every rank.
@@ -130,6 +135,8 @@ def load_hf(
         raise FlexError(
             f"a {type(optimizer).__name__} has no reload_model_params(); give Megatron's optimizer"
         )
+    if architecture is None and (bridge := find_bridge(list_model_chunks(chunks))) is not None:
+        return _load_by_bridge(bridge, list_model_chunks(chunks), source, optimizer)
     model = MegatronWeights(chunks)
     weights: list[Weights] = []
 
@@ -139,7 +146,7 @@ def load_hf(
         differences = compare_settings(found.arguments(config), model.root)
         weights.append(open_weights(source))
         try:
-            check_heads(differences)
+            check_structure(differences)
             made = _plan_maker(found, config).match(model.shapes, weights[0].forms, weights[0].where)
             check_entries(made, weights[0].forms)
             _check_tokens(source, model)
@@ -181,6 +188,9 @@ def to_hf(chunks: Any, target: Any, config: Any = None, architecture: Architectu
         FlexError: on all ranks, before anything is written: a parameter has no counterpart, a tensor has
             another shape, or the configuration is unknown; or the disk failed, and the folder is incomplete.
     """
+    if architecture is None and (bridge := find_bridge(list_model_chunks(chunks))) is not None:
+        _write_by_bridge(bridge, list_model_chunks(chunks), target, config)
+        return
     model = MegatronWeights(chunks)
     given = model.gather((target is not None, isinstance(target, nn.Module)))
     everywhere = any(in_memory for _, in_memory in given[1:])
@@ -190,7 +200,7 @@ def to_hf(chunks: Any, target: Any, config: Any = None, architecture: Architectu
             return None
         known = read_config(config if config is not None else target)
         found = architecture or find_architecture(known)
-        check_heads(compare_settings(found.arguments(known), model.root))
+        check_structure(compare_settings(found.arguments(known), model.root), writing=True)
         maker = _plan_maker(found, known)
         if isinstance(target, nn.Module):
             held = ModelWeights(target)
@@ -236,6 +246,7 @@ class MegatronWeights:
         self.adapter: Adapter = detect(list_model_chunks(chunks))
         if not isinstance(self.adapter, MegatronAdapter):
             raise FlexError(f"weights go into a model of Megatron, and this one is {self.adapter.name}'s")
+        self.adapter.check()  # some settings change what is in a parameter, such as interleaved gates
         self.root: Any = self.adapter.roots[0]
         self._own = own = [*self.adapter.parameters(), *self._buffers()]
         mine = [site.remote() for site in own], self.adapter.without_layout()
@@ -372,6 +383,30 @@ def _on_all_ranks(action: Callable[[], Any], adapter: Adapter) -> Any:
     if first := next((p for p in found if p), ""):
         raise FlexError(first) from cause
     return result
+
+
+def _load_by_bridge(bridge: Any, chunks: list[nn.Module], source: Any, optimizer: Any) -> LoadedWeights:
+    """Let mcore-bridge load a model that it built. Collective."""
+    adapter = detect(chunks)
+    folder = _on_all_ranks(partial(check_source, bridge, source), adapter)
+    bridge.load_weights(chunks, str(folder))
+    if optimizer is not None:
+        optimizer.reload_model_params()
+    names = [site.name for site in adapter.parameters() if site.parameter is not None]
+    return LoadedWeights((*names, *adapter.without_layout()), None, (), ())
+
+
+def _write_by_bridge(bridge: Any, chunks: list[nn.Module], target: Any, config: Any) -> None:
+    """Let mcore-bridge write a model that it built. Collective."""
+    adapter = detect(chunks)
+
+    def check() -> tuple[Path, Any]:
+        return check_target(target), read_config(target if config is None else config)
+
+    folder, known = _on_all_ranks(check, adapter)
+    bridge.save_weights(chunks, str(folder))
+    if adapter.mesh.is_first(axis.name for axis in adapter.mesh):
+        known.save_pretrained(folder)
 
 
 def place_full_tensors(chunks: Any, tensors: Mapping[str, Tensor], target: nn.Module | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import statistics
 import sys
@@ -16,7 +17,7 @@ import threading
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter, sleep, thread_time
 from typing import Any, NamedTuple
 
 import torch
@@ -36,10 +37,10 @@ SAMPLE_SECONDS = 1e-3  # between two looks at the memory
 
 
 class Figures(NamedTuple):
-    """What a rank measured: seconds of each round, bytes, and the most memory that a load added."""
+    """What a rank measured: seconds of each round (of the clock, of the processor), bytes, added memory."""
 
-    ours: list[float]
-    plain: list[float]
+    ours: list[tuple[float, float]]
+    plain: list[tuple[float, float]]
     shards: int
     peak: int
 
@@ -51,8 +52,8 @@ def flags(words: list[str]) -> argparse.Namespace:
         description="Time load_hf against safetensors alone, for models of random weights (two minutes).",
     )
     parser.add_argument("--rounds", type=int, default=7, help="timed of each (default %(default)s)")
-    parser.add_argument("--hidden", type=int, default=1024, help="a multiple of 256 (default %(default)s)")
-    parser.add_argument("--layers", type=int, default=8, help="an even number (default %(default)s)")
+    parser.add_argument("--hidden", type=int, default=2048, help="a multiple of 256 (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="an even number (default %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write each round there")
     parser.add_argument("--write", metavar="PAGE", help="put the table between the page's comments")
     args = parser.parse_args(words)
@@ -110,15 +111,16 @@ def measure(sizes: dict[str, int], folder: str, rounds: int) -> Figures:
 
 
 def allocate(folder: str, shards: int) -> dict[str, Tensor]:
-    """A tensor for this rank's part of every tensor of the file, together as large as its shards."""
+    """A tensor for a part of every tensor of the file, together as large as this rank's shards."""
     from safetensors import safe_open
 
-    out, left = {}, shards
-    with safe_open(Path(folder) / "model.safetensors", framework="pt") as file:
+    path, out, left = Path(folder) / "model.safetensors", {}, shards
+    share = shards / path.stat().st_size
+    with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - the file has no iterator
             shape = file.get_slice(name).get_shape()
             row = 2 * torch.Size(shape[1:]).numel()
-            rows = min(-(-shape[0] // dist.get_world_size()), left // row)
+            rows = min(math.ceil(shape[0] * share), left // row)
             out[name] = torch.ones(rows, *shape[1:], dtype=torch.bfloat16)
             left -= rows * row
     return out
@@ -133,7 +135,7 @@ def copy_parts(folder: str, copies: dict[str, Tensor]) -> None:
             copy.copy_(file.get_slice(name)[: len(copy)])
 
 
-def watched(action: Callable[[], Any]) -> tuple[float, int]:
+def watched(action: Callable[[], Any]) -> tuple[tuple[float, float], int]:
     """The seconds of an action, and the bytes of anonymous memory that it added at most."""
     dist.barrier()
     before, most, done = anonymous(), 0, threading.Event()
@@ -146,9 +148,9 @@ def watched(action: Callable[[], Any]) -> tuple[float, int]:
 
     watcher = threading.Thread(target=look)
     watcher.start()
-    start = perf_counter()
+    start, worked = perf_counter(), thread_time()
     action()
-    seconds = perf_counter() - start
+    seconds = perf_counter() - start, thread_time() - worked
     done.set()
     watcher.join()
     return seconds, max(0, most - before)
@@ -166,22 +168,20 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
     rows = [
         [
-            "model",
-            "layout",
-            "MiB of the model",
-            "load_hf",
-            "safetensors and one copy",
-            "ratio",
-            "MiB that a rank adds",
+            *("model", "layout", "MiB of the model", "load_hf", "safetensors and one copy"),
+            *("ratio", "ratio of CPU time", "MiB that a rank adds"),
         ]
     ]
     for case in found.values():
-        ours, plain = (statistics.median(case[kind]) for kind in ("ours", "plain"))
-        ratio = statistics.median(a / b for a, b in zip(case["ours"], case["plain"], strict=True))
+        ours, plain = case["ours"], case["plain"]
+        clock, processor = (
+            statistics.median(a[kind] / b[kind] for a, b in zip(ours, plain, strict=True)) for kind in (0, 1)
+        )
         rows.append(
             [
                 *(case["model"], case["layout"], f"{case['bytes'] / MIB:.0f}"),
-                *(f"{ours * 1e3:.0f} ms", f"{plain * 1e3:.0f} ms", f"{ratio:.2f}"),
+                *(f"{statistics.median(a[0] for a in times) * 1e3:.0f} ms" for times in (ours, plain)),
+                *(f"{clock:.2f}", f"{processor:.2f}"),
                 f"{case['peak'] / MIB:.1f}; the greatest tensor has {case['greatest'] / MIB:.0f}",
             ]
         )
@@ -203,12 +203,18 @@ def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
                 ranks = run_alone(world, measure, sizes, folder, args.rounds, timeout=600)
                 out[f"{family}, {layout}"] = {
                     **{"model": family, "layout": layout, "bytes": size, "greatest": greatest},
-                    "ours": [max(times) for times in zip(*(r.ours for r in ranks), strict=True)],
-                    "plain": [max(times) for times in zip(*(r.plain for r in ranks), strict=True)],
+                    "ours": slowest([r.ours for r in ranks]),
+                    "plain": slowest([r.plain for r in ranks]),
                     "shards": [r.shards for r in ranks],
                     "peak": max(r.peak for r in ranks),
                 }
     return out
+
+
+def slowest(ranks: list[list[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """For each round the seconds of the slowest rank, by the clock and of the processor."""
+    rounds = zip(*ranks, strict=True)
+    return [(max(clock for clock, _ in one), max(cpu for _, cpu in one)) for one in rounds]
 
 
 def main(words: list[str]) -> None:

@@ -16,7 +16,7 @@ import megatron_flex as mf
 from megatron_flex.conversion import checkpoints
 from megatron_flex.conversion.checkpoints import FolderWeights
 from tests.distributed.matrix import relative
-from tests.support import gpt, hugging_face
+from tests.support import gpt, hugging_face, wrapped
 from tests.support.gpt import Case
 from tests.support.hugging_face import FAMILIES
 from tests.support.pages import blocks_in, mine
@@ -187,6 +187,28 @@ def write_in_files(case: Case, folder: str, into: str) -> None:
     assert all(torch.equal(t, before[n]) for n, t in held(chunks[0]).items())
 
 
+# -- optimizers ------------------------------------------------------------------------------------------
+
+
+def step_of_optimizer(case: Case, folder: str, told: bool) -> bool:
+    """Whether the weights are still there after a step with a learning rate of zero."""
+    arguments = mf.config_from_hf(folder)
+    chunks = hugging_face.build(case, arguments, bf16=True, params_dtype=torch.bfloat16)
+    wrapped_chunks = wrapped.ddp([chunk.bfloat16() for chunk in chunks], use_distributed_optimizer=True)
+    optimizer = wrapped.optimizer(wrapped_chunks, 0.0, bf16=True, use_distributed_optimizer=True)
+    mf.load_hf(wrapped_chunks, folder, optimizer=optimizer if told else None)
+    loaded = [p.detach().clone() for p in chunks[0].parameters()]
+    optimizer.step()
+    return all(torch.equal(p, before) for p, before in zip(chunks[0].parameters(), loaded, strict=True))
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_the_distributed_optimizer_keeps_the_weights(told: bool, truths: dict[str, Truth]) -> None:
+    where = LAYOUTS["tp2 ep2"]
+    kept = run(where.world, step_of_optimizer, where, truths["qwen3_moe"].folder, told)
+    assert kept == [told] * where.world
+
+
 # -- bad input -------------------------------------------------------------------------------------------
 
 Damage = Callable[[dict[str, Tensor], dict[str, Any]], None]
@@ -298,16 +320,26 @@ def test_bad_input_is_named_on_all_ranks_and_changes_nothing(
 def test_a_folder_with_weights_is_not_overwritten(truths: dict[str, Truth]) -> None:
     folder = truths["llama"].folder
     before = (Path(folder) / "model.safetensors").read_bytes()
-    messages = run(2, write_over, case("tp2", tp=2), folder)
-    assert all("model.safetensors is there already; give a folder without weights" in m for m in messages)
+    first, second = run(2, write_over, case("tp2", tp=2), folder)
+    assert first == second
+    assert first[0].endswith("model.safetensors is there already; give a folder without weights")
+    fix = "build the Megatron model with the arguments of config_from_hf"
+    tied = f"share_embeddings_and_output_weights is False, not True: {fix}"
+    assert first[1:] == [tied, f"num_layers is 4, not 2: {fix}"]
     assert (Path(folder) / "model.safetensors").read_bytes() == before
 
 
-def write_over(case: Case, folder: str) -> str:
+def write_over(case: Case, folder: str) -> list[str]:
+    """The errors of a folder that has weights, and of configurations of other models."""
+    import transformers
+
     chunks = hugging_face.build(case, mf.config_from_hf(folder))
-    with pytest.raises(mf.FlexError) as raised:
-        mf.to_hf(chunks, folder)
-    return str(raised.value)
+    out = []
+    for more in ({}, {"tie_word_embeddings": True}, {"num_hidden_layers": 2}):
+        with pytest.raises(mf.FlexError) as raised:
+            mf.to_hf(chunks, folder, config=transformers.AutoConfig.from_pretrained(folder, **more))
+        out.append(str(raised.value))
+    return out
 
 
 # -- settings --------------------------------------------------------------------------------------------

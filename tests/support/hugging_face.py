@@ -167,25 +167,7 @@ def megatron_config(case: Case, arguments: Any, **more: Any) -> Any:
 
     kind = MLATransformerConfig if arguments.latent else TransformerConfig
     mesh = {
-        "tensor_model_parallel_size": case.tp,
-        "pipeline_model_parallel_size": case.pp,
-        "virtual_pipeline_model_parallel_size": case.vpp,
-        "expert_model_parallel_size": case.ep,
-        "expert_tensor_parallel_size": case.etp,
-        "sequence_parallel": case.sp,
-        "pipeline_dtype": torch.float32,
-        "params_dtype": torch.float32,
-        "use_cpu_initialization": True,
-        "deallocate_pipeline_outputs": True,
-        "batch_p2p_comm": not case.vpp,
-        "overlap_p2p_comm": bool(case.vpp),
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
-        "apply_rope_fusion": False,
-        "attention_softmax_in_fp32": True,
+        **gpt.spread(case),
         "moe_grouped_gemm": False,
         "moe_token_dispatcher_type": "alltoall",
     }

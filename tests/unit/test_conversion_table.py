@@ -173,6 +173,8 @@ def test_differences_of_settings() -> None:
         "layernorm_epsilon is 1e-06, not 1e-05",
         "activation_func is gelu, not gelu(approximate='tanh')",
     )
+    root.config.bias_activation_fusion = True  # the fused function computes the approximation
+    assert compare_settings(arguments, root) == ("layernorm_epsilon is 1e-06, not 1e-05",)
     root.config.activation_func = partial(nn.functional.gelu, approximate="tanh")
     root.config.layernorm_epsilon = 1e-5
     root.position_embedding_type = "rope"

@@ -1,6 +1,6 @@
 """Settings of Megatron under which hooks would get wrong tensors or none; `attach` raises.
 
-docs/flags.toml says for every argument of Megatron-LM whether it is supported, unaffected or refused here.
+docs/arguments.toml says for every argument of Megatron-LM whether it is supported, unaffected or refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of docs/flags.md, from docs/flags.toml. `python -m tests.support.flag_table` writes it."""
+"""The table of docs/arguments.md, from arguments.toml: `python -m tests.support.argument_table`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parents[2] / "docs"
-BEGIN, END = "<!-- table of flags.toml -->", "<!-- end of the table -->"
+BEGIN, END = "<!-- table of arguments.toml -->", "<!-- end of the table -->"
 
 
 def read() -> dict[str, Any]:
     """The groups and the fields of the config."""
-    return tomllib.loads((DOCS / "flags.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((DOCS / "arguments.toml").read_text(encoding="utf-8"))
 
 
 def rows(census: dict[str, Any]) -> str:
@@ -32,5 +32,5 @@ def page(text: str, census: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    path = DOCS / "flags.md"
+    path = DOCS / "arguments.md"
     path.write_text(page(path.read_text(encoding="utf-8"), read()), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Every argument of Megatron-LM is in the table of docs/flags.md, and attach refuses what the table says."""
+"""Every argument of Megatron-LM is in the table of docs/arguments.md; attach refuses what that says."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megatron_flex.adapters.megatron_core.unsupported_settings import (
     refuse_wrappers,
 )
 from megatron_flex.errors import FlexError
-from tests.support import flag_table
+from tests.support import argument_table
 
-CENSUS = flag_table.read()
+CENSUS = argument_table.read()
 NAMED = [flag for group in CENSUS["group"] for flag in group["flags"].split()]
 
 
@@ -38,7 +38,9 @@ def test_each_argument_is_in_one_group() -> None:
     assert len(NAMED) == len(set(NAMED))
     theirs = {action.option_strings[0].removeprefix("--") for action in upstream()}
     assert len(theirs) > 700
-    assert sorted(theirs - set(NAMED)) == [], "new arguments: say in docs/flags.toml what they mean for hooks"
+    assert sorted(theirs - set(NAMED)) == [], (
+        "new arguments: say in docs/arguments.toml what they mean for hooks"
+    )
     assert sorted(set(NAMED) - theirs) == [], "arguments that this Megatron no longer has"
 
 
@@ -48,13 +50,13 @@ def test_each_field_of_the_config_is_known() -> None:
     dests = {action.dest for action in upstream()}
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     known = set(CENSUS["config"]["fields"].split())
-    assert sorted(fields - dests - known) == [], "new fields: add them to docs/flags.toml"
+    assert sorted(fields - dests - known) == [], "new fields: add them to docs/arguments.toml"
     assert sorted(known - fields) == []
 
 
 def test_the_page_shows_the_table() -> None:
-    text = (flag_table.DOCS / "flags.md").read_text(encoding="utf-8")
-    assert flag_table.page(text, CENSUS) == text, "run: python -m tests.support.flag_table"
+    text = (argument_table.DOCS / "arguments.md").read_text(encoding="utf-8")
+    assert argument_table.page(text, CENSUS) == text, "run: python -m tests.support.argument_table"
 
 
 def test_what_is_refused_is_what_attach_reads() -> None:
