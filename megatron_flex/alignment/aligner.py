@@ -90,21 +90,15 @@ def align(
         found = judging.judge(theirs, accumulated, isolated)
         model = f"Hugging Face {kind[1]} and Megatron on {_describe_mesh(flex)}"
         found = replace(found, model=model, uncompared={**candidate.uncompared, **found.uncompared})
-        if step is None or hf_model is None:
-            return found
-        with evaluation_mode(hf_model):
-            return replace(found, gradients=step.verdicts(judging.tolerances))
+        return found if step is None else replace(found, gradients=step.verdicts(judging.tolerances))
 
     alignment: Alignment = _on_first(flex, judge)
     sites = {m.site: m for m in candidate.matches}
     if alignment.first is None or alignment.first.site not in sites:
         return alignment
-    at = alignment.first
-    weights = _layer_weights(flex, at.site)
-    causes = _on_first(
-        flex,
-        lambda: find_causes(Evidence(at, sites, theirs, isolated, weights, hf_model, config, tokens)),
-    )
+    at, weights = alignment.first, _layer_weights(flex, alignment.first.site)
+    around = at, sites, theirs, isolated, weights, hf_model, config, tokens
+    causes = _on_first(flex, lambda: find_causes(Evidence(*around)))
     return replace(alignment, causes=tuple(causes))
 
 
@@ -194,7 +188,7 @@ def _layer_inputs(matches: list[Match], theirs: Captures) -> Captures:
 
 def _layer_weights(flex: FlexModel, site: str) -> dict[str, Tensor]:
     """The full parameters of a layer and those outside of layers, on the first rank. Collective."""
-    survey = flex.session.survey
+    survey = flex.session.parameter_index
     layer = site.split(".")[2] if site.startswith("decoder.layers.") else None
     names = [n for n in survey.sites if not n.startswith("decoder.layers.") or n.split(".")[2] == layer]
     out = {}

@@ -66,7 +66,7 @@ class CandidateRun:
 
     def __init__(self, flex: FlexModel, family: Family) -> None:
         self.session, self.names = flex.session, flex.interp.names
-        parameters = frozenset(self.session.survey.sites)
+        parameters = frozenset(self.session.parameter_index.sites)
         sites = {site.name: site for site in self.session.sites}
         self.matches, self.uncompared = family.match(sites, parameters)
         self.weights = FullWeights(self.session, self.names)
