@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -90,7 +90,8 @@ def align(
         found = judging.judge(theirs, accumulated, isolated)
         model = f"Hugging Face {kind[1]} and Megatron on {_describe_mesh(flex)}"
         found = replace(found, model=model, uncompared={**candidate.uncompared, **found.uncompared})
-        return found if step is None else replace(found, gradients=step.verdicts(judging.tolerances))
+        with evaluation_mode(hf_model) if hf_model is not None else nullcontext():
+            return found if step is None else replace(found, gradients=step.verdicts(judging.tolerances))
 
     alignment: Alignment = _on_first(flex, judge)
     sites = {m.site: m for m in candidate.matches}
