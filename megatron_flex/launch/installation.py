@@ -134,7 +134,7 @@ class Installation:
             return original(*args, **kwargs)
         found = self._remember_failure(self.running.prepare)
         out = original(*args, **kwargs)
-        previews = settings.list_sites is not None or settings.estimate
+        previews = settings.list_sites is not None or settings.estimate or settings.align is not None
         flex = self._remember_failure(lambda: self.running.attach(out[0], write=not previews))
         if previews:
             self._look(flex, found)

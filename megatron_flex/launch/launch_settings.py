@@ -266,6 +266,24 @@ class Settings(SettingsPart):
         "optional",
         "1",
     )
+    align: NonEmptyText | None = _flag(
+        None,
+        "align",
+        CHECK_GROUP,
+        "Compare the model with that of Hugging Face in a folder, hook point by hook point, and exit.",
+        "DIR",
+        "once",
+    )
+    align_tokens: NonEmptyText | None = _flag(
+        None,
+        "align-tokens",
+        CHECK_GROUP,
+        "JSON of token ids for --flex-align, one list a sequence, or input_ids and attention_mask.",
+        "FILE",
+    )
+    align_report: NonEmptyText | None = _flag(
+        None, "align-report", CHECK_GROUP, "A file that --flex-align writes its result to, as JSON.", "FILE"
+    )
     control: Annotated[Path, BeforeValidator(_reject_empty)] | None = _flag(
         None,
         "control",

@@ -173,10 +173,11 @@ def resolve_settings(settings: Settings) -> ResolvedSettings:
 
 def _check_settings(settings: Settings) -> None:
     wanted = settings.edits or settings.dumps or settings.statistics is not None
-    if not settings.idle and not (wanted or settings.list_sites or settings.estimate or settings.verify):
+    checks = settings.list_sites or settings.estimate or settings.verify or settings.align
+    if not settings.idle and not (wanted or checks):
         raise FlexError(
             "nothing is asked for: say what to do, with --flex-dump, --flex-stats, --flex-edit, "
-            "--flex-list-sites, --flex-estimate or --flex-verify"
+            "--flex-list-sites, --flex-estimate, --flex-verify or --flex-align"
         )
     settings.check_sites()
     paths = [d.path for d in settings.dumps]
