@@ -176,7 +176,7 @@ class SharedMemoryTransport:
             self._copies.finish()
         if self._answer_pending:
             self._read_answer()
-        mine = {"count": self.count, "crc": self._crc, "skip": self._skip}
+        mine = self.note_of_step()
         if self._ring is None:
             (line,) = self._lines.values()
             line.send(mine)
@@ -200,6 +200,10 @@ class SharedMemoryTransport:
             self._warn_if_lacking(need)
         self._answer(capacity)
         return out
+
+    def note_of_step(self) -> dict[str, Any]:
+        """What all ranks of the node must have in common at the end of a step."""
+        return {"count": self.count, "crc": self._crc, "skip": self._skip}
 
     def drop(self, failed: bool) -> None:
         """Discard the step, which perhaps failed at different places: what comes next is gathered.
