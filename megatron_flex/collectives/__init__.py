@@ -10,6 +10,7 @@ a stage, in shared memory where ranks share a node; a `PipelineRelay` sends valu
 
 from megatron_flex.collectives.expert_route import Dispatch, Route, gather_rows, scatter_rows
 from megatron_flex.collectives.gather_scatter import (
+    FullTensorPlan,
     PlannedCollective,
     assemble_on_all_ranks,
     broadcast_from_first,
@@ -80,6 +81,7 @@ __all__ = [
     "BackgroundReduction",
     "CollectiveCall",
     "Dispatch",
+    "FullTensorPlan",
     "GatherStep",
     "LeaderGather",
     "PendingReduction",

@@ -54,6 +54,9 @@ class AssemblyPlan:
         whole: the shape of the full tensor.
         stack: whether the shards, concatenated in memory, are the full tensor.
         blocks: the source and destination slices of each shard; empty for a stack.
+        slots: the same as one view, which one copy fills; None where there is none.
+        count: the number of shards.
+        sizes: the sizes of the mesh axes.
     """
 
     layout: Layout
@@ -63,11 +66,22 @@ class AssemblyPlan:
     whole: tuple[int, ...]
     stack: bool
     blocks: tuple[ShardBlock, ...]
+    slots: StridedSlots | None
+    count: int
+    sizes: Mapping[str, int]
 
-    @property
-    def count(self) -> int:
-        """The number of shards."""
-        return prod(a.size for a in self.axes)
+
+@dataclass(frozen=True, slots=True)
+class StridedSlots:
+    """The places of all shards in the full tensor as one strided view `[shards, *shard]`.
+
+    Attributes:
+        shape: the shape of the view.
+        stride: its strides, in entries.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
 
 
 def assembly_plan(layout: Layout, mesh: Mesh, shape: torch.Size) -> AssemblyPlan:
@@ -142,7 +156,29 @@ def _make_assembly_plan(layout: Layout, mesh: Mesh, shape: torch.Size) -> Assemb
     whole = tuple(full_shape(rest, shape, mesh.sizes))
     stack = bool(axes) and is_stack(rest, shape, mesh)
     blocks = plan_blocks(rest, shape, mesh.sizes) if axes and not stack else ()
-    return AssemblyPlan(layout, sums, axes, rest, whole, stack, blocks)
+    count = prod(a.size for a in axes)
+    slots = _find_slots(rest, whole, shape, blocks, count)
+    return AssemblyPlan(layout, sums, axes, rest, whole, stack, blocks, slots, count, mesh.sizes)
+
+
+def _find_slots(
+    rest: Layout, whole: Sequence[int], shape: Sequence[int], blocks: Sequence[ShardBlock], count: int
+) -> StridedSlots | None:
+    """The view of all shards' places, if each shard is one block and they follow at equal distances."""
+    entire = all(s.start == 0 and s.stop == n for b in blocks for s, n in zip(b.source, shape, strict=True))
+    if len(blocks) != count or not blocks or not entire or any(b.add for b in blocks):
+        return None
+    full = torch.empty(tuple(whole), device="meta")
+    order = rest.permute
+    inner = full if order is None else full.permute([order.index(i) for i in range(len(order))])
+    offsets = [
+        sum(t.start * n for t, n in zip(b.target, inner.stride(), strict=True))
+        for b in sorted(blocks, key=lambda b: b.shard)
+    ]
+    step = offsets[1] - offsets[0] if count > 1 else 0
+    if offsets != [n * step for n in range(count)]:
+        return None
+    return StridedSlots((count, *shape), (step, *inner.stride()))
 
 
 # torch's name of the gather of equal shards into one tensor, since 2.13 and before.
@@ -294,6 +330,66 @@ class _Scatter(torch.autograd.Function):
         return whole, passed, None, None
 
 
+@dataclass(frozen=True, slots=True)
+class FullTensorPlan:
+    """The gather of the full tensor from equal shards of one shape, the scatter, and their gradients.
+
+    Its methods do what `gather_full` and `scatter_full` do, and their backward passes, without looking
+    anything up and without an autograd graph.
+
+    Attributes:
+        assembly: of the full tensor.
+        position: of this rank's shard in the full tensor.
+        gradient_assembly: of the full tensor's gradient.
+        gradient_position: of this rank's shard in the full tensor's gradient.
+        mesh: the run's axes.
+    """
+
+    assembly: AssemblyPlan
+    position: ShardPosition
+    gradient_assembly: AssemblyPlan
+    gradient_position: ShardPosition
+    mesh: Mesh
+
+    @classmethod
+    def of(cls, layout: Layout, mesh: Mesh, shape: torch.Size) -> FullTensorPlan | None:
+        """The plan for local tensors of this shape; None where shards may differ in length, or have padding.
+
+        No communication.
+
+        Raises:
+            LayoutError: the shape does not fit the layout.
+        """
+        if has_uneven_shards(layout, mesh) or any(d.keep is not None for d in layout.dims):
+            return None
+        conjugate = conjugate_layout(layout)
+        assembly = assembly_plan(layout, mesh, shape)
+        whole = torch.Size(assembly.whole)
+        return cls(
+            assembly,
+            find_shard_position(layout, mesh, whole, shape),
+            assembly_plan(conjugate, mesh, shape),
+            find_shard_position(conjugate, mesh, whole, shape),
+            mesh,
+        )
+
+    def gather(self, local: Tensor) -> Tensor:
+        """The full tensor in separate memory. Collective, as `gather_full`."""
+        return _assemble_equal(self.assembly, local, alias=False)
+
+    def scatter(self, whole: Tensor) -> Tensor:
+        """This rank's shard of the full tensor, contiguous and in separate memory."""
+        return copy_shard(self.position, whole)
+
+    def scatter_gradient(self, grad: Tensor) -> Tensor:
+        """This rank's shard of the full tensor's gradient, which may share memory with the gradient."""
+        return copy_shard(self.gradient_position, grad, alias=True)
+
+    def gather_gradient(self, grad: Tensor) -> Tensor:
+        """The full tensor's gradient, which may share memory with `grad`. Collective."""
+        return _assemble_equal(self.gradient_assembly, grad, alias=True)
+
+
 def _take_local_shard(
     whole: Tensor,
     layout: Layout,
@@ -327,23 +423,31 @@ def assemble_on_all_ranks(
     """
     if has_uneven_shards(layout, mesh):
         return _assemble_uneven(local, layout, mesh, alias)
-    recipe, tensor = assembly_plan(layout, mesh, local.shape), local.detach()
+    return _assemble_equal(assembly_plan(layout, mesh, local.shape), local, alias), {}
+
+
+def _assemble_equal(recipe: AssemblyPlan, local: Tensor, alias: bool) -> Tensor:
+    """The full tensor from shards of one shape; `alias` as in `assemble_on_all_ranks`."""
+    tensor = local.detach()
     if recipe.sums:
         tensor = _sum_over_axes(tensor, recipe.sums)
     if not recipe.axes:
-        return _copy_unless_owned(
-            assemble(recipe.rest, [tensor], mesh.sizes), tensor, alias, bool(recipe.sums)
-        ), {}
+        whole = assemble(recipe.rest, [tensor], recipe.sizes)
+        return _copy_unless_owned(whole, tensor, alias, bool(recipe.sums))
     whole = tensor.new_empty(recipe.whole)
     if recipe.stack:
         _gather_into(whole, tensor, recipe.axes)
-        return whole, {}
+        return whole
     stacked = buffer_pool.take(recipe.count * tensor.nbytes, tensor.device)
     _gather_into(stacked, as_bytes(tensor), recipe.axes)
-    shards = stacked.view(tensor.dtype).view(recipe.count, *tensor.shape).unbind()
-    copy_blocks(recipe.blocks, recipe.rest, shards, whole)
+    slots = recipe.slots
+    if slots is not None:
+        whole.as_strided(slots.shape, slots.stride).copy_(stacked.view(tensor.dtype).view(slots.shape))
+    else:
+        shards = stacked.view(tensor.dtype).view(recipe.count, *tensor.shape).unbind()
+        copy_blocks(recipe.blocks, recipe.rest, shards, whole)
     buffer_pool.give_back(stacked)
-    return whole, {}
+    return whole
 
 
 def _sum_over_axes(tensor: Tensor, axes: Sequence[Axis]) -> Tensor:
