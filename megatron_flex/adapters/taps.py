@@ -268,7 +268,9 @@ class ModuleOutput:
             if found is None:
                 return None
             new = fire(found)
-            return None if new is found else with_leaf(output, index, new)
+            if new is found:
+                return None
+            return new if found is output else with_leaf(output, index, new)
 
         def resolving_hook(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             found = leaf(output, index)

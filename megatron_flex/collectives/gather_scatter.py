@@ -438,9 +438,8 @@ def _assemble_equal(recipe: AssemblyPlan, local: Tensor, alias: bool) -> Tensor:
     if recipe.stack:
         _gather_into(whole, tensor, recipe.axes)
         return whole
-    stacked = buffer_pool.take(recipe.count * tensor.nbytes, tensor.device)
+    stacked, slots = buffer_pool.take(recipe.count * tensor.nbytes, tensor.device), recipe.slots
     _gather_into(stacked, as_bytes(tensor), recipe.axes)
-    slots = recipe.slots
     if slots is not None:
         whole.as_strided(slots.shape, slots.stride).copy_(stacked.view(tensor.dtype).view(slots.shape))
     else:
@@ -494,7 +493,11 @@ def _assemble_uneven(local: Tensor, layout: Layout, mesh: Mesh, alias: bool) -> 
 
 def _gather_into(out: Tensor, tensor: Tensor, axes: Sequence[Axis]) -> None:
     """Concatenate the equally shaped tensors of all ranks, the last axis counting fastest."""
-    flat, borrowed = as_bytes(tensor), []
+    flat = as_bytes(tensor)
+    if len(axes) == 1:
+        call_metered("all_gather", axes[0], out, getattr(dist, GATHER), as_bytes(out), flat)
+        return
+    borrowed = []
     for axis in reversed(axes[1:]):
         borrowed.append(buffer_pool.take(flat.nbytes * axis.size, flat.device))
         call_metered("all_gather", axis, borrowed[-1], getattr(dist, GATHER), borrowed[-1], flat)

@@ -47,6 +47,7 @@ class Edit(Preset):
     _unbatched: bool = field(default=False, init=False)  # the site's tensors may lack the batch dim
     _shard: Shard | None = field(default=None, init=False)  # set if it is for a local shard
     _cut: dict[Any, Tensor] = field(default_factory=dict, init=False)  # its constants, sliced for that shard
+    _unrestricted: bool = field(default=False, init=False)  # it applies to the entire tensor
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -70,6 +71,8 @@ class Edit(Preset):
                         f"{type(self).__name__}: {name}={value!r} must be a number, numbers or a slice"
                     )
                 object.__setattr__(self, name, many)
+        restrictions = self.positions, self.samples, self.heads, self.features
+        object.__setattr__(self, "_unrestricted", all(r is None for r in restrictions))
 
     # -- what a preset declares ------------------------------------------------------------------------------
 
@@ -155,6 +158,8 @@ class Edit(Preset):
     def __call__(
         self, current_module: nn.Module | None, inputs: Tensor, save_ctx: Namespace, modules: Any
     ) -> Tensor:
+        if self._unrestricted and (not self.dims or len(self.dims) == inputs.ndim):
+            return self.edit(inputs, current_module, modules)
         bound = self._in_dims(inputs.ndim)
         if bound.dims and len(bound.dims) != inputs.ndim:
             raise HookError(f"{self!r}: a tensor of {inputs.ndim} dims is not [{', '.join(self.dims)}]")

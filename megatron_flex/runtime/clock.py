@@ -92,7 +92,7 @@ class Clock:
         for tensor in _list_tensors(output):
             self.microbatch, self.chunk = self._outputs.get(tensor, (self.microbatch, self.chunk))
 
-    def key(self, site: str, tensor: Tensor | None = None) -> Key:
+    def key(self, site: str, tensor: Tensor | None = None, replay: bool | None = None) -> Key:
         """Make the key of one pass through a site; passes of the same microbatch are counted.
 
         Recomputation has its own count, so that a replay gets the number of the first pass. Checkpointed
@@ -102,8 +102,10 @@ class Clock:
         Args:
             site: the site's name.
             tensor: the tensor at the site, needed where a replay must get the right number.
+            replay: whether this is a replay, if the caller has asked already.
         """
-        replay = self.replaying()
+        if replay is None:
+            replay = is_recomputing()
         place = (site, self.microbatch, replay)
         call = self._calls.get(place, 0)
         self._calls[place] = call + 1

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -30,7 +30,7 @@ from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.context.context_relay import ContextRelay
 from megatron_flex.runtime.context.context_scopes import ContextScopes
 from megatron_flex.runtime.context.save_context import Context
-from megatron_flex.runtime.debug.edit_debugger import swap_current_edit, track_edit
+from megatron_flex.runtime.debug.edit_debugger import CurrentEdit, track_edit
 from megatron_flex.runtime.debug.error_origin import format_user_line, guard_backward
 from megatron_flex.runtime.debug.purity import draws_random_numbers
 from megatron_flex.runtime.edit_failures import FAILED_ELSEWHERE, EditSkips, SkipEdit
@@ -185,7 +185,10 @@ class EditRunner:
         """
         for step in steps:
             try:
-                if step.draws:
+                if step.fresh and not step.draws:
+                    made = step.function(module, tensor, self.save_ctx, self.modules)
+                    check_result(made, tensor.shape, tensor.dtype, tensor.device)
+                elif step.draws:
                     with seed_generators(key, step.index, tensor):
                         made = self._call_planned(step, key, module, tensor)
                 else:
@@ -202,18 +205,15 @@ class EditRunner:
 
     def _call_planned(self, step: PlannedEdit, key: Key, module: Any, tensor: Tensor) -> Tensor:
         shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
-        if step.fresh:
+        before, CurrentEdit.edit = CurrentEdit.edit, (step.hook, key, self.mesh)
+        differentiates = torch.is_grad_enabled()
+        try:
             out = step.function(module, tensor, self.save_ctx, self.modules)
-        else:
-            before, differentiates = swap_current_edit((step.hook, key, self.mesh)), torch.is_grad_enabled()
-            try:
-                out = step.function(module, tensor, self.save_ctx, self.modules)
-            finally:
-                swap_current_edit(before)
-                if torch.is_grad_enabled() != differentiates:
-                    torch.set_grad_enabled(differentiates)
-        if not isinstance(out, Tensor) or out.shape != shape or out.dtype != dtype or out.device != device:
-            raise_unlike(out, shape, dtype, device)
+        finally:
+            CurrentEdit.edit = before
+            if torch.is_grad_enabled() != differentiates:
+                torch.set_grad_enabled(differentiates)
+        check_result(out, shape, dtype, device)
         return out
 
     def _run(
@@ -384,13 +384,12 @@ def call_editing_function(
     assert edit is not None
     shape, dtype, device = whole.shape, whole.dtype, whole.device
     out = edit(module, whole, context, modules)
-    if not isinstance(out, Tensor) or out.shape != shape or out.dtype != dtype or out.device != device:
-        raise_unlike(out, shape, dtype, device)
+    check_result(out, shape, dtype, device)
     return out
 
 
-def raise_unlike(out: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> NoReturn:
-    """Raise what is wrong with the result of an editing function.
+def check_result(out: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+    """Compare the result of an editing function with the tensor that it got.
 
     Raises:
         HookError: the result is no tensor, or has another shape, dtype or device.
@@ -399,16 +398,17 @@ def raise_unlike(out: Any, shape: torch.Size, dtype: torch.dtype, device: torch.
         raise HookError(
             f"the editing function returned {type(out).__name__}; return a tensor like the one it got"
         )
-    what, got, want = next(
-        (what, got, want)
-        for what, got, want in (
-            ("shape", tuple(out.shape), tuple(shape)),
-            ("dtype", out.dtype, dtype),
-            ("device", out.device, device),
-        )
-        if got != want
-    )
-    raise HookError(f"the editing function returned {what} {got} for {want}; return the {what} it got")
+    if out.shape == shape and out.dtype == dtype and out.device == device:
+        return
+    for what, got, want in (
+        ("shape", tuple(out.shape), tuple(shape)),
+        ("dtype", out.dtype, dtype),
+        ("device", out.device, device),
+    ):
+        if got != want:
+            raise HookError(
+                f"the editing function returned {what} {got} for {want}; return the {what} it got"
+            )
 
 
 def _resolve_edit(

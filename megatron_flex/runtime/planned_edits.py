@@ -7,7 +7,7 @@ of `EditDispatcher`, with fewer nodes: the gather is the entrance of the edit an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from megatron_flex.runtime.captures import Key
 from megatron_flex.runtime.debug.purity import draws_random_numbers
 from megatron_flex.runtime.edit_dispatcher import EditDispatcher
 from megatron_flex.runtime.edit_runner import PlannedEdit
-from megatron_flex.runtime.hook_collectives import guard_collective
+from megatron_flex.runtime.hook_collectives import raise_broken
 from megatron_flex.runtime.hooks import EditingFunction, HookFunction
 from megatron_flex.runtime.local_edits import LocalEditPlan
 
@@ -132,20 +132,26 @@ def gather_planned(local: Tensor, plan: FullTensorPlan, linked: bool) -> Tensor:
     Raises:
         BrokenError: the collective failed.
     """
-    with guard_collective():
+    try:
         if not linked:
             return plan.gather(local)
         # torch does not type `apply`
-        return cast(Tensor, _GatheredEntrance.apply(local, plan))  # type: ignore[no-untyped-call]
+        whole: Tensor = _GatheredEntrance.apply(local, plan)  # type: ignore[no-untyped-call]
+        return whole
+    except Exception as error:  # raised under its own name, as other ranks are in the collective
+        raise_broken(error)
 
 
 def scatter_planned(made: Tensor, entrance: Tensor, plan: FullTensorPlan) -> Tensor:
     """This rank's shard of an edited full tensor, connected to the edit's entrance; errors as above."""
-    with guard_collective():
+    try:
         if not (torch.is_grad_enabled() and (made.requires_grad or entrance.requires_grad)):
             return plan.scatter(made.detach())
         # torch does not type `apply`
-        return cast(Tensor, _ScatteredExit.apply(made, entrance, plan))  # type: ignore[no-untyped-call]
+        shard: Tensor = _ScatteredExit.apply(made, entrance, plan)  # type: ignore[no-untyped-call]
+        return shard
+    except Exception as error:  # as above
+        raise_broken(error)
 
 
 class _GatheredEntrance(torch.autograd.Function):

@@ -160,6 +160,8 @@ class SiteRead:
         self._hooks, self._own, self._layout = parts.hooks, parts.own, parts.layout
         self._sinks = [h for h in parts.hooks if h.tensor_sink is not None]
         self._saved = captures.list_distinct(parts.hooks)
+        # One hook captures the tensor under the name of the site.
+        self._entire = [(h.wanted, suffix) for h, suffix in self._saved] == [(None, "")]
 
     def __call__(self, local: Tensor) -> Tensor:
         """Run the pass."""
@@ -168,12 +170,14 @@ class SiteRead:
         replay, later = is_recomputing(), self._later
         if replay and not later:
             return local
-        key = self._clock.key(self._name, local if later else None)
+        key = self._clock.key(self._name, local if later else None, replay)
         if not replay:
             self._fired.update(self._hooks)
             if self._sinks:
                 self._captures.feed_sinks(self._sinks, key, local, self._own, None)
-            if self._saved:
+            if self._entire:
+                self._captures.recorder.shard(key, local, self._layout)
+            elif self._saved:
                 self._captures.keep_distinct(self._saved, key, local, self._layout)
         if not later:
             return local
@@ -206,7 +210,7 @@ class SiteEdit:
         if planned is None or explain_unhookable(local):
             return self._run_first(local)
         replay = is_recomputing()
-        key = self._clock.key(self._name, local)
+        key = self._clock.key(self._name, local, replay)
         saved = None if replay else self._saved
         if not replay:
             self._editing.fired.update(self._parts.hooks)

@@ -230,8 +230,8 @@ def kinds() -> dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]]:
     """By name: hooks, what is made to raise on which ranks, and a word of the error."""
     from megatron_flex.layout import Dim, Layout
     from megatron_flex.runtime.gradient_dispatcher import GradientDispatcher
-    from megatron_flex.runtime.hook_dispatcher import HookDispatcher
     from megatron_flex.runtime.recorder import Recorder
+    from megatron_flex.runtime.site_plan import SiteRead
 
     here, back, flat = (
         {"module_name": LAYER},
@@ -250,7 +250,7 @@ def kinds() -> dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]]:
         "a rule backward": ([back], {"layout": flat, **patched}, "has 3 dims"),
         "recording": ([here], {"owner": Recorder, "name": "shard", **patched}, "on purpose"),
         "a gradient": ([back], {"owner": GradientDispatcher, "name": "run_hooks", **patched}, "on purpose"),
-        "a tap's count": ([here], {"owner": HookDispatcher, "name": "_run_hooks", **patched}, "on purpose"),
+        "a site's plan": ([here], {"owner": SiteRead, "name": "__call__", **patched}, "on purpose"),
         "an edit": ([{**here, "editing_function": on_three}], {}, "on purpose"),
         "an edit of the leader": (
             [{**here, "module_name": f"{LAYER}:input", "editing_function": reads_missing, "run": "once"}],

@@ -39,6 +39,7 @@ class Segment:
             os.close(fd)
         self.size = size
         self._own = memoryview(self._map)
+        self._entries: dict[torch.dtype, Tensor] = {}
         self._given: weakref.ref[memoryview] | None = None
         with suppress(OSError):  # before Linux 5.14: the first writes then fault page by page
             self._map.madvise(_POPULATE_WRITE, 0, size)
@@ -46,6 +47,15 @@ class Segment:
     def tensor(self, at: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The bytes from `at` on as a tensor to write to; it does not count as held."""
         return _tensor_at(self._own, at, shape, dtype)
+
+    def entries(self, dtype: torch.dtype) -> Tensor:
+        """The memory as entries of a dtype, to write to; it does not count as held."""
+        found = self._entries.get(dtype)
+        if found is None:
+            with torch.inference_mode(False):  # written inside and outside inference mode
+                found = torch.frombuffer(self._own, dtype=torch.uint8).view(dtype)
+            self._entries[dtype] = found
+        return found
 
     def give(self, wanted: Sequence[tuple[int, Sequence[int], torch.dtype]]) -> list[Tensor]:
         """Tensors on this memory without a copy; it is held while any of them exists.

@@ -42,24 +42,24 @@ WAITING = 16  # connections that may wait at the same time
 RunningEdit = tuple[HookFunction, Key, Mesh]  # the edit that runs on this rank now
 
 
-class _CurrentEdit:
+class CurrentEdit:
+    """Tells `breakpoint` which edit runs.
+
+    Attributes:
+        edit: the edit; None while none runs.
+    """
+
     edit: RunningEdit | None = None
-
-
-def swap_current_edit(edit: RunningEdit | None) -> RunningEdit | None:
-    """Tell `breakpoint` which edit runs, if any; return the one before."""
-    before, _CurrentEdit.edit = _CurrentEdit.edit, edit
-    return before
 
 
 @contextmanager
 def track_edit(hook: HookFunction, key: Key, mesh: Mesh) -> Iterator[None]:
     """Tell `breakpoint` which edit runs, within the context."""
-    before = swap_current_edit((hook, key, mesh))
+    before, CurrentEdit.edit = CurrentEdit.edit, (hook, key, mesh)
     try:
         yield
     finally:
-        swap_current_edit(before)
+        CurrentEdit.edit = before
 
 
 def breakpoint() -> None:
@@ -78,7 +78,7 @@ def breakpoint() -> None:
     Raises:
         HookError: no editing function runs, or there is neither a terminal nor a port.
     """
-    now = _CurrentEdit.edit
+    now = CurrentEdit.edit
     if now is None:
         raise HookError("mf.breakpoint() stops in an editing function; elsewhere call Python's breakpoint()")
     hook, key, mesh = now
