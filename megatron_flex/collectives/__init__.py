@@ -8,13 +8,13 @@ a stage, in shared memory where ranks share a node; a `PipelineRelay` sends valu
 `Agreement` compares the hooks of all ranks.
 """
 
+from megatron_flex.collectives.assembly_plans import check_shard
 from megatron_flex.collectives.expert_route import Dispatch, Route, gather_rows, scatter_rows
 from megatron_flex.collectives.gather_scatter import (
     FullTensorPlan,
     PlannedCollective,
     assemble_on_all_ranks,
     broadcast_from_first,
-    check_shard,
     from_edit_rank,
     gather_full,
     plan_full_gather,
