@@ -200,8 +200,8 @@ def _rebuild_dtensor(tensor: Any, local: Tensor, new: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     if new is local:
-        whole: Tensor = tensor
-        return whole
+        full: Tensor = tensor
+        return full
     made: Tensor = DTensor.from_local(
         new,
         tensor.device_mesh,

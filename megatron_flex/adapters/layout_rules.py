@@ -124,7 +124,7 @@ class Rule:
     follows: int = 0
 
     @property
-    def places(self) -> bool:
+    def has_activations(self) -> bool:
         """Whether it describes activations; otherwise it describes the parameters alone."""
         known_ends = self.inputs is not None or self.outputs is not None
         return known_ends or self.follows > 0 or bool(self.hidden)

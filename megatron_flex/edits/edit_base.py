@@ -128,11 +128,11 @@ class Edit(Preset):
             return check_broadcast(held.like(inputs), inputs, what)
         known = (id(held), inputs.device, inputs.dtype)
         if known not in self._cut:
-            whole = check_broadcast(held.like(inputs), shard.whole, what)
-            if whole.requires_grad:
-                return shard.part(whole)
+            full = check_broadcast(held.like(inputs), shard.whole, what)
+            if full.requires_grad:
+                return shard.part(full)
             with torch.inference_mode(False):
-                self._cut[known] = shard.part(whole)
+                self._cut[known] = shard.part(full)
         return self._cut[known]
 
     def total(self, tensor: Tensor, dims: Iterable[int]) -> Tensor:

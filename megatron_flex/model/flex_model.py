@@ -205,7 +205,7 @@ class FlexModel(nn.Module):
     @property
     def save_ctx(self) -> Context:
         """The values that editing functions share; outside of them, this rank's: `flex.save_ctx.count`."""
-        return self.session.editing.save_ctx
+        return self.session.edit_runner.save_ctx
 
     def restore(self) -> Model:
         """Remove all hooks and patches from the model: `model = flex.restore()`. Every rank calls it.

@@ -84,8 +84,8 @@ class HookRegistration:
         """
         session = self._session
         session.check_open()
-        own = session.standing.own
-        found = session.rehearsal.all(session.registry.active, own, session.editing.modules)
+        own = session.taps.own
+        found = session.dry_run.all(session.registry.active, own, session.edit_runner.modules)
         bad = [f.text for f, certain in found if certain]
         if bad:
             raise HookError("; ".join(bad))

@@ -25,20 +25,20 @@ class ParameterAccess:
 
     def get(self, name: str, shape: Sequence[int | None] | None, want: ParameterRequest) -> Tensor | None:
         """Return the full tensor of one parameter, or of its gradient."""
-        return full_parameters.gather_parameter(self._session.survey, name, want, shape)
+        return full_parameters.gather_parameter(self._session.parameter_index, name, want, shape)
 
     def set(self, name: str, value: Tensor | None, want: ParameterRequest, optimizer: Any) -> None:
         """Set all shards of one parameter, or of its gradient, from a full tensor."""
         self._session.check_open()
-        full_parameters.set_parameter(self._session.survey, name, value, want, optimizer)
+        full_parameters.set_parameter(self._session.parameter_index, name, value, want, optimizer)
 
     def named(self, want: ParameterRequest) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the full tensors of all parameters, or of their gradients, in model order."""
-        return full_parameters.gather_all_parameters(self._session.survey, want)
+        return full_parameters.gather_all_parameters(self._session.parameter_index, want)
 
     def without_layout(self) -> dict[str, str]:
         """Return the parameters that no layout describes, with the classes of their modules."""
-        return dict(self._session.survey.unknown)
+        return dict(self._session.parameter_index.unknown)
 
 
 class TrainableModuleRegistration:

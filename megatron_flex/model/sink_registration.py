@@ -56,7 +56,7 @@ def select_sink_sites(
         SiteError: a pattern matches nothing.
         HookError: a named hook point, or all that a pattern matches, is unavailable.
     """
-    own = session.standing.own
+    own = session.taps.own
     wanted: dict[str, set[int]] = {}
     exact: set[str] = set()
     barred: dict[str, str] = {}
@@ -129,9 +129,9 @@ class SinkRegistration:
         session = self._session
         session.check_open()
         sites, exact = select_sink_sites(session, dump.sites, DUMP_PURPOSE)
-        chosen = DumpSelection(sites, exact, select_parameters(session.survey, dump.parameters))
+        chosen = DumpSelection(sites, exact, select_parameters(session.parameter_index, dump.parameters))
         config = getattr(self._chunks[0], "config", getattr(session.adapter, "config", None))
-        parameters = session.survey.first_copies()
+        parameters = session.parameter_index.first_copies()
         manifest = make_manifest(dump, session.adapter.name, session.mesh, chosen, parameters, config)
         for hook in session.sinks.add_dump(dump, chosen, manifest).hooks:
             session.add(hook)
@@ -155,7 +155,9 @@ class SinkRegistration:
             session, statistics.sites, STATISTICS_PURPOSE, self._why_unmeasurable
         )
         gradients = self._gradients(values, exact) if statistics.gradients else ()
-        parameters = select_parameters(session.survey, statistics.parameters, STATISTICS_PURPOSE.what)
+        parameters = select_parameters(
+            session.parameter_index, statistics.parameters, STATISTICS_PURPOSE.what
+        )
         wanted = StatisticsSelection(values, gradients, exact, parameters)
 
         def opened() -> Sink:
@@ -178,7 +180,7 @@ class SinkRegistration:
     def _writers(self, statistics: Statistics, wanted: StatisticsSelection) -> Sink:
         """Open the files, on the first rank, and the framework's writers, on the ranks that have them."""
         session, names = self._session, [] if wanted.parameters is None else wanted.parameters.names
-        copies = session.survey.first_copies()
+        copies = session.parameter_index.first_copies()
         parameters = [copies[name] for name in names]
         header = make_header(statistics, session.adapter.name, session.mesh, wanted.values, parameters)
         first = session.mesh.is_first(a.name for a in session.mesh)

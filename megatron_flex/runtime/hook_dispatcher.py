@@ -155,7 +155,7 @@ class HookDispatcher:
 NO_PLAN = SitePlan(-1, None)
 
 
-class TapCallback:
+class SiteDispatch:
     """The callback of a site's tap: executes the plan of the site."""
 
     def __init__(self, dispatcher: HookDispatcher, site: Site) -> None:

@@ -131,7 +131,8 @@ class HookFunction:
     Attributes:
         wanted: `select` and `reduce`; None if the full tensor is captured.
         tensor_sink: the dump or statistics that receives the tensors, if the hook belongs to one.
-        behind: whether the tensor after all edits of the hook point is captured too, with the suffix EDITED.
+        captures_edited: whether the tensor after all edits of the hook point is captured too, with the suffix
+            EDITED.
         records: whether the editing function itself captures tensors.
     """
 
@@ -186,7 +187,7 @@ class HookFunction:
         self.on_error: OnError = on_error
         self.groups = check_groups(groups)
         self.enabled = enabled
-        self.behind = self.records = False
+        self.captures_edited = self.records = False
         self.tensor_sink: TensorSink | None = None
         self.wanted = (
             None if select is None and reduce is None else CaptureSelection(select or Select(), reduce)
@@ -229,7 +230,7 @@ class HookFunction:
     @property
     def sends_captures(self) -> bool:
         """Whether captures are sent to the leader; what a sink records stays on its rank."""
-        return self.tensor_sink is None and (self.save or self.behind or self.records)
+        return self.tensor_sink is None and (self.save or self.captures_edited or self.records)
 
     @property
     def can_fail(self) -> bool:

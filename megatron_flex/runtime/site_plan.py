@@ -109,9 +109,12 @@ class SitePlanner:
         modules = self._edits.editing.modules
         if edits and (modules or self._edits.compared is not None):
             return True
+        if any(uses_context(e) or hasattr(e, "for_pass") for e in edits):
+            return True
         return any(
-            h.expected_shape is not None or h.run == "once" or h.on_error == "skip" or h.behind for h in hooks
-        ) or any(uses_context(e) or hasattr(e, "for_pass") for e in edits)
+            h.expected_shape is not None or h.run == "once" or h.on_error == "skip" or h.captures_edited
+            for h in hooks
+        )
 
     def _make_run(
         self,

@@ -104,7 +104,7 @@ def both(case: Case) -> dict[str, float]:
         made = []
         for edit in (function, mf.local()(function)):
             hook = mf.HookFunction(site, editing_function=edit, hook_type=kind)  # type: ignore[arg-type]
-            hook.behind = True
+            hook.captures_edited = True
             with mf.attach(chunks, [hook]) as flex:
                 losses = gpt.step(case, chunks, 0)
                 grads = {n: g.clone() for n, (_, g) in matrix._gradients(flex, chunks).items()}

@@ -72,6 +72,16 @@ class ContextScopes:
         """The running virtual stage."""
         return self.clock.chunk * self.stages + self.stage
 
+    @property
+    def call_values(self) -> CallNamespace | None:
+        """The values of the microbatch as the running call sees them; None outside of editing functions."""
+        return None if self.frame is None else self.frame.values
+
+    @property
+    def call_run(self) -> CallNamespace | None:
+        """The values of the run as the running call sees them; None outside of editing functions."""
+        return None if self.frame is None else self.frame.run
+
     def begin(self) -> MicrobatchValues:
         """Return the values of the clock's microbatch; they are created on first use."""
         number = self.clock.microbatch

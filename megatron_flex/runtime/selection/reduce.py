@@ -98,7 +98,7 @@ class Reduction(ABC):
     def describe(self) -> str:
         """The reduction as text."""
 
-    def whole(self, tensor: Tensor, where: ReductionContext) -> Results:
+    def reduce_full(self, tensor: Tensor, where: ReductionContext) -> Results:
         """The reduction of the full tensor, as on a single device."""
         return self.combine(self.part(tensor, where), where)
 
@@ -182,9 +182,9 @@ class _TopKReduction(Reduction):
     def holds(self, dtype: torch.dtype) -> bool:
         return top_entries.is_rankable(dtype)
 
-    def whole(self, tensor: Tensor, where: ReductionContext) -> Results:
+    def reduce_full(self, tensor: Tensor, where: ReductionContext) -> Results:
         if self.holds(tensor.dtype):
-            return super().whole(tensor, where)
+            return super().reduce_full(tensor, where)
         (dim,) = where.dims
         found = tensor.sort(dim=dim, descending=self.largest, stable=True)
         return {"": found.values.narrow(dim, 0, self.k), INDICES: found.indices.narrow(dim, 0, self.k)}
