@@ -34,7 +34,7 @@ from megatron_flex.collectives.leader_gather import (
     plan_read,
     takes_part,
 )
-from megatron_flex.collectives.local_shard import Shard
+from megatron_flex.collectives.local_shard import Shard, ShardSum
 from megatron_flex.collectives.messages import align_size, allocate_bytes, buffer_pool
 from megatron_flex.collectives.meter import CollectiveCall, Timestamp, meter
 from megatron_flex.collectives.pipeline_relay import (
@@ -90,6 +90,7 @@ __all__ = [
     "PlannedCollective",
     "Route",
     "Shard",
+    "ShardSum",
     "StageMessage",
     "Timestamp",
     "Transport",

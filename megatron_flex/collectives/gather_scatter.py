@@ -41,6 +41,9 @@ from megatron_flex.layout import (
 from megatron_flex.layout.gradient_layout import conjugate_layout
 from megatron_flex.mesh import Axis, Mesh
 
+SMALL_BYTES = 1 << 16  # bytes; a smaller buffer is allocated faster than it is found in the pool
+SENT_AS_IS = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))  # by every backend
+
 # torch's name of the gather of equal shards into one tensor, since 2.13 and before.
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
@@ -235,7 +238,7 @@ class FullTensorPlan:
 
     def gather(self, local: Tensor) -> Tensor:
         """The full tensor in separate memory. Collective, as `gather_full`."""
-        return _assemble_equal(self.assembly, local, alias=False)
+        return _assemble_equal(self.assembly, local.detach(), alias=False)
 
     def scatter(self, whole: Tensor) -> Tensor:
         """This rank's shard of the full tensor, contiguous and in separate memory."""
@@ -283,12 +286,11 @@ def assemble_on_all_ranks(
     """
     if has_uneven_shards(layout, mesh):
         return _assemble_uneven(local, layout, mesh, alias)
-    return _assemble_equal(assembly_plan(layout, mesh, local.shape), local, alias), {}
+    return _assemble_equal(assembly_plan(layout, mesh, local.shape), local.detach(), alias), {}
 
 
-def _assemble_equal(recipe: AssemblyPlan, local: Tensor, alias: bool) -> Tensor:
-    """The full tensor from shards of one shape; `alias` as in `assemble_on_all_ranks`."""
-    tensor = local.detach()
+def _assemble_equal(recipe: AssemblyPlan, tensor: Tensor, alias: bool) -> Tensor:
+    """The full tensor from shards of one shape, not in a graph; `alias` as in `assemble_on_all_ranks`."""
     if recipe.sums:
         tensor = _sum_over_axes(tensor, recipe.sums)
     if not recipe.axes:
@@ -298,7 +300,14 @@ def _assemble_equal(recipe: AssemblyPlan, local: Tensor, alias: bool) -> Tensor:
     if recipe.stack:
         _gather_into(whole, tensor, recipe.axes)
         return whole
-    stacked, slots = buffer_pool.take(recipe.count * tensor.nbytes, tensor.device), recipe.slots
+    slots, nbytes = recipe.slots, recipe.count * tensor.nbytes
+    if slots is not None and nbytes <= SMALL_BYTES and len(recipe.axes) == 1 and tensor.dtype in SENT_AS_IS:
+        received = tensor.new_empty(slots.shape)
+        axis, gather = recipe.axes[0], getattr(dist, GATHER)
+        call_metered("all_gather", axis, received, gather, received, tensor.contiguous())
+        whole.as_strided(slots.shape, slots.stride).copy_(received)
+        return whole
+    stacked = buffer_pool.take(nbytes, tensor.device)
     _gather_into(stacked, as_bytes(tensor), recipe.axes)
     if slots is not None:
         whole.as_strided(slots.shape, slots.stride).copy_(stacked.view(tensor.dtype).view(slots.shape))

@@ -46,7 +46,7 @@ class Edit(Preset):
     dims: str | tuple[str, ...] = ()
     _unbatched: bool = field(default=False, init=False)  # the site's tensors may lack the batch dim
     _shard: Shard | None = field(default=None, init=False)  # set if it is for a local shard
-    _cut: dict[Any, Tensor] = field(default_factory=dict, init=False)  # its constants, sliced for that shard
+    _cut: dict[Any, Any] = field(default_factory=dict, init=False)  # its constants, sliced for that shard
     _unrestricted: bool = field(default=False, init=False)  # it applies to the entire tensor
 
     def __init_subclass__(cls) -> None:
@@ -115,7 +115,8 @@ class Edit(Preset):
             mask = mask_along(inputs, dim, indices, what, width, shard.whole[dim])
             with torch.inference_mode(False):
                 self._cut[known] = shard.part(mask)
-        return self._cut[known]
+        found: Tensor = self._cut[known]
+        return found
 
     def constant(self, held: DeviceConstant, inputs: Tensor, what: str) -> Tensor:
         """A constant on the device and in the dtype of `inputs`, which broadcasts to their shape.
@@ -133,7 +134,8 @@ class Edit(Preset):
                 return shard.part(full)
             with torch.inference_mode(False):
                 self._cut[known] = shard.part(full)
-        return self._cut[known]
+        found: Tensor = self._cut[known]
+        return found
 
     def total(self, tensor: Tensor, dims: Iterable[int]) -> Tensor:
         """The sum over dims; `tensor` is the contribution of `inputs`. Over a sharded dim it sums over ranks.

@@ -129,8 +129,11 @@ class Recorder:
 
     def _receive(self, arrivals: list[tuple[Key, Tensor]]) -> None:
         for key, whole in arrivals:
-            finish = self._finishes.get(key)
-            self._arrived += [(k, t.cpu()) for k, t in _finish_capture(key, whole, finish)]
+            finish = self._finishes.get(key) if self._finishes else None
+            if finish is None:
+                self._arrived.append((key, whole if whole.is_cpu else whole.cpu()))
+            else:
+                self._arrived += [(k, t.cpu()) for k, t in _finish_capture(key, whole, finish)]
 
 
 def _finish_capture(key: Key, whole: Tensor, finish: Finish | None) -> Iterator[tuple[Key, Tensor]]:

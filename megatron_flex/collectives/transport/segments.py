@@ -15,10 +15,14 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+# The others are viewed from bytes, since not every dtype can be asked for of a buffer.
+READ_DIRECTLY = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64))
 
 PREFIX = "megatron_flex-"
 _NAME = re.compile(rf"{PREFIX}(\d+)-(\d+)-[0-9a-f]+")
@@ -78,13 +82,13 @@ class Segment:
 
 
 def _tensor_at(memory: memoryview, at: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    count = dtype.itemsize
-    for length in shape:
-        count *= length
+    count = prod(shape)
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)
-    # By way of bytes, since not every dtype can be asked for there.
-    return torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=at).view(dtype).view(tuple(shape))
+    if dtype in READ_DIRECTLY:
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=at).view(shape)
+    flat = torch.frombuffer(memory, dtype=torch.uint8, count=count * dtype.itemsize, offset=at)
+    return flat.view(dtype).view(shape)
 
 
 def create_segment_file(folder: str, size: int) -> int:

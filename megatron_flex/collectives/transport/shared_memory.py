@@ -215,7 +215,7 @@ class SharedMemoryTransport:
         """What all ranks of the node must have in common at the end of a step."""
         crc = 0
         for tag, words in self._submitted:
-            crc = crc32(f"{tag}{words}".encode(), crc)
+            crc = crc32(f"{tag!s}{words}".encode(), crc)
         return {"count": len(self._submitted), "crc": crc, "skip": self._skip}
 
     def drop(self, failed: bool) -> None:
