@@ -1,6 +1,4 @@
-"""The axes of a run: lines of ranks with their process groups, and axes from torch's
-DeviceMeshes.
-"""
+"""The axes of a run: lines of ranks with their process groups, and axes from torch's DeviceMeshes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The adapter of any tree of modules, composed of three parts.
 
-Layout rules for a framework's parallel modules, the parameter storage, and the caller of
-the model. A new framework usually needs one of them; `compose` detects the other two around a model.
+Layout rules for a framework's parallel modules, the parameter storage, and the caller of the model. A new
+framework usually needs one of them; `compose` detects the other two around a model.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def make_plain_adapter(
     Collective over the group's ranks, the first time that they are divided so.
 
     Raises:
-        FlexError: there are several chunks, the sizes do not fit the number of ranks, or the module has
-            a framework's parallel layers and no tensor parallel size is given.
+        FlexError: there are several chunks, the sizes do not fit the number of ranks, or the module has a
+            framework's parallel layers and no tensor parallel size is given.
     """
     names = ", ".join(dict.fromkeys(type(c).__name__ for c in chunks)) or "no module"
     if len(chunks) != 1:
@@ -112,8 +112,8 @@ def make_mesh(axis_sizes: AxisSizes, process_group: Any = None) -> Mesh:
 
     Args:
         axis_sizes: the sizes; `tp` and `pp` default to 1, and `dp` to the remaining factor.
-        process_group: all ranks that take part, in ascending order; the default group if None, or
-            one process without any.
+        process_group: all ranks that take part, in ascending order; the default group if None, or one process
+            without any.
 
     Raises:
         FlexError: the product of the sizes is not the number of ranks, or this rank is not in the group.

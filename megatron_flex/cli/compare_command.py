@@ -14,9 +14,7 @@ from megatron_flex.compare import Comparison
 from megatron_flex.compare import compare as run
 from megatron_flex.errors import FlexError
 
-MIN_WIDTH_FOR_WORST = (
-    120  # columns; where there are fewer, the worst elements are told of the first divergence only
-)
+MIN_WIDTH_FOR_WORST = 120  # columns; with fewer, the worst elements are shown for the first divergence only
 VERDICT_STYLES = {"diverges": "bold red", "incomplete": "bold red", "round-off": "green", "equal": "green"}
 
 
@@ -54,7 +52,7 @@ def compare(
     """Compare two dumps and name the first site that diverges.
 
     They are aligned by site, iteration, sample and token, and walked in the order of execution, gradients
-    after values. What is round-off follows from dtype and depth, unless it is said or measured.
+    after values. What is round-off follows from dtype and depth, unless it is given or measured.
 
     Exit status 1 if they diverge, or if only one of them has a site or an iteration and --allow-missing does
     not say so; 0 if they are equal, or differ by round-off.

@@ -22,7 +22,7 @@ from megatron_flex.errors import FlexError
 from megatron_flex.launch.estimate import DumpEstimate, Links, RunEstimate, estimate_dump, estimate_hooks
 from megatron_flex.sites import strip_numbers
 
-MAX_STAGES_SHOWN = 8  # of more stages only the lightest and the heaviest are told
+MAX_STAGES_SHOWN = 8  # of more stages only the lightest and the heaviest are shown
 
 
 def _option(words: str, *, metavar: str, flags: tuple[str, ...] = ()) -> Any:
@@ -163,7 +163,7 @@ def _print_estimates(found: DumpEstimate | None, estimated: RunEstimate | None, 
 
 
 def parse_mesh_sizes(assignments: list[str] | None) -> dict[str, int] | None:
-    """What is said of sizes of axes.
+    """The sizes of the mesh axes that the options give.
 
     Raises:
         FlexError: it is no AXIS=N.

@@ -1,4 +1,4 @@
-"""Sources of figures: a dump, statistics or a cache, behind one interface."""
+"""Sources of figures: a dump, statistics or a cache, with one interface."""
 
 from __future__ import annotations
 

@@ -69,9 +69,9 @@ class Layout:
     Attributes:
         dims: one `Dim` for each dim of the local tensor.
         partial: axes over which the full tensor is the sum of the local tensors.
-        shared: axes over which the tensor is replicated, while every rank holds only a partial
-            gradient, so that the full gradient is the sum. (On any other axis not named here tensor and
-            gradient are replicated.)
+        shared: axes over which the tensor is replicated, while every rank holds only a partial gradient, so
+            that the full gradient is the sum. (On any other axis not named here tensor and gradient are
+            replicated.)
         permute: the full tensor's dims in terms of the local dims, where a framework transposes a tensor
             in the sharded run only; None for the same order.
     """

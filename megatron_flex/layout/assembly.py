@@ -127,8 +127,8 @@ def extract(
         full: the full tensor.
         coords: this rank's coordinates.
         sizes: the sizes of the mesh axes.
-        local: where the layout strips padding, the previous shard (its padding is restored), or its
-            shape (the padding becomes zeros).
+        local: where the layout strips padding, the previous shard (its padding is restored), or its shape
+            (the padding becomes zeros).
         lengths: the lengths of the shards of uneven dims.
         alias: whether the shard may be a view of `full` where it is contiguous there.
 

@@ -83,16 +83,12 @@ def divergence_json(
         most: maximum number of rows; beyond it iterations are left out, and then sites.
 
     Returns:
-        verdict     `equal`, `round-off` or `diverges`
-        a, b        the dumps in words
-        names       of the compared tensors, in the order of execution; gradients end in `.grad`
-        iterations  those that are shown
+        verdict     `equal`, `round-off` or `diverges` a, b        the dumps in words names       of the
+        compared tensors, in the order of execution; gradients end in `.grad` iterations  those that are shown
         rows        [[page's site or -1, iteration, error or None, tolerance, number in names, flag]]; the
                     flag names an error that is no finite number: "NaN", "inf"
-        first       the page's site of the first that is above its tolerance; None if none is
-        first_row   its row; None if none is
-        hints       what that looks like
-        notes       [{"kind", "text"}]
+        first       the page's site of the first that is above its tolerance; None if none is first_row   its
+        row; None if none is hints       what that looks like notes       [{"kind", "text"}]
     """
     try:
         found = tables_of(comparison)

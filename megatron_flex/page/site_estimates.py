@@ -33,8 +33,8 @@ def estimate_sites(
         links: between them.
 
     Returns:
-        `{"read": value, "edit": value}`, with shared objects for equal values; each `{"why"}` or
-        `{"way", "sent": [[op, axis, ranks, bytes, backward]], "whole", "part", "leader": {link: bytes}}`.
+        `{"read": value, "edit": value}`, with shared objects for equal values; each `{"why"}` or `{"way",
+        "sent": [[op, axis, ranks, bytes, backward]], "whole", "part", "leader": {link: bytes}}`.
     """
     mesh, placement = grid.mesh(), Placement(grid.sizes, (links or Links()).gpus_per_node)
     known: dict[Hashable, Json] = {}

@@ -1,6 +1,4 @@
-"""The clock: the step, iteration, microbatch and call that a tensor belongs to, and whether it
-is a replay.
-"""
+"""The step, iteration, microbatch and call that a tensor belongs to, and whether it is a replay."""
 
 from __future__ import annotations
 
@@ -96,8 +94,8 @@ class Clock:
         """Make the key of one pass through a site; passes of the same microbatch are counted.
 
         Recomputation has its own count, so that a replay gets the number of the first pass. Checkpointed
-        regions
-        are recomputed last to first: a module that runs in several regions is identified by its tensor.
+        regions are recomputed last to first: a module that runs in several regions is identified by its
+        tensor.
 
         Args:
             site: the site's name.

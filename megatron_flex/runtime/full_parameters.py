@@ -1,6 +1,5 @@
 """Full parameters and their gradients: where their shards are, gathered on the leader or on all ranks, and
-set
-on all ranks.
+set on all ranks.
 
 Before a parameter is sent, all ranks must know its dtype, its shape and whether gradients are reduced.
 """
@@ -41,8 +40,7 @@ class ParameterRequest(NamedTuple):
     Attributes:
         gradient: request the gradient instead of the parameter.
         reduced: the gradient after the framework's reduction (True), or each data parallel replica's own
-            (False);
-            None for the state in which the framework is known to leave gradients.
+            (False); None for the state in which the framework is known to leave gradients.
         padded: include the rows that pad a vocabulary.
         everywhere: return the tensor on every rank, not only on the leader.
         expected: the full tensor's shape; for a parameter of a plain module the shape shows which dims are
@@ -157,8 +155,7 @@ class ParameterIndex:
 
         Raises:
             FlexError: the framework does not define whether gradients are reduced and the request does not
-                either, or
-                the request contradicts the framework.
+                either, or the request contradicts the framework.
         """
         if not want.gradient:
             self.adapter.wait_until_ready()
@@ -419,8 +416,7 @@ def _read_local(
 
 def _share_shape(parameter_index: ParameterIndex, value: Tensor | None) -> tuple[int, ...] | None:
     """Broadcast the shape of the value, which shows how a plain module's parameter is sharded. Collective
-    over
-    the mesh.
+    over the mesh.
     """
     given = None if value is None else tuple(value.shape)
     answers = gather_objects(given, parameter_index.mesh, [a.name for a in parameter_index.mesh])
@@ -439,7 +435,7 @@ def _agree_on_value(
         raise FlexError(f"{name}: {problem}")
     supplied = [g for _, g in answers if g is not None]
     if answers[0][1] is None:
-        raise FlexError(f"no value for {name}; pass the whole tensor on every rank, or on the leader")
+        raise FlexError(f"no value for {name}; pass the full tensor on every rank, or on the leader")
     if any(g != supplied[0] for g in supplied):
         raise FlexError(f"the values for {name} differ between ranks; pass the same, or the leader's only")
     shape, dtype, _ = supplied[0]

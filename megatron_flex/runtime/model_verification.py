@@ -188,7 +188,8 @@ class LocalEditCheck:
         if not far <= room:
             self._note(
                 key,
-                f"{words} makes another tensor of ranks' parts than of the whole, by {far:.3g} at most where "
+                f"{words} makes another tensor from shards than from the full tensor, "
+                f"by {far:.3g} at most where "
                 f"the greatest entry is {most:.3g}; it is not local along the dims that are cut",
             )
 
@@ -228,8 +229,7 @@ class SiteObservation(NamedTuple):
         total: the tensor's sum, for display.
         again: whether this very tensor passed the site before.
         rows: whether these are rows of experts, whose full tensor is known only to the ranks that own the
-            tokens;
-            `layout` is then the layout of the rows.
+            tokens; `layout` is then the layout of the rows.
     """
 
     site: str
@@ -477,9 +477,7 @@ def _infer_full_shape(seen: SiteObservation, sizes: Sizes) -> tuple[int | None, 
 
 
 def _list_promised_lengths(promised: Sequence[int | str], seen: SiteObservation) -> Sequence[int | str]:
-    """The declared shape of the full tensor; for a tensor with other dims (packed sequences) the
-    dims' names.
-    """
+    """The declared full shape; for a tensor with other dims (packed sequences) the dims' names."""
     dims = seen.layout.dims
     if len(promised) == len(dims):
         return promised

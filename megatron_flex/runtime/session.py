@@ -42,7 +42,7 @@ from megatron_flex.sites import SiteTable, model_order
 CALLED_OUTSIDE_STEP = (
     "the model is on {size} pipeline stages and was called outside the framework's schedule, where hooks "
     "would have stages wait for each other for ever: on every rank, put all calls of a batch, and their "
-    "backward passes, into one `with flex.step():`, or take the hooks out"
+    "backward passes, into one `with flex.step():`, or remove the hooks"
 )
 LATE_GRADIENT = (
     "a gradient reached a hook outside the step that its forward pass was in, and {size} pipeline stages do "
@@ -67,8 +67,7 @@ class Session:
         over_data: whether captures concatenate the samples of all data parallel ranks.
         delivered: called on every rank after new captures have arrived in the leader's `captures`.
         probing: the number of the step's microbatches that count while the model runs only to be captured;
-            hooks
-            that are not called in such a run are no error. None otherwise.
+            hooks that are not called in such a run are no error. None otherwise.
     """
 
     _counts: ClassVar[Counter[tuple[int, ...]]] = Counter()  # number of sessions, by their ranks
@@ -160,8 +159,7 @@ class Session:
 
         Raises:
             HookError: the hook cannot be at this hook point, the dry run rejects its editing function, or the
-                model
-                was restored.
+                model was restored.
         """
         self.check_open()
         entry = self.registry.add(hook, always)
@@ -246,7 +244,7 @@ class Session:
             names = ", ".join(h.describe() + (f" ({why})" if why else "") for h, why in silent)
             raise HookError(
                 f"never fired on any rank: {names}; the path did not run (no labels, no backward pass, a "
-                "frozen part, a fused kernel): hook another place, or remove the hook before the end"
+                "frozen part, a fused kernel): hook another point, or remove the hook before the end"
             )
         if unverified:
             raise HookError("verify() was asked for and no step ran after it; call it before a step")

@@ -2,10 +2,9 @@
 
 Several sites of one module may see the same tensor: the partial sum and the output where there is no
 reduction between them, or an output and the tensors that it packs. Such taps run in the order of
-installation,
-which must depend neither on the order in which hooks were registered nor on the layout. The taps of one
-module
-are therefore always installed in the order of the adapter's sites, which is that of the data flow.
+installation, which must depend neither on the order in which hooks were registered nor on the layout. The
+taps of one module are therefore always installed in the order of the adapter's sites, which is that of the
+data flow.
 """
 
 from __future__ import annotations
@@ -89,8 +88,7 @@ class SessionTaps:
         """The order of a site in the data flow, among the sites of its module.
 
         Among the tensors of one hook point, those indexed from the start come before those indexed from the
-        end,
-        which may be the same tensors.
+        end, which may be the same tensors.
         """
         return self._positions[site.place], site.index < 0, site.index
 

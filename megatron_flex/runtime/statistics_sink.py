@@ -77,8 +77,8 @@ def select_counted(local: Tensor, layout: Layout, mesh: Mesh, over: Sequence[Axi
 def select_counted_part(
     local: Tensor, part: tuple[int, int] | None, layout: Layout, mesh: Mesh, over: Sequence[Axis]
 ) -> Tensor:
-    """As `select_counted`, for a tensor of which this rank holds only the flat range `part`.
-    Arguments as for `select_counted`.
+    """As `select_counted`, for a tensor of which this rank holds only the flat range `part`. Arguments as for
+    `select_counted`.
     """
     if part is None:
         return select_counted(local, layout, mesh, over)

@@ -162,7 +162,7 @@ def test_a_function_that_is_not_local_is_found_out() -> None:
     fine, wrong, gradients = answers[0]
     assert fine == ""
     assert f"{MID}, microbatch 0: centred" in wrong
-    assert "makes another tensor of ranks' parts than of the whole, by 0." in wrong
+    assert "makes another tensor from shards than from the full tensor, by 0." in wrong
     assert f"{MID}.grad, microbatch" in gradients
 
 

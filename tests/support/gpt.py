@@ -162,26 +162,9 @@ def forget_groups() -> None:
             dist.destroy_process_group(group)
 
 
-def config(case: Case) -> Any:
-    """Megatron's TransformerConfig."""
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
-    kind = MLATransformerConfig if case.mla else TransformerConfig
-    known = set(inspect.signature(kind).parameters)
-    wanted: dict[str, Any] = {
-        "num_layers": len(ssm.layers_of(case.pattern)) or case.layers * (2 if case.hybrid else 1),
-        "hidden_size": HIDDEN,
-        "ffn_hidden_size": FFN,
-        "num_attention_heads": HEADS,
-        "num_query_groups": case.groups,
-        "kv_channels": HIDDEN // HEADS,
-        "gated_linear_unit": case.gated,
-        "activation_func": torch.nn.functional.silu if case.gated else torch.nn.functional.gelu,
-        "normalization": "RMSNorm" if case.rms else "LayerNorm",
-        "add_bias_linear": case.bias,
-        "qk_layernorm": case.qk_norm,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
+def spread(case: Case) -> dict[str, Any]:
+    """What Megatron's configuration says of the mesh of a case, and of running on a CPU."""
+    return {
         "tensor_model_parallel_size": case.tp,
         "pipeline_model_parallel_size": case.pp,
         "virtual_pipeline_model_parallel_size": case.vpp,
@@ -202,6 +185,30 @@ def config(case: Case) -> Any:
         "persist_layer_norm": False,
         "apply_rope_fusion": False,
         "attention_softmax_in_fp32": True,
+    }
+
+
+def config(case: Case) -> Any:
+    """Megatron's TransformerConfig."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    kind = MLATransformerConfig if case.mla else TransformerConfig
+    known = set(inspect.signature(kind).parameters)
+    wanted: dict[str, Any] = {
+        "num_layers": len(ssm.layers_of(case.pattern)) or case.layers * (2 if case.hybrid else 1),
+        "hidden_size": HIDDEN,
+        "ffn_hidden_size": FFN,
+        "num_attention_heads": HEADS,
+        "num_query_groups": case.groups,
+        "kv_channels": HIDDEN // HEADS,
+        "gated_linear_unit": case.gated,
+        "activation_func": torch.nn.functional.silu if case.gated else torch.nn.functional.gelu,
+        "normalization": "RMSNorm" if case.rms else "LayerNorm",
+        "add_bias_linear": case.bias,
+        "qk_layernorm": case.qk_norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        **spread(case),
     }
     wanted.update(moe.settings(case) if case.experts else {})
     if "full" in case.recompute:

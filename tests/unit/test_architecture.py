@@ -28,7 +28,7 @@ ROWS = (
     ("model", "compare"),
     ("page", "plot"),
     ("estimate", "figures"),
-    ("edits", "lens", "view"),
+    ("edits", "lens", "view", "conversion"),
     ("runtime",),
     ("adapters", "dump", "statistics"),
     ("collectives",),
@@ -598,7 +598,7 @@ compat/                        another interface
 model · compare                FlexModel and HookFunction
 page · plot                    pictures
 estimate · figures             their numbers
-edits · lens · view            ready-made
+edits · lens · view · conversion  ready-made
 runtime/                       taps · hooks
 adapters/ · dump/ · statistics/  one file per framework │ manifest
 collectives                    gather and scatter

@@ -1,7 +1,7 @@
 """The sites and parameters of one chunk: each module has the first kind that matches.
 
-The layouts of parameters follow from the module that owns them. Megatron's attributes on parameters
-are not used: some are missing, some are wrong.
+The layouts of parameters follow from the module that owns them. Megatron's attributes on parameters are not
+used: some are missing, some are wrong.
 """
 
 from __future__ import annotations

@@ -139,11 +139,10 @@ class LayoutPropagator:
         root: the model.
         known: the modules with rules.
         wanted: the hook points with hooks.
-        shared: the parameters with partial gradients, and over which axes; None for
-            those whose uses do not determine it. For traced calls only.
+        shared: the parameters with partial gradients, and over which axes; None for those whose uses do not
+            determine it. For traced calls only.
         calls: the number of traced calls.
-        entering: the shardings of the model's first inputs; others are
-            replicated over all ranks of a sample.
+        entering: the shardings of the model's first inputs; others are replicated over all ranks of a sample.
         left: the shardings of the tensors that the model returned; None to trace the next call for that.
     """
 

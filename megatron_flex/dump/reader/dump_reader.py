@@ -90,6 +90,11 @@ class OpenDump:
     Opening reads manifests only; open the dump again to see iterations that were written since. If several
     runs have completed an iteration, the first of these runs is used.
 
+    Args:
+        path: the folder.
+        check: which checksums are verified when tensors are read, as for `open_dump`.
+        most_open: the largest number of files that are open at a time.
+
     Attributes:
         path: the folder.
         runs: the runs of the dump, in order.
@@ -274,7 +279,15 @@ class OpenDump:
         return ((name, self[name]) for name in self.sites)
 
     def parameter(self, name: str, gradient: bool = False) -> DumpArray:
-        """Return a parameter, or its gradient, over (iteration, *dims)."""
+        """Return a parameter, or its gradient, over (iteration, *dims).
+
+        Args:
+            name: the global name of the parameter.
+            gradient: whether to return the gradient instead.
+
+        Raises:
+            DumpError: the dump has no such parameter.
+        """
         place = self._parameter_records.get(name)
         if place is None:
             raise DumpError(f"{self.path} has no parameter {name!r}{suggest_nearest(name, self.parameters)}")
@@ -382,7 +395,18 @@ class OpenDump:
     def entries(
         self, written: StoredIteration, site: str, kind: str, stage: int, replica: int
     ) -> list[LocatedShard]:
-        """What the ranks of a stage of a replica wrote of a site."""
+        """The shards of a site that the ranks of a stage of a replica wrote.
+
+        Args:
+            written: the iteration.
+            site: the hook point or parameter.
+            kind: the kind of the tensor: an activation, a gradient or a parameter.
+            stage: the pipeline stage.
+            replica: the data parallel replica.
+
+        Raises:
+            DumpError: the coordinates of a file are not those of its rank's manifest.
+        """
         out: list[LocatedShard] = []
         for rank in written.run.ranks(stage, replica):
             coords = written.run.coords[rank]
@@ -397,7 +421,13 @@ class OpenDump:
         return out
 
     def missing_activation_error(self, name: str, written: StoredIteration, stage: int) -> DumpError:
-        """The error where an iteration has no activation of a site of a stage."""
+        """The error where an iteration has no activation of a site.
+
+        Args:
+            name: the name of the hook point.
+            written: the iteration.
+            stage: the pipeline stage of the hook point.
+        """
         return NoActivationError(
             f"{name}: nothing passed there in {written.describe()}; .at(...) chooses iterations that have it"
         )
@@ -408,7 +438,7 @@ class OpenDump:
         return render_dump(self)
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Close all files."""
         self.files.close()
 
     def __enter__(self) -> OpenDump:

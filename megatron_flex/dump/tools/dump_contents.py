@@ -62,7 +62,7 @@ class TensorRow:
     Attributes:
         name: of the site or parameter; of a gradient with `.grad`.
         kind: `site` or `parameter`.
-        dims: the names of the axes of the whole, without iterations.
+        dims: the names of the axes of the full tensor, without iterations.
         shape: likewise, in the first iteration; without one a name where it depends on the data.
         dtype: as it is stored.
         layout: how ranks held it.

@@ -72,8 +72,7 @@ class Context(Namespace):
     """The values that editing functions share: those of a microbatch first, then those of the run.
 
     Inside an editing function, attributes belong to its microbatch, on any pipeline stage; they are deleted
-    when
-    the microbatch ends. `run` holds the values that persist on this stage. Outside of editing functions,
+    when the microbatch ends. `run` holds the values that persist on this stage. Outside of editing functions,
     attributes are the persistent values and the kept ones: for each name the last.
     """
 

@@ -83,8 +83,7 @@ class DimEntries:
         places: their indices in the list of selected entries.
         most: the largest number of entries on any rank.
         order: the index of each selected entry after shards of `most` entries are concatenated; None if they
-            are
-            in order.
+            are in order.
     """
 
     local: Tensor
@@ -100,8 +99,7 @@ class SelectionPlan:
     Attributes:
         layout: the layout of the result of `local`.
         everywhere: whether only all ranks together know the selected entries: they must then gather the
-            tensor,
-            and `finish` may raise.
+            tensor, and `finish` may raise.
         order: the full tensor's dims in terms of the local dims.
         view: the part of the local shard's selection that is a view.
         picks: the remaining selection, by dim.
