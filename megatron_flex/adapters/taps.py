@@ -28,14 +28,8 @@ def do_nothing(*_: Any, **__: Any) -> None:
     """The replacement of a session's hook in a copied or unpickled module."""
 
 
-class _SessionHook:
-    """A hook of a session; a copy or pickle of the hook is `do_nothing`."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
+class _SessionHook(partial[Any]):
+    """A hook of a session, called without a frame of its own; a copy or pickle of it is `do_nothing`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _load_hook, ()
@@ -261,22 +255,33 @@ class ModuleOutput:
 
     def install(self, fire: TapCallback) -> Undo:
         """Call `fire` after the module's forward, or, in a patched class, before its forward returns."""
-        if self.index == 0 and points.has(self.module, "output"):
-            resolve = self.resolve
+        index, resolve = self.index, self.resolve
+        if index == 0 and points.has(self.module, "output"):
             return points.place(
                 self.module,
                 "output",
                 lambda local, **call_kwargs: fire(local, resolve(call_kwargs) if resolve else None),
             )
 
-        def hook(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            found = leaf(output, self.index)
+        def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+            found = output if isinstance(output, Tensor) else leaf(output, index)
             if found is None:
                 return None
-            new = fire(found, self.resolve(kwargs) if self.resolve else None)
-            return None if new is found else with_leaf(output, self.index, new)
+            new = fire(found)
+            if new is found:
+                return None
+            return new if found is output else with_leaf(output, index, new)
 
-        return add_hook(self.module, hook, with_kwargs=True)
+        def resolving_hook(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            found = leaf(output, index)
+            if found is None or resolve is None:
+                return None
+            new = fire(found, resolve(kwargs))
+            return None if new is found else with_leaf(output, index, new)
+
+        if resolve is None:
+            return add_hook(self.module, hook)
+        return add_hook(self.module, resolving_hook, with_kwargs=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,12 +8,13 @@ a stage, in shared memory where ranks share a node; a `PipelineRelay` sends valu
 `Agreement` compares the hooks of all ranks.
 """
 
+from megatron_flex.collectives.assembly_plans import check_shard
 from megatron_flex.collectives.expert_route import Dispatch, Route, gather_rows, scatter_rows
 from megatron_flex.collectives.gather_scatter import (
+    FullTensorPlan,
     PlannedCollective,
     assemble_on_all_ranks,
     broadcast_from_first,
-    check_shard,
     from_edit_rank,
     gather_full,
     plan_full_gather,
@@ -33,7 +34,7 @@ from megatron_flex.collectives.leader_gather import (
     plan_read,
     takes_part,
 )
-from megatron_flex.collectives.local_shard import Shard
+from megatron_flex.collectives.local_shard import Shard, ShardSum
 from megatron_flex.collectives.messages import align_size, allocate_bytes, buffer_pool
 from megatron_flex.collectives.meter import CollectiveCall, Timestamp, meter
 from megatron_flex.collectives.pipeline_relay import (
@@ -80,6 +81,7 @@ __all__ = [
     "BackgroundReduction",
     "CollectiveCall",
     "Dispatch",
+    "FullTensorPlan",
     "GatherStep",
     "LeaderGather",
     "PendingReduction",
@@ -88,6 +90,7 @@ __all__ = [
     "PlannedCollective",
     "Route",
     "Shard",
+    "ShardSum",
     "StageMessage",
     "Timestamp",
     "Transport",

@@ -2,9 +2,7 @@
 
 Every rank of the group runs the same edit on the same full tensor. The gradient of the full tensor is
 therefore the same on all ranks, and the backward pass of a gather takes the rank's own shard of the gradient
-instead of a sum. The plan of an assembly is computed once for each layout and shape on a mesh, without
-communication. Plans are looked up by the identity of the layout: comparing layouts by value costs more than a
-small copy.
+instead of a sum.
 """
 
 from __future__ import annotations
@@ -18,12 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_flex.collectives.assembly_plans import (
+    AssemblyPlan,
+    assembly_plan,
+    find_shard_position,
+    has_uneven_shards,
+    is_stack,
+    split_sum_and_gather_axes,
+)
 from megatron_flex.collectives.messages import as_bytes, buffer_pool
 from megatron_flex.collectives.meter import call_metered
 from megatron_flex.layout import (
     Layout,
     Lengths,
-    ShardBlock,
     ShardPosition,
     assemble,
     copy_blocks,
@@ -31,119 +36,13 @@ from megatron_flex.layout import (
     count_parts,
     extract,
     full_shape,
-    locate_shard,
-    padded_shape,
-    plan_blocks,
     uneven_lengths,
 )
 from megatron_flex.layout.gradient_layout import conjugate_layout
 from megatron_flex.mesh import Axis, Mesh
 
-MAX_REMEMBERED_PLANS = 4096  # a bound, because each new sequence length adds a plan
-
-
-@dataclass(frozen=True, slots=True)
-class AssemblyPlan:
-    """The plan of the assembly of a full tensor from shards of one shape.
-
-    Attributes:
-        layout: the layout of the shards; the reference keeps the layout's identity unique.
-        sums: the axes to sum over, before any gather.
-        axes: the axes to gather over, the last counting fastest; empty if each rank has the full tensor.
-        rest: the layout after the sums.
-        whole: the shape of the full tensor.
-        stack: whether the shards, concatenated in memory, are the full tensor.
-        blocks: the source and destination slices of each shard; empty for a stack.
-    """
-
-    layout: Layout
-    sums: tuple[Axis, ...]
-    axes: tuple[Axis, ...]
-    rest: Layout
-    whole: tuple[int, ...]
-    stack: bool
-    blocks: tuple[ShardBlock, ...]
-
-    @property
-    def count(self) -> int:
-        """The number of shards."""
-        return prod(a.size for a in self.axes)
-
-
-def assembly_plan(layout: Layout, mesh: Mesh, shape: torch.Size) -> AssemblyPlan:
-    """The plan of the assembly of the full tensor from equal shards of this shape. No communication.
-
-    Raises:
-        LayoutError: the shape does not fit the layout.
-    """
-    at = "whole", id(layout), shape
-    found: AssemblyPlan | None = mesh.cache.get(at)
-    if found is None:
-        found = _make_assembly_plan(layout, mesh, shape)
-        _remember(mesh.cache, at, found)
-    return found
-
-
-def find_shard_position(layout: Layout, mesh: Mesh, whole: torch.Size, local: torch.Size) -> ShardPosition:
-    """The position of the local shard, of shape `local`, in a full tensor of shape `whole`."""
-    at = "part", id(layout), whole, local
-    found: tuple[Layout, ShardPosition] | None = mesh.cache.get(at)
-    if found is None:
-        found = layout, locate_shard(layout, whole, mesh.coords, mesh.sizes, local)
-        _remember(mesh.cache, at, found)
-    return found[1]
-
-
-def _remember(known: dict[Any, Any], at: Any, found: Any) -> None:
-    if len(known) >= MAX_REMEMBERED_PLANS:
-        known.clear()
-    known[at] = found
-
-
-def check_shard(shape: torch.Size, layout: Layout, mesh: Mesh) -> None:
-    """Validate that a local tensor of this shape can be a shard in its layout. No communication.
-
-    Raises:
-        LayoutError: the shape does not fit the layout.
-    """
-    if not has_uneven_shards(layout, mesh):
-        assembly_plan(layout, mesh, shape)
-    elif len(shape) != len(layout.dims):
-        padded_shape(layout, shape, mesh.sizes)
-
-
-def has_uneven_shards(layout: Layout, mesh: Mesh) -> bool:
-    """Whether shards may differ in length."""
-    return any(d.uneven and any(mesh[c.axis].size > 1 for c in d.cuts) for d in layout.dims)
-
-
-def split_sum_and_gather_axes(layout: Layout, mesh: Mesh) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
-    """The axes to sum over, and those to gather over."""
-    sums = tuple(mesh[a] for a in layout.partial if mesh[a].size > 1)
-    return sums, tuple(mesh[a] for a in layout.axes if mesh[a].size > 1 and a not in layout.partial)
-
-
-def is_stack(layout: Layout, local: Sequence[int], mesh: Mesh) -> bool:
-    """Whether the shards, concatenated in memory, are the full tensor."""
-    cut = [i for i, d in enumerate(layout.dims) if any(mesh[c.axis].size > 1 for c in d.cuts)]
-    if layout.permute is not None or len(cut) != 1 or prod(local[: cut[0]]) != 1:
-        return False
-    dim = layout.dims[cut[0]]
-    plain = all(c.order == "contiguous" and c.copies == 1 for c in dim.cuts if mesh[c.axis].size > 1)
-    full = local[cut[0]] * count_parts(dim, mesh.sizes)
-    lengths = [full if i == cut[0] else n for i, n in enumerate(local)]
-    kept = all(d.keep is None or d.keep >= n for d, n in zip(layout.dims, lengths, strict=True))
-    return plain and len(dim.segments) == 1 and kept
-
-
-def _make_assembly_plan(layout: Layout, mesh: Mesh, shape: torch.Size) -> AssemblyPlan:
-    sums, axes = split_sum_and_gather_axes(layout, mesh)
-    rest = Layout(layout.dims, (), layout.shared, layout.permute)
-    whole = tuple(full_shape(rest, shape, mesh.sizes))
-    stack = bool(axes) and is_stack(rest, shape, mesh)
-    blocks = plan_blocks(rest, shape, mesh.sizes) if axes and not stack else ()
-    return AssemblyPlan(layout, sums, axes, rest, whole, stack, blocks)
-
+SMALL_BYTES = 1 << 16  # bytes; a smaller buffer is allocated faster than it is found in the pool
+SENT_AS_IS = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))  # by every backend
 
 # torch's name of the gather of equal shards into one tensor, since 2.13 and before.
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -294,6 +193,66 @@ class _Scatter(torch.autograd.Function):
         return whole, passed, None, None
 
 
+@dataclass(frozen=True, slots=True)
+class FullTensorPlan:
+    """The gather of the full tensor from equal shards of one shape, the scatter, and their gradients.
+
+    Its methods do what `gather_full` and `scatter_full` do, and their backward passes, without looking
+    anything up and without an autograd graph.
+
+    Attributes:
+        assembly: of the full tensor.
+        position: of this rank's shard in the full tensor.
+        gradient_assembly: of the full tensor's gradient.
+        gradient_position: of this rank's shard in the full tensor's gradient.
+        mesh: the run's axes.
+    """
+
+    assembly: AssemblyPlan
+    position: ShardPosition
+    gradient_assembly: AssemblyPlan
+    gradient_position: ShardPosition
+    mesh: Mesh
+
+    @classmethod
+    def of(cls, layout: Layout, mesh: Mesh, shape: torch.Size) -> FullTensorPlan | None:
+        """The plan for local tensors of this shape; None where shards may differ in length, or have padding.
+
+        No communication.
+
+        Raises:
+            LayoutError: the shape does not fit the layout.
+        """
+        if has_uneven_shards(layout, mesh) or any(d.keep is not None for d in layout.dims):
+            return None
+        conjugate = conjugate_layout(layout)
+        assembly = assembly_plan(layout, mesh, shape)
+        whole = torch.Size(assembly.whole)
+        return cls(
+            assembly,
+            find_shard_position(layout, mesh, whole, shape),
+            assembly_plan(conjugate, mesh, shape),
+            find_shard_position(conjugate, mesh, whole, shape),
+            mesh,
+        )
+
+    def gather(self, local: Tensor) -> Tensor:
+        """The full tensor in separate memory. Collective, as `gather_full`."""
+        return _assemble_equal(self.assembly, local.detach(), alias=False)
+
+    def scatter(self, whole: Tensor) -> Tensor:
+        """This rank's shard of the full tensor, contiguous and in separate memory."""
+        return copy_shard(self.position, whole)
+
+    def scatter_gradient(self, grad: Tensor) -> Tensor:
+        """This rank's shard of the full tensor's gradient, which may share memory with the gradient."""
+        return copy_shard(self.gradient_position, grad, alias=True)
+
+    def gather_gradient(self, grad: Tensor) -> Tensor:
+        """The full tensor's gradient, which may share memory with `grad`. Collective."""
+        return _assemble_equal(self.gradient_assembly, grad, alias=True)
+
+
 def _take_local_shard(
     whole: Tensor,
     layout: Layout,
@@ -327,23 +286,36 @@ def assemble_on_all_ranks(
     """
     if has_uneven_shards(layout, mesh):
         return _assemble_uneven(local, layout, mesh, alias)
-    recipe, tensor = assembly_plan(layout, mesh, local.shape), local.detach()
+    return _assemble_equal(assembly_plan(layout, mesh, local.shape), local.detach(), alias), {}
+
+
+def _assemble_equal(recipe: AssemblyPlan, tensor: Tensor, alias: bool) -> Tensor:
+    """The full tensor from shards of one shape, not in a graph; `alias` as in `assemble_on_all_ranks`."""
     if recipe.sums:
         tensor = _sum_over_axes(tensor, recipe.sums)
     if not recipe.axes:
-        return _copy_unless_owned(
-            assemble(recipe.rest, [tensor], mesh.sizes), tensor, alias, bool(recipe.sums)
-        ), {}
+        whole = assemble(recipe.rest, [tensor], recipe.sizes)
+        return _copy_unless_owned(whole, tensor, alias, bool(recipe.sums))
     whole = tensor.new_empty(recipe.whole)
     if recipe.stack:
         _gather_into(whole, tensor, recipe.axes)
-        return whole, {}
-    stacked = buffer_pool.take(recipe.count * tensor.nbytes, tensor.device)
+        return whole
+    slots, nbytes = recipe.slots, recipe.count * tensor.nbytes
+    if slots is not None and nbytes <= SMALL_BYTES and len(recipe.axes) == 1 and tensor.dtype in SENT_AS_IS:
+        received = tensor.new_empty(slots.shape)
+        axis, gather = recipe.axes[0], getattr(dist, GATHER)
+        call_metered("all_gather", axis, received, gather, received, tensor.contiguous())
+        whole.as_strided(slots.shape, slots.stride).copy_(received)
+        return whole
+    stacked = buffer_pool.take(nbytes, tensor.device)
     _gather_into(stacked, as_bytes(tensor), recipe.axes)
-    shards = stacked.view(tensor.dtype).view(recipe.count, *tensor.shape).unbind()
-    copy_blocks(recipe.blocks, recipe.rest, shards, whole)
+    if slots is not None:
+        whole.as_strided(slots.shape, slots.stride).copy_(stacked.view(tensor.dtype).view(slots.shape))
+    else:
+        shards = stacked.view(tensor.dtype).view(recipe.count, *tensor.shape).unbind()
+        copy_blocks(recipe.blocks, recipe.rest, shards, whole)
     buffer_pool.give_back(stacked)
-    return whole, {}
+    return whole
 
 
 def _sum_over_axes(tensor: Tensor, axes: Sequence[Axis]) -> Tensor:
@@ -390,7 +362,11 @@ def _assemble_uneven(local: Tensor, layout: Layout, mesh: Mesh, alias: bool) -> 
 
 def _gather_into(out: Tensor, tensor: Tensor, axes: Sequence[Axis]) -> None:
     """Concatenate the equally shaped tensors of all ranks, the last axis counting fastest."""
-    flat, borrowed = as_bytes(tensor), []
+    flat = as_bytes(tensor)
+    if len(axes) == 1:
+        call_metered("all_gather", axes[0], out, getattr(dist, GATHER), as_bytes(out), flat)
+        return
+    borrowed = []
     for axis in reversed(axes[1:]):
         borrowed.append(buffer_pool.take(flat.nbytes * axis.size, flat.device))
         call_metered("all_gather", axis, borrowed[-1], getattr(dist, GATHER), borrowed[-1], flat)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,20 @@ from torch import Tensor
 from megatron_flex.collectives.meter import call_metered
 from megatron_flex.layout import Cut, Dim, Layout, extract, full_shape
 from megatron_flex.mesh import Axis, Mesh
+
+
+class ShardSum(NamedTuple):
+    """A sum over the shards of some dims.
+
+    Attributes:
+        axes: to sum over; without any nothing is sent.
+        counts: whether this rank's partial sum is included.
+        keeps: whether this rank continues with the sum.
+    """
+
+    axes: list[Axis]
+    counts: bool
+    keeps: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +121,12 @@ class Shard:
         # torch does not type `apply`
         return cast(Tensor, _PartialSum.apply(tensor, axes, *self._first(cuts)))  # type: ignore[no-untyped-call]
 
-    def onto(self, tensor: Tensor, down: Tensor, up: Tensor, factor: float) -> Tensor:
+    def plan_sum(self, dims: Iterable[int]) -> ShardSum:
+        """The sum over the shards of these dims, worked out once. No communication."""
+        cuts = self._cuts(dims)
+        return ShardSum([self.mesh[c.axis] for c in cuts], *self._first(cuts))
+
+    def onto(self, tensor: Tensor, down: Tensor, up: Tensor, factor: float, total: ShardSum) -> Tensor:
         """`tensor + factor * (tensor @ down @ up)`, along the last dim. Differentiable in `tensor`.
 
         Collective over the axes that shard that dim, forward and backward, like `sum` of `[..., k]`. The
@@ -118,12 +137,11 @@ class Shard:
             down: this rank's rows, `[h here, k]`.
             up: this rank's columns, `[k, h here]`.
             factor: the scale of the update.
+            total: the sum over the shards of the last dim.
         """
-        cuts = self._cuts([-1])
-        counts, keeps = self._first(cuts)
-        axes = [self.mesh[c.axis] for c in cuts]
         # torch does not type `apply`
-        return cast(Tensor, _LowRankUpdate.apply(tensor, down, up, factor, axes, counts, keeps))  # type: ignore[no-untyped-call]
+        out: Tensor = _LowRankUpdate.apply(tensor, down, up, factor, total)  # type: ignore[no-untyped-call]
+        return out
 
     def _first(self, cuts: Iterable[Cut]) -> tuple[bool, bool]:
         """Whether a sum over these cuts includes this rank's partial sum, and whether this rank keeps it."""
@@ -173,19 +191,18 @@ class _LowRankUpdate(torch.autograd.Function):
         down: Tensor,
         up: Tensor,
         factor: float,
-        axes: list[Axis],
-        counts: bool,
-        keeps: bool,
+        total: ShardSum,
     ) -> Tensor:
         ctx.save_for_backward(down, up)
-        ctx.factor, ctx.axes, ctx.counts, ctx.keeps = factor, axes, counts, keeps
-        return _add_low_rank(tensor, down, up, factor, axes, counts, keeps)
+        ctx.factor, ctx.total = factor, total
+        return _add_low_rank(tensor, down, up, factor, total.axes, total.counts, total.keeps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         down, up = ctx.saved_tensors
-        made = _add_low_rank(grad, up.T, down.T, ctx.factor, ctx.axes, ctx.keeps, ctx.counts)
-        return made, *[None] * 6
+        total: ShardSum = ctx.total
+        made = _add_low_rank(grad, up.T, down.T, ctx.factor, total.axes, total.keeps, total.counts)
+        return made, None, None, None, None
 
 
 def _add_low_rank(

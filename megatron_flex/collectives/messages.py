@@ -28,19 +28,25 @@ class BufferPool:
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
         """A flat, uninitialized tensor of bytes."""
-        fitting = [n for n, t in enumerate(self._free) if t.nbytes >= nbytes] if device.type == "cpu" else []
-        if fitting:
-            return self._free.pop(min(fitting, key=lambda n: self._free[n].nbytes))[:nbytes]
-        return allocate_bytes(nbytes, device)
+        best, size = -1, 0
+        for place, buffer in enumerate(self._free if device.type == "cpu" else ()):
+            if buffer.nbytes >= nbytes and (best < 0 or buffer.nbytes < size):
+                best, size = place, buffer.nbytes
+        if best < 0:
+            return allocate_bytes(nbytes, device)
+        return self._free.pop(best) if size == nbytes else self._free.pop(best)[:nbytes]
 
     def give_back(self, buffer: Tensor) -> None:
         """Return a buffer, which a later `take` may overwrite. The caller must not read it afterwards."""
         base = buffer if buffer._base is None else buffer._base
         if base.device.type != "cpu" or base.nbytes > MAX_POOL_BYTES:
             return
-        self._free.append(base)
-        while len(self._free) > MAX_POOL_BUFFERS or sum(t.nbytes for t in self._free) > MAX_POOL_BYTES:
-            del self._free[0]
+        free, total = self._free, 0
+        free.append(base)
+        for held in free:
+            total += held.nbytes
+        while len(free) > MAX_POOL_BUFFERS or total > MAX_POOL_BYTES:
+            total -= free.pop(0).nbytes
 
     def clear(self) -> None:
         """Release all memory."""
@@ -107,6 +113,8 @@ def pack(tensors: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """A flat view, or copy, of bytes, since not every backend supports every dtype."""
+    if tensor.dtype is torch.uint8 and tensor.ndim == 1 and tensor.is_contiguous():
+        return tensor
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -46,7 +46,8 @@ class Edit(Preset):
     dims: str | tuple[str, ...] = ()
     _unbatched: bool = field(default=False, init=False)  # the site's tensors may lack the batch dim
     _shard: Shard | None = field(default=None, init=False)  # set if it is for a local shard
-    _cut: dict[Any, Tensor] = field(default_factory=dict, init=False)  # its constants, sliced for that shard
+    _cut: dict[Any, Any] = field(default_factory=dict, init=False)  # its constants, sliced for that shard
+    _unrestricted: bool = field(default=False, init=False)  # it applies to the entire tensor
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -70,6 +71,8 @@ class Edit(Preset):
                         f"{type(self).__name__}: {name}={value!r} must be a number, numbers or a slice"
                     )
                 object.__setattr__(self, name, many)
+        restrictions = self.positions, self.samples, self.heads, self.features
+        object.__setattr__(self, "_unrestricted", all(r is None for r in restrictions))
 
     # -- what a preset declares ------------------------------------------------------------------------------
 
@@ -125,7 +128,8 @@ class Edit(Preset):
             mask = mask_along(inputs, dim, indices, what, width, shard.whole[dim])
             with torch.inference_mode(False):
                 self._cut[known] = shard.part(mask)
-        return self._cut[known]
+        found: Tensor = self._cut[known]
+        return found
 
     def constant(self, held: DeviceConstant, inputs: Tensor, what: str) -> Tensor:
         """A constant on the device and in the dtype of `inputs`, which broadcasts to their shape.
@@ -148,7 +152,8 @@ class Edit(Preset):
                 return shard.part(full)
             with torch.inference_mode(False):
                 self._cut[known] = shard.part(full)
-        return self._cut[known]
+        found: Tensor = self._cut[known]
+        return found
 
     def total(self, tensor: Tensor, dims: Iterable[int]) -> Tensor:
         """The sum over dims; `tensor` is the contribution of `inputs`. Over a sharded dim it sums over ranks.
@@ -173,6 +178,8 @@ class Edit(Preset):
     def __call__(
         self, current_module: nn.Module | None, inputs: Tensor, save_ctx: Namespace, modules: Any
     ) -> Tensor:
+        if self._unrestricted and (not self.dims or len(self.dims) == inputs.ndim):
+            return self.edit(inputs, current_module, modules)
         bound = self._in_dims(inputs.ndim)
         if bound.dims and len(bound.dims) != inputs.ndim:
             raise HookError(f"{self!r}: a tensor of {inputs.ndim} dims is not [{', '.join(self.dims)}]")

@@ -81,16 +81,16 @@ class LinearEdit(Edit):
             made = inputs @ down
             made = made if up is None else made @ up
             return made if onto is None else inputs.add(made, alpha=onto)
-        half = inputs.dtype in (torch.bfloat16, torch.float16)
-        dtype = torch.float32 if half and shard.axes([-1]) else inputs.dtype
-        known = inputs.device, dtype
-        if (*known, "down") not in self._cut:
+        known = inputs.device, inputs.dtype
+        if known not in self._cut:
+            half = inputs.dtype in (torch.bfloat16, torch.float16)
+            dtype = torch.float32 if half and shard.axes([-1]) else inputs.dtype
             with torch.inference_mode(False):
-                self._cut[*known, "down"] = shard.rows(down).to(dtype)
-                self._cut[*known, "up"] = shard.rows(up.T).T.to(dtype)
-        mine, back = self._cut[*known, "down"], self._cut[*known, "up"]
+                parts = shard.rows(down).to(dtype), shard.rows(up.T).T.to(dtype)
+            self._cut[known] = *parts, dtype, shard.plan_sum([-1])
+        mine, back, dtype, total = self._cut[known]
         if onto is not None and inputs.dtype in (torch.float32, torch.float64):
-            return shard.onto(inputs, mine, back, onto)
+            return shard.onto(inputs, mine, back, onto, total)
         made = (self.total(inputs.to(dtype) @ mine, [-1]) @ back).to(inputs.dtype)
         return made if onto is None else inputs.add(made, alpha=onto)
 

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_flex.collectives import TRANSPORTS, Shard, plan_full_gather, plan_read, plan_result_broadcast
+from megatron_flex.collectives import (
+    TRANSPORTS,
+    Shard,
+    ShardSum,
+    plan_full_gather,
+    plan_read,
+    plan_result_broadcast,
+)
 from megatron_flex.dump.size_estimate import EstimatedTensor
 from megatron_flex.errors import FlexError, HookError
 from megatron_flex.estimate.hook_notation import HookSpec
@@ -333,7 +340,7 @@ class _SumRecorder(Shard):
             self.heard.append((axes, tensor.nbytes))
         return tensor
 
-    def onto(self, tensor: Tensor, down: Tensor, up: Tensor, factor: float) -> Tensor:
+    def onto(self, tensor: Tensor, down: Tensor, up: Tensor, factor: float, total: ShardSum) -> Tensor:
         return tensor + factor * (self.sum(tensor @ down, [-1]) @ up)
 
 

@@ -69,18 +69,12 @@ class _EditEntrance(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.like = torch.empty_like(tensor, device="meta"), tensor.device
+        ctx.like = tensor.shape, tensor.dtype, tensor.device
         return tensor.detach()  # not a view, which could not be edited in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Tensor:
-        if grad is not None:
-            return grad
-        waiting = [p for p in find_upstream_parameters(ctx) if p.grad is None]
-        if waiting:
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: clear_zero_gradients(waiting))
-        like, device = ctx.like
-        return torch.zeros_like(like, device=device)
+        return make_zero_gradient(ctx, *ctx.like) if grad is None else grad
 
 
 class _EditExit(torch.autograd.Function):
@@ -92,6 +86,14 @@ class _EditExit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         return (grad if ctx.needs_input_grad[0] else None), None
+
+
+def make_zero_gradient(node: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that a node propagates without a gradient; parameters that get no other have none afterwards."""
+    waiting = [p for p in find_upstream_parameters(node) if p.grad is None]
+    if waiting:
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: clear_zero_gradients(waiting))
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def find_upstream_parameters(node: Any) -> list[nn.Parameter]:

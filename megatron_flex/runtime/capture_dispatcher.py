@@ -71,7 +71,7 @@ class CaptureDispatcher:
     ) -> None:
         """Store the selected part of this rank's shard, to be sent later."""
         gathered: Tensor | None = None
-        for hook in hooks if len(hooks) == 1 else _list_distinct(hooks):
+        for hook in _list_distinct(hooks):
             name = make_capture_key(key, hook)
             if hook.wanted is not None and route is None:
                 self._keep_selected_shard(hook, name, local, layout)
@@ -82,6 +82,22 @@ class CaptureDispatcher:
                 self.recorder.shard(name, local, layout)
             else:
                 self.recorder.rows(name, local, route)
+
+    @staticmethod
+    def list_distinct(hooks: Sequence[HookFunction]) -> list[tuple[HookFunction, str]]:
+        """The hooks that capture something different each, with the suffix of the capture's name."""
+        return [(h, f".{h.keep_as}" if h.keep_as else "") for h in _list_distinct(hooks)]
+
+    def keep_distinct(
+        self, saved: Sequence[tuple[HookFunction, str]], key: Key, local: Tensor, layout: Layout
+    ) -> None:
+        """Store what each hook of `list_distinct` captures of this rank's shard, to be sent later."""
+        for hook, suffix in saved:
+            name = key._replace(site=key.site + suffix) if suffix else key
+            if hook.wanted is None:
+                self.recorder.shard(name, local, layout)
+            else:
+                self._keep_selected_shard(hook, name, local, layout)
 
     def keep_full(self, hooks: Sequence[HookFunction], key: Key, whole: Tensor, layout: Layout) -> None:
         """Store the selected part of a full tensor, in `layout`, that every rank holds."""

@@ -56,6 +56,9 @@ class Readings(Sequence[Tensor]):
 
     def add(self, key: Key, tensor: Tensor) -> None:
         """Insert a tensor in the order of its key."""
+        if not self._items or self._items[-1][0][1:] <= key[1:]:
+            self._items.append((key, tensor))
+            return
         insort(self._items, (key, tensor), key=lambda item: item[0].time)
 
     def take(self, wanted: Callable[[Key], bool]) -> list[tuple[Key, Tensor]]:
@@ -89,7 +92,10 @@ class Captures(Mapping[str, Readings]):
 
     def add(self, key: Key, tensor: Tensor) -> None:
         """Add a tensor."""
-        self._readings.setdefault(key.site, Readings()).add(key, tensor)
+        readings = self._readings.get(key.site)
+        if readings is None:
+            readings = self._readings[key.site] = Readings()
+        readings.add(key, tensor)
 
     def take(self, wanted: Callable[[Key], bool]) -> list[tuple[Key, Tensor]]:
         """Remove and return the tensors whose key satisfies `wanted`, by site, in the order of capture."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -36,8 +35,8 @@ class Clock:
         self.microbatch = self.microbatches = 0
         self.tokens: Tensor | None = None
         self.chunk = 0
-        self._calls: Counter[tuple[str, int, bool]] = Counter()
-        self._passed: dict[tuple[str, int], list[Tensor]] = {}
+        self._calls: dict[tuple[str, int, bool], int] = {}
+        self._passed: dict[tuple[str, int], dict[int, Tensor]] = {}  # samples of passes, by their call
         self._outputs: Any = WeakTensorKeyDictionary()
         self._ask: Callable[[], float] | None = None
         self._factor: float | None = None
@@ -91,7 +90,7 @@ class Clock:
         for tensor in _list_tensors(output):
             self.microbatch, self.chunk = self._outputs.get(tensor, (self.microbatch, self.chunk))
 
-    def key(self, site: str, tensor: Tensor | None = None) -> Key:
+    def key(self, site: str, tensor: Tensor | None = None, replay: bool | None = None) -> Key:
         """Make the key of one pass through a site; passes of the same microbatch are counted.
 
         Recomputation has its own count, so that a replay gets the number of the first pass. Checkpointed
@@ -101,19 +100,45 @@ class Clock:
         Args:
             site: the site's name.
             tensor: the tensor at the site, needed where a replay must get the right number.
+            replay: whether this is a replay, if the caller has asked already.
         """
-        replay = self.replaying()
+        if replay is None:
+            replay = is_recomputing()
         place = (site, self.microbatch, replay)
-        call = self._calls[place]
-        self._calls[place] += 1
-        if tensor is not None:
-            before = self._passed.setdefault((site, self.microbatch), [])
-            if not replay:
-                before.append(_sample_entries(tensor))
-            elif len(before) > 1:
-                same = [n for n, sample in enumerate(before) if torch.equal(sample, _sample_entries(tensor))]
-                call = same[0] if len(same) == 1 else call
-        return Key(site, self.step, self.iteration, self.microbatch, call)
+        call = self._calls.get(place, 0)
+        self._calls[place] = call + 1
+        if tensor is None:
+            pass
+        elif replay:
+            call = self._find_call(site, tensor, call)
+        elif _may_be_recomputed():
+            self._passed.setdefault((site, self.microbatch), {})[call] = _sample_entries(tensor)
+        return _make_key(Key, (site, self.step, self.iteration, self.microbatch, call))
+
+    def _find_call(self, site: str, tensor: Tensor, call: int) -> int:
+        """The number of the first pass that this is the replay of; `call` if that is not certain."""
+        if self._calls.get((site, self.microbatch, False), 0) < 2:
+            return call
+        samples = self._passed.get((site, self.microbatch), {})
+        mine = _sample_entries(tensor) if samples else tensor
+        same = [n for n, sample in samples.items() if torch.equal(sample, mine)]
+        return same[0] if len(same) == 1 else call
+
+
+_make_key: Callable[..., Key] = tuple.__new__  # one call, where that of a NamedTuple is two
+_saved_tensors_hooks: Callable[[bool], Any] | None = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+)
+
+
+def _may_be_recomputed() -> bool:
+    """Whether a backward pass may run this forward pass again.
+
+    Checkpointing runs the first pass without gradients, or with hooks on saved tensors that recompute them.
+    """
+    if not torch.is_grad_enabled() or _saved_tensors_hooks is None:
+        return True
+    return _saved_tensors_hooks(True) is not None
 
 
 SAMPLE_SIZE = 16  # entries of a tensor that identify its pass

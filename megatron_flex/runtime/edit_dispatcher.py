@@ -89,7 +89,7 @@ class EditDispatcher:
         route: Route | None,
         record: bool,
     ) -> Tensor:
-        plan = self.planner.find_plan(hooks, key, local, layout, route)
+        plan = self.planner.find_plan(hooks, key.site, local, layout, route)
         if plan is not None:
             return self.edit_shard(hooks, key, module, local, plan, record)
         whole = gather_at_site(local, layout, route, self.mesh)

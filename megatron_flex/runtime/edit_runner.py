@@ -11,6 +11,7 @@ import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,8 +30,9 @@ from megatron_flex.runtime.clock import Clock
 from megatron_flex.runtime.context.context_relay import ContextRelay
 from megatron_flex.runtime.context.context_scopes import ContextScopes
 from megatron_flex.runtime.context.save_context import Context
-from megatron_flex.runtime.debug.edit_debugger import track_edit
+from megatron_flex.runtime.debug.edit_debugger import CurrentEdit, track_edit
 from megatron_flex.runtime.debug.error_origin import format_user_line, guard_backward
+from megatron_flex.runtime.debug.purity import draws_random_numbers
 from megatron_flex.runtime.edit_failures import FAILED_ELSEWHERE, EditSkips, SkipEdit
 from megatron_flex.runtime.hooks import EditingFunction, HookFunction
 from megatron_flex.runtime.local_edits import LocalEditPlan
@@ -76,8 +78,28 @@ def _seed_other_generators(seed: int) -> Iterator[None]:
             numpy.random.set_state(array)
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedEdit:
+    """One editing function of a planned pass.
+
+    Attributes:
+        hook: its hook.
+        index: of the hook among those at the site.
+        function: what is called.
+        draws: whether it may draw random numbers.
+        fresh: whether it changes nothing in place, and keeps no reference to its result.
+    """
+
+    hook: HookFunction
+    index: int
+    function: EditingFunction
+    draws: bool
+    fresh: bool
+
+
 Result = TypeVar("Result")
 SINGLE_RANK = Mesh()
+MAX_EXAMINED = 4096  # functions of which it is known whether they draw random numbers
 TOO_LATE_TO_SKIP = "; on_error='skip' cannot leave out an edit whose result has been used"
 # Recent versions of torch raise this in checkpointing to end a replay that has recomputed all it needs.
 STOP_RECOMPUTATION = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
@@ -109,6 +131,7 @@ class EditRunner:
         self.failure: tuple[str, BaseException] | None = None
         self.reasons: dict[str, str] = {}
         self.skipping = EditSkips(mesh, trainable)
+        self._drawing: dict[int, tuple[EditingFunction, bool]] = {}  # by identity, which the entry keeps
 
     def edit(
         self,
@@ -152,6 +175,46 @@ class EditRunner:
                     )
                     whole = whole if edited is None else edited
         return connect_output(self.scopes.anchor_gradients(whole, holders, here), entrance, sure)
+
+    def run(
+        self, steps: Sequence[PlannedEdit], key: Key, module: Any, tensor: Tensor, replay: bool
+    ) -> Tensor:
+        """Run the editing functions of a planned pass; one that fails leaves the tensor unedited.
+
+        Without trainable modules and without values that edits share.
+        """
+        for step in steps:
+            try:
+                if step.fresh and not step.draws:
+                    made = step.function(module, tensor, self.save_ctx, self.modules)
+                    check_result(made, tensor.shape, tensor.dtype, tensor.device)
+                elif step.draws:
+                    with seed_generators(key, step.index, tensor):
+                        made = self._call_planned(step, key, module, tensor)
+                else:
+                    made = self._call_planned(step, key, module, tensor)
+            except Exception as error:  # recorded, unless the exception ends a pass
+                if isinstance(error, (SkipEdit, STOP_RECOMPUTATION, BrokenError)):
+                    raise
+                self._failed(step.hook, key, error, late=replay)
+                continue
+            if not step.fresh and made.grad_fn is not None:
+                guard_backward(made, tensor, partial(self._failed, step.hook, key, late=True))
+            tensor = made if torch.is_grad_enabled() or not made.requires_grad else made.detach()
+        return tensor
+
+    def _call_planned(self, step: PlannedEdit, key: Key, module: Any, tensor: Tensor) -> Tensor:
+        shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
+        before, CurrentEdit.edit = CurrentEdit.edit, (step.hook, key, self.mesh)
+        differentiates = torch.is_grad_enabled()
+        try:
+            out = step.function(module, tensor, self.save_ctx, self.modules)
+        finally:
+            CurrentEdit.edit = before
+            if torch.is_grad_enabled() != differentiates:
+                torch.set_grad_enabled(differentiates)
+        check_result(out, shape, dtype, device)
+        return out
 
     def _run(
         self,
@@ -204,13 +267,22 @@ class EditRunner:
         """Enter the contexts that an editing function runs in; presets declare which of them they do not
         need.
         """
-        if getattr(edit, "uses_random_numbers", True):
+        if edit is None or self._draws(edit):
             around.enter_context(seed_generators(key, index, whole))
         if self.modules or not getattr(edit, "returns_new_tensor", False):
             around.enter_context(self.trainable.editing(replay))
             around.enter_context(track_edit(hook, key, self.mesh))
             if self.modules or hook.run == "once":  # other ranks do not run that rank's backward pass
                 self.trainable.contain(whole)
+
+    def _draws(self, edit: EditingFunction) -> bool:
+        """Whether a function may draw random numbers; examined once."""
+        found = self._drawing.get(id(edit))
+        if found is None:
+            if len(self._drawing) >= MAX_EXAMINED:
+                self._drawing.clear()
+            found = self._drawing[id(edit)] = edit, draws_random_numbers(edit)
+        return found[1]
 
     def _run_once(
         self, hook: HookFunction, index: int, key: Key, module: Any, whole: Tensor, holders: Mesh, here: bool
@@ -312,10 +384,22 @@ def call_editing_function(
     assert edit is not None
     shape, dtype, device = whole.shape, whole.dtype, whole.device
     out = edit(module, whole, context, modules)
+    check_result(out, shape, dtype, device)
+    return out
+
+
+def check_result(out: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+    """Compare the result of an editing function with the tensor that it got.
+
+    Raises:
+        HookError: the result is no tensor, or has another shape, dtype or device.
+    """
     if not isinstance(out, Tensor):
         raise HookError(
             f"the editing function returned {type(out).__name__}; return a tensor like the one it got"
         )
+    if out.shape == shape and out.dtype == dtype and out.device == device:
+        return
     for what, got, want in (
         ("shape", tuple(out.shape), tuple(shape)),
         ("dtype", out.dtype, dtype),
@@ -325,7 +409,6 @@ def call_editing_function(
             raise HookError(
                 f"the editing function returned {what} {got} for {want}; return the {what} it got"
             )
-    return out
 
 
 def _resolve_edit(

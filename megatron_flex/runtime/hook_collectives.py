@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -43,9 +44,19 @@ def guard_collective() -> Iterator[None]:
     """
     try:
         yield
-    except FlexError:
-        raise
     except Exception as error:  # raised under its own name: the other ranks are in the collective
-        raise BrokenError(
-            f"a collective of a hook failed, {describe_error(error)}; this rank cannot go on"
-        ) from error
+        raise_broken(error)
+
+
+def raise_broken(error: Exception) -> NoReturn:
+    """Raise an error that was raised inside a collective, so that this rank does not go on.
+
+    Raises:
+        FlexError: the error, if it follows from the layout.
+        BrokenError: otherwise.
+    """
+    if isinstance(error, FlexError):
+        raise error
+    raise BrokenError(
+        f"a collective of a hook failed, {describe_error(error)}; this rank cannot go on"
+    ) from error

@@ -25,6 +25,7 @@ from megatron_flex.runtime.hook_registry import HookRegistry
 from megatron_flex.runtime.hooks import HookFunction, explain_unhookable
 from megatron_flex.runtime.layout_inference import LayoutInference
 from megatron_flex.runtime.recorder import Recorder
+from megatron_flex.runtime.site_plan import SitePlan, SitePlanner
 from megatron_flex.runtime.site_rejection import SiteRejection, raise_absent, raise_no_layout
 from megatron_flex.sites import Site
 
@@ -60,6 +61,16 @@ class HookDispatcher:
         self.gradients = GradientDispatcher(
             registry, self.captures, self.edits, self.inference, self._rejection, backward_seen
         )
+        self._planner = SitePlanner(registry, self.captures, self.edits, self.gradients, gather_data_parallel)
+
+    def plan(self, site: Site) -> SitePlan:
+        """The plan of a site for the hooks that are active now."""
+        return self._planner.make(site, partial(self._dispatch, site, layout=None, route=None))
+
+    def plan_generally(self, traced: bool) -> None:
+        """Note that each call of a hook is printed, or no longer."""
+        self._planner.traced = traced
+        self.registry.note_change()
 
     def dispatch(
         self, site: Site, local: Tensor, layout: Layout | None = None, route: Route | None = None
@@ -141,15 +152,28 @@ class HookDispatcher:
             self._rejection.reject(hook, site.name, key, why, partial(raise_no_layout, site, why))
 
 
+NO_PLAN = SitePlan(-1, None)
+
+
 class SiteDispatch:
-    """The callback of a site's tap."""
+    """The callback of a site's tap: executes the plan of the site."""
 
     def __init__(self, dispatcher: HookDispatcher, site: Site) -> None:
-        self._dispatcher, self._site = dispatcher, site
+        self._dispatcher, self._site, self._registry = dispatcher, site, dispatcher.registry
+        self._plan = NO_PLAN
         dispatcher.captures.note_heads(site)
 
     def __call__(self, local: Tensor, layout: Layout | None = None, route: Route | None = None) -> Tensor:
         """Dispatch a tensor to the hooks of the site; return the edited tensor."""
+        try:
+            plan = self._plan
+            if plan.revision != self._registry.revision:
+                plan = self._plan = self._dispatcher.plan(self._site)
+            if plan.run is not None and layout is None and route is None:
+                return plan.run(local)
+        except Exception as error:  # recorded: all ranks raise it at the end of the step
+            self._dispatcher.editing.caught(self._site.name, error)
+            return local
         return self._dispatcher.dispatch(self._site, local, layout, route)
 
     def unknown(self, local: Tensor, why: str) -> Tensor:

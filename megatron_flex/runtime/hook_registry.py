@@ -38,6 +38,7 @@ class HookRegistry:
         active: the hooks that are active in this step.
         selection: the groups selected by a context; `adopt` applies the selection.
         switches: the groups switched on, in any context; `adopt` applies them.
+        revision: changes with what happens at sites, whose plans hold while it stays.
     """
 
     def __init__(self, sites: SiteTable, parameters: dict[str, ParameterSite], divided: bool) -> None:
@@ -48,7 +49,7 @@ class HookRegistry:
         self.selection = GroupSelection()
         self.switches = Switches()
         self._adopted, self._stale = (GroupSelection(), Switches()), False
-        self.version = 0
+        self.version = self.revision = 0
         self._wanted: list[HookEntry] = []  # the selected hooks, some of which may rest
         self._resting: set[HookFunction] = set()
         self._at: dict[str, list[HookFunction]] = {}
@@ -97,6 +98,7 @@ class HookRegistry:
         self._expected |= self._shapes(entry)
         self.entries = [*self.entries, entry]
         self.version += 1
+        self.revision += 1
         self._put(entry)
         return entry
 
@@ -221,7 +223,12 @@ class HookRegistry:
         self.version += 1
         self._stand()
 
+    def note_change(self) -> None:
+        """Note that something else than the hooks has changed what happens at sites."""
+        self.revision += 1
+
     def _stand(self) -> None:
+        self.revision += 1
         self._wanted, self.active, self._at, self._standing = [], [], {}, {}
         for entry in self.entries:
             self._put(entry)

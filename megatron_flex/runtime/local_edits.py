@@ -127,9 +127,9 @@ class LocalEditPlanner:
         self._told: tuple[int, bool] | None = None
 
     def find_plan(
-        self, hooks: Sequence[HookFunction], key: Key, local: Tensor, layout: Layout, route: Route | None
+        self, hooks: Sequence[HookFunction], site: str, local: Tensor, layout: Layout, route: Route | None
     ) -> LocalEditPlan | None:
-        """Return the plan by which these hooks edit this rank's shard in one pass; None: gather the full
+        """Return the plan by which these hooks edit this rank's shard at a site; None: gather the full
         tensor.
         """
         if route is not None:
@@ -138,8 +138,8 @@ class LocalEditPlanner:
         if state != self._told or len(self._known) > MAX_EDIT_PLANS:
             self._known.clear()
             self._told = state
-        edits = {h: e for h in hooks if (e := h.editing_of(key.site)) is not None}
-        place = (key.site, local.shape)
+        edits = {h: e for h in hooks if (e := h.editing_of(site)) is not None}
+        place = (site, local.shape)
         known = self._known.get(place)
         if known is not None:
             before, where, way = known

@@ -146,10 +146,12 @@ class LocalEditCheck:
         self._firing = firing
         self.found: list[str] = []
         firing.edits.compared = self.compare
+        firing.registry.note_change()
 
     def stop(self) -> None:
         """Stop comparing edits."""
         self._firing.edits.compared = None
+        self._firing.registry.note_change()
 
     def compare(
         self,

@@ -55,25 +55,27 @@ class Recorder:
                 zeros of
                 the last valid shape at this site are recorded instead.
         """
+        local = local.detach()
+        if finish is not None:
+            self._finishes[key] = finish
         try:
-            self._submit(key, local, layout, None, finish)
+            for transport in self._transports:
+                if transport.submit(key, local, layout):
+                    break
+            else:
+                raise AssertionError(f"no transport carries {key}")  # the process group carries everything
         except LayoutError:
             last = self._last.get(key.site)
             if last is not None:
-                self._submit(key, local.new_zeros(last), layout, None, finish)
+                self._submit(key, local.new_zeros(last), layout, None)
             raise
         self._last[key.site] = local.shape
 
     def rows(self, key: Key, local: Tensor, route: Route) -> None:
         """Record rows of experts, which are first returned to the order of their tokens."""
-        self._submit(key, local, route.token_layout, route, None)
+        self._submit(key, local.detach(), route.token_layout, route)
 
-    def _submit(
-        self, key: Key, local: Tensor, layout: Layout, route: Route | None, finish: Finish | None
-    ) -> None:
-        local = local.detach()
-        if finish is not None:
-            self._finishes[key] = finish
+    def _submit(self, key: Key, local: Tensor, layout: Layout, route: Route | None) -> None:
         for transport in self._transports:
             if transport.submit(key, local, layout, route):
                 return
@@ -127,8 +129,11 @@ class Recorder:
 
     def _receive(self, arrivals: list[tuple[Key, Tensor]]) -> None:
         for key, whole in arrivals:
-            finish = self._finishes.get(key)
-            self._arrived += [(k, t.cpu()) for k, t in _finish_capture(key, whole, finish)]
+            finish = self._finishes.get(key) if self._finishes else None
+            if finish is None:
+                self._arrived.append((key, whole if whole.is_cpu else whole.cpu()))
+            else:
+                self._arrived += [(k, t.cpu()) for k, t in _finish_capture(key, whole, finish)]
 
 
 def _finish_capture(key: Key, whole: Tensor, finish: Finish | None) -> Iterator[tuple[Key, Tensor]]:

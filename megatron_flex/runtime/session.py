@@ -201,12 +201,14 @@ class Session:
         self.check_open()
         self.agreement.compare(self.trainable.check(name, module))
         self.trainable.add(name, module)
+        self.registry.note_change()
 
     def remove_trainable(self, name: str) -> None:
         """Remove a trainable module. Every rank makes the same call."""
         self.check_open()
         self.agreement.compare(f"remove trainable module {name}")
         self.trainable.remove(name)
+        self.registry.note_change()
 
     def record_inner_tensor(self, label: str, tensor: Tensor, replays: bool) -> Key:
         """Capture a full tensor inside an edit, as `CaptureDispatcher.record_inner_tensor` does."""
@@ -464,7 +466,8 @@ class Session:
         failure, self.edit_runner.failure = self.edit_runner.failure, None
         objection, self._objection = self._objection, ""
         hooks = [e.hook for e in self.registry.active]
-        self.dispatcher.edits.stand_ins.step_ends(failed)
+        if self.dispatcher.edits.stand_ins.step_ends(failed):
+            self.registry.note_change()
         if failed or not hooks or objection:
             refused = bool(hooks and objection) and not failed
             self.dispatcher.inference.forget()

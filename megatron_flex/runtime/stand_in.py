@@ -86,12 +86,23 @@ class StandIns:
             return local, False
         return (self._zeros(site, local), True) if site in self._last else (None, False)
 
-    def step_ends(self, failed: bool) -> None:
-        """End a step; if it `failed`, other ranks may not have, and its new sites are compared again."""
-        if failed and self._new:
+    def fits(self, site: str, shape: torch.Size, layout: Layout) -> bool:
+        """Whether tensors of this shape are known to fit their layout."""
+        known = self._fit.get((site, shape))
+        return known is not None and (known is layout or known == layout)
+
+    def step_ends(self, failed: bool) -> bool:
+        """End a step; if it `failed`, other ranks may not have, and its new sites are compared again.
+
+        Returns:
+            Whether there are such sites.
+        """
+        again = failed and bool(self._new)
+        if again:
             self._fit = {at: layout for at, layout in self._fit.items() if at[0] not in self._new}
             self._compared -= self._new
         self._new.clear()
+        return again
 
     def _over(self, site: str, layout: Layout, hooks: Sequence[HookFunction]) -> Mesh:
         """The axes whose ranks communicate in the edits at a site; none if each rank edits its shard

@@ -23,7 +23,10 @@ import {}
 print(middle - start, now() - start)
 """
 IMPORT_RUNS = 5
-MODES = ("attach", "hooks", "idle", "conversion")  # that have flags of their own
+MODES = {  # with flags of their own
+    **{f"--{name}": f"bench_{name}" for name in ("attach", "hooks", "idle", "conversion")},
+    "hook-cost": "bench_hook_cost",
+}
 
 
 def flags(words: list[str] | None = None) -> argparse.Namespace:
@@ -33,8 +36,8 @@ def flags(words: list[str] | None = None) -> argparse.Namespace:
         description="Measure forward and backward of a Megatron GPT on this machine's CPU, tensor parallel "
         "over gloo, one thread for each rank: with nothing attached, idle, and read in four ways; or edited.",
         epilog="`scripts/bench --hooks` measures what a hook adds in all ways over sizes and draws it, "
-        "`scripts/bench --idle` counts instructions, `scripts/bench --conversion` loads weights; these have "
-        "flags of their own: see their --help.",
+        "`scripts/bench --idle` counts instructions of a step, `scripts/bench hook-cost` those of one hook, "
+        "`scripts/bench --conversion` loads weights; these have flags of their own: see their --help.",
     )
     add = parser.add_argument
     add("--tp", type=int, default=2, help="ranks (default %(default)s)")
@@ -150,10 +153,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print, and write the file that was asked for."""
-    for mode in MODES:
-        if f"--{mode}" in sys.argv[1:]:
-            words = [word for word in sys.argv[1:] if word != f"--{mode}"]
-            importlib.import_module(f"bench_{mode}").main(words)
+    for mode, module in MODES.items():
+        if mode in sys.argv[1:]:
+            importlib.import_module(module).main([word for word in sys.argv[1:] if word != mode])
             return
     args = flags()
     if args.launch:

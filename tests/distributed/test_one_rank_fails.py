@@ -46,19 +46,19 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {"dims": more_dims, "longer": l
 
 def odd_shards(change: Callable[[Tensor], Tensor], step: int, name: str) -> None:
     """From a step on what passes a place of this rank has another shape than its rule says."""
-    from megatron_flex.runtime.hook_dispatcher import HookDispatcher
+    from megatron_flex.runtime.hook_dispatcher import SiteDispatch
 
-    upstream = HookDispatcher._dispatch
+    upstream = SiteDispatch.__call__
 
-    def fire(self: Any, site: Any, local: Tensor, layout: Any = None, route: Any = None) -> Tensor:
-        if site.name != name or self.clock.step < step:
-            return upstream(self, site, local, layout, route)
+    def fire(self: Any, local: Tensor, layout: Any = None, route: Any = None) -> Tensor:
+        if self._site.name != name or self._dispatcher.clock.step < step:
+            return upstream(self, local, layout, route)
         odd = change(local)
-        out = upstream(self, site, odd, layout, route)
+        out = upstream(self, odd, layout, route)
         # What the framework goes on with: it depends on what came back, as it would if its own was odd.
         return local + (out - odd).sum() * 0.0
 
-    changes.setattr(HookDispatcher, "_dispatch", fire)
+    changes.setattr(SiteDispatch, "__call__", fire)
 
 
 def steps(case: Case, hooks: list[dict[str, Any]], count: int, prepare: Callable[[], None]) -> dict[str, Any]:

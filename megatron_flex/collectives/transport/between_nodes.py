@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,22 +12,31 @@ from megatron_flex.collectives.transport.segments import Segment
 from megatron_flex.collectives.transport.shard_placement import (
     Member,
     ShardPlacement,
+    TensorSpace,
     align_tensor_size,
     place_shard,
 )
-from megatron_flex.layout import Layout, Sizes
+from megatron_flex.layout import Sizes
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRecord:
-    """One tensor that all ranks wrote their shards of."""
+class TensorRecord(NamedTuple):
+    """One tensor that all ranks wrote their shards of.
+
+    Attributes:
+        tag: names the tensor.
+        space: what is known of tensors like it.
+        at: where it begins in the slot.
+    """
 
     tag: Any
-    layout: Layout
-    local: tuple[int, ...]
-    dtype: torch.dtype
+    space: TensorSpace
     at: int
-    place: ShardPlacement
+
+    @property
+    def place(self) -> ShardPlacement:
+        """Where the local shard goes."""
+        assert self.space.place is not None  # others are not written here
+        return self.space.place
 
 
 class NodeShards(NamedTuple):
@@ -41,9 +49,10 @@ class NodeShards(NamedTuple):
 def locate_node_shards(record: TensorRecord, node: Sequence[Member], sizes: Sizes, start: int) -> NodeShards:
     """The offsets at which the ranks of a node write their shards of a tensor, from `start` on."""
     at: dict[int, int] = {}
-    size = align_tensor_size(torch.Size(record.local).numel() * record.dtype.itemsize)
+    space = record.space
+    size = align_tensor_size(space.local.numel() * space.dtype.itemsize)
     for member in node:
-        if place_shard(record.layout, record.local, member.coords, sizes).writes:
+        if place_shard(space.layout, space.local, member.coords, sizes).writes:
             at[member.rank] = start
             start += size
     return NodeShards(at, start)
@@ -111,14 +120,14 @@ class NodeExchange:
         segment: Segment,
         sizes: Sizes,
     ) -> None:
-        shape = (record.place.planes, *record.place.shape)
-        planes = segment.tensor(record.at, shape, record.dtype)
-        count = torch.Size(record.local).numel() * record.dtype.itemsize
+        space, shape = record.space, (record.place.planes, *record.place.shape)
+        planes = segment.tensor(record.at, shape, space.dtype)
+        count = space.local.numel() * space.dtype.itemsize
         for member in node:
             start = at.get(member.rank)
             if start is not None and count:
-                shard = buffer[start : start + count].view(record.dtype).view(record.local)
-                place_shard(record.layout, record.local, member.coords, sizes).write(shard, planes)
+                shard = buffer[start : start + count].view(space.dtype).view(space.local)
+                place_shard(space.layout, space.local, member.coords, sizes).write(shard, planes)
 
 
 def open_node_exchange(firsts: list[int], rank: int) -> NodeExchange | None:

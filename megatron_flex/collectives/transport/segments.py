@@ -15,10 +15,14 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+# The others are viewed from bytes, since not every dtype can be asked for of a buffer.
+READ_DIRECTLY = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64))
 
 PREFIX = "megatron_flex-"
 _NAME = re.compile(rf"{PREFIX}(\d+)-(\d+)-[0-9a-f]+")
@@ -39,6 +43,7 @@ class Segment:
             os.close(fd)
         self.size = size
         self._own = memoryview(self._map)
+        self._entries: dict[torch.dtype, Tensor] = {}
         self._given: weakref.ref[memoryview] | None = None
         with suppress(OSError):  # before Linux 5.14: the first writes then fault page by page
             self._map.madvise(_POPULATE_WRITE, 0, size)
@@ -46,6 +51,15 @@ class Segment:
     def tensor(self, at: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The bytes from `at` on as a tensor to write to; it does not count as held."""
         return _tensor_at(self._own, at, shape, dtype)
+
+    def entries(self, dtype: torch.dtype) -> Tensor:
+        """The memory as entries of a dtype, to write to; it does not count as held."""
+        found = self._entries.get(dtype)
+        if found is None:
+            with torch.inference_mode(False):  # written inside and outside inference mode
+                found = torch.frombuffer(self._own, dtype=torch.uint8).view(dtype)
+            self._entries[dtype] = found
+        return found
 
     def give(self, wanted: Sequence[tuple[int, Sequence[int], torch.dtype]]) -> list[Tensor]:
         """Tensors on this memory without a copy; it is held while any of them exists.
@@ -68,13 +82,13 @@ class Segment:
 
 
 def _tensor_at(memory: memoryview, at: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    count = dtype.itemsize
-    for length in shape:
-        count *= length
+    count = prod(shape)
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)
-    # By way of bytes, since not every dtype can be asked for there.
-    return torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=at).view(dtype).view(tuple(shape))
+    if dtype in READ_DIRECTLY:
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=at).view(shape)
+    flat = torch.frombuffer(memory, dtype=torch.uint8, count=count * dtype.itemsize, offset=at)
+    return flat.view(dtype).view(shape)
 
 
 def create_segment_file(folder: str, size: int) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -146,6 +147,36 @@ class Member:
     node: str
 
 
+class BlockTarget(NamedTuple):
+    """Where one block of a shard goes: a strided view of memory of the tensor's dtype, in entries.
+
+    Attributes:
+        shape: of the block.
+        stride: of the view.
+        offset: of the view, from the beginning of the tensor.
+        source: the block in the shard; None for the shard itself.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    source: ShardSlices | None
+
+
+def find_block_targets(place: ShardPlacement, local: torch.Size) -> tuple[BlockTarget, ...]:
+    """Where the blocks of a shard of this shape go."""
+    if not place.writes or not local.numel():
+        return ()
+    planes, every = (
+        torch.empty((place.planes, *place.shape), device="meta"),
+        tuple(slice(0, n) for n in local),
+    )
+    return tuple(
+        BlockTarget(t.shape, t.stride(), int(t.storage_offset()), None if source == every else source)
+        for t, source in place.targets(planes)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpace:
     """What is known of all tensors of one layout, shape and dtype.
@@ -155,16 +186,25 @@ class TensorSpace:
         words: what all ranks must have in common of them.
         place: where the local shard goes; None where it has to be gathered.
         size: bytes that a full tensor needs.
+        local: the shape of the local tensor.
+        dtype: its dtype.
+        targets: where its blocks go, from the beginning of the tensor in memory.
     """
 
     layout: Layout
     words: str
     place: ShardPlacement | None
     size: int
+    local: torch.Size
+    dtype: torch.dtype
+    targets: tuple[BlockTarget, ...] = ()
 
 
 class TensorSpaceCache:
     """The spaces of the tensors that one rank has submitted.
+
+    Attributes:
+        known: by the layout's identity, shape and dtype.
 
     Args:
         members: the ranks that read together.
@@ -177,7 +217,7 @@ class TensorSpaceCache:
         self._member, self._sizes, self._elsewhere = members[me], sizes, elsewhere
         self._count = len(members)
         self._one_node = all(m.node == self._member.node for m in members)
-        self._known: dict[tuple[int, torch.Size, torch.dtype], TensorSpace] = {}
+        self.known: dict[tuple[int, torch.Size, torch.dtype], TensorSpace] = {}
 
     def of(self, layout: Layout, local: Tensor) -> TensorSpace:
         """What is known of tensors like this one.
@@ -186,22 +226,22 @@ class TensorSpaceCache:
             LayoutError: its shape does not fit the layout.
         """
         at = id(layout), local.shape, local.dtype
-        found = self._known.get(at)
+        found = self.known.get(at)
         if found is None:
-            if len(self._known) >= MAX_KNOWN_SPACES:
-                self._known.clear()
-            found = self._known[at] = self._find(layout, local)
+            if len(self.known) >= MAX_KNOWN_SPACES:
+                self.known.clear()
+            found = self.known[at] = self._find(layout, local)
         return found
 
     def _find(self, layout: Layout, local: Tensor) -> TensorSpace:
-        shape = tuple(local.shape)
+        shape, like = tuple(local.shape), (local.shape, local.dtype)
         if any(d.uneven for d in layout.dims):
-            return TensorSpace(layout, "", None, 0)
+            return TensorSpace(layout, "", None, 0, *like)
         words = f"{shape}{local.dtype}"
         if not self._elsewhere.isdisjoint(layout.axes):
-            return TensorSpace(layout, words, None, 0)
+            return TensorSpace(layout, words, None, 0, *like)
         place = place_shard(layout, shape, self._member.coords, self._sizes)
         whole = align_tensor_size(place.bytes(local.dtype))
         if not self._one_node:  # each rank's shard by itself needs more, if copies of it are sent
             whole = max(whole, self._count * align_tensor_size(local.numel() * local.itemsize))
-        return TensorSpace(layout, words, place, whole)
+        return TensorSpace(layout, words, place, whole, *like, find_block_targets(place, local.shape))

@@ -43,6 +43,7 @@ from megatron_flex.collectives.transport.node_sockets import NodeConnection, Nod
 from megatron_flex.collectives.transport.segments import Segment, Slot, SlotRing, remove_stale_files
 from megatron_flex.collectives.transport.shard_placement import (
     Member,
+    TensorSpace,
     TensorSpaceCache,
     sum_planes,
 )
@@ -73,8 +74,9 @@ class SharedMemoryTransport:
         self.sizes = {a: mesh[a].size for a in members[me].coords}
         elsewhere = {a for a, n in mesh.sizes.items() if n > 1 and a not in self.sizes}
         self._lines, self._ring, self._across = lines, ring, across
+        self._here = members[me].node == members[0].node  # full tensors are assembled on this node
         self._near = [m for m in members if m.node == members[me].node]
-        self._rooms = TensorSpaceCache(members, me, self.sizes, elsewhere)
+        self._spaces = TensorSpaceCache(members, me, self.sizes, elsewhere)
         self._segments: dict[int, Segment] = {}
         self._slot: Slot | None = None  # on the node's first rank
         self._segment: Segment | None = None
@@ -84,8 +86,10 @@ class SharedMemoryTransport:
         self._copies: DeviceCopies | None = None
         self._broken, self._warned = "", False
         self.watch: Watch | None = None
-        self._records: list[TensorRecord] = []
-        self.count, self._crc = 0, 0  # of all that was recorded in this step
+        self._records: list[tuple[Any, TensorSpace, int]] = []  # of the leader
+        self._submitted: list[
+            tuple[Any, str]
+        ] = []  # all that was recorded in this step, with what must be common
         self._at, self._need = 0, 0  # where the next goes, and what all together would have needed
         self._sent = 0  # bytes of what goes to another node
         self._skip = False
@@ -104,7 +108,7 @@ class SharedMemoryTransport:
     @property
     def active(self) -> bool:
         """Whether anything was submitted in this step, gathered captures included."""
-        return self.count > 0
+        return bool(self._submitted)
 
     @property
     def unsent(self) -> int:
@@ -116,31 +120,36 @@ class SharedMemoryTransport:
     def submit(self, tag: Any, local: Tensor, layout: Layout, route: Route | None = None) -> bool:
         """Write the local shard to its place; False where it has to be gathered: `Transport.submit`."""
         if route is not None:  # rows of experts go back to their tokens first
-            self.note(tag)
+            self._submitted.append((tag, ""))
             return False
-        known = self._rooms.of(layout, local)
-        self.note(f"{tag}{known.words}")
-        place, size = known.place, known.size
-        if place is None or local.layout != torch.strided:
+        space = self._spaces.known.get((id(layout), local.shape, local.dtype)) or self._spaces.of(
+            layout, local
+        )
+        self._submitted.append((tag, space.words))
+        size = space.size
+        if space.place is None or local.layout != torch.strided:
             return False
         self._need += size
         if self._answer_pending:
             self._read_answer()
-        if self._skip or self._at + size > self._capacity:
+        at = self._at
+        if self._skip or at + size > self._capacity:
             return False
-        record = TensorRecord(tag, layout, tuple(local.shape), local.dtype, self._at, place)
-        self._at += size
-        if self._leads:
-            self._records.append(record)
-        self._write(record, local)
+        self._at = at + size
+        if self.me == 0:
+            self._records.append((tag, space, at))
+        if self._segment is None or not self._here or local.is_cuda:
+            self._write(TensorRecord(tag, space, at), local)
+            return True
+        for target in space.targets:
+            entries = self._segment.entries(space.dtype)
+            start = at // space.dtype.itemsize + target.offset
+            block = local if target.source is None else local[target.source]
+            entries.as_strided(target.shape, target.stride, start).copy_(block)
         return True
 
-    def note(self, tag: Any) -> None:
-        """Count a tensor that another transport carries: all ranks must have recorded the same."""
-        self._crc = crc32(str(tag).encode(), self._crc)
-        self.count += 1
-
     def _write(self, record: TensorRecord, local: Tensor) -> None:
+        """Write a shard that goes to another node, or that a device holds."""
         if self._segment is None or not local.numel():
             return
         if not self._here:
@@ -153,7 +162,7 @@ class SharedMemoryTransport:
             pairs = [(whole, local)]
         elif record.place.writes:
             shape = (record.place.planes, *record.place.shape)
-            planes = self._segment.tensor(record.at, shape, record.dtype)
+            planes = self._segment.tensor(record.at, shape, local.dtype)
             pairs = [(target, local[source]) for target, source in record.place.targets(planes)]
         else:
             return
@@ -176,7 +185,7 @@ class SharedMemoryTransport:
             self._copies.finish()
         if self._answer_pending:
             self._read_answer()
-        mine = {"count": self.count, "crc": self._crc, "skip": self._skip}
+        mine = self.note_of_step()
         if self._ring is None:
             (line,) = self._lines.values()
             line.send(mine)
@@ -186,7 +195,8 @@ class SharedMemoryTransport:
                 self._read_answer()
             return []
         wrong = self._differing(mine)
-        records, need, sent, before = self._records, self._need, self._sent, self._segment
+        records = [TensorRecord(*record) for record in self._records]
+        need, sent, before = self._need, self._sent, self._segment
         self._begin(skip=False)
         if self._across is not None:
             wrong = self._across.first_of(wrong)
@@ -201,13 +211,20 @@ class SharedMemoryTransport:
         self._answer(capacity)
         return out
 
+    def note_of_step(self) -> dict[str, Any]:
+        """What all ranks of the node must have in common at the end of a step."""
+        crc = 0
+        for tag, words in self._submitted:
+            crc = crc32(f"{tag!s}{words}".encode(), crc)
+        return {"count": len(self._submitted), "crc": crc, "skip": self._skip}
+
     def drop(self, failed: bool) -> None:
         """Discard the step, which perhaps failed at different places: what comes next is gathered.
 
         Another rank may still be writing its shards of that step, so the slot is not used again before all
         ranks have met at the end of a step.
         """
-        if not failed and not self.count:
+        if not failed and not self._submitted:
             return
         if self._copies is not None:
             self._copies.finish()
@@ -240,14 +257,9 @@ class SharedMemoryTransport:
     def _leads(self) -> bool:
         return self.me == 0
 
-    @property
-    def _here(self) -> bool:
-        """Whether full tensors are assembled on this node."""
-        return self.members[self.me].node == self.members[0].node
-
     def _begin(self, skip: bool) -> None:
-        self._records = []
-        self.count = self._crc = self._at = self._need = self._sent = 0
+        self._records, self._submitted = [], []
+        self._at = self._need = self._sent = 0
         self._skip = skip
 
     def _differing(self, mine: dict[str, Any]) -> str:
@@ -280,8 +292,8 @@ class SharedMemoryTransport:
         for record in records:
             if record.place.planes > 1:
                 shape = (record.place.planes, *record.place.shape)
-                sum_planes(segment.tensor(record.at, shape, record.dtype))
-        wanted = [(r.at, r.place.shape, r.dtype) for r in records]
+                sum_planes(segment.tensor(record.at, shape, record.space.dtype))
+        wanted = [(r.at, r.place.shape, r.space.dtype) for r in records]
         after = ring.take(need, besides=slot)
         if after is None:  # the session holds so many tensors that the slot is needed again
             tensors = [segment.tensor(*w).clone() for w in wanted]

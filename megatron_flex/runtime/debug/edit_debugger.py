@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TextIO, cast
 
@@ -40,27 +39,27 @@ TYPING = 120.0  # seconds for a connection to send the token; the connection is 
 WAITING = 16  # connections that may wait at the same time
 
 
-@dataclass(frozen=True, slots=True)
-class RunningEdit:
-    """The edit that runs on this rank now."""
-
-    hook: HookFunction
-    key: Key
-    mesh: Mesh
+RunningEdit = tuple[HookFunction, Key, Mesh]  # the edit that runs on this rank now
 
 
-class _CurrentEdit:
+class CurrentEdit:
+    """Tells `breakpoint` which edit runs.
+
+    Attributes:
+        edit: the edit; None while none runs.
+    """
+
     edit: RunningEdit | None = None
 
 
 @contextmanager
 def track_edit(hook: HookFunction, key: Key, mesh: Mesh) -> Iterator[None]:
     """Tell `breakpoint` which edit runs, within the context."""
-    before, _CurrentEdit.edit = _CurrentEdit.edit, RunningEdit(hook, key, mesh)
+    before, CurrentEdit.edit = CurrentEdit.edit, (hook, key, mesh)
     try:
         yield
     finally:
-        _CurrentEdit.edit = before
+        CurrentEdit.edit = before
 
 
 def breakpoint() -> None:
@@ -77,20 +76,21 @@ def breakpoint() -> None:
     Raises:
         HookError: no editing function runs, or there is neither a terminal nor a port.
     """
-    now = _CurrentEdit.edit
+    now = CurrentEdit.edit
     if now is None:
         raise HookError("mf.breakpoint() stops in an editing function; elsewhere call Python's breakpoint()")
-    if not is_leader(now.mesh) or now.mesh["dp"].coord:
+    hook, key, mesh = now
+    if not is_leader(mesh) or mesh["dp"].coord:
         return
     frame = sys._getframe(1)
     place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    alone = now.hook.run == "once" or all(now.mesh[a].size == 1 for a in ("tp", "cp"))
+    alone = hook.run == "once" or all(mesh[a].size == 1 for a in ("tp", "cp"))
     others = (
         "the other ranks wait for what this one returns"
         if alone
         else "the other ranks run the edit too and wait after it: change nothing here, or take run='once'"
     )
-    at = f"{now.key.site}, iteration {now.key.iteration}, microbatch {now.key.microbatch}"
+    at = f"{key.site}, iteration {key.iteration}, microbatch {key.microbatch}"
     to_stderr(f"stopped in {place} at {at}; {others}")
     _stop(frame)
 

@@ -79,7 +79,7 @@ def guard_backward(made: Tensor, inputs: Tensor, keep: Callable[[BaseException],
     seen: set[Any] = set()
     while todo and len(seen) < MAX_NODES:
         node: Any = todo.popleft()
-        if node is None or node is stop or node in seen:
+        if node is stop or node in seen:
             continue
         seen.add(node)
         if isinstance(node, BackwardCFunction):
@@ -87,7 +87,9 @@ def guard_backward(made: Tensor, inputs: Tensor, keep: Callable[[BaseException],
                 continue  # the package's node of another site: not this edit
             if "apply" not in vars(node):
                 vars(node)["apply"] = partial(_apply_guarded, weakref.ref(node), keep)
-        todo.extend(n for n, _ in node.next_functions)
+        for following, _ in node.next_functions:
+            if following is not None and following is not stop:
+                todo.append(following)
 
 
 def _apply_guarded(

@@ -87,12 +87,14 @@ class Tracer:
         self._open: HookCallTrace | None = None  # the call whose backward pass is running
         vars(firing.edits).update(edit=self.edit)
         vars(firing.captures).update(capture=self.capture)
+        firing.plan_generally(True)
 
     def stop(self) -> None:
         """Restore the replaced methods."""
         self._close()
         vars(self.firing.edits).pop("edit", None)
         vars(self.firing.captures).pop("capture", None)
+        self.firing.plan_generally(False)
 
     def capture(
         self, hooks: list[HookFunction], key: Key, local: Tensor, layout: Layout, route: Route | None
@@ -120,7 +122,7 @@ class Tracer:
         words = (route.token_layout if route else layout).describe(firing.mesh.sizes)
         edits = " | ".join(describe_edit(h.editing_function) for h in hooks if h.editing_function is not None)
         seen = HookCallTrace(key, words, tuple(local.shape), edits=edits)
-        plan = firing.edits.planner.find_plan(hooks, key, local, layout, route)
+        plan = firing.edits.planner.find_plan(hooks, key.site, local, layout, route)
         if plan is not None:
             return self._on_part(seen, hooks, key, module, local, plan, record)
         meter.sink = seen.moves.append

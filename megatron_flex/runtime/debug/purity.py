@@ -9,12 +9,19 @@ import ast
 import builtins
 import math
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_flex.runtime.function_analysis import FunctionSource, resolve_dotted_name, walk_statements
+from megatron_flex.runtime.function_analysis import (
+    METADATA,
+    FunctionSource,
+    read_source,
+    resolve_dotted_name,
+    walk_statements,
+)
 
 PURE_BUILTINS = {"len", "range", "min", "max", "abs", "sum", "int", "float", "bool", "tuple", "list", "slice"}
 PURE_BUILTINS |= {"enumerate", "zip", "isinstance", "reversed", "round"}
@@ -49,6 +56,40 @@ STATEMENTS = (
     *(ast.Break, ast.Continue, ast.Assert),
 )
 CONSTANTS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, Tensor, slice)
+
+
+RANDOM_BY_NAME = {"fractional_max_pool2d", "fractional_max_pool3d"}  # that draw samples for an operator
+RANDOM_BY_NAME |= {f"{name}_with_indices" for name in RANDOM_BY_NAME}
+
+
+def draws_random_numbers(edit: Callable[..., Any]) -> bool:
+    """Whether an editing function may draw random numbers.
+
+    Its attribute `uses_random_numbers` decides, if there is one; otherwise its source must prove that it only
+    calls operators of torch that draw none, as torch's tags tell. A function is examined as it is now; later
+    changes of what its names refer to are not seen.
+    """
+    declared = getattr(edit, "uses_random_numbers", None)
+    if declared is not None:
+        return bool(declared)
+    if hasattr(edit, "for_pass"):  # which may return any function
+        return True
+    source = read_source(edit)
+    if source is None or not is_pure(source):
+        return True
+    nodes = walk_statements(source.body)
+    return any(_may_draw(node.func) for node in nodes if isinstance(node, ast.Call))
+
+
+def _may_draw(function: ast.expr) -> bool:
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    if isinstance(function, ast.Name) and (name in PURE_BUILTINS or name.endswith(("Error", "Exception"))):
+        return False
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None or name in RANDOM_BY_NAME:
+        return name not in METADATA
+    tag = torch.Tag.nondeterministic_seeded
+    return any(tag in getattr(packet, overload).tags for overload in packet.overloads())
 
 
 def is_pure(source: FunctionSource) -> bool:
