@@ -1,0 +1,640 @@
+"""Bugs of context, data, pipeline and expert parallelism, of recomputation and of the optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from tests.support import context, gpt
+from tests.support.bugs.bug import (
+    BALANCED,
+    CP2,
+    DP2,
+    EXPERTS,
+    EXPERTS_SP,
+    LAYER,
+    MLP,
+    PP2,
+    RECOMPUTED,
+    RECOMPUTED_DROPOUT,
+    TIED,
+    TP2,
+    VPP2,
+    WORDS,
+    Bug,
+    Patch,
+    State,
+    attribute,
+    gradient,
+    modules,
+    output,
+    parameter,
+    rank_of,
+    round_to,
+    rounded,
+    scaled,
+    size_of,
+    stale,
+    unwrapped,
+)
+from tests.support.bugs.tensor import FACTOR, PERMUTED, PRECISION, unmarked
+
+# -- the loss ------------------------------------------------------------------------------------------
+
+
+def loss_times(factor: Callable[[float, int], float]) -> Patch:
+    """Multiply the loss before its gradient is taken; the factor is of the magnitude and the microbatch."""
+
+    @contextmanager
+    def apply(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+        real, calls = gpt.forward_step, [0]
+
+        def forward_step(iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:
+            output, loss_function = real(iterator, model)
+
+            def other(output: Tensor) -> Any:
+                loss, report = loss_function(output)
+                calls[0] += 1
+                return loss * factor(magnitude, calls[0] - 1), report
+
+            return output, other
+
+        with patch.object(gpt, "forward_step", forward_step):
+            yield
+
+    return apply
+
+
+@contextmanager
+def without_context_factor(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+    """The schedule does not know of context parallel ranks, and DDP averages over them."""
+    from megatron.core.pipeline_parallel import schedules
+
+    real = schedules.forward_step_calc_loss
+
+    def calculate(*args: Any) -> Any:
+        return real(*args[:8], 1, *args[9:])
+
+    with patch.object(schedules, "forward_step_calc_loss", calculate):
+        yield
+
+
+# -- context parallel ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def contiguous_data(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+    """The data loader deals a sequence out in one piece for each context parallel rank."""
+    size, rank = size_of("cp"), rank_of("cp")
+    with patch.object(context, "here", lambda length: torch.arange(length).chunk(size)[rank]):
+        yield
+
+
+@contextmanager
+def keys_as_they_come(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+    """Attention takes the gathered keys and values for contiguous parts of the sequence."""
+
+    def contiguous(length: int, size: int, rank: int) -> Tensor:
+        return torch.arange(length).chunk(size)[rank]
+
+    here = context.here(gpt.SEQUENCE)
+    with patch.object(context, "places", contiguous), patch.object(context, "here", lambda _: here):
+        yield
+
+
+@contextmanager
+def contiguous_mask(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+    """Attention masks its queries as if they were a contiguous part of the sequence."""
+    size, rank = size_of("cp"), rank_of("cp")
+    loader = SimpleNamespace(**{n: getattr(context, n) for n in ("here", "total", "plug_in")})
+    with (
+        patch.object(gpt, "context", loader),
+        patch.object(context, "here", lambda length: torch.arange(length).chunk(size)[rank]),
+    ):
+        yield
+
+
+def positions(change: Callable[[Tensor, int, Any], Tensor]) -> Patch:
+    """Change the rotary angles that a context parallel rank takes of the full sequence's."""
+
+    @contextmanager
+    def apply(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+        from megatron.core.models.common.embeddings import rotary_pos_embedding as module
+
+        real = module.get_pos_emb_on_this_cp_rank
+
+        def other(angles: Tensor, dim: int, group: Any) -> Tensor:
+            return change(angles, dim, group) if change is restarted else real(change(angles, dim, group), dim, group)
+
+        with patch.object(module, "get_pos_emb_on_this_cp_rank", other):
+            yield
+
+    return apply
+
+
+def restarted(angles: Tensor, dim: int, group: Any) -> Tensor:
+    """Each context parallel rank counts its positions from 0."""
+    return angles.narrow(dim, 0, angles.shape[dim] // group.size())
+
+
+def offset(angles: Tensor, dim: int, group: Any) -> Tensor:
+    """The second context parallel rank counts from 1."""
+    return angles.roll(-1, dim) if group.rank() == 1 else angles
+
+
+@contextmanager
+def own_keys_gradient(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+    """Gradients of keys and values are not summed over the ranks whose queries read them."""
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad[ctx.order].chunk(ctx.group.size())[ctx.group.rank()], None
+
+    with patch.object(context._Gather, "backward", staticmethod(backward)):
+        yield
+
+
+# -- data parallel ---------------------------------------------------------------------------------------
+
+
+def groups_of(models: list[Any], experts: bool = True) -> list[Any]:
+    """The bucket groups of DDP."""
+    return [
+        g for m in models for g in [*m.bucket_groups, *(m.expert_parallel_bucket_groups if experts else ())]
+    ]
+
+
+def averaged(factor: Callable[[float, float], float], on: str = "", only_experts: bool = False) -> Patch:
+    """Another factor of the gradients before DDP's reduction, made of the right one and the magnitude."""
+
+    @contextmanager
+    def apply(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+        with ExitStack() as stack:
+            for group in groups_of(models) if not on or rank_of(on) == 1 else ():
+                if only_experts and group not in [g for m in models for g in m.expert_parallel_bucket_groups]:
+                    continue
+                for bucket in group.buckets:
+                    value = factor(bucket.gradient_scaling_factor, magnitude)
+                    stack.enter_context(patch.object(bucket, "gradient_scaling_factor", value))
+            yield
+
+    return apply
+
+
+def reduced_over(group: Callable[[], Any]) -> Patch:
+    """DDP reduces gradients over another group."""
+
+    @contextmanager
+    def apply(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+        with ExitStack() as stack:
+            for item in groups_of(models):
+                stack.enter_context(patch.object(item, "data_parallel_group", group()))
+            yield
+
+    return apply
+
+
+def one_rank() -> Any:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def without_context_ranks() -> Any:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_group()
+
+
+def data(change: Callable[[list[dict[str, Tensor]]], list[dict[str, Tensor]]]) -> Patch:
+    """Change the microbatches that the loader has."""
+
+    @contextmanager
+    def apply(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+        real = gpt.data
+        with patch.object(gpt, "data", lambda count: change(real(count))):
+            yield
+
+    return apply
+
+
+def same_data(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Every data parallel rank reads the first one's samples."""
+    half = len(batches) // 2
+    return [*batches[:half], *batches[:half]]
+
+
+def turned(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The second data parallel rank reads its microbatches in the other order."""
+    half = len(batches) // 2
+    return [*batches[:half], *batches[half:][::-1]]
+
+
+def labels_of_the_next(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The last stage has the labels of another microbatch."""
+    if rank_of("pp") < size_of("pp") - 1:
+        return batches
+    return [
+        {**mine, "labels": other["labels"]}
+        for mine, other in zip(batches, [*batches[1:], batches[0]], strict=True)
+    ]
+
+
+# -- pipeline --------------------------------------------------------------------------------------------
+
+
+def passed_on(layer: Any, magnitude: float) -> Callable[..., Any]:
+    return lambda hidden_states, **_: (hidden_states, None)
+
+
+def run_twice(layer: Any, magnitude: float) -> Callable[..., Any]:
+    real = layer.forward
+    return lambda hidden_states, **kwargs: real(real(hidden_states, **kwargs)[0], **kwargs)
+
+
+def loaded_from(place: Callable[[int], int], stages: tuple[int, ...]) -> Patch:
+    """Stages load their layers from other places of the checkpoint."""
+
+    @contextmanager
+    def apply(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+        if rank_of("pp") in stages:
+            for model in models:
+                for name, weight in gpt.global_names(unwrapped(model)):
+                    steps = name.split(".")
+                    if "layers" in steps:
+                        steps[2] = str(place(int(steps[2])))
+                        weight.data.copy_(state[".".join(steps)])
+        yield
+
+    return apply
+
+
+@contextmanager
+def untied(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+    """The last stage's copy of the embedding never got the first stage's weights."""
+    for module in modules(models, "output_layer"):
+        if module.weight is not None:
+            module.weight.data.copy_(stale(module.weight.data, magnitude))
+    yield
+
+
+def tied_gradient(times: int) -> Patch:
+    """The two stages that hold the embedding sum its gradient so many times."""
+
+    @contextmanager
+    def apply(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+        finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+        real = finalize._allreduce_word_embedding_grads
+
+        def reduce(*args: Any, **kwargs: Any) -> None:
+            for _ in range(times):
+                real(*args, **kwargs)
+
+        with patch.object(finalize, "_allreduce_word_embedding_grads", reduce):
+            yield
+
+    return apply
+
+
+@contextmanager
+def rounded_between_stages(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+    """What the second stage receives was sent in a narrower dtype."""
+    if rank_of("pp") != 1:
+        yield
+        return
+    inner = unwrapped(models[0])
+    real = inner.set_input_tensor
+
+    def receive(tensors: Any) -> None:
+        for tensor in tensors if isinstance(tensors, list) else [tensors]:
+            if tensor is not None:
+                tensor.data.copy_(round_to(tensor.data, magnitude))
+        real(tensors)
+
+    with patch.object(inner, "set_input_tensor", receive):
+        yield
+
+
+# -- experts -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def unsorted_experts(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+    """Rows that came from other ranks are not sorted by expert; they go home as they came."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def as_they_are(rows: Tensor, sizes: Tensor, order: Tensor, probs: Any = None, **_: Any) -> Any:
+        return rows, probs
+
+    with patch.object(token_dispatcher, "sort_chunks_by_idxs", as_they_are):
+        yield
+
+
+def experts_from(place: Callable[[int], int]) -> Patch:
+    """Experts of the second layer are loaded with other experts' weights."""
+
+    @contextmanager
+    def apply(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+        for model in models:
+            for name, weight in gpt.global_names(unwrapped(model)):
+                steps = name.split(".")
+                if "local_experts" in steps and steps[2] == "1":
+                    at = steps.index("local_experts") + 1
+                    steps[at] = str(place(int(steps[at])))
+                    weight.data.copy_(state[".".join(steps)])
+        yield
+
+    return apply
+
+
+@contextmanager
+def own_rows(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+    """Partial sums of an expert's tensor parallel ranks are divided among them and not summed."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def split(rows: Tensor, group: Any, input_split_sizes: Any = None, **_: Any) -> Tensor:
+        sizes = input_split_sizes or [len(rows) // group.size()] * group.size()
+        return rows.split(sizes)[group.rank()]
+
+    with patch.object(token_dispatcher, "reduce_scatter_to_sequence_parallel_region", split):
+        yield
+
+
+@contextmanager
+def balanced_more(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+    """The coefficient of the balancing loss."""
+    with ExitStack() as stack:
+        for router in modules(models, f"{MLP}.router"):
+            value = attribute_of_coefficient(router, magnitude)
+            stack.enter_context(patch.object(router, "get_aux_loss_coeff", value))
+        yield
+
+
+def attribute_of_coefficient(router: Any, magnitude: float) -> Callable[[str], float]:
+    real = router.get_aux_loss_coeff
+    return lambda kind: real(kind) * (1 + magnitude)
+
+
+def rounded_logits(router: Any, magnitude: float) -> Callable[..., Tensor]:
+    real = router.gating
+    return lambda *args, **kwargs: rounded(real(*args, **kwargs), magnitude)
+
+
+# -- recomputation -----------------------------------------------------------------------------------------
+
+
+def recomputed(change: Callable[[Tensor, Tensor, float], Tensor]) -> Patch:
+    """Recomputation begins with another input: of the right one, and the last layer's."""
+
+    @contextmanager
+    def apply(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+        from megatron.core import tensor_parallel
+
+        real, latest = tensor_parallel.checkpoint, []
+
+        def checkpoint(function: Any, distribute: bool, hidden: Tensor, *rest: Any) -> Any:
+            latest[:] = [hidden.detach().clone()]
+
+            def run(hidden: Tensor, *rest: Any) -> Any:
+                if torch.is_grad_enabled():  # again, in the backward pass
+                    other = change(hidden, latest[0], magnitude)
+                    hidden = hidden + (other - hidden).detach()
+                return function(hidden, *rest)
+
+            return real(run, distribute, hidden, *rest)
+
+        with patch.object(tensor_parallel, "checkpoint", checkpoint):
+            yield
+
+    return apply
+
+
+@contextmanager
+def random_states_lost(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+    """Recomputation does not go back to the random state of the first pass."""
+    from megatron.core.tensor_parallel import random
+
+    with patch.object(random, "_set_all_rng_states", lambda *_: None):
+        yield
+
+
+# -- the optimizer -------------------------------------------------------------------------------------------
+
+
+def optimizers() -> Any:
+    from megatron.core.optimizer import optimizer
+
+    return optimizer
+
+
+def optimizer_step(change: Callable[[Any, float], None]) -> Patch:
+    """Change the optimizer before its step; the bug shows in the parameters of the next iteration."""
+
+    @contextmanager
+    def apply(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+        kind = optimizers().MixedPrecisionOptimizer
+        plain = optimizers().FP32Optimizer
+        with ExitStack() as stack:
+            for owner in (kind, plain):
+                stack.enter_context(patch.object(owner, "step_with_ready_grads", changed_step(owner, change, magnitude)))
+            yield
+
+    return apply
+
+
+def changed_step(owner: Any, change: Callable[[Any, float], None], magnitude: float) -> Callable[[Any], bool]:
+    real = owner.step_with_ready_grads
+
+    def step(optimizer: Any) -> bool:
+        kept = [(g, {k: v for k, v in g.items() if k != "params"}) for g in optimizer.param_groups]
+        change(optimizer, magnitude)
+        try:
+            return bool(real(optimizer))
+        finally:
+            for group, values in kept:
+                group.update(values)
+
+    return step
+
+
+def faster(optimizer: Any, magnitude: float) -> None:
+    """Another learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] *= 1 + magnitude
+
+
+def decayed_norms(optimizer: Any, magnitude: float) -> None:
+    """Norms decay as well."""
+    for group in optimizer.param_groups:
+        if not group["weight_decay"]:
+            group["weight_decay"] = 0.1 * magnitude
+
+
+def other_momentum(optimizer: Any, magnitude: float) -> None:
+    """Another epsilon in the denominator of Adam."""
+    for group in optimizer.param_groups:
+        group["eps"] *= 1 + magnitude
+
+
+@contextmanager
+def local_norm(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+    """Each rank clips by the norm of its own gradients."""
+    from megatron.core.optimizer import optimizer
+
+    real = optimizer.get_grad_norm_fp32
+
+    def own(grads: Any, norm_type: Any = 2, grad_stats_parallel_group: Any = None) -> float:
+        return float(torch.sqrt(sum((g.float().square().sum() for g in grads), torch.zeros(()))))
+
+    assert real
+    with patch.object(optimizer, "get_grad_norm_fp32", own):
+        yield
+
+
+@contextmanager
+def lost_update(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+    """The second rank's fc1 gets a part of its update only."""
+    from megatron.core.optimizer import optimizer
+
+    kinds = (optimizer.MixedPrecisionOptimizer, optimizer.FP32Optimizer)
+    weights = [m.weight for m in modules(models, f"{MLP}.linear_fc1")] if rank_of("tp") == 1 else []
+    with ExitStack() as stack:
+        for kind in kinds:
+            real = kind.step_with_ready_grads
+
+            def step(found: Any, real: Any = real) -> bool:
+                before = [w.detach().clone() for w in weights]
+                good = real(found)
+                for weight, old in zip(weights, before, strict=True):
+                    weight.data.lerp_(old, magnitude)
+                return bool(good)
+
+            stack.enter_context(patch.object(kind, "step_with_ready_grads", step))
+        yield
+
+
+@contextmanager
+def kept_gradients(models: list[Any], state: State, magnitude: float) -> Iterator[None]:
+    """The gradient buffers are not cleared before the next step."""
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(patch.object(model, "zero_grad_buffer", lambda: None))
+        yield
+
+
+ALL = ""  # of all parameters the last one's gradient is compared first
+MISSING = r"replicas differ|missing|partial|summand"
+
+SPREAD = [
+    # Context parallel.
+    Bug("wrong loss scale under context parallelism", "CP", CP2, without_context_factor, "loss:output", "gradient",
+        "1 / cp"),
+    Bug("wrong zigzag order", "CP", CP2, contiguous_data, WORDS, hint="contiguous parts"),
+    Bug("keys gathered in the order of ranks", "CP", CP2, keys_as_they_come,
+        "decoder.layers.0.self_attention.core_attention:scores", hint=PERMUTED),
+    Bug("attention mask of a contiguous part", "CP", CP2, contiguous_mask,
+        "decoder.layers.0.self_attention.core_attention", hint="mask|zero wherever|position|token"),
+    Bug("rotary positions restarted per sequence shard", "CP", CP2, positions(restarted),
+        "decoder.layers.0.self_attention.core_attention", hint="position|token|cp rank"),
+    Bug("rotary offset on one rank", "CP", CP2, positions(offset), "decoder.layers.0.self_attention.core_attention",
+        hint="cp rank 1"),
+    Bug("gradients of keys and values not summed", "CP", CP2, own_keys_gradient,
+        (f"{LAYER}.self_attention.core_attention", f"{LAYER}.self_attention"), "gradient", MISSING),
+    Bug("gradients not reduced over context parallel ranks", "CP", CP2, reduced_over(without_context_ranks), ALL,
+        "parameter_gradient", MISSING),
+    Bug("one rank's loss weighs more", "CP", CP2,
+        loss_times(lambda m, _: 1 + m * (rank_of("cp") == 1)), "loss:output", "gradient", "cp rank 1",
+        sweep=(1e-7, 0.1)),
+    # Data parallel and the loss.
+    Bug("wrong loss scale under data parallelism", "DP", DP2, averaged(lambda f, m: 1.0), ALL, "parameter_gradient",
+        "2, which is .*dp"),
+    Bug("loss divided by the data parallel ranks twice", "DP", DP2, loss_times(lambda m, _: 1 / size_of("dp")),
+        "loss:output", "gradient", "1 / dp"),
+    Bug("every data parallel rank reads the same samples", "DP", DP2, data(same_data), WORDS,
+        hint="samples are repeated"),
+    Bug("microbatches of a rank in the other order", "DP", DP2, data(turned), WORDS, hint=PERMUTED),
+    Bug("gradients not reduced", "DP", DP2, reduced_over(one_rank), ALL, "parameter_gradient", MISSING),
+    Bug("one rank's gradients weigh less", "DP", DP2, averaged(lambda f, m: f * (1 - m), "dp"), ALL,
+        "parameter_gradient", "", sweep=(1e-7, 0.1)),
+    Bug("all gradients off by a factor", "DP", DP2, averaged(lambda f, m: f * (1 + m)), ALL, "parameter_gradient",
+        FACTOR, sweep=(1e-7, 0.1)),
+    Bug("loss off by a factor", "loss", TP2, loss_times(lambda m, _: 1 + m), "loss:output", "gradient", FACTOR,
+        sweep=(1e-8, 0.1)),
+    Bug("loss not averaged over microbatches", "loss", TP2, loss_times(lambda m, _: 2.0), "loss:output", "gradient",
+        FACTOR),
+    Bug("one microbatch weighs less", "loss", TP2, loss_times(lambda m, number: 1 - m * (number == 1)),
+        "loss:output", "gradient", "sample|microbatch", sweep=(1e-8, 1.0)),
+    # Pipeline.
+    Bug("wrong pipeline split: a layer skipped", "PP", PP2, attribute("decoder.layers.2", "forward", passed_on),
+        "decoder.layers.2", hint="passed in A only"),
+    Bug("wrong pipeline split: a layer run twice", "PP", PP2, attribute(LAYER, "forward", run_twice), LAYER,
+        hint="passed more often in B"),
+    Bug("wrong pipeline split: weights of the layers before", "PP", PP2, loaded_from(lambda n: n - 1, (1,)),
+        "decoder.layers.2.input_layernorm.weight", "parameter", f"{PERMUTED}|layer"),
+    Bug("virtual chunks dealt out contiguously", "PP", VPP2,
+        loaded_from(lambda n: {0: 0, 2: 1, 1: 2, 3: 3}[n], (0, 1)), "decoder.layers.1.input_layernorm.weight",
+        "parameter", f"{PERMUTED}|layer"),
+    Bug("tied embeddings out of step", "PP", TIED, untied, ("output_layer:output", f"{WORDS}.weight"),
+        hint="replicas differ", replica=f"{WORDS}.weight", sweep=(1e-7, 0.3)),
+    Bug("gradient of tied embeddings not reduced over stages", "PP", TIED, tied_gradient(0), f"{WORDS}.weight",
+        "parameter_gradient", MISSING, f"{WORDS}.weight.grad"),
+    Bug("gradient of tied embeddings reduced twice", "PP", TIED, tied_gradient(2), f"{WORDS}.weight",
+        "parameter_gradient", "2, which is .*pp"),
+    Bug("activations sent in a narrower dtype", "PP", PP2, rounded_between_stages, "decoder.layers.2",
+        hint=PRECISION, sweep=(2.0**-22, 2.0**-4), measure="unit roundoff"),
+    Bug("gradient sent to the stage before off by the number of stages", "PP", PP2,
+        gradient("decoder.layers.1", lambda g, m: g / 2), "decoder.layers.1", "gradient", "1 / pp"),
+    Bug("labels of another microbatch on the last stage", "PP", PP2, data(labels_of_the_next), "loss:output",
+        hint=""),
+    # Experts.
+    Bug("router weights not synchronised", "EP", EXPERTS, parameter(f"{MLP}.router.weight", stale, "dp"),
+        (f"{MLP}.router:logits", f"{MLP}.router.weight"), hint=r"dp rank 1 of 2|replicas differ", replica=f"{MLP}.router.weight",
+        sweep=(1e-6, 0.3)),
+    Bug("router's gradient not reduced under sequence parallelism", "EP", EXPERTS_SP,
+        attribute(f"{MLP}.router", "weight", unmarked), f"{MLP}.router.weight", "parameter_gradient", MISSING),
+    Bug("a wrong expert permutation", "EP", EXPERTS, unsorted_experts, "decoder.layers.0.mlp.experts",
+        hint=f"{PERMUTED}|expert"),
+    Bug("two experts swapped", "EP", EXPERTS, experts_from(lambda n: {0: 1, 1: 0}.get(n, n)),
+        f"{MLP}.experts.local_experts", "parameter", f"{PERMUTED}|expert"),
+    Bug("experts dealt out to the wrong ranks", "EP", EXPERTS, experts_from(lambda n: {0: 0, 1: 2, 2: 1, 3: 3}[n]),
+        f"{MLP}.experts.local_experts", "parameter", f"{PERMUTED}|expert"),
+    Bug("gradients of experts averaged over their own group", "EP", EXPERTS,
+        averaged(lambda f, m: f * 2, only_experts=True), "decoder.layers", "parameter_gradient",
+        r"2, which is .*(ep|dp)"),
+    Bug("stale expert", "EP", EXPERTS, parameter(f"{MLP}.experts.local_experts.2.linear_fc1.weight", stale),
+        f"{MLP}.experts.local_experts.2.linear_fc1.weight", "parameter", "", sweep=(1e-7, 0.02)),
+    Bug("router probabilities off by a factor", "EP", EXPERTS, output(f"{MLP}.router", scaled),
+        f"{MLP}.router:probs", hint=FACTOR, sweep=(1e-7, 0.1)),
+    Bug("router logits in a narrower dtype", "EP", EXPERTS, attribute(f"{MLP}.router", "gating", rounded_logits),
+        f"{MLP}.router:logits", hint=PRECISION, sweep=(2.0**-22, 2.0**-8), measure="unit roundoff"),
+    Bug("coefficient of the balancing loss", "EP", BALANCED, balanced_more, f"{MLP}.router", "gradient", "",
+        sweep=(1e-5, 1.0)),
+    Bug("shared expert off by a factor", "EP", EXPERTS, output(f"{MLP}.shared_experts", scaled),
+        f"{MLP}.shared_experts:output", hint=FACTOR, sweep=(1e-7, 1.0)),
+    Bug("partial sums of experts not reduced", "ETP", EXPERTS_SP, own_rows, ("decoder.layers.0.mlp.experts", "decoder.layers.0.mlp:output"),
+        hint=MISSING),
+    # Recomputation.
+    Bug("stale activation in recomputation", "recomputation", RECOMPUTED,
+        recomputed(lambda own, last, m: last), f"{MLP}.linear_fc1", "gradient"),
+    Bug("recomputation of another input", "recomputation", RECOMPUTED,
+        recomputed(lambda own, last, m: stale(own, m)), "decoder.layers.2", "gradient", sweep=(1e-7, 0.1)),
+    Bug("recomputation with other dropout", "recomputation", RECOMPUTED_DROPOUT, random_states_lost, LAYER,
+        "gradient"),
+    # The optimizer.
+    Bug("learning rate", "optimizer", TP2, optimizer_step(faster), ALL, "parameter", "", sweep=(1e-6, 1.0), steps=2),
+    Bug("epsilon of Adam", "optimizer", TP2, optimizer_step(other_momentum), ALL, "parameter", "",
+        sweep=(1e-5, 10.0), steps=2),
+    Bug("weight decay of norms", "optimizer", TP2, optimizer_step(decayed_norms), ALL, "parameter", "",
+        sweep=(1e-5, 10.0), steps=2),
+    Bug("gradient norm of one rank", "optimizer", TP2, local_norm, ALL, "parameter", "", steps=2),
+    Bug("update of one rank's weight lost", "optimizer", TP2, lost_update, f"{MLP}.linear_fc1.weight", "parameter",
+        "tp rank 1", sweep=(1e-5, 1.0), steps=2),
+    Bug("gradients not cleared", "optimizer", TP2, kept_gradients, ALL, "parameter_gradient", "", steps=2),
+]
