@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,7 +31,6 @@ FEW = [  # sites of long runs
     "decoder.layers.*",
     "decoder.layers.*.self_attention",
     "decoder.layers.*.mlp",
-    "decoder.layers.*.mlp.linear_fc1",
     "loss",
 ]
 
@@ -77,6 +77,9 @@ def in_fp8(chunks: list[nn.Module]) -> None:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     for chunk in chunks:
+        # The dump says so. The layers keep their own config, as Megatron would call Transformer Engine.
+        chunk.config = copy.copy(chunk.config)
+        chunk.config.fp8 = "hybrid"
         for name, module in chunk.named_modules():
             if name.startswith("decoder.") and isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 module._forward_impl = _fp8_product(module._forward_impl)
@@ -110,7 +113,9 @@ def dumped(pair: Pair, case: Case, path: str, weights: str, bug: str, magnitude:
         chunks = ranks.start(case)
         if Path(weights).exists():
             state = torch.load(weights)
-            gpt.load(chunks, {"output_layer.weight": state[WORDS], **state})  # which tied embeddings have twice
+            gpt.load(
+                chunks, {"output_layer.weight": state[WORDS], **state}
+            )  # which tied embeddings have twice
         else:
             state = gpt.randomize(chunks[0])
             torch.save(state, weights)

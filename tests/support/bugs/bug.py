@@ -290,7 +290,12 @@ BALANCED = Case(
 )
 RECOMPUTED = Case("tp2 sp recomputed", tp=2, sp=True, recompute=("full",), layers=3)
 RECOMPUTED_DROPOUT = Case(
-    "tp2 recomputed dropout", tp=2, recompute=("full",), layers=2, extra={"hidden_dropout": 0.1}
+    "tp2 recomputed dropout",
+    tp=2,
+    recompute=("full",),
+    layers=2,
+    microbatches=1,
+    extra={"hidden_dropout": 0.1},
 )
 
 WORDS = "embedding.word_embeddings"
