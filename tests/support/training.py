@@ -24,7 +24,6 @@ class Trainer:
             DistributedDataParallelConfig,
             finalize_model_grads,
         )
-
         from megatron.core.transformer.module import Float16Module
 
         self.case, self.rank = case, rank
