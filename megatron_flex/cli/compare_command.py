@@ -12,12 +12,19 @@ from megatron_flex.cli.command_options import JsonOption
 from megatron_flex.cli.console_output import make_console, make_table, print_json
 from megatron_flex.compare import Comparison
 from megatron_flex.compare import compare as run
+from megatron_flex.compare.comparison import INCOMPARABLE, INDISTINGUISHABLE
 from megatron_flex.errors import FlexError
 
 MIN_WIDTH_FOR_WORST = (
     120  # columns; where there are fewer, the worst elements are told of the first divergence only
 )
-VERDICT_STYLES = {"diverges": "bold red", "incomplete": "bold red", "round-off": "green", "equal": "green"}
+VERDICT_STYLES = {
+    "diverges": "bold red",
+    "incomplete": "bold red",
+    INCOMPARABLE: "bold yellow",
+    INDISTINGUISHABLE: "green",
+    "equal": "green",
+}
 
 
 def compare(
@@ -42,6 +49,32 @@ def compare(
             show_default=False,
         ),
     ] = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="C",
+            help="The same as --tolerance-from: a dump of a correct run, such as A with its inputs perturbed "
+            "in the last digit.",
+            show_default=False,
+        ),
+    ] = None,
+    iterations: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N[,N...]",
+            help="Compare these iterations only; 3:7 is 3 to 6.",
+            show_default=False,
+        ),
+    ] = None,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="LR",
+            help="Of the optimizer, where parameters were not dumped: from it follows how far they may "
+            "differ after some steps.",
+            show_default=False,
+        ),
+    ] = None,
     allow_missing: Annotated[
         bool,
         typer.Option(
@@ -56,16 +89,39 @@ def compare(
     They are aligned by site, iteration, sample and token, and walked in the order of execution, gradients
     after values. What is round-off follows from dtype and depth, unless it is said or measured.
 
-    Exit status 1 if they diverge, or if only one of them has a site or an iteration and --allow-missing does
-    not say so; 0 if they are equal, or differ by round-off.
+    Exit status 0 if they are equal, or not distinguishable from round-off; 1 if they diverge; 2 if they
+    cannot be compared: a dump is damaged, the tokens are others, or only one of them has a site or an
+    iteration and --allow-missing does not accept that.
     """
-    found = run(a, b, _parse_tolerance(tolerance), tolerance_from, allow_missing=allow_missing)
+    found = run(
+        a,
+        b,
+        _parse_tolerance(tolerance),
+        reference if reference is not None else tolerance_from,
+        allow_missing=allow_missing,
+        iterations=_parse_iterations(iterations),
+        learning_rate=learning_rate,
+    )
     if as_json:
         print_json(found.to_json())
     else:
         print_comparison(make_console(), found, most)
     if found.exit_status:
         raise typer.Exit(found.exit_status)
+
+
+def _parse_iterations(text: str | None) -> list[int] | None:
+    """Numbers and ranges, as in `0,2,5:8`."""
+    if text is None:
+        return None
+    out: list[int] = []
+    for part in text.split(","):
+        first, colon, last = part.partition(":")
+        try:
+            out += range(int(first), int(last)) if colon else [int(first)]
+        except ValueError:
+            raise FlexError(f"--iterations {text}: say numbers and ranges, as in 0,2,5:8") from None
+    return out
 
 
 def _parse_tolerance(words: list[str] | None) -> float | dict[str, float] | None:

@@ -12,20 +12,23 @@ from megatron_flex.compare.compared_dump import (
     PARAMETER,
     SAMPLE_AXIS,
     TOKEN_AXIS,
-    VALUE,
     ComparedDump,
     ComparedTensor,
     open_compared_dump,
 )
 from megatron_flex.compare.comparison import Comparison, ReplicaMismatch, Row, Worst
 from megatron_flex.compare.error_patterns import explain_divergence, find_dim_shares, find_holders
+from megatron_flex.compare.parameter_drift import ParameterDrift
+from megatron_flex.compare.routing_ties import RoutingTies, find_routing_ties, get_logits_item
 from megatron_flex.compare.tensor_pairs import (
     COMPARE_BLOCK,
     DifferenceSums,
+    PairSums,
     TensorPair,
     align_arrays,
     sum_differences,
 )
+from megatron_flex.compare.tensor_tests import TensorTester
 from megatron_flex.compare.tolerance import ReductionDepths, Tolerances, read_precision
 from megatron_flex.dump import GRADIENT, PARAMETER_GRADIENT
 from megatron_flex.dump.tools.dump_verification import ReplicaChecksums
@@ -82,6 +85,8 @@ def compare(
     tolerance_from: Any = None,
     *,
     allow_missing: bool = False,
+    iterations: Sequence[int] | None = None,
+    learning_rate: float | None = None,
     progress: ProgressFunction | None = None,
     block_bytes: int = COMPARE_BLOCK,
 ) -> Comparison:
@@ -100,6 +105,9 @@ def compare(
             inputs perturbed in the last digit): its difference from the nearer of the two, times a
             margin, is the tolerance of each site that it has.
         allow_missing: whether sites or iterations may be in only one of the dumps.
+        iterations: the iterations to compare; None for all that both have.
+        learning_rate: of the optimizer, where parameters were not dumped: from it follows what they may
+            differ by after some steps.
         progress: called before each tensor, instead of a bar in the terminal.
         block_bytes: maximum bytes of one tensor in memory, in fp64.
 
@@ -113,7 +121,7 @@ def compare(
         open_compared_dump(b, "B") as two,
         open_compared_dump(tolerance_from, "C") as noise,
     ):
-        walk = _Comparer(one, two, noise, tolerance, block_bytes)
+        walk = _Comparer(one, two, noise, tolerance, block_bytes, iterations, learning_rate)
         return walk.run(progress, allow_missing)
 
 
@@ -135,19 +143,24 @@ class _Comparer:
     noise: ComparedDump | None
     said: float | Mapping[str, float] | None
     most: int
+    only: Sequence[int] | None = None
+    learning_rate: float | None = None
     notes: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     alone: list[list[ComparedTensor]] = field(default_factory=list)
     depths: ReductionDepths = field(init=False)
     first: tuple[TensorPair, DifferenceSums] | None = None
-    steps: int = 0
 
     def run(self, progress: ProgressFunction | None, allow_missing: bool) -> Comparison:
         items, iterations = self.items(), self.iterations()
         self.depths = ReductionDepths(self.order(), max(read_precision(s).layers for s in (self.a, self.b)))
-        tolerances = Tolerances(self.said, self.a, self.b, self.depths)
+        dtypes = [[s.array(i).dtype for i in items] for s in (self.a, self.b)]
+        tolerances = Tolerances(self.said, self.a, self.b, self.depths, dtypes)
+        tester = TensorTester(
+            self.a, self.b, tolerances, ParameterDrift(self.a, self.most), self.learning_rate
+        )
         with shown("comparing", unit="tensors") as bar:
-            rows = self.rows(items, iterations, tolerances, progress or bar.to)
+            rows = self.rows(items, iterations, tester, progress or bar.to)
         if not rows:
             raise DumpError(
                 f"{self.a.path} and {self.b.path} have nothing in common: "
@@ -173,24 +186,23 @@ class _Comparer:
         self,
         items: list[ComparedTensor],
         iterations: list[int],
-        tolerances: Tolerances,
+        tester: TensorTester,
         report: ProgressFunction,
     ) -> list[Row]:
         """Compare all common tensors; record those that cannot be compared."""
         rows: list[Row] = []
         self.notes += [f"{s.label}: {told}" for s in (self.a, self.b) for told in s.dump.missing]
         skipped: dict[str, list[str]] = {}
+        parameters = any(i.kind == PARAMETER for i in items)
         for step, iteration in enumerate(iterations):
-            self.steps = iteration  # so many steps may have moved the parameters apart
+            tester.begin(iteration, parameters)
             for number, item in enumerate(items):
                 report(step * len(items) + number, len(iterations) * len(items), item.name)
                 pairs = self.pairs(item, iteration)
                 if isinstance(pairs, str):
                     skipped.setdefault(pairs, []).append(item.name)
                 else:
-                    if item.kind == VALUE and has_same_weights(rows, iteration):
-                        self.steps = 0
-                    rows.append(self.row(pairs, tolerances))
+                    rows.append(self.row(pairs, tester))
         self.missing += [f"not compared: {_format_some(names)}: {why}" for why, names in skipped.items()]
         return rows
 
@@ -230,6 +242,14 @@ class _Comparer:
                 f"{_format_some(sorted(one))} and "
                 f"{_format_some(sorted(two))}"
             )
+        if self.only is not None:
+            lacking = sorted(set(self.only) - (one & two))
+            if lacking:
+                raise DumpError(
+                    f"iterations {_format_some(lacking)} are not in both dumps, which have "
+                    f"{_format_some(sorted(one & two))} in common"
+                )
+            return sorted(set(self.only))
         for name, mine, others in (("A", one, two), ("B", two, one)):
             if mine - others:
                 self.missing.append(f"iterations only in {name}: {_format_some(sorted(mine - others))}")
@@ -259,12 +279,13 @@ class _Comparer:
 
     # -- one tensor ------------------------------------------------------------------------------------
 
-    def row(self, pairs: list[TensorPair], tolerances: Tolerances) -> Row:
+    def row(self, pairs: list[TensorPair], tester: TensorTester) -> Row:
         """Compare one tensor."""
-        found, pair = sum_differences(pairs, self.most)
+        both = sum_differences(pairs, self.most)
+        found, pair = both.sums, both.worst
         item = pair.item
-        noise = self.measured(item, pair.iteration)
-        allowed = tolerances.of(item, (pair.a.dtype, pair.b.dtype), self.steps, noise)
+        reference = self.measured(item, pair.iteration)
+        tested = tester.test(item, both, reference, self.ties(pairs, both, tester))
         row = Row(
             item.name,
             item.kind,
@@ -273,36 +294,56 @@ class _Comparer:
             found.relative,
             found.cosine,
             found.greatest,
-            found.error,
-            allowed,
+            tested.worst.statistic,
+            tested.worst.bound,
             found.equal,
             None if found.equal else _make_worst(pair, found),
+            tested.worst.test,
+            tested.worst.evidence,
+            tested.floor,
+            tested.factor_floor,
         )
         if row.diverges and self.first is None:
             self.first = pair, found
-            assert row.worst is not None
-            worst = replace(
-                row.worst,
-                ranks_a=find_holders(self.a, pair, found.worst),
-                ranks_b=find_holders(self.b, pair, found.worst),
-            )
-            row = replace(row, worst=worst)
+            if row.worst is not None:
+                worst = replace(
+                    row.worst,
+                    ranks_a=find_holders(self.a, pair, found.worst),
+                    ranks_b=find_holders(self.b, pair, found.worst),
+                )
+                row = replace(row, worst=worst)
         return row
 
-    def measured(self, item: ComparedTensor, iteration: int) -> float | None:
-        """The distance of the third run from the nearer of the two; None if it lacks this tensor."""
+    def ties(self, pairs: list[TensorPair], both: PairSums, tester: TensorTester) -> RoutingTies | None:
+        """The tokens that were routed otherwise; None for tensors that are no choice of experts."""
+        logits = get_logits_item(pairs[0].item)
+        if logits is None or both.sums.equal or not {logits} <= set(self.a.items()) & set(self.b.items()):
+            return None
+        scored = self.pairs(logits, pairs[0].iteration)
+        if isinstance(scored, str):
+            return None
+        found = find_routing_ties(pairs, scored, tester.tolerances.unit, self.most)
+        if found is not None and found.tied:
+            self.notes.append(
+                f"{pairs[0].item.name}, iteration {pairs[0].iteration}: {found.tied} of {found.tokens} "
+                "tokens have other experts, whose logits are tied within round-off; less is detected after it"
+            )
+        return found
+
+    def measured(self, item: ComparedTensor, iteration: int) -> PairSums | None:
+        """The third run against the nearer of the two; None if it lacks this tensor."""
         noise = self.noise
         if noise is None or item not in noise.items():
             return None
         third = noise.array(item)
         if iteration not in third.iterations:
             return None
-        errors = []
+        found = []
         for source in (self.a, self.b):
             pairs = align_arrays(item, iteration, source.array(item), third)
             if not isinstance(pairs, str):
-                errors.append(sum_differences(pairs, self.most)[0].error)
-        return min(errors, default=None)
+                found.append(sum_differences(pairs, self.most))
+        return min(found, key=lambda f: f.sums.error, default=None)
 
     def explain_first_divergence(self, rows: list[Row]) -> Iterator[str]:
         """The pattern of the first divergence, and other errors there."""
@@ -330,12 +371,6 @@ class _Comparer:
             yield f"parameters of it differ as well: {_format_some(own)}; the weights are not the same"
         elif ill and pair.item.kind != PARAMETER:
             yield f"parameters differ as well: {_format_some(ill)}"
-
-
-def has_same_weights(rows: list[Row], iteration: int) -> bool:
-    """Whether parameters were compared in an iteration, and are equal."""
-    own = [r for r in rows if r.kind == PARAMETER and r.iteration == iteration]
-    return bool(own) and all(r.equal for r in own)
 
 
 def _make_worst(pair: TensorPair, found: DifferenceSums) -> Worst:

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-Verdict = Literal["equal", "round-off", "diverges"]
+Verdict = Literal["equal", "not distinguishable from round-off", "diverges", "cannot be compared"]
+INDISTINGUISHABLE: Verdict = "not distinguishable from round-off"
+INCOMPARABLE: Verdict = "cannot be compared"
 MOST_SHOWN = 20  # rows of a shortened table
 COMPARISON_HEADS = (
     "site",
@@ -81,11 +83,16 @@ class Row:
         relative: norm of the difference over the greater of the two norms.
         cosine: of the angle between the two.
         max_abs: the greatest difference.
-        error: the quantity that the tolerance bounds: the greater of `relative` and `max_abs` over the peak
-            entry; for integers the fraction that differs.
-        tolerance: given, derived or measured.
+        error: the statistic of the test that is nearest to its bound, or exceeds it by most: of the norm
+            `relative`, of the peak `max_abs` over the greatest entry, for integers the fraction that differs;
+            or one that is pooled over entries.
+        tolerance: its bound: given, derived or measured.
         equal: whether every entry is the same.
         worst: the element with the greatest difference; None where all are equal.
+        test: the test: `norm`, `peak`, `tolerance`, `factor`, `offset`, `block`, `narrower dtype`, `copy`.
+        evidence: what a pooled test found, as one line; empty where it found nothing.
+        floor: the smallest relative error that would be a divergence.
+        factor_floor: the smallest deviation of a constant factor from 1 that would be one.
     """
 
     name: str
@@ -99,6 +106,10 @@ class Row:
     tolerance: float
     equal: bool
     worst: Worst | None
+    test: str = "norm"
+    evidence: str = ""
+    floor: float = 0.0
+    factor_floor: float = 0.0
 
     @property
     def diverges(self) -> bool:
@@ -132,6 +143,34 @@ class ReplicaMismatch:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Power:
+    """The differences that the tests of one iteration would have detected.
+
+    Attributes:
+        iteration: the framework's iteration number.
+        kind: `value`, `gradient`, `parameter_gradient`, `parameter`.
+        tensors: their number.
+        relative: the smallest relative difference of a tensor that would be a divergence; the median.
+        worst: of the tensor for which it is greatest.
+        factor: the smallest deviation of a constant factor from 1, the median; NaN if none was estimated.
+    """
+
+    iteration: int
+    kind: str
+    tensors: int
+    relative: float
+    worst: float
+    factor: float
+
+    def __str__(self) -> str:
+        factor = "" if math.isnan(self.factor) else f", a constant factor of 1 +- {self.factor:.1g}"
+        return (
+            f"iteration {self.iteration}: a relative difference of {self.relative:.1g} of a "
+            f"{_describe_kind(self.kind)} would have been detected (at most {self.worst:.1g}){factor}"
+        )
+
+
 @dataclass(frozen=True)
 class Comparison:
     """The result of comparing two dumps.
@@ -147,6 +186,7 @@ class Comparison:
         missing: what was left out: sites and iterations of only one of the dumps, and tensors
             that could not be aligned.
         allow_missing: whether that is allowed.
+        incomparable: why the two cannot be compared at all: other tokens; empty if they can.
     """
 
     a: str
@@ -157,6 +197,7 @@ class Comparison:
     notes: Sequence[str] = ()
     missing: Sequence[str] = ()
     allow_missing: bool = False
+    incomparable: str = ""
 
     @property
     def first(self) -> Row | None:
@@ -165,18 +206,27 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
-        """`equal` if every entry is; `diverges` if a site is above its tolerance, or replicas differ.
+        """`equal` if every entry is the same; `diverges` if a test exceeds its bound, or replicas differ.
 
-        Only about the common tensors: see `missing`.
+        `not distinguishable from round-off` says that whatever differs is below what can be detected: see
+        `floor` of the rows. Only about the common tensors: see `missing`.
         """
+        if self.incomparable:
+            return INCOMPARABLE
         if self.first is not None or self.replicas:
             return "diverges"
-        return "equal" if all(r.equal for r in self.rows) else "round-off"
+        return "equal" if all(r.equal for r in self.rows) else INDISTINGUISHABLE
 
     @property
     def exit_status(self) -> int:
-        """1 if they diverge, or something is missing without permission; else 0."""
-        return int(self.verdict == "diverges" or self.incomplete)
+        """0 if nothing is distinguishable from round-off, 1 if they diverge, 2 if they cannot be compared.
+
+        They cannot if the tokens are others, or if only one has a site or an iteration without permission
+        and what both have does not diverge.
+        """
+        if self.verdict == "diverges":
+            return 1
+        return 2 if self.incomplete or self.incomparable else 0
 
     @property
     def incomplete(self) -> bool:
@@ -188,6 +238,9 @@ class Comparison:
         first = self.first
         content = {
             "verdict": self.verdict,
+            "exit_status": self.exit_status,
+            "incomparable": self.incomparable,
+            "power": [asdict(p) for p in self.power()],
             "a": self.a,
             "b": self.b,
             "first": None if first is None else asdict(first),
@@ -219,22 +272,27 @@ class Comparison:
         if len(self.replicas) > 3:
             lines.append(f"and {len(self.replicas) - 3} more replicas")
         if first is None:
-            worst = max(self.rows, key=lambda r: r.error)
+            worst = max(self.rows, key=lambda r: r.error / r.tolerance if r.tolerance else 0.0)
             within = {
                 "equal": f"equal: all entries of {len(self.rows)} tensors are the same",
-                "round-off": f"round-off: {len(self.rows)} tensors are within their tolerances; greatest "
-                f"error {worst.error:.2g} ({worst.name}, tolerance {worst.tolerance:.2g})",
+                INDISTINGUISHABLE: f"{INDISTINGUISHABLE}: {len(self.rows)} tensors are within their bounds; "
+                f"nearest is {worst.name}, {worst.test} {worst.error:.2g} of {worst.tolerance:.2g}",
+                INCOMPARABLE: f"{INCOMPARABLE}: {self.incomparable}",
                 "diverges": f"diverges: replicas are out of step, while what was written of {len(self.rows)} "
                 "tensors is within its tolerances",
             }
-            return [*lines, within[self.verdict], *self._left_out(), *self.notes]
-        lines.append(
-            f"diverges: first at {first.name} ({_describe_kind(first.kind)}), iteration {first.iteration}"
-        )
+            return [*lines, within[self.verdict], *self._tell_power(), *self._left_out(), *self.notes]
+        if self.incomparable:
+            lines.append(f"{INCOMPARABLE}: {self.incomparable}")
+        word = "differs" if self.incomparable else "diverges"
+        kind = _describe_kind(first.kind)
+        lines.append(f"{word}: first at {first.name} ({kind}), iteration {first.iteration}")
         lines.append(
             f"  relative error {first.relative:.3g}, cosine {first.cosine:.4g}, greatest difference "
-            f"{first.max_abs:.3g}; error {first.error:.3g}, tolerance {first.tolerance:.2g}"
+            f"{first.max_abs:.3g}; {first.test} {first.error:.3g}, bound {first.tolerance:.2g}"
         )
+        if first.evidence:
+            lines.append(f"  {first.evidence}")
         worst_at = first.worst
         if worst_at is not None:
             lines.append(f"  worst at {worst_at.place()}: A {worst_at.a:.6g}, B {worst_at.b:.6g}")
@@ -243,6 +301,26 @@ class Comparison:
                     lines.append(f"  held in {name} by {'; '.join(ranks[:4])}{' ...' if ranks[4:] else ''}")
         lines += [f"  {h}" for h in self.hints]
         return [*lines, *self._left_out(), *self.notes]
+
+    def power(self) -> list[Power]:
+        """What would have been detected, by iteration and kind, in execution order."""
+        known: dict[tuple[int, str], list[Row]] = {}
+        for row in self.rows:
+            known.setdefault((row.iteration, row.kind), []).append(row)
+        out = []
+        for (iteration, kind), rows in known.items():
+            floors = sorted(r.floor for r in rows)
+            factors = sorted(r.factor_floor for r in rows if r.factor_floor and math.isfinite(r.factor_floor))
+            factor = factors[len(factors) // 2] if factors else math.nan
+            out.append(Power(iteration, kind, len(rows), floors[len(floors) // 2], floors[-1], factor))
+        return out
+
+    def _tell_power(self) -> list[str]:
+        """Lines about what would have been detected, for the first and the last iteration."""
+        if self.verdict == "equal":
+            return []
+        shown = {self.rows[0].iteration, self.rows[-1].iteration}
+        return [f"  {p}" for p in self.power() if p.iteration in shown]
 
     def _left_out(self) -> list[str]:
         """A line about missing tensors, if they are not allowed."""
@@ -307,7 +385,12 @@ def _to_plain(value: Any) -> Any:
 
 
 GOOD = "rgba(42,157,74,.25)"
-VERDICT_COLOURS = {"equal": GOOD, "round-off": GOOD, "diverges": BAD_COLOUR}
+VERDICT_COLOURS: dict[str, str] = {
+    "equal": GOOD,
+    INDISTINGUISHABLE: GOOD,
+    "diverges": BAD_COLOUR,
+    INCOMPARABLE: WARN_COLOUR,
+}
 ROWS_HINT = "found.rows has all of them, found.table(N) and `megatron-flex compare --rows N` show N"
 
 

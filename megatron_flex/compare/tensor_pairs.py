@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_flex.compare.compared_dump import MICROBATCH_AXIS, SAMPLE_AXIS, TOKEN_AXIS, ComparedTensor
+from megatron_flex.compare.difference_profile import DifferenceProfile
 from megatron_flex.dump.reader import DumpArray
 
 COMPARE_BLOCK = 64 << 20  # bytes of one block of one tensor, in fp64
@@ -196,21 +197,66 @@ class TensorPair:
         return self.dims.index(dim) if dim in self.dims else None
 
 
-def sum_differences(
-    pairs: Sequence[TensorPair], most: int = COMPARE_BLOCK
-) -> tuple[DifferenceSums, TensorPair]:
-    """Sums over all blocks of all pairs, and the pair with the greatest difference."""
+@dataclass(slots=True)
+class PairSums:
+    """What one compared tensor's blocks add up to.
+
+    Attributes:
+        sums: over all entries.
+        profile: by entry of each dim; None for integers and complex numbers.
+        worst: the pair with the greatest difference.
+    """
+
+    sums: DifferenceSums
+    profile: DifferenceProfile | None
+    worst: TensorPair
+
+
+def sum_differences(pairs: Sequence[TensorPair], most: int = COMPARE_BLOCK) -> PairSums:
+    """Sums over all blocks of all pairs; each block is read once."""
     out, worst = DifferenceSums(), pairs[0]
+    real = bool(pairs[0].dims) and all(d.is_floating_point for p in pairs for d in (p.a.dtype, p.b.dtype))
+    profile = make_profile(pairs) if real else None
     for pair in pairs:
+        where = None if profile is None else _locate_entries(profile, pair)
         for block, a, b in pair.blocks(most):
             before = out.worst, out.values, out.broken
             out.add(a, b, tuple(s.start for s in block))
             if (out.worst, out.values, out.broken) != before:
                 worst = pair
-    return out, worst
+            if profile is not None and where is not None:
+                front, rest = where[: len(where) - a.ndim], where[len(where) - a.ndim :]
+                for _ in front:
+                    a, b = a[None], b[None]
+                profile.add(a, b, [*front, *(w[part] for w, part in zip(rest, block, strict=True))])
+    return PairSums(out, profile, worst)
 
 
-def align_arrays(item: ComparedTensor, iteration: int, a: DumpArray, b: DumpArray) -> list[TensorPair] | str:
+def make_profile(pairs: Sequence[TensorPair]) -> DifferenceProfile:
+    """An empty profile over the entries of all pairs; several microbatches are a dim of their own."""
+    dims, numbers = pairs[0].dims, [p.numbers for p in pairs]
+    known = tuple(tuple(sorted(set().union(*(n[at] for n in numbers)))) for at in range(len(dims)))
+    if pairs[0].microbatch is None:
+        return DifferenceProfile(dims, known)
+    return DifferenceProfile((MICROBATCH_AXIS, *dims), (tuple(range(len(pairs))), *known))
+
+
+def _locate_entries(profile: DifferenceProfile, pair: TensorPair) -> list[Tensor]:
+    """For each dim of the profile the indices of a pair's entries."""
+    known = profile.numbers[len(profile.numbers) - len(pair.numbers) :]
+    out = []
+    for mine, every in zip(pair.numbers, known, strict=True):
+        if mine == every:
+            out.append(torch.arange(len(mine)))
+        else:
+            index = {n: i for i, n in enumerate(every)}
+            out.append(torch.tensor([index[n] for n in mine], dtype=torch.int64))
+    return out if pair.microbatch is None else [torch.tensor([pair.microbatch]), *out]
+
+
+def align_arrays(
+    item: ComparedTensor, iteration: int, a: DumpArray, b: DumpArray, iteration_b: int | None = None
+) -> list[TensorPair] | str:
     """Align two arrays.
 
     Args:
@@ -218,12 +264,13 @@ def align_arrays(item: ComparedTensor, iteration: int, a: DumpArray, b: DumpArra
         iteration: a common iteration.
         a: over iterations.
         b: likewise.
+        iteration_b: the iteration of `b`; None for the same.
 
     Returns:
         The common part: usually one pair; one for each sample where tokens were selected by sample, one
         for each microbatch where there are no samples. Or a text with the reason why there is none.
     """
-    one, two = a.at(iteration), b.at(iteration)
+    one, two = a.at(iteration), b.at(iteration if iteration_b is None else iteration_b)
     if MICROBATCH_AXIS in (*one.dims, *two.dims):
         return _align_by_microbatch(item, iteration, one, two)
     return _align_by_label(item, iteration, one[0], two[0])

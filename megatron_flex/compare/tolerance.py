@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -73,6 +73,11 @@ def get_unit_roundoff(dtype: torch.dtype | None) -> float:
     return float(torch.finfo(dtype).eps) / 2
 
 
+def find_coarsest_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """The floating dtype with the greatest unit roundoff; fp32 if there is none."""
+    return max((d for d in dtypes if d.is_floating_point), key=get_unit_roundoff, default=torch.float32)
+
+
 @dataclass
 class ReductionDepths:
     """The number of reductions before each site, from its name and its position in the order.
@@ -125,36 +130,35 @@ def parse_layer_number(name: str) -> int | None:
     return None if found is None else int(found[1])
 
 
+def get_cast_roundoff(precisions: Sequence[Precision], dtypes: Sequence[torch.dtype]) -> float:
+    """The roundoff of casts: of dumps that were cast, and of two dtypes that differ."""
+    return sum(
+        get_unit_roundoff(dtype)
+        for precision, dtype in zip(precisions, dtypes, strict=True)
+        if dtype.is_floating_point and (precision.stored is not None or dtypes[0] != dtypes[1])
+    )
+
+
 def derive_tolerance(
     item: ComparedTensor,
     depth: int,
     precisions: Sequence[Precision],
     dtypes: Sequence[torch.dtype],
-    steps: int,
 ) -> float:
-    """The tolerance from dtype and depth.
+    """The tolerance from dtype and depth, of runs with the same parameters.
 
     Args:
         item: the compared tensor.
         depth: reductions before it.
         precisions: of both dumps.
         dtypes: of both tensors, as dumped.
-        steps: the number of earlier training steps, whose errors are in the parameters.
     """
-    unit, cast = 0.0, 0.0
-    for precision, dtype in zip(precisions, dtypes, strict=True):
-        own_roundoff = get_unit_roundoff(precision.computed or dtype)
-        unit = max(unit, own_roundoff + FP32_ROUNDOFF * math.sqrt(precision.width))
-        if dtype.is_floating_point and (precision.stored is not None or dtypes[0] != dtypes[1]):
-            cast += get_unit_roundoff(dtype)
-    bound = DERIVED_MARGIN * unit * math.sqrt(depth)
-    if item.kind == PARAMETER:
-        # At first nothing was computed. Later an optimizer has divided gradients by their own size, which
-        # makes a whole step of the last digits of one that is nearly zero.
-        bound = math.sqrt(bound) if steps else 0.0
-    else:
-        bound *= 1 + steps
-    return min(bound + 2 * cast, MOST_TOLERANCE)
+    unit = max(
+        get_unit_roundoff(precision.computed or dtype) + FP32_ROUNDOFF * math.sqrt(precision.width)
+        for precision, dtype in zip(precisions, dtypes, strict=True)
+    )
+    bound = 0.0 if item.kind == PARAMETER else DERIVED_MARGIN * unit * math.sqrt(depth)
+    return min(bound + 2 * get_cast_roundoff(precisions, dtypes), MOST_TOLERANCE)
 
 
 class Tolerances:
@@ -166,6 +170,7 @@ class Tolerances:
         a: the first dump.
         b: the second dump.
         depths: of the sites.
+        dtypes: of the tensors, from which the precision of a run follows whose manifest has none.
     """
 
     def __init__(
@@ -174,27 +179,44 @@ class Tolerances:
         a: ComparedDump,
         b: ComparedDump,
         depths: ReductionDepths,
+        dtypes: Sequence[Sequence[torch.dtype]] = ((), ()),
     ) -> None:
         self.said, self.depths = said, depths
-        self.precisions = read_precision(a), read_precision(b)
+        self.precisions = tuple(
+            p if p.computed is not None else replace(p, computed=find_coarsest_dtype(known))
+            for p, known in zip((read_precision(a), read_precision(b)), dtypes, strict=True)
+        )
 
-    def of(
-        self, item: ComparedTensor, dtypes: Sequence[torch.dtype], steps: int, noise: float | None = None
-    ) -> float:
-        """The tolerance of one site.
+    @property
+    def unit(self) -> float:
+        """The unit roundoff of the less precise run, with that of the sums inside a kernel."""
+        return max(
+            get_unit_roundoff(p.computed) + FP32_ROUNDOFF * math.sqrt(p.width) for p in self.precisions
+        )
+
+    @property
+    def gradient_noise(self) -> float:
+        """The derived tolerance of gradients of parameters."""
+        return min(DERIVED_MARGIN * self.unit * math.sqrt(2 * self.depths.whole), MOST_TOLERANCE)
+
+    def given(self, item: ComparedTensor) -> float | None:
+        """The bound that the caller gave for a site; None if it is to be derived or measured."""
+        if isinstance(self.said, Mapping):
+            found = next((t for p, t in self.said.items() if fnmatchcase(item.name, p)), None)
+            return None if found is None else float(found)
+        return None if self.said is None else float(self.said)
+
+    def derived(self, item: ComparedTensor, dtypes: Sequence[torch.dtype], depth: int | None = None) -> float:
+        """The bound from dtype and depth.
 
         Args:
             item: the compared tensor.
             dtypes: of both tensors.
-            steps: the number of earlier training steps that may have moved the parameters apart.
-            noise: the measured noise there; None where it was not measured.
+            depth: reductions before it; None for those of its site.
         """
-        if isinstance(self.said, Mapping):
-            found = next((t for p, t in self.said.items() if fnmatchcase(item.name, p)), None)
-            if found is not None:
-                return float(found)
-        elif self.said is not None:
-            return float(self.said)
-        if noise is not None:
-            return max(MEASURED_MARGIN * noise, derive_tolerance(item, 1, self.precisions, dtypes, 0))
-        return derive_tolerance(item, self.depths.of(item), self.precisions, dtypes, steps)
+        depth = self.depths.of(item) if depth is None else depth
+        return derive_tolerance(item, depth, self.precisions, dtypes)
+
+    def cast(self, dtypes: Sequence[torch.dtype]) -> float:
+        """What casts of the dumped values may add."""
+        return 2 * get_cast_roundoff(self.precisions, dtypes)

@@ -58,7 +58,7 @@ class DescribedComparison(ComparisonLike, Protocol):
 
     @property
     def verdict(self) -> str:
-        """`equal`, `round-off` or `diverges`."""
+        """`equal`, `not distinguishable from round-off`, `diverges`, `cannot be compared`."""
         ...
 
     @property
@@ -83,7 +83,7 @@ def divergence_json(
         most: maximum number of rows; beyond it iterations are left out, and then sites.
 
     Returns:
-        verdict     `equal`, `round-off` or `diverges`
+        verdict     `equal`, `not distinguishable from round-off`, `diverges`, `cannot be compared`
         a, b        the dumps in words
         names       of the compared tensors, in the order of execution; gradients end in `.grad`
         iterations  those that are shown

@@ -169,7 +169,7 @@ def test_training_apart_raises_no_alarm(tmp_path: Path) -> None:
     (state,) = run(1, trained, case.single(), str(tmp_path / "alone"), None)
     run(case.world, trained, case, str(tmp_path / "spread"), state)
     result = compare(tmp_path / "alone", tmp_path / "spread")
-    assert result.verdict == "round-off", str(result)
+    assert result.verdict == "not distinguishable from round-off", str(result)
     assert {r.iteration for r in result.rows} == {0, 1, 2}
     moved = [r for r in result.rows if r.kind == "parameter"]
     assert all(r.equal for r in moved if r.iteration == 0)
@@ -187,7 +187,7 @@ def test_tolerance_from_a_run_that_is_disturbed(folder: Path) -> None:
     compared(bug.case, folder)
     compared(bug.case, folder, bug.name)
     right = compare(alone, folder / f"{bug.case.name} right", tolerance_from=path)
-    assert right.verdict == "round-off", str(right)
+    assert right.verdict == "not distinguishable from round-off", str(right)
     wrong = compare(alone, folder / f"{bug.case.name} {bug.name}", tolerance_from=path)
     assert wrong.first is not None
     assert wrong.first.name == bug.first

@@ -62,7 +62,7 @@ def test_round_off_is_told_from_a_bug(tmp_path: Path) -> None:
     value = tensor()
     near = value * (1 + 1e-7 * dumps.random(*value.shape, seed=5))
     result = of_one(tmp_path, value, near)
-    assert result.verdict == "round-off"
+    assert result.verdict == "not distinguishable from round-off"
     assert 0 < result.rows[0].error < result.rows[0].tolerance < 1e-3
     far = value.clone()
     far[0, 3, 5, 2] += 1e-2
@@ -74,7 +74,7 @@ def test_round_off_is_told_from_a_bug(tmp_path: Path) -> None:
 def test_one_entry_among_many_is_enough(tmp_path: Path) -> None:
     value = dumps.random(1, SAMPLES, 64, 16)
     other = value.clone()
-    other[0, 3, 5, 2] += 1e-3 * float(value.abs().max())
+    other[0, 3, 5, 2] += 1e-4 * float(value.abs().max())
     result = of_one(tmp_path, value, other)
     assert result.first is not None
     assert result.first.relative < result.first.tolerance < result.first.error
@@ -188,7 +188,7 @@ def test_what_only_one_has_is_told(tmp_path: Path) -> None:
     assert "8 of 16 tokens of B are compared" in text
     assert [m.partition(":")[0] for m in result.missing] == ["only in A", "iterations only in A"]
     assert result.incomplete
-    assert result.exit_status == 1
+    assert result.exit_status == 2
     assert any(line.startswith("incomplete: ") for line in result.summary())
     assert result.to_json()["incomplete"] is True
     allowed = compare(tmp_path / "a", tmp_path / "b", allow_missing=True)
@@ -262,8 +262,8 @@ def test_tolerances_that_are_said(tmp_path: Path) -> None:
     value = tensor()
     paths = both(tmp_path, {FIRST: given(value)}, {FIRST: given(value * 1.01)})
     assert compare(*paths).verdict == "diverges"
-    assert compare(*paths, tolerance=0.02).verdict == "round-off"
-    assert compare(*paths, tolerance={"decoder.layers.*": 0.02}).verdict == "round-off"
+    assert compare(*paths, tolerance=0.02).verdict == "not distinguishable from round-off"
+    assert compare(*paths, tolerance={"decoder.layers.*": 0.02}).verdict == "not distinguishable from round-off"
     assert compare(*paths, tolerance={"embedding*": 0.02}).verdict == "diverges"
     for wrong in (-1.0, "much", {"**": -1}):
         with pytest.raises(FlexError, match="tolerance="):
@@ -279,7 +279,7 @@ def test_tolerance_measured_from_a_third_run(tmp_path: Path) -> None:
     dumps.write(tmp_path / "c", {FIRST: given(noise[1])})
     assert compare(*paths).verdict == "diverges"
     measured = compare(*paths, tolerance_from=tmp_path / "c")
-    assert measured.verdict == "round-off"
+    assert measured.verdict == "not distinguishable from round-off"
     assert 1e-3 < measured.rows[0].tolerance < 2e-2
     dumps.write(tmp_path / "bug", {FIRST: given(noise[0] * 1.1)})
     for a, b in ((paths[0], tmp_path / "bug"), (tmp_path / "bug", paths[0])):
@@ -291,7 +291,7 @@ def test_a_cast_dump_is_known_as_such(tmp_path: Path) -> None:
     dumps.write(tmp_path / "a", {FIRST: given(value)})
     dumps.write(tmp_path / "b", {FIRST: given(value)}, dtype="bf16")
     result = compare(tmp_path / "a", tmp_path / "b")
-    assert result.verdict == "round-off"
+    assert result.verdict == "not distinguishable from round-off"
     assert 2**-9 < result.rows[0].tolerance < 2**-5
     dumps.write(tmp_path / "c", {FIRST: given(value * 1.05)}, dtype="bf16")
     assert compare(tmp_path / "a", tmp_path / "c").verdict == "diverges"

@@ -495,7 +495,7 @@ def compared(*rows: tuple[str, int, float, float]) -> Any:
         b="B's",
         rows=every,
         first=first,
-        verdict="diverges" if first else "round-off",
+        verdict="diverges" if first else "not distinguishable from round-off",
         hints=["a hint"],
         notes=[],
     )

@@ -103,7 +103,7 @@
     const verdict = first ? `They diverge, first at ${found.names[first[4]]} in iteration ${first[1]}: error ${error(first)}, tolerance ${number(first[3])}.`
       : found.verdict === 'equal' ? 'Every entry of every tensor is the same.'
         : found.verdict === 'diverges' ? 'Replicas within one run are out of step; what was written is within its tolerances.'
-          : 'They differ by round-off: every tensor is within its tolerance.';
+          : 'They are not distinguishable from round-off: every tensor is within its bounds.';
     root.append(el('p', { class: first ? 'data-verdict data-bad' : 'data-verdict' }, verdict));
     for (const hint of found.hints) root.append(el('p', { class: 'data-hint' }, hint));
     const bar = el('div', { class: 'data-tools' });

@@ -1,0 +1,129 @@
+"""The noise of one pair of runs, measured on its own tensors in the order in which they were computed.
+
+Round-off grows smoothly from tensor to tensor: what the tensors so far differ by, and the parameters that a
+module reads, is what the next one may differ by, times a small factor. A fault makes its first tensor jump.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from megatron_flex.compare.compared_dump import PARAMETER, PARAMETER_GRADIENT, ComparedTensor
+from megatron_flex.compare.difference_profile import DifferenceProfile
+from megatron_flex.compare.tolerance import parse_layer_number
+
+STEP_GROWTH = 2.2  # from the noise so far to the next tensor; 240 correct pairs reach 1.9
+PEAK_GROWTH = 3.5  # likewise of the greatest difference over the peak; they reach 2.6
+SUM_GROWTH = 1.7  # of gradients of parameters besides, which are sums that may cancel
+DEPTH_SHARE = 0.5  # of unit * sqrt(depth): the noise that a tensor has besides its inputs'
+EMBEDDING = "embedding"  # of which a site reads some rows only
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterNoise:
+    """How far one parameter of both runs differs.
+
+    Attributes:
+        relative: the norm of the difference over the norm.
+        row: the greatest of any one row, over the norm of an average row: an embedding reads some rows only.
+        peak: the greatest difference over the greatest entry.
+    """
+
+    relative: float = 0.0
+    row: float = 0.0
+    peak: float = 0.0
+
+    def join(self, other: ParameterNoise) -> ParameterNoise:
+        """The greater of both."""
+        return ParameterNoise(
+            max(self.relative, other.relative), max(self.row, other.row), max(self.peak, other.peak)
+        )
+
+
+@dataclass
+class NoiseScale:
+    """The noise so far, within one iteration.
+
+    Args:
+        unit: the unit roundoff of the less precise run, with that of the sums inside a kernel.
+
+    Attributes:
+        relative: the greatest relative difference so far.
+        peak: the greatest difference so far, over the peak.
+        flipped: the fraction of tokens that were routed otherwise in a near tie.
+    """
+
+    unit: float
+    relative: float = 0.0
+    peak: float = 0.0
+    flipped: float = 0.0
+    _parameters: dict[str, ParameterNoise] = field(default_factory=dict)
+    _read: ParameterNoise = field(default_factory=ParameterNoise)
+
+    @property
+    def same_weights(self) -> bool:
+        """Whether all compared parameters are equal."""
+        return not any(p.relative for p in self._parameters.values())
+
+    def parameter(self, name: str, noise: ParameterNoise) -> None:
+        """Record a parameter of this iteration."""
+        unit = _get_unit_name(name)
+        self._parameters[unit] = self._parameters.get(unit, ParameterNoise()).join(noise)
+
+    @property
+    def read_by_last(self) -> ParameterNoise:
+        """How far the parameters differ that the tensors so far have read."""
+        return self._read
+
+    def everywhere(self, noise: ParameterNoise) -> None:
+        """Take a noise for that of all parameters."""
+        self._read = self._read.join(noise)
+
+    def read_by(self, item: ComparedTensor) -> ParameterNoise:
+        """How far the parameters differ that were read so far, this module's included."""
+        if item.kind == PARAMETER:
+            return ParameterNoise()
+        own = self._parameters.get(_get_unit_name(item.site), ParameterNoise())
+        if _get_unit_name(item.site) == EMBEDDING:
+            own = ParameterNoise(own.row, own.row, max(own.peak, own.row))
+        self._read = self._read.join(own)
+        return self._read
+
+    def bounds(self, item: ComparedTensor, depth: int) -> tuple[float, float]:
+        """What a tensor may differ by: relative to its norm, and at its peak."""
+        read = self.read_by(item)
+        fresh = DEPTH_SHARE * self.unit * math.sqrt(depth)
+        growth = SUM_GROWTH if item.kind == PARAMETER_GRADIENT else 1.0
+        relative = STEP_GROWTH * growth * (max(self.relative, 2 * read.relative) + fresh)
+        peak = PEAK_GROWTH * growth * (max(self.peak, 2 * read.peak) + fresh)
+        return relative, max(peak, relative)
+
+    def observe(self, relative: float, peak: float) -> None:
+        """Record a tensor that is within its bounds."""
+        self.relative, self.peak = max(self.relative, relative), max(self.peak, peak)
+
+    def flip(self, fraction: float) -> None:
+        """Record tokens that were routed otherwise: what follows differs there entirely."""
+        self.flipped = max(self.flipped, fraction)
+        self.observe(math.sqrt(fraction), 1.0)
+
+
+def _get_unit_name(name: str) -> str:
+    """The part of the model that a parameter or site belongs to: a layer, the embedding, the output layer."""
+    module = name.partition(":")[0]
+    layer = parse_layer_number(module)
+    if layer is None:
+        first = module.partition(".")[0]
+        return first if first in (EMBEDDING, "output_layer") else module.removesuffix(".weight")
+    return module[: module.index(f".{layer}") + len(str(layer)) + 1]
+
+
+def measure_parameter(profile: DifferenceProfile, peak: float) -> ParameterNoise:
+    """How far a parameter differs, from its sums."""
+    if not profile.by_dim or not profile.total("squares_a"):
+        return ParameterNoise()
+    rows = profile.by_dim[0]
+    average = float(rows.squares_a.sum()) / len(rows.numbers)
+    row = math.sqrt(float(rows.squares.max()) / average) if average else 0.0
+    return ParameterNoise(profile.relative, row, peak)

@@ -1,0 +1,272 @@
+"""Tests that pool over entries: a constant factor, an offset, one block, a narrower dtype.
+
+Each compares a statistic with a bound that correct pairs do not reach. The standard error of a pooled
+statistic counts differences that are correlated along a dim: it is the sum of the variances clustered by the
+entries of each dim (Cameron, Gelbach and Miller, Robust Inference With Multiway Clustering, 2011, without the
+terms that this sum counts twice, which makes it larger).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_flex.compare.compared_dump import SAMPLE_AXIS, TOKEN_AXIS
+from megatron_flex.compare.difference_profile import DifferenceProfile, DimSums
+
+FACTOR_DEVIATIONS = 8.0  # standard errors; 200,000 tests of correct pairs reach 5
+GRADIENT_DEVIATIONS = 12.0  # of gradients of parameters, of which a few tokens are most; they reach 6.3
+FEWEST_CLUSTERS = 16  # entries of the longest dim, fewer of which give no standard error
+FACTOR_UNITS = 2.0  # unit roundoffs: a scalar that was rounded once more is no wrong factor
+BLOCK_CONTRAST, SMALL_BLOCK_CONTRAST = 4.0, 6.0  # amplitude of a block's difference over that of the rest
+POSITION_CONTRAST = 8.0  # of token positions, which attend to more tokens the later they are
+GRADIENT_CONTRAST = 10.0  # of rows of a parameter's gradient, to which some tokens contribute; they reach 5.7
+SMALL_BLOCK = 64  # entries
+FEWEST_BLOCK_ENTRIES = 4  # of the dim: the median of fewer does not resist one entry
+ENTRY_CONTRAST = 10.0  # of one sample, token or head
+OFFSET_SHARE = 0.75  # of the difference's energy, in one vector that all rows share
+OFFSET_ROWS = 32
+GRID_SHARE, GRID_SHARE_OTHER, GRID_ENTRIES = 0.999, 0.5, 64  # of B, of A, and entries of a block
+HEAD_DIMS = ("n", "g")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A test of one tensor.
+
+    Attributes:
+        test: its name.
+        statistic: what it computed.
+        bound: the greatest value of correct pairs; a greater one is a divergence.
+        evidence: the result as one line; empty where it is within its bound.
+        axis: the mesh axis that it names; empty if none.
+    """
+
+    test: str
+    statistic: float
+    bound: float
+    evidence: str = ""
+    axis: str = ""
+
+    @property
+    def excess(self) -> float:
+        """The statistic over its bound: above 1 is a divergence."""
+        if self.statistic <= self.bound:
+            return self.statistic / self.bound if self.bound > 0 else 0.0
+        return self.statistic / self.bound if self.bound > 0 else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Entries of a dim that belong together: one rank's shard, one head.
+
+    Attributes:
+        dim: the index of the dim.
+        entries: indices of its entries.
+        text: what it is.
+        axis: the mesh axis, for a shard.
+    """
+
+    dim: int
+    entries: tuple[int, ...]
+    text: str
+    axis: str = ""
+
+
+def estimate_factor(profile: DifferenceProfile) -> tuple[float, float]:
+    """The constant factor between both minus 1, and its standard error; infinite if it cannot be estimated.
+
+    The factor is the regression of the difference on A.
+    """
+    energy = profile.total("squares_a")
+    longest = max((len(s.numbers) for s in profile.by_dim), default=0)
+    if not energy or longest < FEWEST_CLUSTERS:
+        return 0.0, math.inf
+    factor = profile.total("dots") / energy
+    left = max(profile.total("squares") - factor**2 * energy, 0.0) / energy
+    variance = left / profile.count
+    for sums in profile.by_dim:
+        length = len(sums.numbers)
+        if length > 1:
+            scores = sums.dots - factor * sums.squares_a
+            variance += float(scores.square().sum()) / energy**2 * length / (length - 1)
+    return factor, math.sqrt(variance)
+
+
+def check_factor(
+    profile: DifferenceProfile, unit: float, deviations: float = FACTOR_DEVIATIONS
+) -> Outcome | None:
+    """Whether one is the other times a constant.
+
+    Args:
+        profile: the sums of the tensor.
+        unit: the unit roundoff of the run.
+        deviations: the bound in standard errors.
+    """
+    factor, error = estimate_factor(profile)
+    if not math.isfinite(error):
+        return None
+    bound = max(deviations * error, FACTOR_UNITS * unit)
+    wide = f"{1 + factor:.6g} +- {error:.2g}"
+    text = f"B is A times {wide}, pooled over {profile.count:,} entries" if abs(factor) > bound else ""
+    return Outcome("factor", abs(factor), bound, text)
+
+
+def _relative_energies(sums: DimSums) -> Tensor:
+    """For each entry of a dim the energy of the difference over that of A; half of that is the average's."""
+    average = sums.squares_a.sum() / sums.count.sum().clamp(min=1) * sums.count
+    return sums.squares / (0.5 * (sums.squares_a + average)).clamp(min=1e-300)
+
+
+def measure_block(
+    profile: DifferenceProfile, block: Block, unit: float, least: float = 0.0
+) -> tuple[float, float]:
+    """The amplitude of a block's difference over that of the rest, by medians, and its bound."""
+    sums = profile.by_dim[block.dim]
+    relative = _relative_energies(sums)
+    inside = torch.zeros(len(relative), dtype=torch.bool)
+    inside[list(block.entries)] = True
+    seen = sums.count > 0
+    own, rest = relative[inside & seen], relative[~inside & seen]
+    if not len(own) or not len(rest):
+        return 0.0, math.inf
+    floor = (unit / 2) ** 2
+    contrast = math.sqrt(float(own.median()) / (float(rest.median()) + floor))
+    if len(block.entries) < FEWEST_BLOCK_ENTRIES:
+        return contrast, max(ENTRY_CONTRAST, least)
+    if sums.dim in (TOKEN_AXIS, "s"):
+        return contrast, max(POSITION_CONTRAST, least)
+    small = float(sums.count[inside].sum()) < SMALL_BLOCK
+    return contrast, max(SMALL_BLOCK_CONTRAST if small else BLOCK_CONTRAST, least)
+
+
+def check_blocks(
+    profile: DifferenceProfile,
+    blocks: Sequence[Block],
+    unit: float,
+    single: bool,
+    least: float = 0.0,
+) -> Iterator[Outcome]:
+    """Whether the difference is confined to one block.
+
+    Args:
+        profile: the sums of the tensor.
+        blocks: the candidates.
+        unit: the unit roundoff of the run.
+        single: whether blocks of a few entries count: not where single weights differ.
+        least: of the bounds.
+    """
+    best: Outcome | None = None
+    for block in blocks:
+        if not single and len(block.entries) < FEWEST_BLOCK_ENTRIES:
+            continue
+        contrast, bound = measure_block(profile, block, unit, least)
+        found = Outcome(
+            "block",
+            contrast,
+            bound,
+            f"the difference is {contrast:.1f} times as large in {block.text} as elsewhere"
+            if contrast > bound
+            else "",
+            block.axis,
+        )
+        if best is None or found.excess > best.excess:
+            best = found
+    if best is not None:
+        yield best
+
+
+def list_entry_blocks(profile: DifferenceProfile) -> list[Block]:
+    """Each sample, token position and head as a block, of dims with at least four of them."""
+    words = {SAMPLE_AXIS: "sample", TOKEN_AXIS: "token", "microbatch": "microbatch"}
+    words |= dict.fromkeys(HEAD_DIMS, "head")
+    out = []
+    for at, sums in enumerate(profile.by_dim):
+        if sums.dim in words and len(sums.numbers) >= 4:
+            relative = _relative_energies(sums)
+            worst = int(relative.argmax())  # the only one that can exceed the bound
+            out.append(Block(at, (worst,), f"{words[sums.dim]} {sums.numbers[worst]}"))
+    return out
+
+
+def check_offset(profile: DifferenceProfile, weights: float, unit: float) -> Outcome | None:
+    """Whether the difference is one vector that all rows share, as a bias is.
+
+    Args:
+        profile: the sums of the tensor.
+        weights: how far the parameters of the module differ, relative to their norm.
+        unit: the unit roundoff of the run.
+    """
+    energy, reference = profile.total("squares"), profile.total("squares_a")
+    features = [s for s in profile.by_dim if s.dim not in (SAMPLE_AXIS, TOKEN_AXIS, "microbatch")]
+    if len(features) != 1 or len(profile.by_dim) < 2 or not energy or not reference:
+        return None
+    sums = features[0]
+    if float(sums.count.min()) < OFFSET_ROWS:
+        return None
+    common = float((sums.total.square() / sums.count).sum())
+    size, share = math.sqrt(common / reference), common / energy
+    if size < max(4 * weights, 2 * unit):
+        share = 0.0
+    text = f"{share:.0%} of the difference is one vector, the same for all tokens"
+    return Outcome("offset", share, OFFSET_SHARE, text if share > OFFSET_SHARE else "")
+
+
+def check_grid(profile: DifferenceProfile, blocks: Sequence[Block]) -> Outcome | None:
+    """Whether one of the runs, or one of its shards, has only values that a narrower dtype represents.
+
+    Args:
+        profile: the sums of the tensor.
+        blocks: the shards.
+    """
+    for grid in profile.grids:
+        everything = (
+            ("B", grid.total_b, grid.total_a, "all of the tensor", "", profile.count),
+            ("A", grid.total_a, grid.total_b, "all of the tensor", "", profile.count),
+        )
+        found: list[tuple[str, float, float, str, str, float]] = list(everything)
+        for block in blocks:
+            where = list(block.entries)
+            count = float(profile.by_dim[block.dim].count[where].sum())
+            a, b = (float(t[block.dim][where].sum()) for t in (grid.a, grid.b))
+            found += [("B", b, a, block.text, block.axis, count), ("A", a, b, block.text, block.axis, count)]
+        for run, own, other, text, axis, count in found:
+            on_grid = count >= GRID_ENTRIES and own >= GRID_SHARE * count
+            if on_grid and other <= GRID_SHARE_OTHER * count:
+                line = f"in {text}, {own / count:.1%} of {run}'s values are on the grid of {grid.name}"
+                return Outcome(
+                    "narrower dtype",
+                    own / count,
+                    GRID_SHARE_OTHER,
+                    f"{line}, and {other / count:.1%} of the other run's",
+                    axis,
+                )
+    return None
+
+
+def make_shard_blocks(
+    shares: Mapping[int, Sequence[tuple[str, str, int, Sequence[Sequence[int]]]]],
+    numbers: Sequence[Sequence[int]],
+    offset: int = 0,
+) -> list[Block]:
+    """The shards of each rank along each axis, as blocks.
+
+    Args:
+        shares: by index of the dim: run, axis, size, and the numbers that each coordinate holds.
+        numbers: the numbers of the entries of each dim.
+        offset: dims that the profile has before those of the tensor.
+    """
+    out = []
+    for place, found in shares.items():
+        index = {n: i for i, n in enumerate(numbers[place])}
+        for run, axis, size, parts in found:
+            for coord, part in enumerate(parts):
+                entries = tuple(index[n] for n in part if n in index)
+                if entries and len(entries) < len(index):
+                    text = f"what {axis} rank {coord} of {size} holds in {run}"
+                    out.append(Block(place + offset, entries, text, axis))
+    return out

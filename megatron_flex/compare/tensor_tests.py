@@ -1,0 +1,295 @@
+"""All tests of one compared tensor: bounds on norm and peak, exactness, tests pooled over entries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_flex.compare.compared_dump import (
+    GRADIENT,
+    PARAMETER,
+    PARAMETER_GRADIENT,
+    VALUE,
+    ComparedDump,
+    ComparedTensor,
+)
+from megatron_flex.compare.difference_profile import DifferenceProfile
+from megatron_flex.compare.error_patterns import find_dim_shares
+from megatron_flex.compare.noise_scale import (
+    PEAK_GROWTH,
+    STEP_GROWTH,
+    NoiseScale,
+    ParameterNoise,
+    measure_parameter,
+)
+from megatron_flex.compare.parameter_drift import DriftBound, ParameterDrift, estimate_unseen_drift
+from megatron_flex.compare.routing_ties import RoutingTies
+from megatron_flex.compare.structural_tests import (
+    FACTOR_DEVIATIONS,
+    FACTOR_UNITS,
+    GRADIENT_CONTRAST,
+    GRADIENT_DEVIATIONS,
+    Block,
+    Outcome,
+    check_blocks,
+    check_factor,
+    check_grid,
+    check_offset,
+    estimate_factor,
+    list_entry_blocks,
+    make_shard_blocks,
+)
+from megatron_flex.compare.tensor_pairs import DifferenceSums, PairSums
+from megatron_flex.compare.tolerance import MEASURED_MARGIN, MOST_TOLERANCE, Tolerances, get_unit_roundoff
+
+REFERENCE_MARGIN = 3.0  # of a pooled statistic over that of the reference run
+LOSS_ROUNDINGS = 4  # of a gradient of the loss that is one constant
+CONSTANT = 1 - 1e-6  # of a tensor's energy over that of its greatest entry everywhere
+
+
+@dataclass(frozen=True, slots=True)
+class TestedTensor:
+    """The tests of one tensor.
+
+    Attributes:
+        worst: the test that exceeds its bound by most; the one of the norm or the peak where none does.
+        outcomes: all of them.
+        floor: the smallest relative error that would be a divergence.
+        factor_floor: the smallest deviation of a constant factor from 1 that would be one.
+    """
+
+    __test__ = False  # no test of pytest
+
+    worst: Outcome
+    outcomes: tuple[Outcome, ...]
+    floor: float
+    factor_floor: float
+
+
+@dataclass
+class TensorTester:
+    """Tests tensors in the order in which they were computed.
+
+    Args:
+        a: the first dump.
+        b: the second dump.
+        tolerances: by site.
+        drift: of the parameters.
+        learning_rate: of the optimizer steps; None if unknown.
+    """
+
+    a: ComparedDump
+    b: ComparedDump
+    tolerances: Tolerances
+    drift: ParameterDrift
+    learning_rate: float | None = None
+    iteration: int = 0
+    parameters: bool = False
+    noise: NoiseScale = field(init=False)
+    _copies: dict[tuple[float, ...], tuple[str, tuple[float, ...]]] = field(default_factory=dict)
+
+    def begin(self, iteration: int, parameters: bool) -> None:
+        """An iteration begins.
+
+        Args:
+            iteration: its number.
+            parameters: whether its parameters are compared, before what reads them.
+        """
+        self.iteration, self.parameters = iteration, parameters
+        self.noise = NoiseScale(self.tolerances.unit)
+        self._copies.clear()
+        self.drift.begin()
+        self._assume_drift()
+
+    @property
+    def unseen_steps(self) -> int:
+        """The optimizer steps that may have moved parameters apart which are not compared."""
+        return 0 if self.parameters else self.iteration
+
+    def test(
+        self, item: ComparedTensor, found: PairSums, reference: PairSums | None, ties: RoutingTies | None
+    ) -> TestedTensor:
+        """Test one tensor.
+
+        Args:
+            item: the tensor.
+            found: its sums.
+            reference: the sums of a reference run against the nearer of the two; None if there is none.
+            ties: the tokens that were routed otherwise, for a router's probabilities.
+        """
+        sums = found.sums
+        if ties is not None and ties.tied and not ties.others:
+            sums = ties.rest
+        given = self.tolerances.given(item)
+        if given is not None:
+            outcome = Outcome("tolerance", sums.error, given)
+            return TestedTensor(outcome, (outcome,), given, given)
+        relative, peak = self._bounds(item, found, reference)
+        plain = [
+            Outcome("norm", sums.error if sums.discrete or sums.broken else sums.relative, relative),
+            Outcome("peak", 0.0 if sums.discrete or sums.broken else _get_peak(sums), peak),
+        ]
+        outcomes = [*plain, *self._pooled(item, found, reference)]
+        worst = max(outcomes, key=lambda o: o.excess)
+        if worst.excess <= 1:
+            worst = max(plain, key=lambda o: o.excess)
+        self._observe(item, found, worst, ties)
+        return TestedTensor(worst, tuple(outcomes), relative, self._factor_floor(item, found))
+
+    # -- bounds ----------------------------------------------------------------------------------------
+
+    def _bounds(
+        self, item: ComparedTensor, found: PairSums, reference: PairSums | None
+    ) -> tuple[float, float]:
+        """What the norm and the peak of the difference may be."""
+        dtypes = found.worst.a.dtype, found.worst.b.dtype
+        cast = self.tolerances.cast(dtypes)
+        derived = self.tolerances.derived(item, dtypes)
+        if reference is not None:
+            noise = reference.sums
+            least = self.tolerances.derived(item, dtypes, depth=1)
+            return max(MEASURED_MARGIN * noise.relative, least), max(MEASURED_MARGIN * noise.error, least)
+        if item.kind == PARAMETER:
+            unit = max(map(get_unit_roundoff, dtypes))
+            bound = self.drift.bound(item, self.iteration, unit, self.tolerances.gradient_noise)
+            return bound.relative + cast, bound.peak + cast
+        if found.sums.discrete:
+            exact = self.noise.relative == 0 and self.noise.same_weights and not self.unseen_steps
+            return (0.0, 0.0) if exact else (max(derived, self.noise.flipped), derived)
+        if _is_constant_loss_gradient(item, found.sums):
+            few = LOSS_ROUNDINGS * max(map(get_unit_roundoff, dtypes))
+            return few + cast, few + cast
+        if self.unseen_steps and self.learning_rate is None:
+            late = min(derived * (1 + self.unseen_steps), max(derived, MOST_TOLERANCE))
+            return late, late
+        own = self.noise.bounds(item, self.tolerances.depths.of(item))
+        if self.noise.flipped:
+            return own[0] + cast, own[1] + cast
+        read = self.noise.read_by(item)
+        if not self.noise.same_weights or self.unseen_steps:
+            derived = min(derived * (1 + self.iteration), max(derived, MOST_TOLERANCE))
+        ceilings = derived + 2 * STEP_GROWTH * read.relative, derived + 2 * PEAK_GROWTH * read.peak
+        return min(own[0] + cast, ceilings[0]), min(own[1] + cast, ceilings[1])
+
+    def _factor_floor(self, item: ComparedTensor, found: PairSums) -> float:
+        if found.profile is None:
+            return 0.0
+        _, error = estimate_factor(found.profile)
+        return max(_get_deviations(item) * error, FACTOR_UNITS * self.tolerances.unit)
+
+    # -- tests that pool -------------------------------------------------------------------------------
+
+    def _pooled(self, item: ComparedTensor, found: PairSums, reference: PairSums | None) -> list[Outcome]:
+        profile = found.profile
+        if profile is None or found.sums.broken or not profile.total("squares_a"):
+            return []
+        out = [o for o in (self._check_copy(item, found),) if o is not None]
+        if found.sums.equal:
+            return out
+        shards = self._list_shards(found)
+        grid = check_grid(profile, shards)
+        out += [grid] if grid is not None else []
+        if item.kind == PARAMETER:
+            return out  # single entries that an optimizer turned have no standard error
+        unit = self.tolerances.unit
+        tests = self._list_pooled(item, profile, shards, unit)
+        if reference is not None and reference.profile is not None:
+            known = {o.test: o.statistic for o in self._list_pooled(item, reference.profile, shards, unit)}
+            tests = [
+                Outcome(
+                    o.test,
+                    o.statistic,
+                    max(o.bound, REFERENCE_MARGIN * known.get(o.test, 0.0)),
+                    o.evidence,
+                    o.axis,
+                )
+                for o in tests
+            ]
+        return out + tests
+
+    def _list_pooled(
+        self, item: ComparedTensor, profile: DifferenceProfile, shards: Sequence[Block], unit: float
+    ) -> list[Outcome]:
+        read = self.noise.read_by_last
+        single = self.noise.same_weights and not self.unseen_steps and not self.noise.flipped
+        least = GRADIENT_CONTRAST if item.kind == PARAMETER_GRADIENT else 0.0
+        found = [
+            check_factor(profile, unit, _get_deviations(item)),
+            check_offset(profile, read.relative if not self.unseen_steps else 1.0, unit),
+            *check_blocks(profile, [*shards, *list_entry_blocks(profile)], unit, single, least),
+        ]
+        return [o for o in found if o is not None]
+
+    def _list_shards(self, found: PairSums) -> list[Block]:
+        """The shards of both runs, as blocks of the profile."""
+        pair, profile = found.worst, found.profile
+        assert profile is not None
+        offset = len(profile.dims) - len(pair.dims)
+        out: list[Block] = []
+        for source in (self.a, self.b):
+            shares = {
+                place: [(s.run, s.axis, s.size, s.parts) for s in known]
+                for place, known in find_dim_shares(source, pair).items()
+            }
+            out += make_shard_blocks(shares, profile.numbers[offset:], offset)
+        return out
+
+    def _check_copy(self, item: ComparedTensor, found: PairSums) -> Outcome | None:
+        """Whether a tensor that is another's copy in one run is so in the other."""
+        profile = found.profile
+        if item.kind != VALUE or profile is None or self._is_partial(item):
+            return None
+        one, two = (
+            (float(profile.count), *(float(x) for x in getattr(profile.by_dim[0], name)))
+            for name in ("squares_a", "squares_b")
+        )
+        known = self._copies.setdefault(one, (item.name, two))
+        if known[1] == two:
+            return None
+        return Outcome("copy", 1.0, 0.0, f"it is a copy of {known[0]} in A, and not in B")
+
+    def _is_partial(self, item: ComparedTensor) -> bool:
+        layouts = [s.layout(item) for s in (self.a, self.b)]
+        return any(layout is None or layout.partial for layout in layouts)
+
+    # -- what later tensors may differ by ---------------------------------------------------------------
+
+    def _observe(
+        self, item: ComparedTensor, found: PairSums, worst: Outcome, ties: RoutingTies | None
+    ) -> None:
+        sums = found.sums
+        if item.kind == PARAMETER:
+            if found.profile is not None and worst.excess <= 1:
+                self.noise.parameter(item.site, measure_parameter(found.profile, _get_peak(sums)))
+            return
+        if ties is not None and ties.tied and not ties.others:
+            self.noise.flip(ties.tied / max(ties.tokens, 1))
+        if worst.excess > 1 or sums.discrete:
+            return
+        self.noise.observe(sums.relative, _get_peak(sums))
+        if item.kind == PARAMETER_GRADIENT:
+            self.drift.observe_gradient(sums.relative)
+
+    def _assume_drift(self) -> None:
+        """Take the optimizer's greatest step for what parameters differ by that are not compared."""
+        if self.unseen_steps and self.learning_rate is not None:
+            bound: DriftBound = estimate_unseen_drift(
+                self.a.manifest.model, self.learning_rate, self.unseen_steps
+            )
+            self.noise.everywhere(ParameterNoise(bound.relative, bound.relative, bound.peak))
+
+
+def _get_deviations(item: ComparedTensor) -> float:
+    return GRADIENT_DEVIATIONS if item.kind == PARAMETER_GRADIENT else FACTOR_DEVIATIONS
+
+
+def _get_peak(sums: DifferenceSums) -> float:
+    return sums.greatest / sums.peak if sums.peak else 0.0
+
+
+def _is_constant_loss_gradient(item: ComparedTensor, sums: DifferenceSums) -> bool:
+    """Whether it is the gradient of a mean of losses: one constant, in which nothing was summed."""
+    if item.kind != GRADIENT or item.site.partition(":")[0] != "loss" or not sums.peak:
+        return False
+    greatest = max(sums.squares_a, sums.squares_b)
+    return greatest >= CONSTANT * sums.count * sums.peak**2
