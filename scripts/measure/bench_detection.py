@@ -1,8 +1,9 @@
 """`scripts/bench --detection`: what `compare` detects of planted bugs, and what it says of right runs.
 
-Right runs of many layouts are compared with one process over steps of Adam. Of each bug of `tests/support/bugs` the least
-magnitude that is detected is found by bisection, in each precision. Everything is kept in one JSON file, which a run
-goes on with where it was stopped; `--write docs/detection.md` puts its tables into the page.
+Right runs of many layouts are compared with one process over steps of Adam. Of each bug of
+`tests/support/bugs` the least magnitude that is detected is found by bisection, in each precision. Everything is
+kept in one JSON file, which a run goes on with where it was stopped; `--write docs/detection.md` puts its
+tables into the page.
 """
 
 from __future__ import annotations
@@ -275,7 +276,8 @@ def _keep(path: Path, kept: dict[str, Any]) -> None:
     lines = [f"  {json.dumps(key)}: {json.dumps(found)}" for key, found in kept["results"].items()]
     rest = json.dumps({k: v for k, v in kept.items() if k != "results"}, indent=1).removesuffix("\n}")
     draft = path.with_suffix(".draft")  # a line for each result
-    draft.write_text(f'{rest},\n "results": {{\n{",\n".join(lines)}\n }}\n}}\n', encoding="utf-8")
+    joined = ",\n".join(lines)
+    draft.write_text(f'{rest},\n "results": {{\n{joined}\n }}\n}}\n', encoding="utf-8")
     draft.rename(path)
 
 

@@ -120,6 +120,6 @@ def size(kept: Mapping[str, Any]) -> str:
     more = found["mib_most"] - found["mib_before"]
     return (
         f"Two dumps of {found['mib']:,} MiB each, one rank each, fp32: {found['seconds']} s "
-        f"({found['cpu_seconds']} s of CPU), and {more:,} MiB of memory more than the process had after its imports "
-        f"(peak {found['mib_most']:,} MiB). At most a few blocks of one tensor are in memory at a time."
+        f"({found['cpu_seconds']} s of CPU), and {more:,} MiB of memory more than the process had after its "
+        f"imports (peak {found['mib_most']:,} MiB). At most a few blocks of one tensor are in memory at a time."
     )

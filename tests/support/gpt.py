@@ -226,8 +226,8 @@ def build(case: Case) -> list[nn.Module]:
         if case.vpp:
             parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
         chunk = _chunk(case, stage if case.vpp else None).to(case.device)
-        narrow = torch.bfloat16 if case.extra.get("bf16") else torch.float16 if case.extra.get("fp16") else None
-        out.append(chunk if narrow is None else chunk.to(narrow))  # as Float16Module does it
+        half = "bf16" in case.extra or "fp16" in case.extra
+        out.append(chunk.to(case.extra["params_dtype"]) if half else chunk)  # as Float16Module does it
     return out
 
 

@@ -41,8 +41,8 @@ class Pair:
 
     Attributes:
         case: the sharded run.
-        precision: one of `PRECISIONS`; `fp8` is bf16 with the inputs of the layers' linears rounded to e4m3, and
-            the gradients of their outputs to e5m2.
+        precision: one of `PRECISIONS`; `fp8` is bf16 with the inputs of the layers' linears rounded to e4m3,
+            and the gradients of their outputs to e5m2.
         seed: of the weights and the data.
         steps: training steps; with more than one, Adam runs.
         few: whether only `FEW` is dumped.
@@ -200,7 +200,7 @@ class Judgement:
     """What a comparison said of a planted bug.
 
     Attributes:
-        found: whether it diverges.
+        found: whether it diverges, or cannot be compared.
         localised: whether the first divergence is where the bug stands.
         hinted: whether the hints name its class and its group; None for a bug without a class to name.
         first: the first divergence.
@@ -225,4 +225,4 @@ def judge(bug: Bug, result: Comparison) -> Judgement:
     said = "; ".join([*result.hints, *map(str, result.replicas[:3])])
     hinted = bool(re.search(bug.hint, said, re.IGNORECASE)) if bug.hint else None
     name = "" if first is None else f"{first.name} ({first.kind}, iteration {first.iteration})"
-    return Judgement(result.exit_status == 1, bool(there), hinted, name, said)
+    return Judgement(result.exit_status != 0, bool(there), hinted, name, said)

@@ -14,8 +14,8 @@ LOSS_SCALE = 128.0  # of fp16
 class Trainer:
     """Chunks in Megatron's wrappers with an optimizer, as `megatron.training` puts them together.
 
-    `ddp` goes to DistributedDataParallelConfig. A model in half precision is wrapped in Float16Module, and its
-    optimizer keeps weights in fp32; in fp16 the loss is scaled by a constant.
+    `ddp` goes to DistributedDataParallelConfig. A model in half precision is wrapped in Float16Module, and
+    its optimizer keeps weights in fp32; in fp16 the loss is scaled by a constant.
     """
 
     def __init__(self, case: gpt.Case, chunks: list[nn.Module], rank: int, **ddp: Any) -> None:
