@@ -1,8 +1,8 @@
 """`scripts/bench --detection`: what `compare` detects of planted bugs, and what it says of right runs.
 
 Right runs of many layouts are compared with one process over steps of Adam. Of each bug of
-`tests/support/bugs` the least magnitude that is detected is found by bisection, in each precision. Everything is
-kept in one JSON file, which a run goes on with where it was stopped; `--write docs/detection.md` puts its
+`tests/support/bugs` the least magnitude that is detected is found by bisection, in each precision. Everything
+is kept in one JSON file, which a run goes on with where it was stopped; `--write docs/detection.md` puts its
 tables into the page.
 """
 

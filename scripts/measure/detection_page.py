@@ -121,5 +121,6 @@ def size(kept: Mapping[str, Any]) -> str:
     return (
         f"Two dumps of {found['mib']:,} MiB each, one rank each, fp32: {found['seconds']} s "
         f"({found['cpu_seconds']} s of CPU), and {more:,} MiB of memory more than the process had after its "
-        f"imports (peak {found['mib_most']:,} MiB). At most a few blocks of one tensor are in memory at a time."
+        f"imports (peak {found['mib_most']:,} MiB). At most a few blocks of one tensor are in memory at a "
+        "time."
     )

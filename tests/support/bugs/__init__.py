@@ -1,7 +1,7 @@
 """Real distributed bugs, each a few lines of monkey patch on the ranks of a run of a small Megatron GPT.
 
-A patch stands in Megatron or in the loop around it, as the bug would; nothing of the library is touched. Where
-a bug is a matter of degree, its magnitude is a parameter.
+A patch stands in Megatron or in the loop around it, as the bug would; nothing of the library is touched.
+Where a bug is a matter of degree, its magnitude is a parameter.
 """
 
 from tests.support.bugs.bug import Bug
