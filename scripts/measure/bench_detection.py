@@ -12,7 +12,6 @@ import argparse
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -41,6 +40,12 @@ LAYOUTS = [
     replace(DENSE, name="tp2 sp pp2 vpp2", tp=2, sp=True, pp=2, vpp=2, layers=4),
 ]
 SEEDS, STEPS, FINENESS = 5, 20, 1.0  # of the bisection, in powers of two
+LEAST = {
+    "fp32": -30.0,
+    "bf16": -17.0,
+    "fp16": -17.0,
+    "fp8": -17.0,
+}  # magnitudes that are tried, powers of two
 MOST_SAID = 200  # characters of hints that are kept
 KEPT = Path(__file__).resolve().parents[2] / "docs" / "detection.json"
 
@@ -84,7 +89,7 @@ def flags(words: list[str]) -> argparse.Namespace:
     add("--only", choices=["right", "bug", "size"], nargs="+", default=["right", "bug", "size"], help="parts")
     add("--mib", type=int, default=512, help="of each of two dumps whose comparison is timed (%(default)s)")
     add("--minutes", type=float, default=600, help="begin nothing after so many (default %(default)s)")
-    add("--folder", help="where dumps are written (default: a temporary folder)")
+    add("--folder", help="where dumps are written, kept and used again (default: a temporary folder)")
     add("--write", type=Path, metavar="PAGE", help="put the tables into this page too (docs/detection.md)")
     return parser.parse_args(words)
 
@@ -104,14 +109,14 @@ def tasks(args: argparse.Namespace) -> list[Task]:
     return sorted(out, key=lambda t: (t.precision != "fp32", t.topology, t.precision, t.kind, t.seed))
 
 
-def perform(task: Task, folder: str) -> dict[str, Any]:
-    """One task's result."""
+def perform(task: Task, folder: str, keep: bool) -> dict[str, Any]:
+    """One task's result, with dumps in the folder; or in one of its own there, which is removed."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=folder, prefix="detection-") as own:
-        start = time.monotonic()
-        bench = Bench(Path(own))
+        bench = Bench(Path(folder if keep else own))
         found = right(bench, task) if task.kind == "right" else sweep(bench, task)
-        return {**found, "seconds": round(time.monotonic() - start, 1)}
+    return {**found, "seconds": round(time.monotonic() - start, 1)}
 
 
 def right(bench: Bench, task: Task) -> dict[str, Any]:
@@ -140,7 +145,6 @@ def sweep(bench: Bench, task: Task) -> dict[str, Any]:
 
     def probe(magnitude: float) -> bool:
         found = judge(bug, bench.compared(pair, bug.name, magnitude))
-        shutil.rmtree(bench.spread(pair, bug.name, magnitude))
         probes.append([magnitude, found.found, found.localised, found.hinted, found.first])
         said.append(found.hints[:MOST_SAID])
         return found.found
@@ -149,6 +153,7 @@ def sweep(bench: Bench, task: Task) -> dict[str, Any]:
     seen = probe(bug.magnitude)
     if bug.sweep is not None and seen:
         low, high = (math.log2(m) for m in bug.sweep)  # what is not detected, and what is
+        low = max(low, LEAST[task.precision])
         while high - low > FINENESS:
             middle = (low + high) / 2
             if probe(2.0**middle):
@@ -220,25 +225,25 @@ def size(mib: int, folder: str) -> dict[str, Any]:
 
 def results(args: argparse.Namespace, todo: list[Task], folder: str) -> Iterator[tuple[Task, dict[str, Any]]]:
     """Perform tasks as time allows."""
-    deadline = time.monotonic() + 60 * args.minutes
+    deadline, keep = time.monotonic() + 60 * args.minutes, bool(args.folder)
     if args.jobs == 1:
         for task in todo:
             if time.monotonic() < deadline:
-                yield task, _guarded(task, folder)
+                yield task, _guarded(task, folder, keep)
         return
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        waiting = {pool.submit(_guarded, task, folder, deadline): task for task in todo}
+        waiting = {pool.submit(_guarded, task, folder, keep, deadline): task for task in todo}
         for done in as_completed(waiting):
             if done.result() is not None:
                 yield waiting[done], done.result()
 
 
-def _guarded(task: Task, folder: str, deadline: float = math.inf) -> dict[str, Any]:
+def _guarded(task: Task, folder: str, keep: bool, deadline: float = math.inf) -> dict[str, Any]:
     """A result, or the error; None after the deadline."""
     if time.monotonic() > deadline:
         return None  # type: ignore[return-value]
     try:
-        return perform(task, folder)
+        return perform(task, folder, keep)
     except Exception as error:  # of one pair; the others are measured all the same
         return {"error": f"{type(error).__name__}: {str(error)[-600:]}"}
 
@@ -255,7 +260,8 @@ def main(words: list[str]) -> None:
     kept["machine"] = machine()
     kept["bugs"] = {b.name: {"group": b.group, "sweep": b.sweep, "measure": b.measure} for b in BUGS}
     todo = [t for t in tasks(args) if t.key not in kept["results"] or "error" in kept["results"][t.key]]
-    with tempfile.TemporaryDirectory(dir=args.folder, prefix="detection-") as folder:
+    with tempfile.TemporaryDirectory(prefix="detection-") as temporary:
+        folder = args.folder or temporary
         if "size" in args.only and kept.get("size", {}).get("asked") != args.mib:
             kept["size"] = {"asked": args.mib, **size(args.mib, folder)}
             _keep(args.json, kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from filelock import FileLock
 from torch import Tensor, nn
 
 from megatron_flex.compare import Comparison, compare
@@ -170,18 +172,25 @@ class Bench:
         single = pair.run.single()
         model = repr(sorted({**vars(single), "extra": repr(single.extra)}.items()))
         name = f"alone {pair.precision} {pair.seed} {pair.steps} {pair.few} {_digest(model)}"
-        path, weights = self.folder / name, self.folder / f"{name} weights"
-        if not path.exists():
-            run(1, dumped, pair, single, str(path), str(weights), "", 0.0, timeout=300)
-        return path, weights
+        weights = self.folder / f"{name} weights"
+        return self.made(pair, single, name, weights), weights
 
-    def spread(self, pair: Pair, bug: str = "", magnitude: float = 0.0, name: str = "") -> Path:
+    def spread(self, pair: Pair, bug: str = "", magnitude: float = 0.0) -> Path:
         """The dump of the sharded run."""
-        path = self.folder / (name or f"{pair.name} {bug or 'right'} {magnitude:g}")
-        if not path.exists():
-            _, weights = self.alone(pair)
-            case = pair.run
-            run(case.world, dumped, pair, case, str(path), str(weights), bug, magnitude, timeout=300)
+        _, weights = self.alone(pair)
+        name = f"{pair.name} {bug or 'right'} {magnitude:g}"
+        return self.made(pair, pair.run, name, weights, bug, magnitude)
+
+    def made(
+        self, pair: Pair, case: Case, name: str, weights: Path, bug: str = "", magnitude: float = 0.0
+    ) -> Path:
+        """The dump of that name in the folder; made if it is not there."""
+        path, draft = self.folder / name, self.folder / f"{name} draft"
+        with FileLock(f"{path} lock", timeout=600):
+            if not path.exists():
+                shutil.rmtree(draft, ignore_errors=True)  # of a run that was ended
+                run(case.world, dumped, pair, case, str(draft), str(weights), bug, magnitude, timeout=300)
+                draft.rename(path)
         return path
 
     def compared(self, pair: Pair, bug: str = "", magnitude: float = 0.0, **settings: Any) -> Comparison:

@@ -11,6 +11,7 @@ from tests.support import gpt
 
 LOSS_SCALE = 128.0  # of fp16
 
+
 class Trainer:
     """Chunks in Megatron's wrappers with an optimizer, as `megatron.training` puts them together.
 
