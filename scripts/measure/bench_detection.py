@@ -39,7 +39,8 @@ LAYOUTS = [
     replace(EXPERTS, name="experts dp2 ep2", dp=2, ep=2, microbatches=1),
     replace(DENSE, name="tp2 sp pp2 vpp2", tp=2, sp=True, pp=2, vpp=2, layers=4),
 ]
-SEEDS, STEPS, FINENESS = 5, 20, 1.0  # of the bisection, in powers of two
+SEEDS, STEPS = 5, 20
+FINENESS = {"fp32": 1.0, "bf16": 1.0, "fp16": 2.0, "fp8": 2.0}  # of the bisection, in powers of two
 LEAST = {
     "fp32": -30.0,
     "bf16": -17.0,
@@ -137,7 +138,7 @@ def right(bench: Bench, task: Task) -> dict[str, Any]:
 
 
 def sweep(bench: Bench, task: Task) -> dict[str, Any]:
-    """The least magnitude of a bug that is detected, to within a factor of two."""
+    """The least magnitude of a bug that is detected, to within a factor of two or four."""
     bug = BY_NAME[task.name]
     pair = Pair(bug.case, task.precision, steps=bug.steps)
     probes: list[list[Any]] = []
@@ -154,7 +155,7 @@ def sweep(bench: Bench, task: Task) -> dict[str, Any]:
     if bug.sweep is not None and seen:
         low, high = (math.log2(m) for m in bug.sweep)  # what is not detected, and what is
         low = max(low, LEAST[task.precision])
-        while high - low > FINENESS:
+        while high - low > FINENESS[task.precision]:
             middle = (low + high) / 2
             if probe(2.0**middle):
                 high = middle

@@ -5,10 +5,12 @@ The magnitudes are those of docs/detection.md, which `scripts/bench --detection`
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,3 +132,25 @@ def test_tolerance_from_a_run_that_is_disturbed(bench: Bench) -> None:
     assert wrong.first is not None
     assert wrong.first.name == bug.first
     assert {r.tolerance for r in right.rows} != {r.tolerance for r in bench.compared(pair).rows}
+
+
+def test_the_bench_goes_on_where_it_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "measure"))
+    detection = importlib.import_module("bench_detection")
+    kept, page = tmp_path / "kept.json", tmp_path / "page.md"
+    page.write_text((ROOT / "docs" / "detection.md").read_text(encoding="utf-8"), encoding="utf-8")
+    words = ["--json", str(kept), "--only", "bug", "--bugs", "output of a linear off", "--precisions", "fp32"]
+    detection.main([*words, "--write", str(page)])
+    (found,) = json.loads(kept.read_text())["results"].values()
+    assert found["alarm"] == 0
+    magnitudes = [p[0] for p in found["probes"]]
+    seen = {p[0] for p in found["probes"] if p[1]}
+    missed = set(magnitudes) - seen
+    assert magnitudes[0] == 0.1
+    assert max(missed) < min(seen) <= 2 * max(missed), "the least that is seen, to within a factor of two"
+    assert f"| relative | {min(seen):.1e} |" in page.read_text()
+    capsys.readouterr()
+    detection.main(words)
+    assert "bug/" not in capsys.readouterr().out, "nothing is measured twice"
