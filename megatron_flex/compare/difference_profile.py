@@ -15,9 +15,9 @@ from torch import Tensor
 
 MICROBATCH = "microbatch"
 GRID_DTYPES = {  # low bits of the mantissa that are zero where a value is representable in a narrower dtype
-    torch.float32: {"bf16": 16, "fp16 or tf32": 13},
-    torch.bfloat16: {"fp8 e4m3": 4},
-    torch.float16: {"fp8 e4m3": 7},
+    torch.float32: {"bf16": 16, "fp16 or tf32": 13, "fewer than 21 bits of mantissa": 4},
+    torch.bfloat16: {"fp8 e4m3": 4, "fewer than 6 bits of mantissa": 3},
+    torch.float16: {"fp8 e4m3": 7, "fewer than 8 bits of mantissa": 4},
 }
 INTEGER_VIEWS = {4: torch.int32, 2: torch.int16}
 GRID_CONTRAST = 0.01  # fractions on a grid that differ by less are not resolved by dim

@@ -102,7 +102,7 @@ class DifferenceSums:
         flat = int((broken.int() if has_broken else distance).argmax())
         found = float(distance.reshape(-1)[flat])
         if has_broken or found > self.greatest or not self._found:
-            at = [int(i) for i in torch.unravel_index(torch.tensor(flat), distance.shape)]
+            at = _unravel(flat, distance.shape)
             self.worst = tuple(i + s for i, s in zip(at, start, strict=True)) if start else tuple(at)
             self.values = _compute_magnitude(a.reshape(-1)[flat]), _compute_magnitude(b.reshape(-1)[flat])
             self._found = True
@@ -142,6 +142,15 @@ class DifferenceSums:
         if self.broken:
             return math.inf
         return max(self.relative, self.greatest / self.peak if self.peak else 0.0)
+
+
+def _unravel(flat: int, shape: Sequence[int]) -> list[int]:
+    """The index along each dim; torch.unravel_index would import sympy for it."""
+    out: list[int] = []
+    for length in reversed(shape):
+        flat, at = divmod(flat, length)
+        out.append(at)
+    return out[::-1]
 
 
 def _compute_magnitude(entry: Tensor) -> float:

@@ -117,9 +117,9 @@ class TensorTester:
             reference: the sums of a reference run against the nearer of the two; None if there is none.
             ties: the tokens that were routed otherwise, for a router's probabilities.
         """
-        sums = found.sums
-        if ties is not None and ties.tied and not ties.others:
-            sums = ties.rest
+        sums, tied = found.sums, ties is not None and ties.tied > 0 and not ties.others
+        if tied and ties is not None:
+            sums = ties.rest  # of the tokens with the same experts
         given = self.tolerances.given(item)
         if given is not None:
             outcome = Outcome("tolerance", sums.error, given)
@@ -129,7 +129,7 @@ class TensorTester:
             Outcome("norm", sums.error if sums.discrete or sums.broken else sums.relative, relative),
             Outcome("peak", 0.0 if sums.discrete or sums.broken else _get_peak(sums), peak),
         ]
-        outcomes = [*plain, *self._pooled(item, found, reference)]
+        outcomes = [*plain, *([] if tied else self._pooled(item, found, reference))]
         worst = max(outcomes, key=lambda o: o.excess)
         if worst.excess <= 1:
             worst = max(plain, key=lambda o: o.excess)
@@ -166,9 +166,12 @@ class TensorTester:
         if self.noise.flipped:
             return own[0] + cast, own[1] + cast
         read = self.noise.read_by(item)
+        most = derived
         if not self.noise.same_weights or self.unseen_steps:
-            derived = min(derived * (1 + self.iteration), max(derived, MOST_TOLERANCE))
-        ceilings = derived + 2 * STEP_GROWTH * read.relative, derived + 2 * PEAK_GROWTH * read.peak
+            derived, most = (
+                min(derived * (1 + self.iteration), max(derived, n * MOST_TOLERANCE)) for n in (1, 2)
+            )
+        ceilings = derived + 2 * STEP_GROWTH * read.relative, most + 2 * PEAK_GROWTH * read.peak
         return min(own[0] + cast, ceilings[0]), min(own[1] + cast, ceilings[1])
 
     def _factor_floor(self, item: ComparedTensor, found: PairSums) -> float:
@@ -213,10 +216,11 @@ class TensorTester:
         read = self.noise.read_by_last
         single = self.noise.same_weights and not self.unseen_steps and not self.noise.flipped
         least = GRADIENT_CONTRAST if item.kind == PARAMETER_GRADIENT else 0.0
+        blocks = [*shards, *list_entry_blocks(profile)]
         found = [
             check_factor(profile, unit, _get_deviations(item)),
             check_offset(profile, read.relative if not self.unseen_steps else 1.0, unit),
-            *check_blocks(profile, [*shards, *list_entry_blocks(profile)], unit, single, least),
+            *([] if self.noise.flipped else check_blocks(profile, blocks, unit, single, least)),
         ]
         return [o for o in found if o is not None]
 
