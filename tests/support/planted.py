@@ -231,7 +231,8 @@ def judge(bug: Bug, result: Comparison) -> Judgement:
     # A weight that is out of step is written by one of its ranks: the wrong one, or a right one.
     there |= first is not None and first.kind == "parameter" and first.name == bug.replica
     there |= first is None and bug.replica in {o.name for o in result.replicas}
-    said = "; ".join([*result.hints, *map(str, result.replicas[:3])])
+    evidence = "" if first is None or not first.evidence else f"{first.test}: {first.evidence}"
+    said = "; ".join(filter(None, [evidence, *result.hints, *map(str, result.replicas[:3])]))
     hinted = bool(re.search(bug.hint, said, re.IGNORECASE)) if bug.hint else None
     name = "" if first is None else f"{first.name} ({first.kind}, iteration {first.iteration})"
     return Judgement(result.exit_status != 0, bool(there), hinted, name, said)

@@ -379,7 +379,8 @@ def seed_of_its_own(models: list[Any], state: State, magnitude: float) -> Iterat
     yield
 
 
-FACTOR = r"constant factor"
+VECTOR = r"same vector|one vector|offset"
+FACTOR = r"constant factor|B is A times"
 PRECISION = r"precision|narrower|dtype|mantissa|bits|rounded"
 PERMUTED = r"permut|swap|exchang|order|other'?s"
 WEIGHTS = r"weights|parameter|stale|perturb"
@@ -451,7 +452,7 @@ TENSOR = [
         BIAS,
         attribute(FC2, "_forward_impl", bias_before_reduction),
         f"{FC2}:partial",
-        hint="same vector|offset",
+        hint=VECTOR,
     ),
     Bug(
         "bias left out",
@@ -459,7 +460,7 @@ TENSOR = [
         BIAS,
         attribute(FC2, "forward", weaker_bias),
         (f"{LAYER}:output", MLP),
-        hint="same vector|offset|bias",
+        hint=VECTOR,
         sweep=(1e-6, 1.0),
         measure="part of the bias",
     ),
@@ -522,7 +523,7 @@ TENSOR = [
         TP2,
         product(FC1, lambda t, m: t.roll(1, -1), "tp"),
         f"{FC1}:output",
-        hint=f"{PERMUTED}|shift|tp rank 1",
+        hint=f"{PERMUTED}|shift",
     ),
     Bug(
         "one rank's product in a narrower dtype",
@@ -530,7 +531,7 @@ TENSOR = [
         TP2,
         product(FC2, rounded, "tp"),
         f"{FC2}:partial",
-        hint=f"{PRECISION}|tp rank 1",
+        hint=PRECISION,
         sweep=(2.0**-22, 2.0**-4),
         measure="unit roundoff",
     ),
@@ -540,7 +541,7 @@ TENSOR = [
         TP2,
         output(CORE, rounded, "tp"),
         f"{CORE}:output",
-        hint=f"{PRECISION}|tp rank 1",
+        hint=PRECISION,
         sweep=(2.0**-22, 2.0**-4),
         measure="unit roundoff",
     ),
@@ -756,7 +757,7 @@ ARITHMETIC = [
         TP2,
         output(FC2, shifted),
         f"{FC2}:output",
-        hint="same vector|offset",
+        hint=VECTOR,
         sweep=(1e-7, 0.1),
     ),
     Bug(
