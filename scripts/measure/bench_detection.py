@@ -88,7 +88,7 @@ def flags(words: list[str]) -> argparse.Namespace:
     add("--seeds", type=int, default=SEEDS, help=f"of right pairs; {len(LAYOUTS)} layouts each (%(default)s)")
     add("--steps", type=int, default=STEPS, help="of Adam in right pairs (default %(default)s)")
     add("--only", choices=["right", "bug", "size"], nargs="+", default=["right", "bug", "size"], help="parts")
-    add("--mib", type=int, default=512, help="of each of two dumps whose comparison is timed (%(default)s)")
+    add("--mib", type=int, default=2048, help="of each of two dumps whose comparison is timed (%(default)s)")
     add("--minutes", type=float, default=600, help="begin nothing after so many (default %(default)s)")
     add("--folder", help="where dumps are written, kept and used again (default: a temporary folder)")
     add("--write", type=Path, metavar="PAGE", help="put the tables into this page too (docs/detection.md)")
@@ -186,12 +186,12 @@ def written(path: str, mib: int, noise: float) -> None:
 
     layers, width = 16, 1024
     tokens = (mib << 20) // (layers * width * 4)
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    model = nn.Sequential(*(nn.LayerNorm(width) for _ in range(layers)))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for layer in model:
-            layer.weight.copy_(torch.randn(width, width, generator=generator) / width**0.5)
-            layer.weight.mul_(1 + noise * torch.randn(width, width, generator=generator))
+            layer.weight.copy_(torch.randn(width, generator=generator))
+            layer.weight.mul_(1 + noise * torch.randn(width, generator=generator))
     rows = torch.randn(1, tokens, width, generator=generator)
     with mf.attach(model, dumps=mf.Dump(path, "*")), torch.no_grad():
         model(rows)
