@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
@@ -17,9 +19,18 @@ from megatron_flex.compare.compared_dump import (
     open_compared_dump,
 )
 from megatron_flex.compare.comparison import Comparison, ReplicaMismatch, Row, Worst
+from megatron_flex.compare.cross_site_evidence import CrossSiteEvidence
 from megatron_flex.compare.error_patterns import explain_divergence, find_dim_shares, find_holders
 from megatron_flex.compare.parameter_drift import ParameterDrift
 from megatron_flex.compare.routing_ties import RoutingTies, find_routing_ties, get_logits_item
+from megatron_flex.compare.statistics_comparison import (
+    StatisticsFiles,
+    StatisticsOfDump,
+    StatisticsSource,
+    compare_statistics,
+    find_statistics,
+)
+from megatron_flex.compare.structural_tests import estimate_factor
 from megatron_flex.compare.tensor_pairs import (
     COMPARE_BLOCK,
     DifferenceSums,
@@ -28,7 +39,7 @@ from megatron_flex.compare.tensor_pairs import (
     align_arrays,
     sum_differences,
 )
-from megatron_flex.compare.tensor_tests import TensorTester
+from megatron_flex.compare.tensor_tests import TensorTester, TestedTensor
 from megatron_flex.compare.tolerance import ReductionDepths, Tolerances, read_precision
 from megatron_flex.dump import GRADIENT, PARAMETER_GRADIENT
 from megatron_flex.dump.tools.dump_verification import ReplicaChecksums
@@ -36,6 +47,7 @@ from megatron_flex.errors import DumpError, FlexError, suggest_nearest
 from megatron_flex.progress import progress as shown
 from megatron_flex.progress import track
 from megatron_flex.sites import GRADIENT_SUFFIX
+from megatron_flex.statistics.statistics_reader import OpenStatistics
 
 
 def find_replica_mismatches(source: ComparedDump, iterations: Sequence[int]) -> list[ReplicaMismatch]:
@@ -97,8 +109,8 @@ def compare(
     a few blocks are in memory at a time.
 
     Args:
-        a: a dump, or its path.
-        b: the other dump, or its path.
+        a: a dump, or its path; or statistics, or their folder, of which only the numbers are compared.
+        b: the other dump or statistics, or their path.
         tolerance: how far correct runs may differ, relative to the norm and to the greatest entry: for all
             sites, or by globs over their names. None: derived from dtype and depth.
         tolerance_from: a third dump, or its path, of a run that is correct up to round-off (another layout,
@@ -116,6 +128,13 @@ def compare(
         FlexError: a tolerance is no number, is negative, or both kinds are given.
     """
     _check_tolerance(tolerance, tolerance_from)
+    measured = [find_statistics(source) for source in (a, b)]
+    if any(found is not None for found in measured):
+        if tolerance is not None or tolerance_from is not None:
+            raise FlexError(
+                "tolerance and tolerance_from are for two dumps; statistics have bounds of their own"
+            )
+        return _compare_measured((a, b), measured, allow_missing, iterations, block_bytes)
     with (
         open_compared_dump(a, "A") as one,
         open_compared_dump(b, "B") as two,
@@ -125,6 +144,25 @@ def compare(
         return walk.run(progress, allow_missing)
 
 
+def _compare_measured(
+    sources: Sequence[Any],
+    measured: Sequence[OpenStatistics | None],
+    allow_missing: bool,
+    iterations: Sequence[int] | None,
+    block_bytes: int,
+) -> Comparison:
+    """Compare statistics with statistics, or with a dump."""
+    with ExitStack() as stack:
+        sides: list[StatisticsSource] = []
+        for source, label, found in zip(sources, "AB", measured, strict=True):
+            if found is not None:
+                sides.append(StatisticsFiles(found, label))
+            else:
+                dump = stack.enter_context(open_compared_dump(source, label))
+                sides.append(StatisticsOfDump(dump, block_bytes))
+        return compare_statistics(*sides, allow_missing=allow_missing, iterations=iterations)
+
+
 def _check_tolerance(tolerance: float | Mapping[str, float] | None, tolerance_from: Any) -> None:
     said = tolerance.values() if isinstance(tolerance, Mapping) else [tolerance]
     for value in said:
@@ -132,6 +170,15 @@ def _check_tolerance(tolerance: float | Mapping[str, float] | None, tolerance_fr
             raise FlexError(f"tolerance={value!r}: a number, 0 or greater, as a part of a tensor's norm")
     if tolerance_from is not None and isinstance(tolerance, (int, float)):
         raise FlexError("tolerance and tolerance_from are both given; leave one of them out")
+
+
+@dataclass(frozen=True, slots=True)
+class FirstDivergence:
+    """The first tensor that diverges: the pair with the greatest difference, its sums and tests."""
+
+    pair: TensorPair
+    both: PairSums
+    tested: TestedTensor
 
 
 @dataclass
@@ -149,7 +196,7 @@ class _Comparer:
     missing: list[str] = field(default_factory=list)
     alone: list[list[ComparedTensor]] = field(default_factory=list)
     depths: ReductionDepths = field(init=False)
-    first: tuple[TensorPair, DifferenceSums] | None = None
+    first: FirstDivergence | None = None
 
     def run(self, progress: ProgressFunction | None, allow_missing: bool) -> Comparison:
         items, iterations = self.items(), self.iterations()
@@ -304,7 +351,7 @@ class _Comparer:
             tested.factor_floor,
         )
         if row.diverges and self.first is None:
-            self.first = pair, found
+            self.first = FirstDivergence(pair, both, tested)
             if row.worst is not None:
                 worst = replace(
                     row.worst,
@@ -349,12 +396,21 @@ class _Comparer:
         """The pattern of the first divergence, and other errors there."""
         if self.first is None:
             return
-        pair, found = self.first
+        pair, found = self.first.pair, self.first.both.sums
         shares = find_dim_shares(self.a, pair)
         for place, more in find_dim_shares(self.b, pair).items():
             shares.setdefault(place, []).extend(more)
         axes = {**self.a.told, **self.b.told}
-        yield from explain_divergence(pair, found, shares, axes, self.most)
+        profile, tested = self.first.both.profile, self.first.tested
+        factor = estimate_factor(profile) if profile is not None else (0.0, math.inf)
+        noise = min(tested.floor, 0.5)
+        patterns = explain_divergence(pair, found, shares, axes, self.most, noise, factor)
+        evidence = [o.evidence for o in tested.outcomes if o.evidence and o.excess > 1]
+        if any("constant factor" in p for p in patterns):
+            evidence = [e for e in evidence if not e.startswith("B is A times")]
+        yield from CrossSiteEvidence(self.a, self.b, rows, self.most).explain(pair)
+        yield from patterns
+        yield from (e for e in evidence if e not in patterns)
         module = pair.item.site.partition(":")[0]
         for this_run, other, alone in (("A", "B", self.alone[0]), ("B", "A", self.alone[1])):
             inside = [

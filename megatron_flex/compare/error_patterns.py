@@ -19,7 +19,9 @@ from megatron_flex.errors import LayoutError
 from megatron_flex.layout import Dim, Layout, Sizes, spans
 
 MOST_MATCHED_ROWS, MOST_MATCHED_COLUMNS = 2048, 512  # at most this many are matched against each other
-MOST_LISTED = 8  # hook points listed in a sentence
+MOST_LISTED = 8  # entries listed in a sentence
+NOISE_CONTRAST = 50.0  # of the energy of an entry over the median
+ROW_MARGIN = 8.0  # of the distance of matching rows over the relative noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,14 @@ def _list_coordinates(sizes: Mapping[str, int]) -> list[dict[str, int]]:
     return out
 
 
+def find_wrong(energy: Tensor) -> Tensor:
+    """The entries of a dim that differ; beyond the noise of the others, where most of them are right."""
+    some = energy > energy.sum() * 1e-9
+    typical = float(energy.median())
+    above = energy > NOISE_CONTRAST * typical
+    return (above if typical > 0 and above.any() else some).nonzero().flatten()
+
+
 def find_wrong_ranks(energy: Tensor, found: Sequence[DimShares], numbers: Sequence[int]) -> list[str]:
     """Whether an error is only in the shards of some coordinates, or only at their borders.
 
@@ -73,7 +83,7 @@ def find_wrong_ranks(energy: Tensor, found: Sequence[DimShares], numbers: Sequen
         numbers: the indices of those entries in the full tensor.
     """
     out = []
-    wrong = {numbers[int(i)] for i in (energy > energy.sum() * 1e-9).nonzero()}
+    wrong = {numbers[int(i)] for i in find_wrong(energy)}
     last = max(numbers)
     for share in found:
         ill = [c for c, part in enumerate(share.parts) if wrong & set(part)]
@@ -91,35 +101,46 @@ def find_wrong_ranks(energy: Tensor, found: Sequence[DimShares], numbers: Sequen
 
 def find_wrong_entries(name: str, energy: Tensor, numbers: Sequence[int]) -> str:
     """The entries of a dim that differ, if not all do."""
-    wrong = [int(i) for i in (energy > energy.sum() * 1e-9).nonzero()]
+    wrong = [int(i) for i in find_wrong(energy)]
     if not 0 < len(wrong) < len(energy):
         return ""
     return f"{len(wrong)} of {len(energy)} {name} differ: {_format_list([numbers[i] for i in wrong])}"
 
 
-def find_constant_factor(ratio: float, rest: float, axes: Mapping[str, int]) -> str:
+def find_constant_factor(
+    ratio: float, rest: float, axes: Mapping[str, int], noise: float = 0.0, error: float = math.inf
+) -> str:
     """Whether one is a multiple of the other, and which sizes could be the factor.
 
     Args:
         ratio: the best-fitting factor, B over A.
         rest: the norm of the remaining difference, over the norm of B.
         axes: sizes that could be the factor, by name.
+        noise: the relative difference that round-off may make there, which the remaining one may have.
+        error: the standard error of the factor; infinite if it was not estimated.
     """
-    if not math.isfinite(ratio) or abs(ratio - 1) < 1e-3 or rest > 1e-2 * min(abs(ratio - 1), 1):
+    if not math.isfinite(ratio) or ratio == 1:
         return ""
+    gap = abs(ratio - 1)
+    exact = gap >= 1e-3 and rest <= 1e-2 * min(gap, 1)
+    pooled = gap > 8 * error and rest <= max(min(noise, gap), 0.7 * gap if gap < 0.3 else 0.1 * gap)
+    if not exact and not pooled:
+        return ""
+    close = max(1e-3, min(3 * error, 0.02)) if math.isfinite(error) else 1e-3
     named = {n: s for n, s in axes.items() if s > 1}
     wording: list[str] = []
     for count in range(1, len(named) + 1):
         for chosen in combinations(named, count):
             size = math.prod(named[n] for n in chosen)
             product_of = " x ".join(chosen)
-            if math.isclose(ratio, size, rel_tol=1e-3):
+            if math.isclose(ratio, size, rel_tol=close):
                 wording.append(product_of)
-            elif math.isclose(ratio, 1 / size, rel_tol=1e-3):
+            elif math.isclose(ratio, 1 / size, rel_tol=close):
                 wording.append(f"1 / ({product_of})" if count > 1 else f"1 / {product_of}")
         if wording:
             break
-    return f"B is A times a constant factor, {ratio:.6g}" + (
+    digits = f"1 {'+' if ratio > 1 else '-'} {gap:.3g}" if gap < 1e-3 else f"{ratio:.6g}"
+    return f"B is A times a constant factor, {digits}" + (
         f", which is {' or '.join(wording)}" if wording else ""
     )
 
@@ -143,7 +164,12 @@ def find_common_vector(name: str, difference: Tensor, scale: float) -> str:
 
 
 def find_permutation(
-    name: str, a: Tensor, b: Tensor, numbers: Sequence[int], known: Mapping[str, Callable[[int], list[int]]]
+    name: str,
+    a: Tensor,
+    b: Tensor,
+    numbers: Sequence[int],
+    known: Mapping[str, Callable[[int], list[int]]],
+    noise: float = 0.0,
 ) -> str:
     """Whether rows of one are rows of the other in another order.
 
@@ -153,11 +179,12 @@ def find_permutation(
         b: likewise.
         numbers: the numbers of the rows.
         known: orders with a name, as functions of the number of rows: row i of B would be row f[i] of A.
+        noise: the relative difference of matching rows.
     """
     left, right = (t.reshape(len(t), -1)[:, :MOST_MATCHED_COLUMNS].double() for t in (a, b))
     if not 2 <= len(left) <= MOST_MATCHED_ROWS or not (left.isfinite().all() and right.isfinite().all()):
         return ""
-    close = 1e-3 * max(float(left.norm(dim=1).max()), 1e-300)
+    close = min(max(1e-3, ROW_MARGIN * noise), 0.3) * max(float(left.norm(dim=1).max()), 1e-300)
     wrong = ((left - right).norm(dim=1) > close).nonzero().flatten()
     if len(wrong) < 2:
         return ""
@@ -168,10 +195,35 @@ def find_permutation(
     distance, place = torch.cdist(right[wrong], left).min(1)
     if float((distance <= close).double().mean()) < 0.9:
         return ""
-    pairs = [f"{numbers[int(i)]}<-{numbers[int(p)]}" for i, p in zip(wrong, place, strict=True)]
+    pairs = _compress_moves([(numbers[int(i)], numbers[int(p)]) for i, p in zip(wrong, place, strict=True)])
     kept = set(range(len(left))) - {int(i) for i in wrong}
     again = bool(kept & {int(p) for p in place}) or len(set(place.tolist())) < len(place)
-    return f"{name} are {'repeated' if again else 'permuted'} (B<-A): {_format_list(pairs)}"
+    found = f"{name} are {'repeated' if again else 'permuted'} (B<-A): {_format_list(pairs)}"
+    shift = find_shift(name, ", ".join(pairs)) if len(wrong) > 2 and name == "tokens" else ""
+    return f"{found}; {shift}" if shift else found
+
+
+def _compress_moves(moves: Sequence[tuple[int, int]]) -> list[str]:
+    """`to<-from` for each, runs of neighbours as one."""
+    runs: list[tuple[int, int, int]] = []
+    for to, source in moves:
+        if runs and (to, source) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + 1)
+        else:
+            runs.append((to, source, 1))
+    return [
+        f"{to}<-{source}" if n == 1 else f"{to}..{to + n - 1}<-{source}..{source + n - 1}"
+        for to, source, n in runs
+    ]
+
+
+def find_shift(name: str, moves: str) -> str:
+    """How far rows were shifted, if all moved by the same number; empty otherwise."""
+    found = {
+        int(source.split("..")[0]) - int(to.split("..")[0])
+        for to, source in (m.split("<-") for m in moves.split(", ") if "<-" in m)
+    }
+    return f"{name} are shifted by {abs(found.pop())}" if len(found) == 1 else ""
 
 
 def make_contiguous_order(size: int, zigzag: bool) -> Callable[[int], list[int]]:
@@ -288,7 +340,7 @@ def _is_holder(source: ComparedDump, dim: Dim, length: int, coords: Mapping[str,
         return True
 
 
-ENTRY_NAMES = {SAMPLE_AXIS: "samples", TOKEN_AXIS: "tokens"}
+ENTRY_NAMES = {SAMPLE_AXIS: "samples", TOKEN_AXIS: "tokens", "n": "heads", "g": "groups of heads"}
 
 
 def explain_divergence(
@@ -297,6 +349,8 @@ def explain_divergence(
     held: Mapping[int, Sequence[DimShares]],
     axes: Mapping[str, int],
     most: int = COMPARE_BLOCK,
+    noise: float = 0.0,
+    factor: tuple[float, float] = (0.0, math.inf),
 ) -> list[str]:
     """The patterns of the error.
 
@@ -306,6 +360,8 @@ def explain_divergence(
         held: the shards, by dim.
         axes: sizes that a constant factor could come from, by name.
         most: maximum bytes of a block.
+        noise: the relative difference that round-off may make there.
+        factor: the constant factor minus 1, and its standard error.
     """
     if found.discrete:
         part = f"{found.differing} of {found.count} entries differ"
@@ -321,9 +377,9 @@ def explain_divergence(
         return [f"{zeros[0]} is zero everywhere"]
     ratio = found.dots / found.squares_a
     rest = math.sqrt(max(found.squares_b - ratio * found.dots, 0.0) / found.squares_b)
-    if hint := find_constant_factor(ratio, rest, axes):
+    if hint := find_constant_factor(ratio, rest, axes, noise, factor[1]):
         return [hint]
-    hints = _find_permutations(pair, found, held, most)
+    hints = _find_permutations(pair, found, held, most, noise)
     hints += [
         f"{n} is zero wherever they differ" for n, squares in zip("AB", norms, strict=True) if not squares
     ]
@@ -367,7 +423,11 @@ def _measure_energies(pair: TensorPair, most: int, broken: bool) -> tuple[list[T
 
 
 def _find_permutations(
-    pair: TensorPair, found: DifferenceSums, held: Mapping[int, Sequence[DimShares]], most: int
+    pair: TensorPair,
+    found: DifferenceSums,
+    held: Mapping[int, Sequence[DimShares]],
+    most: int,
+    noise: float,
 ) -> list[str]:
     """Rows permuted along one of the dims, or a vector that was added to all of them."""
     out = []
@@ -381,7 +441,7 @@ def _find_permutations(
             if share.axis == "cp":
                 text = f"as if {share.run}'s {share.size} context parallel ranks had contiguous parts"
                 known[f"{text}, and not zigzag ones"] = make_contiguous_order(share.size, share.run == "A")
-        hint = find_permutation(name, a, b, pair.numbers[place], known)
+        hint = find_permutation(name, a, b, pair.numbers[place], known, noise)
         if not hint and dim == TOKEN_AXIS:
             hint = find_common_vector(name, b.double() - a.double(), float(a.double().norm()))
         out += [hint] if hint else []

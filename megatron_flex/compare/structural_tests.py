@@ -212,7 +212,7 @@ def check_offset(profile: DifferenceProfile, weights: float, unit: float) -> Out
     size, share = math.sqrt(common / reference), common / energy
     if size < max(4 * weights, 2 * unit):
         share = 0.0
-    text = f"{share:.0%} of the difference is one vector, the same for all tokens"
+    text = f"{share:.0%} of the difference is the same vector for all tokens: an offset or a bias"
     return Outcome("offset", share, OFFSET_SHARE, text if share > OFFSET_SHARE else "")
 
 

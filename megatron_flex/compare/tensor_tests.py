@@ -16,8 +16,6 @@ from megatron_flex.compare.compared_dump import (
 from megatron_flex.compare.difference_profile import DifferenceProfile
 from megatron_flex.compare.error_patterns import find_dim_shares
 from megatron_flex.compare.noise_scale import (
-    PEAK_GROWTH,
-    STEP_GROWTH,
     NoiseScale,
     ParameterNoise,
     measure_parameter,
@@ -163,16 +161,9 @@ class TensorTester:
             late = min(derived * (1 + self.unseen_steps), max(derived, MOST_TOLERANCE))
             return late, late
         own = self.noise.bounds(item, self.tolerances.depths.of(item))
-        if self.noise.flipped:
+        if not self.noise.same_weights or self.noise.flipped or self.unseen_steps:
             return own[0] + cast, own[1] + cast
-        read = self.noise.read_by(item)
-        most = derived
-        if not self.noise.same_weights or self.unseen_steps:
-            derived, most = (
-                min(derived * (1 + self.iteration), max(derived, n * MOST_TOLERANCE)) for n in (1, 2)
-            )
-        ceilings = derived + 2 * STEP_GROWTH * read.relative, most + 2 * PEAK_GROWTH * read.peak
-        return min(own[0] + cast, ceilings[0]), min(own[1] + cast, ceilings[1])
+        return min(own[0] + cast, derived), min(own[1] + cast, derived)
 
     def _factor_floor(self, item: ComparedTensor, found: PairSums) -> float:
         if found.profile is None:

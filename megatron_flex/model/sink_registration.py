@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -27,6 +27,7 @@ from megatron_flex.statistics.statistics_records import Sink
 
 INDEXED_POINT = re.compile(r"(.+:.+)\[(\d+)\]")  # a point, and the index of one of its tensors
 MAX_NAMES_SHOWN = 8  # names in one warning
+HALF_FLAGS = {"bfloat16": "bf16", "float16": "fp16"}  # dtypes, and the flags of Megatron's config for them
 
 
 class SinkPurpose(NamedTuple):
@@ -180,9 +181,19 @@ class SinkRegistration:
         session, names = self._session, [] if wanted.parameters is None else wanted.parameters.names
         copies = session.survey.first_copies()
         parameters = [copies[name] for name in names]
-        header = make_header(statistics, session.adapter.name, session.mesh, wanted.values, parameters)
+        model = self._describe_model()
+        header = make_header(statistics, session.adapter.name, session.mesh, wanted.values, parameters, model)
         first = session.mesh.is_first(a.name for a in session.mesh)
         return open_writers(statistics, header, first, training_writers)
+
+    def _describe_model(self) -> dict[str, Any]:
+        """The compute dtype, width and depth of the model, as far as the framework's config has them."""
+        config = getattr(self._chunks[0], "config", getattr(self._session.adapter, "config", None))
+        half = next((n for n, attribute in HALF_FLAGS.items() if getattr(config, attribute, False)), None)
+        weight = next((p for p in self._chunks[0].parameters() if p.is_floating_point()), None)
+        dtype = half or ("" if weight is None else str(weight.dtype).removeprefix("torch."))
+        sizes = {n: getattr(config, n, None) for n in ("hidden_size", "num_layers")}
+        return {"dtype": dtype, **{n: v for n, v in sizes.items() if isinstance(v, int)}}
 
     def _why_unmeasurable(self, site: Site) -> str:
         if not site.inferred and is_partial(site.layout, self._session.mesh.sizes):

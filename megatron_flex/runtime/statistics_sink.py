@@ -5,11 +5,11 @@ header of the file.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
 from os.path import realpath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -514,6 +514,7 @@ def make_header(
     mesh: Mesh,
     sites: Sequence[Site],
     parameters: Sequence[ParameterSite] = (),
+    model: Mapping[str, Any] | None = None,
 ) -> StatisticsHeader:
     """Make the header of a run, with the fields that every rank knows.
 
@@ -523,6 +524,7 @@ def make_header(
         mesh: the axes of the run.
         sites: the measured sites, in model order.
         parameters: the parameters whose gradients are measured.
+        model: what a comparison needs to know of the model: `dtype`, `hidden_size`, `num_layers`.
     """
     s = statistics
     places: list[Site | ParameterSite] = [*sites, *parameters]
@@ -538,5 +540,6 @@ def make_header(
             "every": s.every,
             "gradients": s.gradients,
             "histogram": s.histogram,
+            "model": dict(model or {}),
         },
     )

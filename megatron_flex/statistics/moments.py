@@ -377,3 +377,25 @@ def _derive_statistics(row: list[float], absmax: float) -> dict[str, float | Non
         about = fourth - 4 * first * third + 6 * first * first * second - 3 * first**4
         out["kurtosis"] = about / variance / variance
     return {name: v if v is not None and math.isfinite(v) else None for name, v in out.items()}
+
+
+def make_statistics(
+    name: str, kind: StatisticsKind, iteration: int, sums: MomentSums, microbatches: int
+) -> TensorStatistics | None:
+    """The statistics of one full tensor whose parts were added up here, without other ranks.
+
+    Args:
+        name: with `.grad` appended for a gradient.
+        kind: what it is.
+        iteration: its number.
+        sums: over all parts.
+        microbatches: the number of parts.
+
+    Returns:
+        The statistics; None if nothing was added.
+    """
+    table = MomentTable((MomentEntry(name, kind, 0),), 1, True)
+    head = [0.0] * HEAD_WIDTH
+    head[HEAD_MICROBATCHES] = float(microbatches)
+    found = table.measured(iteration, table.pack({0: sums}, set(), head, 0), None)
+    return found[0] if found else None

@@ -162,7 +162,7 @@ class OpenStatistics:
         rows = [rows[name] for rows in self._rows.values() if name in rows]
         columns: dict[str, list[Any]] = {n: [getattr(row, n) for row in rows] for n in INTEGER_COLUMNS}
         columns |= {n: [_replace_none(getattr(row, n)) for row in rows] for n in FLOAT_COLUMNS}
-        columns["histogram"] = [_expand_histogram(row).histogram for row in rows]
+        columns["histogram"] = [expand_histogram(row).histogram for row in rows]
         columns["iterations"] = columns["iteration"]
         wanted = [f.name for f in fields(StatisticsSeries) if f.name != "site"]
         return StatisticsSeries(name, **{n: columns[n] for n in wanted})
@@ -171,7 +171,7 @@ class OpenStatistics:
         """Return all rows, by iteration, each iteration in model order."""
         for rows in self._rows.values():
             for row in sorted(rows.values(), key=lambda row: row.order):
-                yield _expand_histogram(row)
+                yield expand_histogram(row)
 
     def table(self) -> dict[str, list[Any]]:
         """Return all rows as columns, for `pandas.DataFrame(...)`; None for missing numbers."""
@@ -235,7 +235,7 @@ def _replace_none(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _expand_histogram(row: TensorStatistics) -> TensorStatistics:
+def expand_histogram(row: TensorStatistics) -> TensorStatistics:
     """A row whose histogram has all its bins."""
     if not row.histogram:
         return row

@@ -1,0 +1,361 @@
+"""Statistics of two runs, or a dump and statistics: the first tensor whose numbers differ beyond round-off.
+
+Statistics have no entries to align. What they can show is a factor (norm, std), an offset (mean), an outlier
+(absmax), zeros, NaNs, and another distribution (the histogram).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from megatron_flex.compare.compared_dump import (
+    GRADIENT,
+    PARAMETER,
+    PARAMETER_GRADIENT,
+    VALUE,
+    ComparedDump,
+    ComparedTensor,
+)
+from megatron_flex.compare.comparison import Comparison, Row
+from megatron_flex.compare.structural_tests import Outcome
+from megatron_flex.compare.tensor_pairs import split_into_blocks
+from megatron_flex.compare.tolerance import (
+    DERIVED_MARGIN,
+    FP32_ROUNDOFF,
+    MOST_TOLERANCE,
+    ReductionDepths,
+    find_coarsest_dtype,
+    get_unit_roundoff,
+    read_precision,
+)
+from megatron_flex.errors import DumpError
+from megatron_flex.progress import track
+from megatron_flex.sites import GRADIENT_SUFFIX
+from megatron_flex.statistics.moments import MomentSums, make_statistics
+from megatron_flex.statistics.statistics_files import list_files
+from megatron_flex.statistics.statistics_reader import OpenStatistics, expand_histogram, open_statistics
+from megatron_flex.statistics.statistics_records import StatisticsKind, TensorStatistics
+
+GROWTH = 4.0  # from what the statistics so far differ by to the next tensor's; correct pairs reach 2
+POOLED_POWER, POOLED_LEAST = (
+    0.25,
+    1.0,
+)  # a sum of n entries has derived / n^(1/4) of round-off; they reach 0.17
+ZERO_SHARE = 0.02  # of entries that round-off may turn into zeros or from them
+HISTOGRAM_SHARE = 3.0  # entries that cross a power of two, over the relative difference
+KINDS: dict[str, StatisticsKind] = {
+    VALUE: "value",
+    GRADIENT: "gradient",
+    PARAMETER_GRADIENT: "parameter_gradient",
+}
+ASSUMED_DTYPE = torch.bfloat16  # of statistics whose header has none
+
+
+class StatisticsSource(Protocol):
+    """One of the two sides.
+
+    Attributes:
+        label: `A` or `B`.
+        iterations: the numbers of its iterations.
+        names: its tensors, with `.grad` for gradients, in execution order.
+    """
+
+    label: str
+    iterations: Sequence[int]
+    names: Sequence[str]
+
+    def describe(self) -> str:
+        """The side as text."""
+        ...
+
+    def row(self, name: str, iteration: int) -> TensorStatistics | None:
+        """The statistics of one tensor; None if there are none."""
+        ...
+
+    def precision(self) -> tuple[torch.dtype | None, int]:
+        """The compute dtype and the hidden size; None if the dtype is unknown."""
+        ...
+
+
+def find_statistics(source: object) -> OpenStatistics | None:
+    """The statistics that an argument of `compare` is, or is the folder or file of; None for a dump."""
+    if isinstance(source, OpenStatistics):
+        return source
+    if not isinstance(source, (str, PathLike)):
+        return None
+    path = Path(source)
+    is_file = path.is_file() and path.name.startswith("statistics-")
+    is_folder = path.is_dir() and not any(path.glob("run-[0-9]*")) and bool(list_files(path))
+    return open_statistics(path) if is_file or is_folder else None
+
+
+class StatisticsFiles:
+    """Statistics that a run wrote.
+
+    Args:
+        found: the result of `open_statistics`.
+        label: `A` or `B`.
+    """
+
+    def __init__(self, found: OpenStatistics, label: str) -> None:
+        self.found, self.label = found, label
+        self.iterations: Sequence[int] = found.iterations
+        self.names: Sequence[str] = _sort_by_execution(found)
+
+    def describe(self) -> str:
+        """The folder, the mesh and the number of iterations."""
+        axes = {} if not self.found.headers else self.found.headers[-1].axes
+        mesh = " x ".join(f"{a}={n}" for a, n in axes.items() if n > 1 and a != "edp") or "one rank"
+        return f"{self.found.path} ({mesh}, {len(self.iterations)} iterations of statistics)"
+
+    def row(self, name: str, iteration: int) -> TensorStatistics | None:
+        """The statistics of one tensor."""
+        row = self.found.by_iteration.get(iteration, {}).get(name)
+        return None if row is None else expand_histogram(row)
+
+    def precision(self) -> tuple[torch.dtype | None, int]:
+        """From the header."""
+        model: Mapping[str, object] = {}
+        if self.found.headers:
+            known = self.found.headers[-1].settings.get("model")
+            model = known if isinstance(known, Mapping) else {}
+        dtype = getattr(torch, str(model.get("dtype") or "none"), None)
+        width = model.get("hidden_size")
+        return (dtype if isinstance(dtype, torch.dtype) else None), width if isinstance(width, int) else 0
+
+
+class StatisticsOfDump:
+    """The statistics of a dump's tensors, computed when they are asked for, block by block.
+
+    Args:
+        dump: the dump.
+        most: bytes of one block in fp64.
+    """
+
+    def __init__(self, dump: ComparedDump, most: int) -> None:
+        self.dump, self.label, self.most = dump, dump.label, most
+        self.iterations: Sequence[int] = dump.iterations
+        self._items: dict[str, list[ComparedTensor]] = {}
+        for item in dump.items():
+            if item.kind != PARAMETER:
+                name = ComparedTensor(item.site, item.kind).name
+                self._items.setdefault(name, []).append(item)
+        self.names: Sequence[str] = list(self._items)
+
+    def describe(self) -> str:
+        """The dump as text."""
+        return self.dump.describe()
+
+    def precision(self) -> tuple[torch.dtype | None, int]:
+        """From the manifest."""
+        found = read_precision(self.dump)
+        known = (self.dump.array(i).dtype for i in self.dump.items())
+        return found.computed or find_coarsest_dtype(list(known)), found.width
+
+    def row(self, name: str, iteration: int) -> TensorStatistics | None:
+        """The statistics of all calls of a tensor."""
+        sums, microbatches, items = MomentSums(), 0, self._items.get(name, [])
+        for item in items:
+            array = self.dump.array(item)
+            if iteration not in array.iterations:
+                return None
+            for piece in array.at(iteration).microbatch_arrays():
+                microbatches += 1
+                for block in split_into_blocks(piece.array.shape, self.most):
+                    sums.add(piece.array[block].torch())
+        kind = KINDS.get(items[0].kind) if items else None
+        return None if kind is None else make_statistics(name, kind, iteration, sums, microbatches)
+
+
+def _sort_by_execution(found: OpenStatistics) -> list[str]:
+    """Values forward, gradients backward, gradients of parameters."""
+    kinds: dict[str, str] = {}
+    for rows in found.by_iteration.values():
+        kinds |= {name: row.kind for name, row in rows.items()}
+    order = {kind: [n for n in found.sites if kinds[n] == kind] for kind in set(kinds.values())}
+    return [
+        *order.get(VALUE, []),
+        *reversed(order.get(GRADIENT, [])),
+        *reversed(order.get(PARAMETER_GRADIENT, [])),
+    ]
+
+
+@dataclass
+class StatisticsTester:
+    """Tests the statistics of tensors, in the order in which these were computed.
+
+    Args:
+        depths: reductions before each tensor.
+        unit: the unit roundoff of the less precise run.
+    """
+
+    depths: ReductionDepths
+    unit: float
+    noise: float = 0.0
+
+    def test(self, a: TensorStatistics, b: TensorStatistics, steps: int) -> tuple[Outcome, float]:
+        """The test that exceeds its bound by most, and the smallest factor that would be detected.
+
+        Args:
+            a: of the first side.
+            b: of the second.
+            steps: earlier optimizer steps, in which parameters may have come apart.
+        """
+        site = a.site.removesuffix(GRADIENT_SUFFIX)
+        depth = self.depths.of(ComparedTensor(site, a.kind))
+        derived = min(DERIVED_MARGIN * self.unit * math.sqrt(depth) * (1 + steps), MOST_TOLERANCE)
+        pooled = derived * min(1.0, POOLED_LEAST * max(a.count, 1) ** -POOLED_POWER)
+        bound = max(min(GROWTH * self.noise, derived), pooled)
+        outcomes = list(self._list_outcomes(a, b, derived, bound))
+        worst = max(outcomes, key=lambda o: o.excess)
+        if worst.excess <= 1:
+            worst = outcomes[0]
+            self.noise = max(self.noise, outcomes[0].statistic)
+        return worst, bound
+
+    def _list_outcomes(
+        self, a: TensorStatistics, b: TensorStatistics, derived: float, bound: float
+    ) -> Iterator[Outcome]:
+        norms = a.norm or 0.0, b.norm or 0.0
+        ratio = norms[1] / norms[0] if norms[0] else (1.0 if not norms[1] else math.inf)
+        yield _outcome("norm of statistics", abs(ratio - 1), bound, f"the norm of B is {ratio:.6g} times A's")
+        scale = max(a.rms or 0.0, b.rms or 0.0)
+        if scale:
+            shift = ((b.mean or 0.0) - (a.mean or 0.0)) / scale
+            yield _outcome("mean", abs(shift), bound, f"the mean of B is {shift:+.3g} rms from A's")
+            spread = abs((b.std or 0.0) - (a.std or 0.0)) / scale
+            yield _outcome("std", spread, bound, f"std is {a.std:.6g} in A and {b.std:.6g} in B")
+        peak = max(a.absmax or 0.0, b.absmax or 0.0)
+        if peak:
+            gap = abs((b.absmax or 0.0) - (a.absmax or 0.0)) / peak
+            yield _outcome("absmax", gap, derived, f"absmax is {a.absmax:.6g} in A and {b.absmax:.6g} in B")
+        zeros = abs((b.zeros or 0.0) - (a.zeros or 0.0))
+        text = f"{a.zeros or 0.0:.1%} of A and {b.zeros or 0.0:.1%} of B are zero"
+        yield _outcome("zeros", zeros, ZERO_SHARE, text)
+        broken = abs(a.nans - b.nans) + abs(a.infinities - b.infinities)
+        yield _outcome("NaN", float(broken), 0.0, f"{b.nans + b.infinities} entries of B are NaN or infinite")
+        if a.histogram and b.histogram:
+            moved = _compare_histograms(a, b)
+            most = max(HISTOGRAM_SHARE * derived, ZERO_SHARE)
+            yield _outcome("histogram", moved, most, f"{moved:.1%} of the entries have another magnitude")
+
+
+def _outcome(test: str, statistic: float, bound: float, text: str) -> Outcome:
+    return Outcome(test, statistic, bound, text if not statistic <= bound else "")
+
+
+def _compare_histograms(a: TensorStatistics, b: TensorStatistics) -> float:
+    """The greatest difference of the two distributions (Kolmogorov and Smirnov's statistic)."""
+    gaps, one, two = [0.0], 0, 0
+    for left, right in zip(a.histogram, b.histogram, strict=True):
+        one, two = one + left, two + right
+        gaps.append(abs(one / max(a.count, 1) - two / max(b.count, 1)))
+    return max(gaps)
+
+
+def compare_statistics(
+    a: StatisticsSource,
+    b: StatisticsSource,
+    *,
+    allow_missing: bool = False,
+    iterations: Sequence[int] | None = None,
+) -> Comparison:
+    """Compare the statistics of two runs, or of a dump and a run.
+
+    Args:
+        a: the first side.
+        b: the second side.
+        allow_missing: whether tensors or iterations may be in only one of them.
+        iterations: the iterations to compare; None for all that both have.
+
+    Raises:
+        DumpError: they have nothing in common.
+    """
+    missing, notes = _list_missing(a, b), []
+    common = [n for n in a.names if n in set(b.names)]
+    both = sorted(set(a.iterations) & set(b.iterations))
+    if not common or not both:
+        raise DumpError(f"{a.describe()} and {b.describe()} have no tensor and iteration in common")
+    known = [s.precision() for s in (a, b)]
+    if any(dtype is None for dtype, _ in known):
+        notes.append("the dtype of a run is not recorded; that of bf16 is assumed for its round-off")
+    unit = max(
+        get_unit_roundoff(dtype or ASSUMED_DTYPE) + FP32_ROUNDOFF * math.sqrt(width or 4096)
+        for dtype, width in known
+    )
+    values = [n for n in common if not n.endswith(GRADIENT_SUFFIX)]
+    rows: list[Row] = []
+    for iteration in track(both if iterations is None else iterations, "comparing", unit="iterations"):
+        tester = StatisticsTester(ReductionDepths(values), unit)
+        for name in common:
+            one, two = a.row(name, iteration), b.row(name, iteration)
+            if one is None or two is None:
+                missing.append(f"iteration {iteration} of {name} is in one of them only")
+            elif one.count != two.count:
+                missing.append(
+                    f"not compared: {name}, iteration {iteration}: {one.count:,} entries in A and "
+                    f"{two.count:,} in B"
+                )
+            else:
+                rows.append(_make_row(one, two, *tester.test(one, two, iteration)))
+    if not rows:
+        raise DumpError(f"{a.describe()} and {b.describe()} have nothing in common: {'; '.join(missing)}")
+    return Comparison(
+        a.describe(),
+        b.describe(),
+        tuple(rows),
+        (),
+        tuple(_explain(rows)),
+        (*missing, *notes),
+        tuple(missing),
+        allow_missing,
+    )
+
+
+def _list_missing(a: StatisticsSource, b: StatisticsSource) -> list[str]:
+    out = []
+    for one, other in ((a, b), (b, a)):
+        names = [n for n in one.names if n not in set(other.names)]
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            out.append(f"only in {one.label}: {', '.join(names[:5])}{more}")
+        numbers = sorted(set(one.iterations) - set(other.iterations))
+        if numbers:
+            out.append(f"iterations only in {one.label}: {', '.join(map(str, numbers[:5]))}")
+    return out
+
+
+def _make_row(a: TensorStatistics, b: TensorStatistics, worst: Outcome, floor: float) -> Row:
+    norms = a.norm or 0.0, b.norm or 0.0
+    relative = abs(norms[1] - norms[0]) / max(norms) if max(norms) else 0.0
+    same = (a.norm, a.mean, a.absmax, a.zeros, a.nans) == (b.norm, b.mean, b.absmax, b.zeros, b.nans)
+    return Row(
+        a.site,
+        a.kind,
+        a.iteration,
+        a.count,
+        relative,
+        math.nan,
+        abs((a.absmax or 0.0) - (b.absmax or 0.0)),
+        worst.statistic,
+        worst.bound,
+        same and worst.statistic == 0,
+        None,
+        worst.test,
+        worst.evidence,
+        floor,
+        floor,
+    )
+
+
+def _explain(rows: Sequence[Row]) -> Iterator[str]:
+    first = next((r for r in rows if r.diverges), None)
+    if first is not None and first.evidence:
+        yield first.evidence
