@@ -149,7 +149,7 @@ def test_the_bench_goes_on_where_it_was_stopped(
     seen = {p[0] for p in found["probes"] if p[1]}
     missed = set(magnitudes) - seen
     assert magnitudes[0] == 0.1
-    assert max(missed) < min(seen) <= 2 * max(missed), "the least that is seen, to within a factor of two"
+    assert max(missed) < min(seen) <= 4 * max(missed), "the least that is seen, to within a factor of four"
     assert f"| relative | {min(seen):.1e} |" in page.read_text()
     capsys.readouterr()
     detection.main(words)
