@@ -14,6 +14,7 @@ from megatron_flex.compare.compared_dump import (
     PARAMETER,
     SAMPLE_AXIS,
     TOKEN_AXIS,
+    VALUE,
     ComparedDump,
     ComparedTensor,
     open_compared_dump,
@@ -21,6 +22,7 @@ from megatron_flex.compare.compared_dump import (
 from megatron_flex.compare.comparison import Comparison, ReplicaMismatch, Row, Worst
 from megatron_flex.compare.cross_site_evidence import CrossSiteEvidence
 from megatron_flex.compare.error_patterns import explain_divergence, find_dim_shares, find_holders
+from megatron_flex.compare.input_tokens import EMBEDDING, find_other_tokens
 from megatron_flex.compare.parameter_drift import ParameterDrift
 from megatron_flex.compare.routing_ties import RoutingTies, find_routing_ties, get_logits_item
 from megatron_flex.compare.statistics_comparison import (
@@ -218,6 +220,7 @@ class _Comparer:
             *find_replica_mismatches(self.b, iterations),
         ]
         hints = self.explain_first_divergence(rows)
+        other_tokens = self.find_other_tokens()
         return Comparison(
             self.a.describe(),
             self.b.describe(),
@@ -227,7 +230,18 @@ class _Comparer:
             (*self.missing, *self.notes),
             tuple(self.missing),
             allow_missing,
+            other_tokens,
         )
+
+    def find_other_tokens(self) -> str:
+        """Why the two runs did not read the same tokens; empty if they did, or it cannot be known."""
+        if self.first is None:
+            return ""
+        pair = self.first.pair
+        if pair.item.kind != VALUE or not pair.item.site.startswith(EMBEDDING):
+            return ""
+        tables = [i for i in self.b.items() if i.kind == PARAMETER and "word_embeddings" in i.site]
+        return find_other_tokens(pair, tables[0] if tables else None, self.b)
 
     def rows(
         self,

@@ -23,6 +23,7 @@ NUMBERED = re.compile(r"\b(layers|local_experts)\.(\d+)\b")
 MOST_CANDIDATES = 64  # tensors of other layers or experts that one is compared with
 MATCH = 0.1  # of the difference to the tensor itself, that one to its source may be
 REDUCED_FROM = {"output": "partial"}  # points of a module: the result of a reduction, and its summands
+SIBLINGS = (("q", "k", "v"), ("gate", "up"))
 REDUCED_FROM_BACKWARD = {"input": "gemm_input"}
 
 
@@ -53,6 +54,7 @@ class CrossSiteEvidence:
         if item.kind == PARAMETER_GRADIENT:
             yield from self._find_unreduced_gradients(pair.iteration)
         yield from self._find_source(pair)
+        yield from self._find_sibling(pair)
         if item.kind == VALUE and item.site.endswith((":scores", ":probs")):
             yield from self._find_mask(pair)
 
@@ -133,6 +135,22 @@ class CrossSiteEvidence:
                     f"{what} are permuted, repeated, or dealt out to other ranks"
                 )
                 return
+
+    def _find_sibling(self, pair: TensorPair) -> Iterator[str]:
+        """Whether it is another tensor of the same module: keys for values, gate for up."""
+        item, known = pair.item, set(self.a.items())
+        module, _, point = item.site.partition(":")
+        group = next((g for g in SIBLINGS if point in g), ())
+        own = sum_differences([pair], self.most).sums.relative
+        for other in group:
+            candidate = ComparedTensor(f"{module}:{other}", item.kind, item.call)
+            if other == point or candidate not in known:
+                continue
+            found = align_arrays(item, pair.iteration, self.a.array(candidate), self.b.array(item))
+            if isinstance(found, str) or found[0].shape != pair.shape:
+                continue
+            if sum_differences(found, self.most).sums.relative <= MATCH * own:
+                yield f"B's {item.name} is A's {candidate.name}: {point} and {other} are swapped"
 
     def _list_candidates(self, item: ComparedTensor) -> Iterator[ComparedTensor]:
         """The same tensor of other experts, then of other layers; the nearest numbers first."""

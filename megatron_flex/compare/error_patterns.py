@@ -20,6 +20,7 @@ from megatron_flex.layout import Dim, Layout, Sizes, spans
 
 MOST_MATCHED_ROWS, MOST_MATCHED_COLUMNS = 2048, 512  # at most this many are matched against each other
 MOST_LISTED = 8  # entries listed in a sentence
+FACTOR_SHARE = 0.3  # of the difference's energy
 NOISE_CONTRAST = 50.0  # of the energy of an entry over the median
 ROW_MARGIN = 8.0  # of the distance of matching rows over the relative noise
 
@@ -379,7 +380,14 @@ def explain_divergence(
     rest = math.sqrt(max(found.squares_b - ratio * found.dots, 0.0) / found.squares_b)
     if hint := find_constant_factor(ratio, rest, axes, noise, factor[1]):
         return [hint]
-    hints = _find_permutations(pair, found, held, most, noise)
+    share = (ratio - 1) ** 2 * found.squares_a / found.squares
+    hints = []
+    if abs(ratio - 1) > 8 * factor[1] and share >= FACTOR_SHARE:
+        hints.append(
+            f"{share:.0%} of the difference is a factor, {ratio:.6g}, which is not the same everywhere: an "
+            "epsilon, or a scale"
+        )
+    hints += _find_permutations(pair, found, held, most, noise)
     hints += [
         f"{n} is zero wherever they differ" for n, squares in zip("AB", norms, strict=True) if not squares
     ]

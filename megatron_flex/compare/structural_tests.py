@@ -237,7 +237,7 @@ def check_grid(profile: DifferenceProfile, blocks: Sequence[Block]) -> Outcome |
         for run, own, other, text, axis, count in found:
             on_grid = count >= GRID_ENTRIES and own >= GRID_SHARE * count
             if on_grid and other <= GRID_SHARE_OTHER * count:
-                line = f"in {text}, {own / count:.1%} of {run}'s values are on the grid of {grid.name}"
+                line = f"in {text}, {own / count:.1%} of {run}'s values are rounded to {grid.name}, a narrower dtype"
                 return Outcome(
                     "narrower dtype",
                     own / count,

@@ -181,7 +181,7 @@ class TensorTester:
         if found.sums.equal:
             return out
         shards = self._list_shards(found)
-        grid = check_grid(profile, shards)
+        grid = None if _is_constant(found.sums) else check_grid(profile, shards)
         out += [grid] if grid is not None else []
         if item.kind == PARAMETER:
             return out  # single entries that an optimizer turned have no standard error
@@ -284,7 +284,9 @@ def _get_peak(sums: DifferenceSums) -> float:
 
 def _is_constant_loss_gradient(item: ComparedTensor, sums: DifferenceSums) -> bool:
     """Whether it is the gradient of a mean of losses: one constant, in which nothing was summed."""
-    if item.kind != GRADIENT or item.site.partition(":")[0] != "loss" or not sums.peak:
-        return False
-    greatest = max(sums.squares_a, sums.squares_b)
-    return greatest >= CONSTANT * sums.count * sums.peak**2
+    return item.kind == GRADIENT and item.site.partition(":")[0] == "loss" and _is_constant(sums)
+
+
+def _is_constant(sums: DifferenceSums) -> bool:
+    """Whether all entries of one of the two have the same magnitude."""
+    return bool(sums.peak) and max(sums.squares_a, sums.squares_b) >= CONSTANT * sums.count * sums.peak**2

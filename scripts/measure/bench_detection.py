@@ -137,15 +137,14 @@ def right(bench: Bench, task: Task) -> dict[str, Any]:
     }
 
 
-_alarms: dict[Pair, int] = {}  # of right runs, by pair: many bugs share one
+_alarms: dict[str, int] = {}  # of right runs, by pair: many bugs share one
 
 
 def _alarm(bench: Bench, pair: Pair) -> int:
     """The exit status of the right run of a pair."""
-    name = replace(pair, case=replace(pair.case, extra={}, split={}))  # which can be hashed
-    if name not in _alarms:
-        _alarms[name] = bench.compared(pair).exit_status
-    return _alarms[name]
+    if repr(pair) not in _alarms:
+        _alarms[repr(pair)] = bench.compared(pair).exit_status
+    return _alarms[repr(pair)]
 
 
 def sweep(bench: Bench, task: Task) -> dict[str, Any]:

@@ -100,6 +100,27 @@ def test_what_cannot_be_compared_is_another_status(command, three, tmp_path):
     assert done.err.count("\n") == 1
 
 
+def test_a_damaged_dump_cannot_be_compared(command, three, tmp_path):
+    part = next(p for p in sorted((tmp_path / "round").rglob("*")) if p.suffix == ".safetensors")
+    content = bytearray(part.read_bytes())
+    content[-5] ^= 0xFF
+    part.write_bytes(content)
+    done = command("compare", "a", "round")
+    assert done.status == 2
+    assert done.err.count("\n") == 1
+    assert part.name in done.err
+
+
+def test_iterations_and_a_reference_on_the_command_line(command, three):
+    assert command("compare", "a", "round", "--iterations", "10").status == 0
+    assert command("compare", "a", "wrong", "--reference", "round").status == 1
+    done = command("compare", "a", "round", "--iterations", "9:11")
+    assert (done.status, done.err.count("\n")) == (2, 1)
+    assert "iterations 9 are not in both dumps" in done.err
+    done = command("compare", "a", "round", "--iterations", "x")
+    assert (done.status, "say numbers and ranges" in done.err) == (2, True)
+
+
 def test_an_estimate_of_flags_and_of_a_file_is_the_same(command, tmp_path):
     pytest.importorskip("megatron.core")
     words = [

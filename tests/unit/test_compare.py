@@ -263,7 +263,9 @@ def test_tolerances_that_are_said(tmp_path: Path) -> None:
     paths = both(tmp_path, {FIRST: given(value)}, {FIRST: given(value * 1.01)})
     assert compare(*paths).verdict == "diverges"
     assert compare(*paths, tolerance=0.02).verdict == "not distinguishable from round-off"
-    assert compare(*paths, tolerance={"decoder.layers.*": 0.02}).verdict == "not distinguishable from round-off"
+    assert (
+        compare(*paths, tolerance={"decoder.layers.*": 0.02}).verdict == "not distinguishable from round-off"
+    )
     assert compare(*paths, tolerance={"embedding*": 0.02}).verdict == "diverges"
     for wrong in (-1.0, "much", {"**": -1}):
         with pytest.raises(FlexError, match="tolerance="):
@@ -422,3 +424,43 @@ def test_table_and_progress(tmp_path: Path) -> None:
     console.print(result.table())
     assert names[20] in console.export_text()
     assert f"diverges: first at {names[20]} (value), iteration 0" in str(result)
+
+
+# -- runs that cannot be compared ------------------------------------------------------------------------
+
+
+def test_other_tokens_cannot_be_compared(tmp_path: Path) -> None:
+    """Vectors of the same embedding in other places are other data; those of no token are a fault."""
+    table, generator = dumps.random(1, 64, WIDTH), torch.Generator().manual_seed(1)
+    words = "embedding.word_embeddings"
+    ids = [torch.randint(0, 64, (SAMPLES, TOKENS), generator=generator) for _ in range(2)]
+    shifted = torch.roll(ids[0], 1, 1)
+    shifted[:, 0] = ids[1][:, 0]
+    zeroed = table[:, ids[0]].clone()
+    zeroed[0, 2, 4:6] = 0
+    given_values = {
+        "a": table[:, ids[0]],
+        "other": table[:, ids[1]],
+        "order": table[:, ids[0]][:, torch.randperm(SAMPLES, generator=generator)],
+        "shifted": table[:, shifted],
+        "zeroed": zeroed,
+    }
+    for name, value in given_values.items():
+        parameters = {f"{words}.weight": given(table, Layout((Dim("v", (Cut("tp"),)), Dim("h"))))}
+        mesh = None if name == "a" else SIZES
+        dumps.write(
+            tmp_path / name,
+            {f"{words}:output": given(value)},
+            parameters=parameters,
+            mesh=mesh,
+            microbatches=1 if name == "a" else 2,
+        )
+    result = compare(tmp_path / "a", tmp_path / "other")
+    assert (result.verdict, result.exit_status) == ("cannot be compared", 2)
+    assert "the tokens of 8 of 8 samples are others" in str(result)
+    told = json.loads(json.dumps(result.to_json()))
+    assert (told["verdict"], told["exit_status"]) == (result.verdict, 2)
+    assert result.verdict in result._repr_html_()
+    for name in ("order", "shifted", "zeroed"):
+        found = compare(tmp_path / "a", tmp_path / name)
+        assert (found.verdict, found.exit_status) == ("diverges", 1), name

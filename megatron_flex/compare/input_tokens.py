@@ -1,0 +1,68 @@
+"""Whether two runs read other tokens: then their tensors cannot be compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_flex.compare.compared_dump import SAMPLE_AXIS, TOKEN_AXIS, ComparedDump, ComparedTensor
+from megatron_flex.compare.tensor_pairs import TensorPair
+
+EMBEDDING = "embedding"
+MOST_SAMPLES = 8  # that are looked at
+MOST_FEATURES = 32  # of each token's vector
+MOST_SHIFT = 4  # positions by which a fault may have moved the tokens
+
+
+def find_other_tokens(pair: TensorPair, weights: ComparedTensor | None, b: ComparedDump) -> str:
+    """Why an embedding's outputs are those of other tokens; empty if they are not, or it cannot be known.
+
+    Each vector of B must be one that the embedding has, bit for bit: of A's tokens, or a row of the
+    weights. No sample of B that differs may have the tokens of a sample of A, in this or another order, or
+    shifted: that would be a fault of the run. So this finds other data, and no fault of the embedding.
+
+    Args:
+        pair: the first divergence.
+        weights: the embedding's weights, if both dumps have them.
+        b: the second dump.
+    """
+    if pair.dims[:2] != (SAMPLE_AXIS, TOKEN_AXIS) or len(pair.dims) != 3:
+        return ""
+    samples = min(pair.shape[0], MOST_SAMPLES)
+    features = min(pair.shape[2], MOST_FEATURES)
+    block = (slice(0, samples), slice(0, pair.shape[1]), slice(0, features))
+    one, two = ([_hash_rows(s) for s in t] for t in pair.read(block))
+    known = {row for sample in one for row in sample}
+    if weights is not None and pair.iteration in (table := b.array(weights)).iterations:
+        known |= set(_hash_rows(table.at(pair.iteration)[0][:, :features].torch()))
+    other = [at for at in range(samples) if one[at] != two[at]]
+    if not other or any(row not in known for at in other for row in two[at]):
+        return ""
+    had = {_count(sample) for sample in one}
+    if any(_count(two[at]) in had or _is_shifted(one[at], two[at]) for at in other):
+        return ""
+    numbers = ", ".join(str(pair.numbers[0][at]) for at in other[:4])
+    return (
+        f"the tokens of {len(other)} of {samples} samples are others (sample {numbers}): give both runs the "
+        "same data"
+    )
+
+
+def _hash_rows(rows: Tensor) -> list[Hashable]:
+    """A key for each row's bits."""
+    return [row.tobytes() for row in rows.contiguous().view(torch.uint8).numpy()]
+
+
+def _count(sample: Iterable[Hashable]) -> frozenset[tuple[Hashable, int]]:
+    return frozenset(Counter(sample).items())
+
+
+def _is_shifted(one: Sequence[Hashable], two: Sequence[Hashable]) -> bool:
+    """Whether two sequences are the same but for a shift of a few positions."""
+    for by in range(1, min(MOST_SHIFT, len(one) - 1) + 1):
+        if one[by:] == two[:-by] or one[:-by] == two[by:]:
+            return True
+    return False

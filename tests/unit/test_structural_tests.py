@@ -1,0 +1,270 @@
+"""Tests pooled over entries: what they see that a bound on one entry does not, and round-off below it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_flex.compare import compare
+from megatron_flex.compare.compared_dump import ComparedTensor
+from megatron_flex.compare.difference_profile import DifferenceProfile, sum_by_dim
+from megatron_flex.compare.noise_scale import NoiseScale, ParameterNoise
+from megatron_flex.compare.structural_tests import (
+    Block,
+    check_blocks,
+    check_factor,
+    check_grid,
+    check_offset,
+    estimate_factor,
+    list_entry_blocks,
+)
+from megatron_flex.layout import Cut, Dim, Layout
+from tests.support import dumps
+from tests.support.dumps import Given
+
+UNIT = 2.0**-8
+DIMS = ("sample", "token", "h")
+FIRST, SECOND = "decoder.layers.0:output", "decoder.layers.1:output"
+
+
+def noisy(seed: int, size: float = UNIT, shape: tuple[int, ...] = (4, 16, 32)) -> tuple[Tensor, Tensor]:
+    """A tensor, and the same with independent noise of a relative size."""
+    generator = torch.Generator().manual_seed(seed)
+    value = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return value, value + size * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def profile_of(a: Tensor, b: Tensor, dims: tuple[str, ...] = DIMS) -> DifferenceProfile:
+    out = DifferenceProfile(dims, tuple(tuple(range(n)) for n in a.shape))
+    out.add(a, b, [torch.arange(n) for n in a.shape])
+    return out
+
+
+def test_sums_by_dim_are_those_of_torch() -> None:
+    value = torch.randn(3, 4, 5, dtype=torch.float64)
+    found = sum_by_dim(value)
+    for dim in range(3):
+        torch.testing.assert_close(found[dim], value.sum([d for d in range(3) if d != dim]))
+
+
+def test_blocks_add_up_to_the_full_profile() -> None:
+    a, b = noisy(0)
+    full, parts = profile_of(a, b), DifferenceProfile(DIMS, tuple(tuple(range(n)) for n in a.shape))
+    for start in range(0, 16, 4):
+        part = slice(start, start + 4)
+        parts.add(a[:, part], b[:, part], [torch.arange(4), torch.arange(start, start + 4), torch.arange(32)])
+    for one, two in zip(full.by_dim, parts.by_dim, strict=True):
+        for left, right in zip(one.sums, two.sums, strict=True):
+            torch.testing.assert_close(left, right)
+
+
+@pytest.mark.parametrize(
+    "common", [None, 0, 1, 2], ids=["independent", "by sample", "by token", "by feature"]
+)
+def test_a_factor_is_not_seen_in_noise(common: int | None) -> None:
+    """Nor in noise that is the same for all entries of a sample, token or feature, or scales them."""
+    for seed in range(60):
+        a, b = noisy(seed)
+        if common is not None:
+            shape = [n if d == common else 1 for d, n in enumerate(a.shape)]
+            b = b + a * UNIT * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+        found = check_factor(profile_of(a, b), UNIT)
+        assert found is not None
+        assert found.excess < 0.9, seed
+
+
+def test_a_factor_is_seen_below_the_bound_of_an_entry() -> None:
+    a, b = noisy(1, 0.05)
+    profile = profile_of(a, b * 1.02)
+    found = check_factor(profile, UNIT)
+    assert found is not None
+    assert found.excess > 1
+    factor, error = estimate_factor(profile)
+    assert abs(factor - 0.02) < 4 * error
+    assert "B is A times 1.0" in found.evidence
+    assert profile.relative < 0.06, "the norm has risen by less than a tenth"
+
+
+def test_few_entries_have_no_standard_error() -> None:
+    a = torch.ones(4, dtype=torch.float64)
+    assert check_factor(profile_of(a, 1.5 * a, ("h",)), UNIT) is None
+
+
+def test_one_shard_is_seen() -> None:
+    shard = Block(2, tuple(range(16, 32)), "what tp rank 1 of 2 holds in B", "tp")
+    a, b = noisy(2)
+    (found,) = check_blocks(profile_of(a, b), [shard], UNIT, True)
+    assert found.excess < 0.6
+    b[..., 16:] += 6 * UNIT * noisy(3)[0][..., 16:]
+    (found,) = check_blocks(profile_of(a, b), [shard], UNIT, True)
+    assert found.excess > 1
+    assert found.axis == "tp"
+    assert "what tp rank 1 of 2 holds in B" in found.evidence
+
+
+def test_one_entry_does_not_make_a_shard() -> None:
+    """An optimizer turns single weights, whose features then differ by much."""
+    a, b = noisy(2)
+    b[..., 20] += 1.0
+    shard = Block(2, tuple(range(16, 32)), "what tp rank 1 of 2 holds in B", "tp")
+    (found,) = check_blocks(profile_of(a, b), [shard], UNIT, False)
+    assert found.excess < 1
+
+
+def test_one_sample_is_seen_where_weights_are_the_same() -> None:
+    a, b = noisy(4)
+    b[2] += 16 * UNIT * noisy(5)[0][2]
+    profile = profile_of(a, b)
+    blocks = list_entry_blocks(profile)
+    (found,) = check_blocks(profile, blocks, UNIT, True)
+    assert "sample 2" in found.evidence
+    assert not list(check_blocks(profile, blocks, UNIT, False))
+
+
+def test_an_offset_is_seen() -> None:
+    a, b = noisy(6)
+    found = check_offset(profile_of(a, b), 0.0, UNIT)
+    assert found is not None
+    assert found.excess < 0.3
+    moved = profile_of(a, b + 4 * UNIT * torch.randn(32, generator=torch.Generator().manual_seed(1)))
+    found = check_offset(moved, 0.0, UNIT)
+    assert found is not None
+    assert "same vector" in found.evidence
+    found = check_offset(moved, 0.5, UNIT)
+    assert found is not None
+    assert not found.evidence, "a bias that an optimizer turned does that"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "narrow", "name"),
+    [
+        (torch.float32, torch.bfloat16, "bf16"),
+        (torch.float32, torch.float16, "fp16"),
+        (torch.bfloat16, torch.float8_e4m3fn, "fp8 e4m3"),
+    ],
+)
+def test_a_narrower_dtype_is_seen_in_one_shard(dtype: torch.dtype, narrow: torch.dtype, name: str) -> None:
+    a = noisy(7)[0].to(dtype)
+    b = a.clone()
+    b[..., 16:] = b[..., 16:].to(narrow).to(dtype)
+    shard = Block(2, tuple(range(16, 32)), "what tp rank 1 of 2 holds in B", "tp")
+    found = check_grid(profile_of(a, b), [shard])
+    assert found is not None
+    assert found.axis == "tp"
+    assert f"rounded to {name}" in found.evidence
+    assert check_grid(profile_of(b, b), [shard]) is None
+    assert check_grid(profile_of(a, a), [shard]) is None
+
+
+# -- the noise of a pair ---------------------------------------------------------------------------------
+
+
+def test_bounds_follow_the_noise_so_far() -> None:
+    noise, item = NoiseScale(UNIT), ComparedTensor(SECOND, "value")
+    fresh = noise.bounds(item, 1)[0]
+    assert fresh < 2 * UNIT
+    noise.observe(10 * UNIT, 20 * UNIT)
+    relative, peak = noise.bounds(item, 1)
+    assert 10 * UNIT < relative < 40 * UNIT
+    assert 20 * UNIT < peak < 100 * UNIT
+
+
+def test_parameters_add_to_what_reads_them() -> None:
+    noise = NoiseScale(2.0**-24)
+    noise.parameter("decoder.layers.1.mlp.linear_fc1.weight", ParameterNoise(1e-3, 1e-2, 1e-2))
+    assert noise.bounds(ComparedTensor(FIRST, "value"), 9)[0] < 1e-5
+    assert noise.bounds(ComparedTensor(SECOND, "value"), 9)[0] > 2e-3
+    assert noise.bounds(ComparedTensor("decoder:output", "value"), 9)[0] > 2e-3, "which comes after it"
+    rows = NoiseScale(2.0**-24)
+    rows.parameter("embedding.word_embeddings.weight", ParameterNoise(1e-5, 1e-2, 1e-2))
+    assert rows.bounds(ComparedTensor("embedding:output", "value"), 1)[0] > 1e-2, "it may read the worst row"
+
+
+# -- through dumps ---------------------------------------------------------------------------------------
+
+SEQUENCE = Layout((Dim("s"), Dim("b"), Dim("h", (Cut("tp"),))))
+
+
+def pair(folder: Path, change: Callable[[Tensor], Tensor], dtype: str = "bf16") -> tuple[Path, Path]:
+    """Two dumps with the round-off of bf16 in the second site, and a change there in B."""
+    value = dumps.random(1, 4, 16, 32)
+    third = dumps.random(1, 4, 16, 32, seed=8)
+    near = third * (1 + UNIT * dumps.random(*value.shape, seed=3))
+    size = getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}[dtype])
+    for name, second, mesh in (("a", third, None), ("b", change(near), {"tp": 2})):
+        sites = {FIRST: Given(value.to(size), SEQUENCE), SECOND: Given(second.to(size), SEQUENCE)}
+        dumps.write(folder / name, sites, mesh=mesh)
+    return folder / "a", folder / "b"
+
+
+def test_a_small_factor_diverges_and_noise_does_not(tmp_path: Path) -> None:
+    assert compare(*pair(tmp_path / "right", lambda t: t)).verdict == "not distinguishable from round-off"
+    result = compare(*pair(tmp_path / "wrong", lambda t: t * 1.01))
+    assert result.first is not None
+    assert (result.first.name, result.first.test) == (SECOND, "factor")
+    assert result.first.relative < result.first.floor, "no bound of the norm sees it"
+    assert "B is A times 1.009" in result.first.evidence, "within three of its standard errors"
+    assert result.first.evidence in str(result)
+    assert any("constant factor" in h or "B is A times" in h for h in result.hints)
+
+
+def test_the_power_is_told_and_is_true(tmp_path: Path) -> None:
+    """A factor above the stated floor diverges, one well below it does not."""
+    right = compare(*pair(tmp_path / "right", lambda t: t))
+    (power,) = right.power()
+    assert power.tensors == 2
+    assert str(power) in "\n".join(right.summary())
+    row = right.rows[1]
+    assert math.isfinite(row.factor_floor)
+    above = compare(*pair(tmp_path / "above", lambda t: t * (1 + 1.5 * row.factor_floor)))
+    assert above.verdict == "diverges"
+    below = compare(*pair(tmp_path / "below", lambda t: t * (1 + 0.3 * row.factor_floor)))
+    assert below.verdict == "not distinguishable from round-off"
+
+
+def test_a_copy_that_is_none_in_the_other_run(tmp_path: Path) -> None:
+    """What one stage sends the next one is the same tensor, bit for bit."""
+    value, near = dumps.random(1, 4, 16, 32), dumps.random(1, 4, 16, 32)
+    near[0, 1, 3, 5] += 1e-6
+    received = "decoder.layers.1:input"
+    noise = near * (1 + 1e-7 * dumps.random(*value.shape, seed=3))
+    other = noise.clone()
+    other[0, 1, 3, 5] *= 1 + 2.0**-20
+    for name, sent, got in (("a", value, value), ("right", noise, noise), ("wrong", noise, other)):
+        dumps.write(tmp_path / name, {FIRST: Given(sent, SEQUENCE), received: Given(got, SEQUENCE)})
+    assert compare(tmp_path / "a", tmp_path / "right").verdict != "diverges"
+    result = compare(tmp_path / "a", tmp_path / "wrong")
+    assert result.first is not None
+    assert (result.first.name, result.first.test) == (received, "copy")
+    assert FIRST in result.first.evidence
+
+
+def test_the_gradient_of_a_mean_loss_is_held_to_a_few_roundings(tmp_path: Path) -> None:
+    one = torch.full((1, 4, 16), 1 / 64)
+    loss = Layout((Dim("b"), Dim("s")))
+    for name, factor in (("a", 1.0), ("near", 1 + 2.0**-23), ("far", 1 + 2.0**-20)):
+        value = dumps.random(1, 4, 16)
+        dumps.write(tmp_path / name, {"loss:output": Given(value, loss, one * factor)})
+    assert compare(tmp_path / "a", tmp_path / "near").verdict == "not distinguishable from round-off"
+    result = compare(tmp_path / "a", tmp_path / "far")
+    assert result.first is not None
+    assert result.first.kind == "gradient"
+
+
+def test_iterations_that_are_asked_for(tmp_path: Path) -> None:
+    from megatron_flex.errors import DumpError
+
+    value = dumps.random(3, 4, 16, 32)
+    other = value.clone()
+    other[1] += 1
+    dumps.write(tmp_path / "a", {FIRST: Given(value, SEQUENCE)})
+    dumps.write(tmp_path / "b", {FIRST: Given(other, SEQUENCE)})
+    assert compare(tmp_path / "a", tmp_path / "b").verdict == "diverges"
+    assert compare(tmp_path / "a", tmp_path / "b", iterations=[0, 2]).verdict == "equal"
+    with pytest.raises(DumpError, match="iterations 7 are not in both"):
+        compare(tmp_path / "a", tmp_path / "b", iterations=[7])
