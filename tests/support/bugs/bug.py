@@ -37,7 +37,6 @@ class Bug:
         sweep: the least and the greatest magnitude; None for a bug that is there or is not.
         measure: what the magnitude is.
         steps: training steps that it needs; with more than one, Megatron's optimizer runs.
-        optimizer: applied to the optimizer too, where a bug stands in it.
     """
 
     name: str
@@ -89,7 +88,7 @@ def size_of(axis: str) -> int:
 
 
 class Alone:
-    """Looks like a process group of one rank."""
+    """A stand-in for a process group of one rank."""
 
     def size(self) -> int:
         return 1
@@ -303,3 +302,10 @@ LAYER = "decoder.layers.1"
 ATTENTION, MLP = f"{LAYER}.self_attention", f"{LAYER}.mlp"
 QKV, CORE, PROJ = f"{ATTENTION}.linear_qkv", f"{ATTENTION}.core_attention", f"{ATTENTION}.linear_proj"
 FC1, FC2 = f"{MLP}.linear_fc1", f"{MLP}.linear_fc2"
+
+# What hints must say of a class of bugs.
+VECTOR = r"same vector|one vector|offset"
+FACTOR = r"constant factor|B is A times"
+PRECISION = r"precision|narrower|dtype|mantissa|bits|rounded"
+PERMUTED = r"permut|swap|exchang|order|other'?s"
+MISSING = r"replicas differ|missing|partial|summand"
