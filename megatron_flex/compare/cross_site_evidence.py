@@ -55,6 +55,7 @@ class CrossSiteEvidence:
             yield from self._find_unreduced_gradients(pair.iteration)
         yield from self._find_source(pair)
         yield from self._find_sibling(pair)
+        yield from self._find_routing(pair)
         if item.kind == VALUE and item.site.endswith((":scores", ":probs")):
             yield from self._find_mask(pair)
 
@@ -151,6 +152,15 @@ class CrossSiteEvidence:
                 continue
             if sum_differences(found, self.most).sums.relative <= MATCH * own:
                 yield f"B's {item.name} is A's {candidate.name}: {point} and {other} are swapped"
+
+    def _find_routing(self, pair: TensorPair) -> Iterator[str]:
+        """Whether the router's choice agrees, and what its experts get does not."""
+        layer, found, _ = pair.item.site.partition(".mlp.experts")
+        row = self._find_row(ComparedTensor(f"{layer}.mlp.router:probs", VALUE), pair.iteration)
+        if found and pair.item.kind == VALUE and row is not None and not row.diverges:
+            yield (
+                f"{row.name} agrees and {pair.item.name} does not: rows are permuted, or sent to other experts"
+            )
 
     def _list_candidates(self, item: ComparedTensor) -> Iterator[ComparedTensor]:
         """The same tensor of other experts, then of other layers; the nearest numbers first."""

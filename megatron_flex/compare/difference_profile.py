@@ -59,6 +59,7 @@ class GridCounts:
 
     Attributes:
         name: the narrower dtype.
+        bits: the low bits of the mantissa that are zero in it.
         a: by dim, of A.
         b: by dim, of B.
         total_a: of all.
@@ -66,6 +67,7 @@ class GridCounts:
     """
 
     name: str
+    bits: int
     a: list[Tensor]
     b: list[Tensor]
     total_a: int = 0
@@ -124,11 +126,11 @@ class DifferenceProfile:
         if a.dtype != b.dtype or a.dtype not in GRID_DTYPES:
             return
         if not self.grids:
-            for name in GRID_DTYPES[a.dtype]:
+            for name, bits in GRID_DTYPES[a.dtype].items():
                 one, two = ([torch.zeros_like(s.count) for s in self.by_dim] for _ in "ab")
-                self.grids.append(GridCounts(name, one, two))
+                self.grids.append(GridCounts(name, bits, one, two))
         for grid in self.grids:
-            low = (1 << GRID_DTYPES[a.dtype][grid.name]) - 1
+            low = (1 << grid.bits) - 1
             fine = tuple((t.contiguous().view(INTEGER_VIEWS[t.itemsize]) & low) == 0 for t in (a, b))
             counts = int(fine[0].sum()), int(fine[1].sum())
             grid.total_a, grid.total_b = grid.total_a + counts[0], grid.total_b + counts[1]

@@ -216,14 +216,17 @@ def check_offset(profile: DifferenceProfile, weights: float, unit: float) -> Out
     return Outcome("offset", share, OFFSET_SHARE, text if share > OFFSET_SHARE else "")
 
 
-def check_grid(profile: DifferenceProfile, blocks: Sequence[Block]) -> Outcome | None:
+def check_grid(profile: DifferenceProfile, blocks: Sequence[Block], bits: int = 0) -> Outcome | None:
     """Whether one of the runs, or one of its shards, has only values that a narrower dtype represents.
 
     Args:
         profile: the sums of the tensor.
         blocks: the shards.
+        bits: the low bits of the mantissa that the run's compute dtype leaves zero by itself.
     """
     for grid in profile.grids:
+        if grid.bits <= bits:
+            continue
         everything = (
             ("B", grid.total_b, grid.total_a, "all of the tensor", "", profile.count),
             ("A", grid.total_a, grid.total_b, "all of the tensor", "", profile.count),
@@ -237,12 +240,12 @@ def check_grid(profile: DifferenceProfile, blocks: Sequence[Block]) -> Outcome |
         for run, own, other, text, axis, count in found:
             on_grid = count >= GRID_ENTRIES and own >= GRID_SHARE * count
             if on_grid and other <= GRID_SHARE_OTHER * count:
-                line = f"in {text}, {own / count:.1%} of {run}'s values are rounded to {grid.name}, a narrower dtype"
+                line = f"in {text}, {own / count:.1%} of {run}'s values are rounded to {grid.name},"
                 return Outcome(
                     "narrower dtype",
                     own / count,
                     GRID_SHARE_OTHER,
-                    f"{line}, and {other / count:.1%} of the other run's",
+                    f"{line} a narrower dtype, and {other / count:.1%} of the other run's",
                     axis,
                 )
     return None

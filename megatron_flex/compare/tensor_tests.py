@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from megatron_flex.compare.compared_dump import (
     GRADIENT,
     PARAMETER,
@@ -42,6 +44,7 @@ from megatron_flex.compare.tolerance import MEASURED_MARGIN, MOST_TOLERANCE, Tol
 
 REFERENCE_MARGIN = 3.0  # of a pooled statistic over that of the reference run
 LOSS_ROUNDINGS = 4  # of a gradient of the loss that is one constant
+HALF_BITS = {torch.bfloat16: 16, torch.float16: 13}
 CONSTANT = 1 - 1e-6  # of a tensor's energy over that of its greatest entry everywhere
 
 
@@ -181,7 +184,9 @@ class TensorTester:
         if found.sums.equal:
             return out
         shards = self._list_shards(found)
-        grid = None if _is_constant(found.sums) else check_grid(profile, shards)
+        grid = (
+            None if _is_constant(found.sums) else check_grid(profile, shards, self._get_rounded_bits(found))
+        )
         out += [grid] if grid is not None else []
         if item.kind == PARAMETER:
             return out  # single entries that an optimizer turned have no standard error
@@ -242,6 +247,15 @@ class TensorTester:
         if known[1] == two:
             return None
         return Outcome("copy", 1.0, 0.0, f"it is a copy of {known[0]} in A, and not in B")
+
+    def _get_rounded_bits(self, found: PairSums) -> int:
+        """The low bits of an fp32 tensor's mantissa that are zero where a run computed it in half precision.
+
+        A gradient in fp32 is one product in bf16, or the sum of several, as microbatches are divided.
+        """
+        if found.worst.a.dtype != torch.float32:
+            return 0
+        return max(HALF_BITS.get(p.computed, 0) for p in self.tolerances.precisions if p.computed)
 
     def _is_partial(self, item: ComparedTensor) -> bool:
         layouts = [s.layout(item) for s in (self.a, self.b)]

@@ -32,6 +32,7 @@ DERIVED_MARGIN = 6.0  # factor of derived tolerances over the expected independe
 MEASURED_MARGIN = 5.0  # factor of measured tolerances over the noise
 DEFAULT_REDUCTION_WIDTH = 4096  # terms of a sum, where the model's width is unknown
 MOST_TOLERANCE = 0.5  # upper bound of tolerances: unrelated tensors differ by 1 or more
+FP8_ROUNDOFF = 2.0**-4  # of e4m3
 FP32_ROUNDOFF = 2.0**-24  # unit roundoff of the sums inside a kernel
 LAYER_PATTERN = re.compile(r"\.(\d+)(?=[.:]|$)")
 
@@ -45,12 +46,28 @@ class Precision:
         stored: the dtype that the dump was cast to; None if it was not.
         width: the hidden size.
         layers: the number of layers; 0 if unknown.
+        fp8: whether linears multiply in fp8.
     """
 
     computed: torch.dtype | None = None
     stored: torch.dtype | None = None
     width: int = DEFAULT_REDUCTION_WIDTH
     layers: int = 0
+    fp8: bool = False
+
+    def get_unit(self, dtype: torch.dtype | None = None) -> float:
+        """The roundoff of one reduction, with that of the sums inside a kernel.
+
+        Where an operand is quantized to fp8, round-off in the dtype around it moves the share `u / u8` of its
+        entries over a boundary, by `u8` each: together the root of `u * u8`.
+
+        Args:
+            dtype: of a tensor, for a run whose compute dtype is unknown.
+        """
+        own = get_unit_roundoff(self.computed or dtype)
+        if self.fp8:
+            own = math.sqrt(own * FP8_ROUNDOFF)
+        return own + FP32_ROUNDOFF * math.sqrt(self.width)
 
 
 def read_precision(source: ComparedDump) -> Precision:
@@ -58,12 +75,13 @@ def read_precision(source: ComparedDump) -> Precision:
     model, settings = source.manifest.model, read_settings(source.manifest.settings)
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}
     computed = next((dtype for name, dtype in half.items() if model.get(name)), None)
+    fp8 = bool(model.get("fp8"))
     cast = getattr(torch, str(settings.dtype or ""), None)
     stored = cast if isinstance(cast, torch.dtype) else None
     if computed is None and stored is not None:
         computed = torch.float32  # otherwise the cast would not have been requested
     width, layers = model.get("hidden_size"), model.get("num_layers")
-    return Precision(computed, stored, int(width or DEFAULT_REDUCTION_WIDTH), int(layers or 0))
+    return Precision(computed, stored, int(width or DEFAULT_REDUCTION_WIDTH), int(layers or 0), fp8)
 
 
 def get_unit_roundoff(dtype: torch.dtype | None) -> float:
@@ -153,10 +171,7 @@ def derive_tolerance(
         precisions: of both dumps.
         dtypes: of both tensors, as dumped.
     """
-    unit = max(
-        get_unit_roundoff(precision.computed or dtype) + FP32_ROUNDOFF * math.sqrt(precision.width)
-        for precision, dtype in zip(precisions, dtypes, strict=True)
-    )
+    unit = max(precision.get_unit(dtype) for precision, dtype in zip(precisions, dtypes, strict=True))
     bound = 0.0 if item.kind == PARAMETER else DERIVED_MARGIN * unit * math.sqrt(depth)
     return min(bound + 2 * get_cast_roundoff(precisions, dtypes), MOST_TOLERANCE)
 
@@ -190,9 +205,7 @@ class Tolerances:
     @property
     def unit(self) -> float:
         """The unit roundoff of the less precise run, with that of the sums inside a kernel."""
-        return max(
-            get_unit_roundoff(p.computed) + FP32_ROUNDOFF * math.sqrt(p.width) for p in self.precisions
-        )
+        return max(p.get_unit() for p in self.precisions)
 
     @property
     def gradient_noise(self) -> float:
