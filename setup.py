@@ -36,8 +36,11 @@ setup(
         # arguments and configs (which of them depends on the version).
         "megatron": ["megatron-core>=0.12.3", "einops", "psutil", "pydantic", "pyyaml", "regex", "six"],
         "fairscale": ["fairscale==0.4.13"],
-        # What prepares or builds models that are hooked in tests; the adapters do without.
-        "huggingface": ["accelerate>=1.10", "transformers>=5"],
+        # What converts weights (load_hf, to_hf), and prepares or builds models that are hooked in tests; the
+        # adapters do without.
+        "huggingface": ["accelerate>=1.10", "safetensors>=0.5", "transformers>=5"],
+        # Converts what the table of load_hf lacks, where Transformer Engine is.
+        "mcore-bridge": ["mcore-bridge>=1.6,<2"],
         # Built from its sources in a few seconds, with neither torch nor a compiler at hand.
         "deepspeed": ["deepspeed==0.19.8"],
         # What caches are compared with in tests; TransformerLens 4 has no HookedTransformer any more.

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from megatron_flex import edits, figures, plot
     from megatron_flex.adapters.adapter_registry import register_adapter
     from megatron_flex.adapters.detection import detect
+    from megatron_flex.conversion import config_from_hf, load_hf, to_hf
     from megatron_flex.dump import Dump, sampled
     from megatron_flex.dump.reader import DumpArray, OpenDump, open_dump
     from megatron_flex.edits import local
@@ -57,9 +58,11 @@ __all__ = [
     "add_flex_args",
     "attach",
     "breakpoint",
+    "config_from_hf",
     "detect",
     "edits",
     "figures",
+    "load_hf",
     "local",
     "open_dump",
     "open_statistics",
@@ -68,6 +71,7 @@ __all__ = [
     "reduce",
     "register_adapter",
     "sampled",
+    "to_hf",
 ]
 
 # The module of each public name; a module is imported when one of its names is first used.
@@ -94,7 +98,9 @@ _MODULES = {
     "add_flex_args": "launch.argparse_flags",
     "attach": "model",
     "breakpoint": "runtime.debug.edit_debugger",
+    "config_from_hf": "conversion",
     "detect": "adapters.detection",
+    "load_hf": "conversion",
     "local": "edits",
     "open_dump": "dump.reader",
     "open_statistics": "statistics.statistics_reader",
@@ -102,6 +108,7 @@ _MODULES = {
     "reduce": "runtime.selection",
     "register_adapter": "adapters.adapter_registry",
     "sampled": "dump",
+    "to_hf": "conversion",
 }
 _SUBMODULES = ("edits", "figures", "plot")
 

@@ -24,8 +24,8 @@ class FlexConfig:
         adapters_off: names of third-party adapters to ignore, separated by commas (FLEX_ADAPTERS_OFF).
         agree_seconds: how long a rank waits for the others when hooks are compared, in seconds
             (FLEX_AGREE_SECONDS).
-        bucket_bytes: maximum bytes of one message of a rank; shards are gathered together up to
-            this size, and a larger shard alone (FLEX_BUCKET_BYTES).
+        bucket_bytes: maximum bytes of one message of a rank; shards are gathered together up to this size,
+            and a larger shard alone (FLEX_BUCKET_BYTES).
         debug: whether each call of a hook is logged to stderr, with what it sent (FLEX_DEBUG=1: yes).
         debug_port: the port where `breakpoint()` listens on localhost instead of using the terminal; 0 for
             any free port, -1 for none (FLEX_DEBUG_PORT).
@@ -38,8 +38,8 @@ class FlexConfig:
         progress: whether progress is shown on stderr: -1 on a terminal only, 0 never, 1 always, as plain
             lines where it is no terminal (FLEX_PROGRESS).
         seed: the seed of the random streams of editing functions (FLEX_SEED).
-        shared_bytes: maximum shared memory for the reads of one leader on a node; 0 for none, so that
-            all reads are gathered (FLEX_SHARED_BYTES).
+        shared_bytes: maximum shared memory for the reads of one leader on a node; 0 for none, so that all
+            reads are gathered (FLEX_SHARED_BYTES).
         shared_folder: the folder for shared memory (FLEX_SHARED_FOLDER).
         untested: whether framework versions outside the tested range are hooked, with a warning
             (FLEX_UNTESTED=1: yes).

@@ -118,10 +118,10 @@ class ParameterSite:
         parameter: the local parameter; None on ranks that do not own it.
         stage: the pipeline stage that owns it.
         chunk: the virtual chunk of that stage.
-        owner: further coordinates of its owning ranks, such as `(("ep", 2),)`. All ranks
-            of the stage list the parameter.
-        copy_of: the name of the parameter on another stage of which this is a copy (a tied output
-            layer); empty if it is none. The gradients of copies must be summed.
+        owner: further coordinates of its owning ranks, such as `(("ep", 2),)`. All ranks of the stage list
+            the parameter.
+        copy_of: the name of the parameter on another stage of which this is a copy (a tied output layer);
+            empty if it is none. The gradients of copies must be summed.
         hidden: why its gradient cannot be hooked; empty if it can.
         inferred: whether the layout is not declared: the parameter is taken as replicated, unless an
             `expected_shape` says which dim is sharded. `layout` and `shape` are then those of the local
@@ -249,8 +249,8 @@ class Adapter(Protocol):
             called: whether the model ran outside the framework's schedule.
 
         Returns:
-            As text: why that is unknown, and that the user must state it, if only the author of
-            the loop knows.
+            As text: why that is unknown, and that the user must state it, if only the author of the loop
+            knows.
         """
 
     def value(self, parameter: nn.Parameter) -> Tensor:
@@ -295,8 +295,8 @@ class Adapter(Protocol):
     def run(self, tokens: Tensor, microbatch_size: int | None = None) -> None:
         """Run the model forward over full sequences, as a step of its own. Every rank calls it.
 
-        Nothing is differentiated, and random states are restored. If the schedule needs more
-        microbatches than the tokens provide, copies of the last one are added.
+        Nothing is differentiated, and random states are restored. If the schedule needs more microbatches
+        than the tokens provide, copies of the last one are added.
 
         Args:
             tokens: `[batch, sequence]`, the same on all ranks of a model replica.
@@ -319,8 +319,8 @@ class FrameworkMatch:
         why: the evidence in the model, as text.
         make: creates the adapter; called on all ranks together.
         alone: whether `make` communicates nothing, so that one rank may call it alone.
-        around: whether it is only a wrapper, which may contain any framework's parallel modules:
-            their claim has priority.
+        around: whether it is only a wrapper, which may contain any framework's parallel modules: their claim
+            has priority.
     """
 
     name: str

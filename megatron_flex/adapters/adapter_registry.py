@@ -128,7 +128,7 @@ def register_adapter(finder: Finder, name: str = "", before: tuple[str, ...] = (
     An installed package registers one by an entry point of the group `megatron_flex.adapters`.
 
     Args:
-        finder: called with `(chunks, said, process_group)`; returns a `FrameworkMatch`, or None.
+        finder: called with `(chunks, axis_sizes, process_group)`; returns a `FrameworkMatch`, or None.
         name: the framework's; the finder's own if None.
         before: names of frameworks over which it has priority.
 

@@ -196,8 +196,8 @@ class FSDPParameters(ModuleParameters):
         names = [*(k.name for k in self._kept), *found]
         order = {path: i for i, path in enumerate(paths.values())}
         names.sort(key=lambda n: order[n.rpartition(".")[0]])
-        whole = {k.name: k for k in self._kept if k.name.rpartition(".")[2] != FLAT_PARAMETER}
-        self._kept = [k for n in dict.fromkeys(names) if (k := found.get(n) or whole.get(n)) is not None]
+        full = {k.name: k for k in self._kept if k.name.rpartition(".")[2] != FLAT_PARAMETER}
+        self._kept = [k for n in dict.fromkeys(names) if (k := found.get(n) or full.get(n)) is not None]
 
     def _parameters_of_wrapper(
         self, unit: Any, paths: dict[nn.Module, str]

@@ -446,8 +446,8 @@ def detect(
         pipeline_parallel_size: likewise.
         data_parallel_size: likewise.
         process_group: likewise.
-        everywhere: every rank calls this, as for FlexModel. Otherwise a single rank may call it, and
-            mesh and parts are included only if they need no communication.
+        everywhere: every rank calls this, as for FlexModel. Otherwise a single rank may call it, and mesh and
+            parts are included only if they need no communication.
 
     Raises:
         FlexError: two frameworks claim the model; or, where the mesh is included, it cannot be hooked.

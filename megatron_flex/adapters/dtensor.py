@@ -1,9 +1,8 @@
 """PyTorch's own tensor parallelism: layouts follow from DTensors' placements and parallel styles.
 
-A DTensor at a hook point has its own layout; hooks get its local tensor, and their result continues
-as a DTensor of the same placements. A local tensor that leaves a module with a parallel style of
-`parallelize_module` is sharded as the style's hooks declare. Between such modules, layouts are
-propagated.
+A DTensor at a hook point has its own layout; hooks get its local tensor, and their result continues as a
+DTensor of the same placements. A local tensor that leaves a module with a parallel style of
+`parallelize_module` is sharded as the style's hooks declare. Between such modules, layouts are propagated.
 """
 
 from __future__ import annotations
@@ -200,8 +199,8 @@ def _rebuild_dtensor(tensor: Any, local: Tensor, new: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     if new is local:
-        whole: Tensor = tensor
-        return whole
+        full: Tensor = tensor
+        return full
     made: Tensor = DTensor.from_local(
         new,
         tensor.device_mesh,

@@ -215,8 +215,8 @@ class DTensorParameters:
         """This rank's shard of a tensor that is placed like a parameter, or is partial."""
         placing = _placement_of(parameter)
         if placing is None:
-            whole: Tensor = tensor
-            return whole
+            full: Tensor = tensor
+            return full
         if not is_dtensor(tensor):
             tensor = _make_dtensor(tensor, placing, placing.placements)
         if tensor.device.type != tensor.device_mesh.device_type:  # offloaded
@@ -236,9 +236,9 @@ class DTensorParameters:
             return
         value = value.to(placing.device_mesh.device_type)
         value = value[tuple(slice(n) for n in self._unpadded(parameter, placing))].contiguous()
-        whole = _make_dtensor(value, placing, self._whole(placing))
+        full = _make_dtensor(value, placing, self._whole(placing))
         placements = into.placements if is_dtensor(into) else placing.placements
-        part = whole.redistribute(placements=placements).to_local()
+        part = full.redistribute(placements=placements).to_local()
         (into.to_local() if is_dtensor(into) else into).copy_(part)
 
     def _shape(self, parameter: Any) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Fairscale's model parallel layers: their layouts, process groups, and inner hook points.
 
-Their forwards call four functions by name: copy to, scatter to, reduce from and gather from the
-model parallel region. A tap inside replaces these names while its own layer runs.
+Their forwards call four functions by name: copy to, scatter to, reduce from and gather from the model
+parallel region. A tap inside replaces these names while its own layer runs.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ class FairscaleRules:
 def _inner_tap(module: nn.Module, function: str) -> Tap:
     """The tap at one of the four functions, or at the point in patched source.
 
-    A tensor that enters the region is taken after the function; one that leaves it, before.
-    The reduction is in place.
+    A tensor that enters the region is taken after the function; one that leaves it, before. The reduction is
+    in place.
     """
     if points.has(module, POINT_NAMES[function]):
         return SourcePoint(module, POINT_NAMES[function])

@@ -1,5 +1,4 @@
-"""Rules of a framework's parallel modules: how their tensors and parameters are sharded over the
-ranks.
+"""Rules of a framework's parallel modules: how their tensors and parameters are sharded over the ranks.
 
 A `Spread` describes a tensor of any number of dims; it becomes a Layout once that number is known.
 """
@@ -111,8 +110,8 @@ class Rule:
         points: its inner hook points.
         hidden: why neither input nor output can be hooked; empty if they can.
         beside: the sharding of further output tensors, in their order.
-        follows: the number of last dims that it works along, if only these, so that its output is
-            sharded like its input; for a norm that is one fused operation.
+        follows: the number of last dims that it works along, if only these, so that its output is sharded
+            like its input; for a norm that is one fused operation.
     """
 
     inputs: Spread | None = None
@@ -124,7 +123,7 @@ class Rule:
     follows: int = 0
 
     @property
-    def places(self) -> bool:
+    def has_activations(self) -> bool:
         """Whether it describes activations; otherwise it describes the parameters alone."""
         known_ends = self.inputs is not None or self.outputs is not None
         return known_ends or self.follows > 0 or bool(self.hidden)
@@ -136,10 +135,10 @@ class Rules(Protocol):
     def of(self, path: str, module: nn.Module) -> Rule | None:
         """The rule of a module; None if it is not the framework's.
 
-        A rule covers the inside of its module; between modules with rules, layouts are propagated.
-        Rules may have two more methods: `opened(tap)`, the tap adapted to tensors with their own layouts,
-        and `sums_gradients(module)`, whether the gradients of a module's parameters are summed over the
-        tensor parallel ranks after the backward pass.
+        A rule covers the inside of its module; between modules with rules, layouts are propagated. Rules may
+        have two more methods: `opened(tap)`, the tap adapted to tensors with their own layouts, and
+        `sums_gradients(module)`, whether the gradients of a module's parameters are summed over the tensor
+        parallel ranks after the backward pass.
         """
 
 

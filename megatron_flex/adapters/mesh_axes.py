@@ -1,6 +1,4 @@
-"""The axes of a run: lines of ranks with their process groups, and axes from torch's
-DeviceMeshes.
-"""
+"""The axes of a run: lines of ranks with their process groups, and axes from torch's DeviceMeshes."""
 
 from __future__ import annotations
 
@@ -144,9 +142,9 @@ def style_meshes(module: nn.Module) -> Iterator[Any]:
 
 def root_mesh_of(device_mesh: Any) -> Any:
     """The mesh that a mesh was sliced from."""
-    whole = getattr(device_mesh, "_get_root_mesh", None)
-    if whole is not None:
-        return whole()
+    get_root = getattr(device_mesh, "_get_root_mesh", None)
+    if get_root is not None:
+        return get_root()
     from torch.distributed.device_mesh import _mesh_resources  # its location in older torch
 
     return _mesh_resources.get_root_mesh(device_mesh)
@@ -218,8 +216,8 @@ def mesh_of_device_meshes(uses: Iterable[MeshUse], axis_sizes: AxisSizes, proces
         )
     if len(covered) < len(ranks):
         axes = [*_axes_beyond_mesh(axes, covered, ranks, axis_sizes, process_group), *axes]
-    whole = len(ranks) == dist.get_world_size()
-    mesh = Mesh(tuple(axes), ranks=() if whole else ranks)
+    is_world = len(ranks) == dist.get_world_size()
+    mesh = Mesh(tuple(axes), ranks=() if is_world else ranks)
     mesh.check_sizes(axis_sizes)
     return mesh
 

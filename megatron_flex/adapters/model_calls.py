@@ -1,8 +1,7 @@
 """Callers of a model and the notifications about calls, including parts compiled by torch.compile.
 
-Compiled code keeps the hooks of the time of tracing and ignores later ones. So parts that have active
-hooks are called uncompiled, while the others, and all parts if there are no hooks, run
-compiled.
+Compiled code keeps the hooks of the time of tracing and ignores later ones. So parts that have active hooks
+are called uncompiled, while the others, and all parts if there are no hooks, run compiled.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The adapter of any tree of modules, composed of three parts.
 
-Layout rules for a framework's parallel modules, the parameter storage, and the caller of
-the model. A new framework usually needs one of them; `compose` detects the other two around a model.
+Layout rules for a framework's parallel modules, the parameter storage, and the caller of the model. A new
+framework usually needs one of them; `compose` detects the other two around a model.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ModuleAdapter:
         self.driving: ModelRunner = driving or UserLoop(chunk, mesh)
         self._compiled = compiled_regions(chunk, self.root)
         follow = rules is not None and any(mesh[a].size > 1 for a in ("tp", "cp"))
-        placing = {m: r for m, r in self._known.items() if r.places}
+        placing = {m: r for m, r in self._known.items() if r.has_activations}
         self.follower = _make_propagator(self.root, placing, mesh) if follow else None
         # Parameters whose partial gradients are declared by a layout or a module, without tracing a call.
         owned = (f"{n}.{own}" for n, m in self._named if m in placing for own in m._parameters)

@@ -379,8 +379,7 @@ def make_pipeline_adapter(
         adapter_of: creates the adapter of one module. Collective, called equally often on all ranks.
 
     Raises:
-        FlexError: the user's sizes, or the modules' meshes, contradict the
-            schedule.
+        FlexError: the user's sizes, or the modules' meshes, contradict the schedule.
     """
     first = chunks.stages[0]
     size = int(first.group_size)

@@ -30,14 +30,16 @@ PARALLEL_CLASS_NAMES = re.compile(
 )
 
 
-def make_plain_adapter(chunks: list[nn.Module], said: AxisSizes, process_group: Any = None) -> ModuleAdapter:
+def make_plain_adapter(
+    chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any = None
+) -> ModuleAdapter:
     """The adapter of a plain module.
 
     Collective over the group's ranks, the first time that they are divided so.
 
     Raises:
-        FlexError: there are several chunks, the sizes do not fit the number of ranks, or the module has
-            a framework's parallel layers and no tensor parallel size is given.
+        FlexError: there are several chunks, the sizes do not fit the number of ranks, or the module has a
+            framework's parallel layers and no tensor parallel size is given.
     """
     names = ", ".join(dict.fromkeys(type(c).__name__ for c in chunks)) or "no module"
     if len(chunks) != 1:
@@ -48,13 +50,13 @@ def make_plain_adapter(chunks: list[nn.Module], said: AxisSizes, process_group: 
     root = unwrap(chunks[0])
     shards = find_parallel_module(root)
     alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(process_group) == 1
-    if shards is not None and not alone and said.get("tp") is None:
+    if shards is not None and not alone and axis_sizes.get("tp") is None:
         raise FlexError(
             f"{names} holds a {type(shards).__name__} and is not a supported model, as "
             "megatron-core's GPTModel, HybridModel, MambaModel and BertModel are; say tensor_parallel_size "
             "to have it as a plain module, and expected_shape where tensors are cut"
         )
-    mesh = make_mesh(said, process_group)
+    mesh = make_mesh(axis_sizes, process_group)
     _check_tensor_parallel_groups(root, mesh)
     return compose(chunks[0], mesh)
 
@@ -105,13 +107,13 @@ def _check_tensor_parallel_groups(root: nn.Module, mesh: Mesh) -> None:
             )
 
 
-def make_mesh(said: AxisSizes, process_group: Any = None) -> Mesh:
+def make_mesh(axis_sizes: AxisSizes, process_group: Any = None) -> Mesh:
     """The ranks of a group as pipeline, data and tensor parallel ones, with `tp` innermost.
 
     Args:
-        said: the sizes; `tp` and `pp` default to 1, and `dp` to the remaining factor.
-        process_group: all ranks that take part, in ascending order; the default group if None, or
-            one process without any.
+        axis_sizes: the sizes; `tp` and `pp` default to 1, and `dp` to the remaining factor.
+        process_group: all ranks that take part, in ascending order; the default group if None, or one process
+            without any.
 
     Raises:
         FlexError: the product of the sizes is not the number of ranks, or this rank is not in the group.
@@ -123,8 +125,8 @@ def make_mesh(said: AxisSizes, process_group: Any = None) -> Mesh:
         raise FlexError(
             f"rank {rank} is none of process_group's {list(ranks)}; make the FlexModel on those ranks only"
         )
-    tp, pp = said.get("tp") or 1, said.get("pp") or 1
-    dp = said.get("dp") or max(1, len(ranks) // (tp * pp))
+    tp, pp = axis_sizes.get("tp") or 1, axis_sizes.get("pp") or 1
+    dp = axis_sizes.get("dp") or max(1, len(ranks) // (tp * pp))
     if tp * pp * dp != len(ranks):
         raise FlexError(
             f"tensor_parallel_size={tp} x pipeline_parallel_size={pp} x data_parallel_size={dp} make "
@@ -189,13 +191,13 @@ def mesh_around(chunk: nn.Module, wrappers: list[Any], axis_sizes: AxisSizes, pr
             f"{kind} is over ranks {list(ranks)}, which are not all in process_group's {everyone}; give the "
             "group of all ranks that the model is on"
         )
-    whole = list(ranks) == everyone
-    if not whole and not any(axis_sizes.get(n) for n in ("tp", "pp", "dp")):
+    is_world = list(ranks) == everyone
+    if not is_world and not any(axis_sizes.get(n) for n in ("tp", "pp", "dp")):
         raise FlexError(
             f"{kind} is over ranks {list(ranks)} of {len(everyone)}, and what the others are is not known; "
             "say tensor_parallel_size or pipeline_parallel_size, or give the process_group of those ranks"
         )
-    mesh = make_mesh({"dp": len(ranks)} if whole else axis_sizes, process_group)
+    mesh = make_mesh({"dp": len(ranks)} if is_world else axis_sizes, process_group)
     mesh.check_sizes(axis_sizes)
     if mesh["dp"].ranks != ranks:
         raise FlexError(

@@ -207,7 +207,8 @@ _MODULE_REASON = "named_parameters() and the like leave out repeated objects, ab
 _FSDP_REASON = "FullyShardedDataParallel has no public access to its flat parameters"
 _FSDP2_REASON = "fully_shard() has no public access to its groups of parameters"
 _SCHEDULE_REASON = "a pipeline schedule has no public access to its stages, microbatches and loss"
-_MODE_REASON = "a mode of functions must stay active after the function that enters it returns"
+_DEVICE_REASON = "a default device must be the CPU too, and its table must hold torch's own functions"
+_SCRIPT_REASON = "torch.jit.script knows functions by identity, those of the CPU runtime too"
 
 TORCH_MODULE_SYMBOLS = (
     *_of(
@@ -256,12 +257,6 @@ TORCH_TENSOR_SYMBOLS = (
     ),
     *_of(
         "torch",
-        "torch.autograd.graph",
-        "_engine_run_backward",
-        "modes of functions are not active in backward passes",
-    ),
-    *_of(
-        "torch",
         "torch.autograd.function",
         "BackwardCFunction._forward_cls",
         "the function of a node in the autograd graph",
@@ -272,7 +267,16 @@ TORCH_TENSOR_SYMBOLS = (
         "_StopRecomputationError",
         "ends a recomputation that needs no more: it is no failure of an edit",
     ),
-    *_of("torch", "torch.overrides", "_get_current_function_mode_stack _pop_mode _push_mode", _MODE_REASON),
+    *_of("torch", "torch.utils", "_device", _DEVICE_REASON),
+    *_of("torch", "torch.utils._device", "_device_constructors", _DEVICE_REASON),
+    *_of("torch", "torch.jit", "_builtins", _SCRIPT_REASON),
+    *_of("torch", "torch.jit._builtins", "_find_builtin _get_builtin_table", _SCRIPT_REASON),
+    *_of(
+        "torch",
+        "torch._dynamo.config",
+        "_config",
+        "what is set of the compiler holds in one thread; others see the default",
+    ),
     *_of(
         "torch",
         "torch.utils.data.dataloader",

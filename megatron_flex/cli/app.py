@@ -25,7 +25,7 @@ RUNNER_MODULE = "megatron_flex.launch"
 def launch(context: typer.Context) -> None:
     """Start a training script with hooks, by torchrun.
 
-    Options in front of SCRIPT are torchrun's, those behind it the script's, --flex- flags among them. --dry,
+    Options in front of SCRIPT are torchrun's, those after it the script's, --flex- flags among them. --dry,
     first of all, only prints the command.
 
     For example: megatron-flex run --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ... --flex-dump out
@@ -41,7 +41,7 @@ def launch(context: typer.Context) -> None:
 
 
 def torchrun_command(words: Sequence[str]) -> list[str]:
-    """The whole command: Python, torchrun's options, the runner, the script and what is behind it.
+    """The whole command: Python, torchrun's options, the runner, the script and its arguments.
 
     Raises:
         FlexError: no script is named, or an option is given that leaves no place for the runner.
@@ -58,7 +58,7 @@ def torchrun_command(words: Sequence[str]) -> list[str]:
             option = f"--{name.replace('_', '-')}"
             raise FlexError(f"{option}: torchrun would start the script without hooks; leave it out")
     at = len(words) - len(found.training_script_args) - 1
-    at -= words[at] != found.training_script  # argparse takes out a `--` behind it
+    at -= words[at] != found.training_script  # argparse removes a `--` after it
     options = [o for o in words[:at] if o not in ("-m", "--module", "--")]
     module = ["-m"] if found.module else []
     return [

@@ -15,9 +15,7 @@ from megatron_flex.compare import compare as run
 from megatron_flex.compare.comparison import INCOMPARABLE, INDISTINGUISHABLE
 from megatron_flex.errors import FlexError
 
-MIN_WIDTH_FOR_WORST = (
-    120  # columns; where there are fewer, the worst elements are told of the first divergence only
-)
+MIN_WIDTH_FOR_WORST = 120  # columns; with fewer, the worst elements are shown for the first divergence only
 VERDICT_STYLES = {
     "diverges": "bold red",
     "incomplete": "bold red",
@@ -87,7 +85,7 @@ def compare(
     """Compare two dumps and name the first site that diverges.
 
     They are aligned by site, iteration, sample and token, and walked in the order of execution, gradients
-    after values. What is round-off follows from dtype and depth, unless it is said or measured.
+    after values. What is round-off follows from dtype and depth, unless it is given or measured.
 
     Exit status 0 if they are equal, or not distinguishable from round-off; 1 if they diverge; 2 if they
     cannot be compared: a dump is damaged, the tokens are others, or only one of them has a site or an

@@ -71,7 +71,7 @@ def ls(
 ) -> None:
     """List runs, sites and parameters.
 
-    With shapes of the whole, types, iterations, and bytes on disk.
+    With full shapes, dtypes, iterations, and bytes on disk.
     """
     found = list_dump_contents(path)
     if as_json:
@@ -139,7 +139,7 @@ def _compute_statistics(arrays: dict[str, DumpArray]) -> dict[str, ValueSummary]
 
 
 def _select_array_iterations(array: DumpArray, described: str | None) -> DumpArray:
-    """Of the iterations those that are said."""
+    """The iterations that the option selects."""
     return array.at(*select_iterations(described, array.iterations)) if described is not None else array
 
 
@@ -217,7 +217,7 @@ def verify(
 ) -> None:
     """Check every byte; name what is missing.
 
-    All is read and compared with its checksum; what is lost or wrong is told by rank and site. Exit status
+    Reads all files and compares checksums; lists missing and damaged parts by rank and site. Exit status
     1 if anything is.
     """
     found = check(path, live)
@@ -256,7 +256,7 @@ def prune(
 ) -> None:
     """Remove incomplete iterations and temporary files.
 
-    Of runs that are over; whole iterations only if told to, by --keep-every or --before.
+    Only of runs that have ended; complete iterations only with --keep-every or --before.
 
     The newest run is left alone, as a writer may have it open; --force says that none has.
     """

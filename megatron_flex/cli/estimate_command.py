@@ -22,7 +22,7 @@ from megatron_flex.errors import FlexError
 from megatron_flex.launch.estimate import DumpEstimate, Links, RunEstimate, estimate_dump, estimate_hooks
 from megatron_flex.sites import strip_numbers
 
-MAX_STAGES_SHOWN = 8  # of more stages only the lightest and the heaviest are told
+MAX_STAGES_SHOWN = 8  # of more stages only the lightest and the heaviest are shown
 
 
 def _option(words: str, *, metavar: str, flags: tuple[str, ...] = ()) -> Any:
@@ -163,7 +163,7 @@ def _print_estimates(found: DumpEstimate | None, estimated: RunEstimate | None, 
 
 
 def parse_mesh_sizes(assignments: list[str] | None) -> dict[str, int] | None:
-    """What is said of sizes of axes.
+    """The sizes of the mesh axes that the options give.
 
     Raises:
         FlexError: it is no AXIS=N.
@@ -208,8 +208,8 @@ TENSOR_COLUMNS = (
     "tensor",
     "hook",
     "layout",
-    ">whole",
-    ">part",
+    ">full tensor",
+    ">shard",
     "collectives",
     *LINK_COLUMNS,
     ">disk",
@@ -219,15 +219,13 @@ RANK_COLUMNS = ("rank", ">collectives", *LINK_COLUMNS, ">shared", ">disk", ">of 
 
 
 def print_run_estimate(out: Console, found: RunEstimate) -> None:
-    """Hooks, and what ranks pay for all of them in a step."""
-    out.print("each time that a tensor passes:")
+    """Print the hooks, and what ranks send and hold for all of them in a step."""
+    out.print("each call of a hook:")
     print_nonempty_columns(out, TENSOR_COLUMNS, found.rows())
-    out.print("\nof a rank in a step:")
+    out.print("\neach rank in a step:")
     print_nonempty_columns(out, RANK_COLUMNS, found.summary())
     if found.flags:
-        out.print(
-            f"and {found.flags} collectives of a few bytes, by which ranks compare flags at a step's end"
-        )
+        out.print(f"and {found.flags} collectives of a few bytes, which compare flags at the end of a step")
     slowest = found.slowest
     out.print(f"slowest: {slowest.role}, {slowest.seconds * 1e3:.3f} ms")
     for name, why in {strip_numbers(n): w for n, w in found.uncounted.items()}.items():

@@ -134,8 +134,7 @@ class StatisticSummary:
 
     Attributes:
         iterations: which they are.
-        values: of the statistic; None where there is none.
-        nans, infinities: in all of them.
+        values: of the statistic; None where there is none. nans, infinities: in all of them.
         odd: whether there were any.
     """
 

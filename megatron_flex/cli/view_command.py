@@ -76,7 +76,7 @@ def view(
 
 
 def _split_flags(what: list[str]) -> tuple[list[Path], list[str]]:
-    """Paths, and the flags of a run behind them."""
+    """Paths, and the flags of a run after them."""
     at = next((n for n, word in enumerate(what) if word.startswith("-")), len(what))
     return [Path(word) for word in what[:at]], what[at:]
 

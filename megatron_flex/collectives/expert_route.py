@@ -152,7 +152,7 @@ class Route:
         if self.expert is None:
             return None
         rows = Layout(self.token_layout.dims[:1])
-        places = self.dispatch.places(self.mesh.coords, self.mesh.sizes)
+        places = self.dispatch.token_positions(self.mesh.coords, self.mesh.sizes)
         own = places[self.dispatch.chosen[:, self.expert]]
         positions, _ = assemble_on_all_ranks(own, rows, self.mesh)
         return positions.argsort()

@@ -159,7 +159,8 @@ class CrossSiteEvidence:
         row = self._find_row(ComparedTensor(f"{layer}.mlp.router:probs", VALUE), pair.iteration)
         if found and pair.item.kind == VALUE and row is not None and not row.diverges:
             yield (
-                f"{row.name} agrees and {pair.item.name} does not: rows are permuted, or sent to other experts"
+                f"{row.name} agrees and {pair.item.name} does not: rows are permuted, or are sent to other "
+                "experts"
             )
 
     def _list_candidates(self, item: ComparedTensor) -> Iterator[ComparedTensor]:

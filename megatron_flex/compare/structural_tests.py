@@ -97,6 +97,18 @@ def estimate_factor(profile: DifferenceProfile) -> tuple[float, float]:
     return factor, math.sqrt(variance)
 
 
+def bound_factor(
+    profile: DifferenceProfile, factor: float, error: float, unit: float, deviations: float
+) -> float:
+    """The greatest deviation from 1 that noise makes.
+
+    A has noise of its own, which the regression takes for a smaller factor: by its part of A's energy.
+    """
+    energy = profile.total("squares_a")
+    left = max(profile.total("squares") / energy - factor**2, 0.0) if energy else 0.0
+    return max(deviations * error, FACTOR_UNITS * unit) + left
+
+
 def check_factor(
     profile: DifferenceProfile, unit: float, deviations: float = FACTOR_DEVIATIONS
 ) -> Outcome | None:
@@ -110,7 +122,7 @@ def check_factor(
     factor, error = estimate_factor(profile)
     if not math.isfinite(error):
         return None
-    bound = max(deviations * error, FACTOR_UNITS * unit)
+    bound = bound_factor(profile, factor, error, unit, deviations)
     wide = f"{1 + factor:.6g} +- {error:.2g}"
     text = f"B is A times {wide}, pooled over {profile.count:,} entries" if abs(factor) > bound else ""
     return Outcome("factor", abs(factor), bound, text)

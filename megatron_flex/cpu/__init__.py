@@ -2,7 +2,7 @@
 
 Importing this changes nothing. Enabling sets attributes of torch and, as they are imported, of Megatron;
 disabling puts every one of them back. It is for machines without a GPU, and refuses one that has one.
-It may come before or after Megatron is imported. Other threads have to enter `devices.CpuDevices()`.
+It may come before or after Megatron is imported. All threads see it.
 """
 
 from __future__ import annotations

@@ -85,6 +85,7 @@ def build_norm(config: Any, hidden_size: int, eps: float = 1e-5) -> nn.Module:
 
 
 MEGATRON_PACKAGE = "megatron"
+REBOUND_PACKAGES = (MEGATRON_PACKAGE, "__main__")
 _TE = "megatron.core.extensions.transformer_engine"
 _KERNEL_CHOICES = ("sequence_parallel", "persist_layer_norm", "memory_efficient_layer_norm")
 
@@ -208,18 +209,20 @@ _MODULE_PATCHES: dict[str, Callable[[Patches, ModuleType], None]] = {
 
 
 def install_megatron_patches(patches: Patches) -> None:
-    """Patch the modules of Megatron that are imported, and each other one when it is."""
+    """Patch the modules of Megatron that are imported, and each other one when it is.
+
+    Names that they and the main script bound before (`from torch import zeros`) are bound to what stands in
+    for them.
+    """
 
     def after_import(module: ModuleType) -> None:
         recipe = _MODULE_PATCHES.get(module.__name__)
         if recipe is not None:
             recipe(patches, module)
 
-    loaded = loaded_modules((MEGATRON_PACKAGE,))
-    for module in loaded:
+    for module in loaded_modules((MEGATRON_PACKAGE,)):
         after_import(module)
-    for module in loaded:
-        patches.rebind(module)
+    patches.rebind(loaded_modules(REBOUND_PACKAGES))
     finder = AfterImportFinder(MEGATRON_PACKAGE, after_import)
     sys.meta_path.insert(0, finder)
     patches.on_restore(lambda: sys.meta_path.remove(finder))

@@ -10,7 +10,7 @@ again, not copied down). Megatron's parts are patched when, and only if, somebod
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -54,22 +54,20 @@ class Patches:
         """Run `undo` when everything is restored (for what is not an attribute)."""
         self._undo.append(undo)
 
-    def rebind(self, module: ModuleType) -> None:
-        """Rebind names that `module` imported before (`from torch.cuda import _lazy_call`) to ours."""
-        _swap_globals(module, self._replaced)
+    def rebind(self, modules: Iterable[ModuleType]) -> None:
+        """Rebind names that `modules` imported before (`from torch.cuda import _lazy_call`) to ours."""
+        _swap_globals(modules, self._replaced)
 
-    def restore(self, packages: tuple[str, ...] = ()) -> None:
+    def restore(self, packages: Collection[str] = ()) -> None:
         """Undo everything, last first; names bound to a stand-in in modules of `packages` go back too."""
         for undo in reversed(self._undo):
             undo()
-        back = [(new, old) for old, new in self._replaced]
-        for module in loaded_modules(packages):
-            _swap_globals(module, back)
+        _swap_globals(loaded_modules(packages), [(new, old) for old, new in self._replaced])
         self._undo.clear()
         self._replaced.clear()
 
 
-def loaded_modules(packages: tuple[str, ...]) -> list[ModuleType]:
+def loaded_modules(packages: Collection[str]) -> list[ModuleType]:
     """The imported modules that are one of `packages` or belong to one."""
     return [
         module
@@ -78,11 +76,12 @@ def loaded_modules(packages: tuple[str, ...]) -> list[ModuleType]:
     ]
 
 
-def _swap_globals(module: ModuleType, pairs: list[tuple[Any, Any]]) -> None:
+def _swap_globals(modules: Iterable[ModuleType], pairs: list[tuple[Any, Any]]) -> None:
     swap = {id(old): new for old, new in pairs if _is_code(old)}
-    names = vars(module)
-    for name in [name for name, value in names.items() if id(value) in swap]:
-        names[name] = swap[id(names[name])]
+    for module in modules:
+        names = vars(module)
+        for name in [name for name, value in names.items() if id(value) in swap]:
+            names[name] = swap[id(names[name])]
 
 
 def _is_code(value: Any) -> bool:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import sys
 from threading import get_ident
+from typing import Any
 
 import torch
 
-from megatron_flex.cpu import cuda, gloo, megatron, rng
+from megatron_flex.cpu import cuda, device_arguments, gloo, megatron, rng
 from megatron_flex.cpu.patches import Patches
 from megatron_flex.errors import FlexError
 
@@ -20,23 +21,37 @@ _COMPILE_VARIABLE = "TORCH_COMPILE_DISABLE"
 
 
 def disable_compilation(patches: Patches) -> None:
-    """Switch dynamo off, for functions that are decorated already and for those to come.
+    """Switch dynamo off in every thread, for functions that are decorated already and for those to come.
 
     What dynamo read from the environment when it was imported is set in its configuration; if it is
     imported later, it reads the environment, and the configuration is set right on the way out.
     """
     config = sys.modules.get(_DYNAMO_CONFIG)
-    before = os.environ.get(_COMPILE_VARIABLE, "0") == "1" if config is None else bool(config.disable)
+    own = default = os.environ.get(_COMPILE_VARIABLE, "0") == "1"
+    if config is not None:
+        own, default = bool(config.disable), _set_default(config, True)
+        config.disable = True  # type: ignore[attr-defined]  # `sys.modules` gives a module of unknown attributes
     patches.set_item(os.environ, _COMPILE_VARIABLE, "1")
-    _set_dynamo_disabled(True)
-    patches.on_restore(lambda: _set_dynamo_disabled(before))
+    patches.on_restore(lambda: _set_dynamo_disabled(own, default))
 
 
-def _set_dynamo_disabled(value: bool) -> None:
+def _set_dynamo_disabled(own: bool, default: bool) -> None:
     config = sys.modules.get(_DYNAMO_CONFIG)
     if config is not None:
-        # `sys.modules` gives a module of unknown attributes
-        config.disable = value  # type: ignore[attr-defined]
+        _set_default(config, default)
+        config.disable = own  # type: ignore[attr-defined]  # as above
+
+
+def _set_default(config: Any, value: bool) -> bool:
+    """Set what threads see that set nothing themselves, and return what they saw.
+
+    Newer versions of torch keep what is set for the thread that set it; older ones have no such default.
+    """
+    entry = config._config["disable"]
+    default = bool(getattr(entry, "default", config.disable))
+    if hasattr(entry, "default"):
+        entry.default = value
+    return default
 
 
 # In this order; the last sees what the others replaced, and undoing goes backwards.
@@ -44,7 +59,7 @@ _INSTALLERS = (
     disable_compilation,
     cuda.install_cuda_stand_ins,
     rng.install_random_generator,
-    cuda.install_cpu_devices,
+    device_arguments.install_device_arguments,
     gloo.install_gloo_wrappers,
     megatron.install_megatron_patches,
 )
@@ -90,10 +105,10 @@ def disable() -> None:
     if _RUNTIME.depth == 0:
         raise FlexError("the CPU runtime is not enabled; call enable() first")
     if _RUNTIME.depth == 1:
-        # The device mode is on the stack of the thread that entered it; only that thread can leave it.
+        # Torch keeps settings of the compiler for each thread; only the one that changed them has them.
         if get_ident() != _RUNTIME.thread:
             raise FlexError("the CPU runtime was enabled in another thread; call disable() in that thread")
-        _RUNTIME.patches.restore((megatron.MEGATRON_PACKAGE,))
+        _RUNTIME.patches.restore(megatron.REBOUND_PACKAGES)
     _RUNTIME.depth -= 1
 
 
@@ -110,5 +125,5 @@ def _install(patches: Patches) -> None:
         for install in _INSTALLERS:
             install(patches)
     except BaseException:
-        patches.restore((megatron.MEGATRON_PACKAGE,))
+        patches.restore(megatron.REBOUND_PACKAGES)
         raise

@@ -133,7 +133,7 @@ class ExpertRouting:
         try:
             sequence, batch = padded_shape(self._tokens, some.shape, sizes)
             for coords, choice in self.choices.values():
-                choice.places(coords, sizes)
+                choice.token_positions(coords, sizes)
         except LayoutError as error:
             raise DumpError(f"tokens of routers: {error}; the dump is damaged") from error
         self.shape = sequence, batch
@@ -210,7 +210,7 @@ class ExpertRouting:
             tokens = tokens[experts == expert]
             experts, slots = torch.full_like(tokens, expert), torch.zeros_like(tokens)
         row = torch.cat([self._from(edp, ep, expert)[etp][source] for ep in range(self.sizes.get("ep", 1))])
-        where = choice.places(coords, self.sizes)[tokens]
+        where = choice.token_positions(coords, self.sizes)[tokens]
         ep = experts // (self.experts // self.sizes.get("ep", 1))
         return RowLocations(torch.full_like(ep, edp), ep, row, where, slots)
 

@@ -83,8 +83,8 @@ def list_storage(kind: Any, brief: bool = False) -> list[tuple[Field[Any], Stora
 
     Args:
         kind: the dataclass.
-        brief: fields without a declared form are left out where they have their default, except for
-            the first one.
+        brief: fields without a declared form are left out where they have their default, except for the first
+            one.
     """
     out = []
     for number, one in enumerate(fields(kind)):

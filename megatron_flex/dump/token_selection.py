@@ -68,7 +68,13 @@ class RandomTokens:
             raise FlexError(f"sampled({self.count}): keep at least one token of each sample")
 
     def positions(self, length: int, iteration: int, sample: int) -> list[int]:
-        """Return the positions of one sample, in ascending order."""
+        """Return the positions of one sample, in ascending order.
+
+        Args:
+            length: the number of tokens of the sample.
+            iteration: the iteration, which seeds the choice like the next argument.
+            sample: the number of the sample in the global batch.
+        """
         data = f"{self.seed}/{iteration}/{sample}".encode()
         generator = torch.Generator().manual_seed(
             int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
@@ -247,7 +253,7 @@ def _list_axis_coords(dim: Dim, sizes: Sizes, coords: Coords) -> AxisCoords:
 
 @lru_cache(1024)
 def _locate_positions(dim: Dim, at: AxisCoords, local: int) -> tuple[Tensor, int]:
-    """Where a rank holds each position of the whole, -1 where it does not; how many positions there are."""
+    """The index at which a rank holds each position, -1 for none; and the number of positions."""
     sizes, coords = {a: n for a, n, _ in at}, {a: c for a, _, c in at}
     length = local * count_parts(dim, sizes)
     where = torch.full((length,), -1)

@@ -75,7 +75,13 @@ class Edit(Preset):
 
     @abstractmethod
     def edit(self, inputs: Tensor, module: nn.Module | None, modules: Any) -> Tensor:
-        """The edited tensor, ignoring any restriction to a part."""
+        """The edited tensor, ignoring any restriction to a part.
+
+        Args:
+            inputs: the full tensor, or this rank's shard of it where the edit is local.
+            module: the module at the hook point; None where there is none.
+            modules: the trainable modules, by name.
+        """
 
     def mixed_dims(self) -> set[str]:
         """The dims along which entries, or slices, are not treated independently and alike; `*` for all."""
@@ -95,11 +101,18 @@ class Edit(Preset):
         return tuple(inputs.shape) if self._shard is None else self._shard.whole
 
     def length(self, inputs: Tensor, dim: int) -> int:
-        """The length of a dim of the full tensor."""
+        """The length of a dim of the full tensor; `inputs` is that tensor or the local shard."""
         return self.shape(inputs)[dim]
 
     def along(self, inputs: Tensor, dim: int, indices: Indices, what: str, width: int = 1) -> Tensor:
         """The chosen entries of a dim, counted in the full tensor, as booleans that broadcast to `inputs`.
+
+        Args:
+            inputs: the full tensor, or the local shard.
+            dim: the index of the dim.
+            indices: the chosen entries, or the chosen blocks of `width` entries each.
+            what: the argument's name, for errors.
+            width: the number of neighbouring entries that an index selects, such as those of a head.
 
         Raises:
             HookError: an index is out of range.
@@ -117,6 +130,11 @@ class Edit(Preset):
     def constant(self, held: DeviceConstant, inputs: Tensor, what: str) -> Tensor:
         """A constant on the device and in the dtype of `inputs`, which broadcasts to their shape.
 
+        Args:
+            held: the constant for the full tensor.
+            inputs: the full tensor, or the local shard, for which the constant is sliced.
+            what: the constant's name, for errors.
+
         Raises:
             HookError: it does not fit the full tensor.
         """
@@ -125,11 +143,11 @@ class Edit(Preset):
             return check_broadcast(held.like(inputs), inputs, what)
         known = (id(held), inputs.device, inputs.dtype)
         if known not in self._cut:
-            whole = check_broadcast(held.like(inputs), shard.whole, what)
-            if whole.requires_grad:
-                return shard.part(whole)
+            full = check_broadcast(held.like(inputs), shard.whole, what)
+            if full.requires_grad:
+                return shard.part(full)
             with torch.inference_mode(False):
-                self._cut[known] = shard.part(whole)
+                self._cut[known] = shard.part(full)
         return self._cut[known]
 
     def total(self, tensor: Tensor, dims: Iterable[int]) -> Tensor:
@@ -210,6 +228,11 @@ class Edit(Preset):
     def dim_index(self, dim: str, what: str, site: str = "the tensor") -> int:
         """The index of the dim of that name; the first if there are two.
 
+        Args:
+            dim: the name.
+            what: the argument that needs the dim, for errors.
+            site: the hook point, for errors.
+
         Raises:
             HookError: there is none.
         """
@@ -222,6 +245,10 @@ class Edit(Preset):
 
     def head_dim(self, count: int, site: str = "the tensor") -> int:
         """The index of the dim of heads, or of the dim that concatenates them.
+
+        Args:
+            count: the number of dims of the tensor.
+            site: the hook point, for errors.
 
         Raises:
             HookError: there is none.
@@ -254,6 +281,12 @@ class Edit(Preset):
         self, inputs: Tensor, which: Indices, module: nn.Module | None, of: int | None = None
     ) -> Tensor:
         """The entries of `inputs` that belong to these heads, as booleans that broadcast.
+
+        Args:
+            inputs: the full tensor, or the local shard.
+            which: the heads, counted in the full tensor.
+            module: the module at the hook point, whose config has the number of heads.
+            of: the number of heads, if the config does not have it.
 
         Raises:
             HookError: a dim concatenates the heads, and their number is not known.

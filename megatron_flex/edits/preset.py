@@ -181,7 +181,14 @@ def local(dims: str | Sequence[str] = "all") -> Callable[[EditingFunction], Loca
 
 
 class LocalEdit(Preset):
-    """An editing function that was marked by `local`; otherwise it behaves as that function."""
+    """An editing function that was marked by `local`; otherwise it behaves as that function.
+
+    Args:
+        dims: the dims along which the function may run on shards, as for `local`.
+        function: the editing function.
+        names: the names of the dims of its tensor.
+        on_part: whether the function is bound to the local shard of a rank.
+    """
 
     pure = None  # inferred from its source
 

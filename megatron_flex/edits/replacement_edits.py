@@ -219,10 +219,10 @@ class splice(Edit):
     """Replace by a module's reconstruction: a sparse autoencoder, a transcoder.
 
     Attributes:
-        name: the name under which the module was registered; it returns the reconstruction,
-            or a tuple that begins with it.
-        keep_error: add the reconstruction error, without gradient: values are unchanged, and
-            gradients pass through the module alone.
+        name: the name under which the module was registered; it returns the reconstruction, or a tuple that
+            begins with it.
+        keep_error: add the reconstruction error, without gradient: values are unchanged, and gradients pass
+            through the module alone.
     """
 
     name: str

@@ -55,7 +55,12 @@ class zero(Edit):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class clamp(Edit):
-    """Limit values to two bounds, of which one may be omitted."""
+    """Limit values to two bounds, of which one may be omitted.
+
+    Attributes:
+        low: the lower bound; None for none.
+        high: the upper bound; None for none.
+    """
 
     uses_random_numbers = False
 
@@ -76,7 +81,11 @@ class clamp(Edit):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class noise(Edit):
-    """Add Gaussian noise of a standard deviation; the same on all ranks, and again in recomputation."""
+    """Add Gaussian noise; the same on all ranks, and again in recomputation.
+
+    Attributes:
+        std: the standard deviation of the noise.
+    """
 
     std: float
 
@@ -135,7 +144,12 @@ class ablate_heads(Edit):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class ablate_neurons(Edit):
-    """Zero entries of the last dim; with `keep`, all others."""
+    """Zero entries of the last dim; with `keep`, all others.
+
+    Attributes:
+        which: the entries, counted in the full tensor.
+        keep: whether to zero the other entries instead.
+    """
 
     uses_random_numbers = False
 

@@ -153,12 +153,13 @@ class PassEstimate:
     """One hook at one tensor, for each call.
 
     Attributes:
-        action: what the hook does there: `read`, `edit of the whole`, `edit of the part`, `edit by sums`,
-            `dump`, `statistics`; `... of what is gathered` after another edit has gathered it.
+        action: what the hook does there: `read`, `gathered edit`, `edit of a replicated tensor`, `local
+            edit`, `edit with a reduction`, `dump`, `statistics`; `read of a gathered tensor` after an edit
+            has gathered it.
         collectives: in order; the leader takes part in each, and so does every rank of the stage, except for
             broadcasts of the rank's result that ran the edit: ranks get those along one axis after another.
-        whole: bytes of the full tensor to read or edit.
-        part: bytes of one rank's shard.
+        full: bytes of the full tensor to read or edit.
+        shard: bytes of one rank's shard.
         rank: traffic of the busiest rank other than the leader.
         leader: traffic of the rank that receives the stage's captures.
         sent_to_first_stage: bytes that the stage's leader sends to the first stage's.
@@ -169,8 +170,8 @@ class PassEstimate:
 
     action: str
     collectives: tuple[AddedCollective, ...] = ()
-    whole: int = 0
-    part: int = 0
+    full: int = 0
+    shard: int = 0
     rank: Traffic = NO_TRAFFIC
     leader: Traffic = NO_TRAFFIC
     sent_to_first_stage: int = 0
@@ -228,7 +229,7 @@ def _estimate_read(
     if hook.gathered:  # every rank has it, and the leader keeps it
         kept = Traffic(pcie=size)
         return PassEstimate(
-            "read of what is gathered", (), size, part, NO_TRAFFIC, kept, up, device=size, leader_host=size
+            "read of a gathered tensor", (), size, part, NO_TRAFFIC, kept, up, device=size, leader_host=size
         )
     axes = layout.active_axes(mesh.sizes)
     nodes = Counter(placement.nodes(axes)) if axes else Counter([0])
@@ -273,15 +274,15 @@ def _estimate_edit(
 ) -> PassEstimate:
     if site.read_only_reason:
         raise HookError(f"{site.name} can be read and not edited: {site.read_only_reason}")
-    whole = _padded_bytes(held, mesh)
+    full = _padded_bytes(held, mesh)
     part = round(prod(held.local) * held.weight)
     sums = _requested_sums(hook, held, site, mesh)
     if sums is None:
         sent = [] if hook.gathered else _gather_collectives(hook, held, mesh)
-        way = "edit of the whole" if sent else "edit of what each rank has whole"
-        way = "edit of what is gathered" if hook.gathered else way
+        way = "gathered edit" if sent else "edit of a replicated tensor"
+        way = "edit of a gathered tensor" if hook.gathered else way
         sent += _broadcast_collectives(hook, held, mesh) if hook.once else []
-        device = (2 * whole if sent or hook.gathered else whole) + part
+        device = (2 * full if sent or hook.gathered else full) + part
     else:
         both = (False,) if hook.gradient else (False, True)
         sent = [
@@ -290,9 +291,9 @@ def _estimate_edit(
             for axes, n in sums
             for a in axes
         ]
-        way, device = "edit by sums" if sent else "edit of the part", part + sum(n for _, n in sums)
+        way, device = "edit with a reduction" if sent else "local edit", part + sum(n for _, n in sums)
     moved = sum((_ring_traffic(s, placement) for s in sent), NO_TRAFFIC)
-    return PassEstimate(way, tuple(sent), whole, part, moved, moved, device=device)
+    return PassEstimate(way, tuple(sent), full, part, moved, moved, device=device)
 
 
 def _gather_collectives(hook: HookSpec, held: EstimatedTensor, mesh: Mesh) -> list[AddedCollective]:

@@ -58,13 +58,13 @@ class HookSpec:
         return self.text or f"{self.kind} {describe_pattern(self.pattern)}"
 
 
-def parse_read_hook(said: str) -> HookSpec:
+def parse_read_hook(text: str) -> HookSpec:
     """Parse a read.
 
     Raises:
         FlexError: the text after the pattern is not valid.
     """
-    pattern, *rest = said.split("@")
+    pattern, *rest = text.split("@")
     gradient = False
     picked: dict[str, Any] = {}
     reduced: Reduction | None = None
@@ -73,45 +73,45 @@ def parse_read_hook(said: str) -> HookSpec:
         if name == "gradient" and not given:
             gradient = True
         elif name in SELECTIONS and value:
-            picked[name] = _parse_indices(said, value)
+            picked[name] = _parse_indices(text, value)
         elif name in REDUCTION_MAKERS and value and reduced is None:
             reduced = REDUCTION_MAKERS[name](value)
         else:
             known = ("gradient", *SELECTIONS, *REDUCTION_MAKERS)
             raise FlexError(
-                f"--read {said}: {word!r}{suggest_nearest(name, known)}; after a pattern write @gradient, "
+                f"--read {text}: {word!r}{suggest_nearest(name, known)}; after a pattern write @gradient, "
                 f"@{'=, @'.join((*SELECTIONS, *REDUCTION_MAKERS))}="
             )
     if not pattern:
-        raise FlexError(f"--read {said!r} names no site; write PATTERN, such as 'decoder.layers.*'")
+        raise FlexError(f"--read {text!r} names no site; write PATTERN, such as 'decoder.layers.*'")
     wanted = CaptureSelection(Select(**picked), reduced) if picked or reduced is not None else None
-    return HookSpec(pattern, gradient=gradient, wanted=wanted, text=f"read {said}")
+    return HookSpec(pattern, gradient=gradient, wanted=wanted, text=f"read {text}")
 
 
-def _parse_indices(said: str, value: str) -> slice | list[int]:
+def _parse_indices(text: str, value: str) -> slice | list[int]:
     try:
         if ":" in value:
             return slice(*(int(n) if n else None for n in value.split(":")))
         return [int(n) for n in value.split(",")]
     except (ValueError, TypeError):
-        raise FlexError(f"--read {said}: {value!r} are no indices; write 3, or 0,3, or -2, or 0:4") from None
+        raise FlexError(f"--read {text}: {value!r} are no indices; write 3, or 0,3, or -2, or 0:4") from None
 
 
-def parse_edit_hook(said: str) -> HookSpec:
+def parse_edit_hook(text: str) -> HookSpec:
     """Parse an edit.
 
     Raises:
         FlexError: there is no edit, or it is unknown.
     """
-    place, given, what = said.partition("=")
+    place, given, what = text.partition("=")
     pattern, _, gradient = place.partition("@")
     if not given or not pattern or gradient not in ("", "gradient"):
         raise FlexError(
-            f"--edit {said}: write PATTERN=general, PATTERN=local, PATTERN=linear:4, or a preset such as "
+            f"--edit {text}: write PATTERN=general, PATTERN=local, PATTERN=linear:4, or a preset such as "
             "PATTERN=scale=1.01; @gradient after the pattern for an edit of the gradient"
         )
     name, _, count = what.partition(":")
-    words = f"edit {said}"
+    words = f"edit {text}"
     if name in EDIT_KINDS and (not count or (name == "linear" and count.isdigit() and int(count))):
         return HookSpec(pattern, name, int(count or 1), bool(gradient), text=words)
     return HookSpec(pattern, parse(what), gradient=bool(gradient), text=words)

@@ -112,12 +112,10 @@ class SessionEstimate:
             return None
         shape = tuple(self._length(site, n) for n in site.shape)
         logits = self.padded and site.module == "output_layer"
-        whole = tuple(
-            self.padded if logits and d == "v" else n for d, n in zip(site.dims, shape, strict=True)
-        )
+        full = tuple(self.padded if logits and d == "v" else n for d, n in zip(site.dims, shape, strict=True))
         layout = layout_in_pass(site.layout, backward)
-        width = self.session.rehearsal.itemsize
-        local = compute_local_shape(site.layout, whole, self.mesh.sizes)
+        width = self.session.dry_run.itemsize
+        local = compute_local_shape(site.layout, full, self.mesh.sizes)
         kind = "gradient" if backward else "value"
         return EstimatedTensor(
             site.name, kind, layout, shape, local, width, width, site.stage, site.chunk, self.microbatches
@@ -140,7 +138,7 @@ class SessionEstimate:
         """The effect of these hooks at the site, all on the tensor or all on its gradient."""
         session = self.session
         edits = {h: e for h in hooks if (e := h.editing_of(site.name)) is not None}
-        trains = bool(session.editing.modules)
+        trains = bool(session.edit_runner.modules)
         why = explain_gather(edits, held.layout, held.shape, self.mesh, trains) if edits else ""
         kept, gathered = set(), False
         for hook in hooks:
@@ -177,7 +175,7 @@ def estimate_session(
     if microbatches < 1:
         raise FlexError(f"microbatches={microbatches}: a step has at least one")
     links = links or Links()
-    lengths = {**session.rehearsal.lengths, **{n: k for n, k in given.items() if k is not None}}
+    lengths = {**session.dry_run.lengths, **{n: k for n, k in given.items() if k is not None}}
     modules: list[Any] = [m for chunk in chunks for m in chunk.modules()]
     padded = max((int(getattr(m, "vocab_size", 0) or 0) for m in modules), default=0)
     config = next((m.config for m in modules if hasattr(m, "config")), None)
@@ -214,9 +212,9 @@ def estimate_registered_dump(
     for site, held in zip(estimate.sites, tensors, strict=True):
         share = round(site.bytes / (ranks * held.times))
         moved = Traffic(pcie=share, disk=share)
-        whole = prod(n for n in held.shape if isinstance(n, int)) * held.weight
+        full = prod(n for n in held.shape if isinstance(n, int)) * held.weight
         part = round(prod(held.local) * held.weight)
-        each = PassEstimate("dump", (), whole, part, moved, moved, device=part, host=share, leader_host=share)
+        each = PassEstimate("dump", (), full, part, moved, moved, device=part, host=share, leader_host=share)
         words = f"dump to {dump.path}"
         yield HookEstimate(words, held.name, held.kind, site.layout, held.shape, held.stage, held.times, each)
 

@@ -1,4 +1,4 @@
-"""Sources of figures: a dump, statistics or a cache, behind one interface."""
+"""Sources of figures: a dump, statistics or a cache, with one interface."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class DumpSource:
 
     def layout(self, name: str) -> str:
         """The layout, declared or, if it was inferred, as recorded."""
-        place = self.dump.places.get(name.removesuffix(".grad"))
+        place = self.dump.site_records.get(name.removesuffix(".grad"))
         if place is None or place.inferred:
             return self.dump[name].layout
         layout = layout_from_json(dict(place.layout))

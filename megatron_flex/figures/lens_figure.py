@@ -48,8 +48,8 @@ def logit_lens(
 ) -> LogitLens:
     """The prediction of the next token from the residual stream before the first layer and after each one.
 
-    Each stream is normed separately with the final norm, and multiplied by the unembedding. A dump
-    must include those weights among its parameters. For a cache they are fetched: every rank calls it alike.
+    Each stream is normed separately with the final norm, and multiplied by the unembedding. A dump must
+    include those weights among its parameters. For a cache they are fetched: every rank calls it alike.
 
     Args:
         source: a dump, a cache, or a dump's path.

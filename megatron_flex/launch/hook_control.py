@@ -48,11 +48,12 @@ class Control:
         self, flex: FlexModel, path: Path | str | None = None, seconds: float = POLL_SECONDS
     ) -> None:
         self._flex, self._mesh = flex, flex.session.mesh
+        self._registry = flex.session.registry
         self._axes = [axis.name for axis in self._mesh]
         self._first = self._mesh.is_first(self._axes)
         self._path = None if path is None else Path(path).expanduser()
-        self._said = Switches()
-        self._out, self._steps = False, 0
+        self._switches = Switches()
+        self._off, self._steps = False, 0
         self._watcher: _FileWatcher | None = None
         if self._path is not None:
             now = read_control_file(self._path) if self._first else None
@@ -60,7 +61,7 @@ class Control:
             if content is None:
                 self._say(f"{self._path} is not there; until it is all hooks are as they were asked for")
             else:
-                self._said = self._read(content)
+                self._switches = self._read(content)
                 self._switch("at the start")
             if self._first:
                 self._watcher = _FileWatcher(self._path, now, seconds)
@@ -86,13 +87,13 @@ class Control:
         if read:
             ((content,), *_) = gather_objects(found or (None,), self._mesh, self._axes)
             try:
-                self._said = self._read(content)
+                self._switches = self._read(content)
             except FlexError as error:
                 self._say(f"{when}: {error}; the hooks stay as they are")
                 if not out_now and not back_now:
                     return
         if out_now or back_now:
-            self._out, why = bool(out_now), (OFF_SIGNAL if out_now else ON_SIGNAL).name
+            self._off, why = bool(out_now), (OFF_SIGNAL if out_now else ON_SIGNAL).name
         self._switch(f"{when}, {why}")
 
     def close(self) -> None:
@@ -117,8 +118,8 @@ class Control:
             raise FlexError(f"{self._path}: {error}") from error
 
     def _switch(self, when: str) -> None:
-        registry, before = self._flex.session.registry, self._on()
-        registry.switches = Switches((NO_GROUP,)) if self._out else self._said
+        registry, before = self._registry, self._on()
+        registry.switches = Switches((NO_GROUP,)) if self._off else self._switches
         after = self._on()
         counts = [
             f"{group} {on}" for group, on in after.items() if group == ALL_GROUPS or on != before[group]
@@ -127,8 +128,8 @@ class Control:
 
     def _on(self) -> dict[str, str]:
         """For each group the number of its active hooks, as text."""
-        switched = self._flex.session.registry.switches
-        groups = {**self._flex.groups, ALL_GROUPS: [e.hook for e in self._flex.session.registry.entries]}
+        switched = self._registry.switches
+        groups = {**self._flex.groups, ALL_GROUPS: [e.hook for e in self._registry.entries]}
         return {
             name: f"{sum(switched.takes(h.groups, h.enabled) for h in hooks)} of {len(hooks)}"
             for name, hooks in groups.items()

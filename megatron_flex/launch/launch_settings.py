@@ -1,7 +1,7 @@
 """The settings of a launcher: one model, of which flags, their help, YAML keys and Python arguments are made.
 
-A field with a flag is declared by `_flag`: its description is the flag's help, and its type says
-which values it has.
+A field with a flag is declared by `_flag`: its description is the flag's help, and its type says which values
+it has.
 """
 
 from __future__ import annotations

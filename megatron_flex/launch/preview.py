@@ -40,11 +40,11 @@ def describe_sites(flex: FlexModel, pattern: str) -> list[str]:
     Raises:
         SiteError: the pattern matches nothing.
     """
-    sizes, found = flex.session.mesh.sizes, flex.sites(pattern)
+    mesh, found = flex.session.mesh, flex.sites(pattern)
     rows = [("site", "whole", "layout", "stage", "")]
     for site in found:
         told = format_shape(site.dims, site.shape) if site.dims else "as it passes"
-        layout = site.layout.describe(sizes) if site.dims else ""
+        layout = site.layout.describe(mesh.sizes) if site.dims else ""
         why = (
             f"hidden: {site.hidden}"
             if site.hidden
@@ -54,7 +54,7 @@ def describe_sites(flex: FlexModel, pattern: str) -> list[str]:
         )
         rows.append((site.name, told, layout, str(site.stage), why))
     hidden = sum(bool(s.hidden) for s in found)
-    return [*align_columns(rows), f"{len(found)} sites on {flex.session.mesh.describe()}; {hidden} hidden"]
+    return [*align_columns(rows), f"{len(found)} sites on {mesh.describe()}; {hidden} hidden"]
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -80,7 +80,7 @@ class TrainingRun:
         """Begin a training step; `iteration` is the loop's count from 0, None if the loop does not count."""
         self._trained = True
         if self.flex is not None:
-            self.flex.session.clock.told = iteration
+            self.flex.session.set_iteration(iteration)
         if self._control is not None:
             self._control.step_begins(iteration)
 

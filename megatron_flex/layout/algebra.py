@@ -69,9 +69,9 @@ class Layout:
     Attributes:
         dims: one `Dim` for each dim of the local tensor.
         partial: axes over which the full tensor is the sum of the local tensors.
-        shared: axes over which the tensor is replicated, while every rank holds only a partial
-            gradient, so that the full gradient is the sum. (On any other axis not named here tensor and
-            gradient are replicated.)
+        shared: axes over which the tensor is replicated, while every rank holds only a partial gradient, so
+            that the full gradient is the sum. (On any other axis not named here tensor and gradient are
+            replicated.)
         permute: the full tensor's dims in terms of the local dims, where a framework transposes a tensor
             in the sharded run only; None for the same order.
     """
@@ -163,39 +163,39 @@ def _describe_dim(dim: Dim, index: int, live: set[str] | None) -> str:
 TENSOR_AXIS = "tp"  # the axis that shards tensors within one sample
 
 
-def infer_layout(local: Sequence[int], whole: Sequence[int | None] | None, size: int) -> Layout:
+def infer_layout(local: Sequence[int], full: Sequence[int | None] | None, size: int) -> Layout:
     """The layout of a tensor whose full shape the user gives.
 
     Each dim is replicated, or sharded into equal contiguous parts over the `tp` ranks.
 
     Args:
         local: shape of the local tensor.
-        whole: shape of the full tensor; None for a dim of any length that is not sharded; None altogether
+        full: shape of the full tensor; None for a dim of any length that is not sharded; None altogether
             for a replicated tensor.
         size: number of tensor parallel ranks.
 
     Raises:
         LayoutError: the shapes do not fit.
     """
-    if whole is None or size == 1:
+    if full is None or size == 1:
         return _uncut_layout(len(local))
-    full, shape = tuple(whole), tuple(local)
-    if len(full) != len(shape):
+    expected, shape = tuple(full), tuple(local)
+    if len(expected) != len(shape):
         raise LayoutError(
-            f"a tensor of shape {shape} is no part of the expected {full}, which has {len(full)} dims; give "
-            "the shape of the full tensor"
+            f"a tensor of shape {shape} is no part of the expected {expected}, which has {len(expected)} "
+            "dims; give the shape of the full tensor"
         )
-    cut = [i for i, (n, w) in enumerate(zip(shape, full, strict=True)) if w is not None and n != w]
+    cut = [i for i, (n, w) in enumerate(zip(shape, expected, strict=True)) if w is not None and n != w]
     for index in cut:
-        if shape[index] * size != full[index]:
+        if shape[index] * size != expected[index]:
             raise LayoutError(
-                f"a tensor of shape {shape} is no part of the expected {full}: dim {index} must have "
-                f"{full[index]} entries, or a {size}th of them on each of {size} tensor parallel ranks; "
+                f"a tensor of shape {shape} is no part of the expected {expected}: dim {index} must have "
+                f"{expected[index]} entries, or a {size}th of them on each of {size} tensor parallel ranks; "
                 "give the shape of the full tensor"
             )
     if len(cut) > 1:
         raise LayoutError(
-            f"a tensor of shape {shape} is no part of the expected {full}: tensor parallel ranks cut one "
+            f"a tensor of shape {shape} is no part of the expected {expected}: tensor parallel ranks cut one "
             f"dim, not {len(cut)}; give the shape of the full tensor"
         )
     return Layout(tuple(Dim("", (Cut(TENSOR_AXIS),) if i in cut else ()) for i in range(len(shape))))

@@ -111,7 +111,7 @@ def copy_blocks(
 
 def extract(
     layout: Layout,
-    whole: Tensor,
+    full: Tensor,
     coords: Coords,
     sizes: Sizes,
     local: Tensor | Sequence[int] | None = None,
@@ -124,20 +124,20 @@ def extract(
 
     Args:
         layout: the layout of the shards; trailing dims that it does not describe are not sharded.
-        whole: the full tensor.
+        full: the full tensor.
         coords: this rank's coordinates.
         sizes: the sizes of the mesh axes.
-        local: where the layout strips padding, the previous shard (its padding is restored), or its
-            shape (the padding becomes zeros).
+        local: where the layout strips padding, the previous shard (its padding is restored), or its shape
+            (the padding becomes zeros).
         lengths: the lengths of the shards of uneven dims.
-        alias: whether the shard may be a view of `whole` where it is contiguous there.
+        alias: whether the shard may be a view of `full` where it is contiguous there.
 
     Returns:
-        A contiguous tensor, which shares no memory with `whole` unless `alias` is set.
+        A contiguous tensor, which shares no memory with `full` unless `alias` is set.
     """
     given = local.shape if isinstance(local, Tensor) else local
-    part = locate_shard(layout, whole.shape, coords, sizes, given, lengths)
-    return copy_shard(part, whole, local if isinstance(local, Tensor) else None, alias)
+    part = locate_shard(layout, full.shape, coords, sizes, given, lengths)
+    return copy_shard(part, full, local if isinstance(local, Tensor) else None, alias)
 
 
 class ShardPosition(NamedTuple):
@@ -158,7 +158,7 @@ class ShardPosition(NamedTuple):
 
 def locate_shard(
     layout: Layout,
-    whole: Sequence[int],
+    full: Sequence[int],
     coords: Coords,
     sizes: Sizes,
     local: Sequence[int] | None = None,
@@ -166,14 +166,14 @@ def locate_shard(
 ) -> ShardPosition:
     """The position of the shard of the rank at `coords`; arguments as for `extract`, with shapes."""
     order = None if layout.permute is None else _inverse(layout.permute)
-    inner = tuple(whole) if order is None else tuple(whole[i] for i in order)
+    inner = tuple(full) if order is None else tuple(full[i] for i in order)
     if len(inner) > len(layout.dims):  # trailing dims without a description are not sharded
         layout = replace(layout, dims=layout.dims + (Dim(),) * (len(inner) - len(layout.dims)))
-    full = tuple(
+    padded = tuple(
         n if d.keep is None or local is None else max(n, local[i] * count_parts(d, sizes))
         for i, (n, d) in enumerate(zip(inner, layout.dims, strict=True))
     )
-    rows = [_span_row(layout, i, n, coords, sizes, lengths) for i, n in enumerate(full)]
+    rows = [_span_row(layout, i, n, coords, sizes, lengths) for i, n in enumerate(padded)]
     shape = tuple(sum(stop - start for (start, stop), _ in row) for row in rows)
     if _holds_nothing(layout, coords, sizes):
         return ShardPosition(order, shape, (), ())
@@ -189,9 +189,9 @@ def locate_shard(
     return ShardPosition(order, shape, pieces, tuple(gaps))
 
 
-def copy_shard(part: ShardPosition, whole: Tensor, old: Tensor | None = None, alias: bool = False) -> Tensor:
+def copy_shard(part: ShardPosition, full: Tensor, old: Tensor | None = None, alias: bool = False) -> Tensor:
     """Extract a shard from a full tensor; arguments as for `extract`."""
-    inner = whole if part.order is None else whole.permute(part.order)
+    inner = full if part.order is None else full.permute(part.order)
     if not part.pieces and not part.gaps:
         return inner.new_zeros(part.shape)
     if not part.gaps and len(part.pieces) == 1:
@@ -287,11 +287,11 @@ def _freeze_lengths(lengths: Lengths) -> tuple[tuple[int, tuple[int, ...]], ...]
     return tuple((i, tuple(n)) for i, n in lengths.items())
 
 
-def _single_device_view(layout: Layout, whole: Tensor) -> Tensor:
+def _single_device_view(layout: Layout, full: Tensor) -> Tensor:
     for index, dim in enumerate(layout.dims):
-        if dim.keep is not None and dim.keep < whole.shape[index]:
-            whole = whole.narrow(index, 0, dim.keep)
-    return whole if layout.permute is None else whole.permute(layout.permute)
+        if dim.keep is not None and dim.keep < full.shape[index]:
+            full = full.narrow(index, 0, dim.keep)
+    return full if layout.permute is None else full.permute(layout.permute)
 
 
 def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:

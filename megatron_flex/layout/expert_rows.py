@@ -66,7 +66,7 @@ class ExpertChoice:
         experts, tokens = self.pairs
         return dense.reshape(-1, self.slots, *dense.shape[3:])[tokens, self.slot[tokens, experts]]
 
-    def places(self, coords: Coords, sizes: Sizes) -> Tensor:
+    def token_positions(self, coords: Coords, sizes: Sizes) -> Tensor:
         """The positions of the rank's tokens among all tokens, counted by sequence and then by batch.
 
         Args:
@@ -74,9 +74,9 @@ class ExpertChoice:
             sizes: the sizes of the mesh axes.
         """
         stream = Layout(self.stream.dims[:2])
-        full = padded_shape(stream, self.shape, sizes)
-        whole = torch.arange(full[0] * full[1], device=self.chosen.device).view(full)
-        return extract(stream, whole, coords, sizes).reshape(-1)
+        shape = padded_shape(stream, self.shape, sizes)
+        positions = torch.arange(shape[0] * shape[1], device=self.chosen.device).view(shape)
+        return extract(stream, positions, coords, sizes).reshape(-1)
 
 
 def select_experts(experts: int, ranks: int, coord: int, expert: int | None = None) -> slice:

@@ -86,8 +86,8 @@ def assemble_region(
         out: the tensor to write to, in any dtype and memory order; a new tensor if None.
 
     Returns:
-        `out`, dims in the single-device order. Summands of half precision are added in fp32, and
-        the sum is rounded once.
+        `out`, dims in the single-device order. Summands of half precision are added in fp32, and the sum is
+        rounded once.
 
     Raises:
         LayoutError: the full tensor does not have these entries.

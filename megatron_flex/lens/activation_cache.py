@@ -189,8 +189,8 @@ class ActivationCache(NamedTensors):
     """Activations by name, as in TransformerLens; `pos` and `batch` are as in the tokens.
 
     `cache["blocks.3.hook_resid_post"]`, `cache["resid_post", 3]`, `cache["k3"]`, `cache["scale", 3, "ln1"]`,
-    and captures under site names. Stacks have a first dim of components. `layer` is the layer whose
-    input is meant: None, -1 or the number of layers is the input of the unembedding.
+    and captures under site names. Stacks have a first dim of components. `layer` is the layer whose input is
+    meant: None, -1 or the number of layers is the input of the unembedding.
 
     Methods that need weights document that: every rank calls these methods, because weights are gathered
     from all ranks, and they have the values of the first call.

@@ -53,7 +53,7 @@ class TemporaryCaptures:
         self.aliases += aliases
         if new:
             hook = HookFunction(match_sites(new))
-            hook.behind = True
+            hook.captures_edited = True
             self.session.add(hook, always=True)
             self._hooks.append(hook)
 
@@ -123,7 +123,7 @@ class TemporaryCaptures:
         for entry in self.session.registry.active:
             if entry.hook.save and entry.hook not in self._hooks:
                 out |= {name + (GRADIENT_SUFFIX if entry.hook.backward else "") for name in entry.names}
-                out |= {name + EDITED_SUFFIX for name in entry.names if entry.hook.behind}
+                out |= {name + EDITED_SUFFIX for name in entry.names if entry.hook.captures_edited}
         return out
 
 

@@ -16,12 +16,10 @@ from megatron_flex.dump import Dump
 from megatron_flex.errors import HookError
 from megatron_flex.handles import Handle
 from megatron_flex.model.hook_explanation import HookExplanation
-from megatron_flex.model.hook_registration import HookRegistration
 from megatron_flex.model.interp import Interp
-from megatron_flex.model.model_state import ModelState
-from megatron_flex.model.parameter_access import ParameterAccess, TrainableModuleRegistration
+from megatron_flex.model.parameter_access import ModelState, ParameterAccess, TrainableModuleRegistration
+from megatron_flex.model.registration import HookRegistration, SinkRegistration
 from megatron_flex.model.report import Report
-from megatron_flex.model.sink_registration import SinkRegistration
 from megatron_flex.runtime import Captures, Context, HookFunction, Session
 from megatron_flex.runtime.edit_failures import SkipCount
 from megatron_flex.runtime.full_parameters import ParameterRequest
@@ -110,7 +108,7 @@ class FlexModel(nn.Module):
     # -- the model -------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model with the same arguments as without hooks: `flex(tokens, positions, mask)`.
+        """Call the model with the same `args` and `kwargs` as without hooks: `flex(tokens, positions, mask)`.
 
         Raises:
             HookError: there are several virtual chunks, which only the framework's schedule can run.
@@ -205,7 +203,7 @@ class FlexModel(nn.Module):
     @property
     def save_ctx(self) -> Context:
         """The values that editing functions share; outside of them, this rank's: `flex.save_ctx.count`."""
-        return self.session.editing.save_ctx
+        return self.session.edit_runner.save_ctx
 
     def restore(self) -> Model:
         """Remove all hooks and patches from the model: `model = flex.restore()`. Every rank calls it.

@@ -50,15 +50,15 @@ class HookExplanation:
             yield from self._measured(site, hook)
             return
         layout = layout_in_pass(site.layout, hook.backward)
-        lengths = session.rehearsal.lengths
+        lengths = session.dry_run.lengths
         shape = [lengths.get(n, n) if isinstance(n, str) else n for n in site.shape]
-        whole = ", ".join(
+        full = ", ".join(
             f"{d}={n}" if d and d != n else str(n) for d, n in zip(site.dims, shape, strict=True)
         )
-        yield f"layout {layout.describe(mesh.sizes)}, whole [{whole}], stage {site.stage}"
+        yield f"layout {layout.describe(mesh.sizes)}, whole [{full}], stage {site.stage}"
         if "experts" in site.module.split("."):
             yield "rows of experts: first home to their tokens along ep and etp, as many as the router sends"
-        size = session.rehearsal.itemsize
+        size = session.dry_run.itemsize
         if hook.editing_function is None:
             steps = [f"{s.op} along {s.axis}" for s in plan_read(layout, mesh)]
             if hook.wanted is not None:
@@ -100,7 +100,7 @@ class HookExplanation:
             for h in session.registry.at(site.name) or [hook]
             if h.backward == hook.backward and (e := h.editing_of(site.name)) is not None
         }
-        return explain_gather(edits, layout, shape, session.mesh, bool(session.editing.modules))
+        return explain_gather(edits, layout, shape, session.mesh, bool(session.edit_runner.modules))
 
     def _measured(self, site: Site, hook: HookFunction) -> Iterator[str]:
         tracer = self._session.tracer

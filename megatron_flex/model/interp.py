@@ -41,7 +41,7 @@ class Interp:
     def names(self) -> LensNames:
         """The TransformerLens names that this model supports, by name: `flex.interp.names.aliases`."""
         session = self._session
-        return LensNames(session.sites, session.adapter.architecture(), list(session.survey.sites))
+        return LensNames(session.sites, session.adapter.architecture(), list(session.parameter_index.sites))
 
     def run_with_cache(
         self,

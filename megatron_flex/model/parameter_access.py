@@ -1,16 +1,58 @@
-"""Full parameters, read and set by global name, and trainable modules."""
+"""The state dict of a model, its full parameters by global name, and its trainable modules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron_flex.handles import Handle
 from megatron_flex.runtime import Session, full_parameters
 from megatron_flex.runtime.full_parameters import ParameterRequest
+
+
+class ModelState:
+    """Saves and loads the chunks of a model and its trainable modules as one state dict.
+
+    Args:
+        chunks: the modules of this rank.
+        trainable: the trainable modules.
+    """
+
+    def __init__(self, chunks: nn.ModuleList, trainable: nn.ModuleDict) -> None:
+        one = len(chunks) == 1
+        named = [("" if one else f"model{n}.", chunk) for n, chunk in enumerate(chunks)]
+        self._parts: list[tuple[str, nn.Module]] = [*named, ("trainable_modules.", trainable)]
+
+    def save(self, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """Return the state dict of all modules; `args` and `options` as for `nn.Module.state_dict`."""
+        options = dict(options)
+        prefix, out = options.pop("prefix", ""), options.pop("destination", None)
+        for head, module in self._parts:
+            out = module.state_dict(*args, destination=out, prefix=prefix + head, **options)
+        return out
+
+    def load(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> _IncompatibleKeys:
+        """Load each module; arguments and result as for `nn.Module.load_state_dict`.
+
+        Raises:
+            RuntimeError: names or shapes do not match.
+        """
+        missing: list[str] = []
+        over: list[str] = []
+        left = dict(state_dict)
+        for head, module in reversed(self._parts):  # last the chunk whose prefix may be empty
+            own = {n.removeprefix(head): left.pop(n) for n in list(left) if n.startswith(head)}
+            # `load_state_dict` of Megatron's DDP and Float16Module has no `assign` and returns None.
+            found = module.load_state_dict(own, strict=strict, **({"assign": True} if assign else {}))
+            missing += [head + n for n in found.missing_keys] if found else []
+            over += [head + n for n in found.unexpected_keys] if found else []
+        if strict and left:
+            raise RuntimeError(f"{next(iter(left))!r} is of none of the chunks; names begin with model0.")
+        return _IncompatibleKeys(missing, [*over, *left])
 
 
 class ParameterAccess:
@@ -25,20 +67,20 @@ class ParameterAccess:
 
     def get(self, name: str, shape: Sequence[int | None] | None, want: ParameterRequest) -> Tensor | None:
         """Return the full tensor of one parameter, or of its gradient."""
-        return full_parameters.gather_parameter(self._session.survey, name, want, shape)
+        return full_parameters.gather_parameter(self._session.parameter_index, name, want, shape)
 
     def set(self, name: str, value: Tensor | None, want: ParameterRequest, optimizer: Any) -> None:
         """Set all shards of one parameter, or of its gradient, from a full tensor."""
         self._session.check_open()
-        full_parameters.set_parameter(self._session.survey, name, value, want, optimizer)
+        full_parameters.set_parameter(self._session.parameter_index, name, value, want, optimizer)
 
     def named(self, want: ParameterRequest) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the full tensors of all parameters, or of their gradients, in model order."""
-        return full_parameters.gather_all_parameters(self._session.survey, want)
+        return full_parameters.gather_all_parameters(self._session.parameter_index, want)
 
     def without_layout(self) -> dict[str, str]:
         """Return the parameters that no layout describes, with the classes of their modules."""
-        return dict(self._session.survey.unknown)
+        return dict(self._session.parameter_index.unknown)
 
 
 class TrainableModuleRegistration:

@@ -190,14 +190,14 @@ class Report:
 
 def _fired_sites(session: Session) -> frozenset[str]:
     """The hook points at which a hook was called on this rank."""
-    own, fired = session.standing.own, session.editing.fired
+    own, fired = session.taps.own, session.edit_runner.fired
     here = {s.place for e in session.registry.entries if e.hook in fired for s in e.sites if s.place in own}
     return frozenset(here | {s.name for s in session.sites if s.name in session.captures})
 
 
 def _has_unknown_hooks(session: Session, fired: frozenset[str]) -> bool:
     """Whether another stage has a hook that sends nothing to this rank."""
-    own = session.standing.own
+    own = session.taps.own
     silent = [e for e in session.registry.active if e.hook.tensor_sink is not None or not e.hook.save]
     return any(s.place not in own and s.place not in fired for e in silent for s in e.sites)
 
@@ -205,8 +205,8 @@ def _has_unknown_hooks(session: Session, fired: frozenset[str]) -> bool:
 def _captured_lengths(session: Session) -> dict[str, int]:
     """The lengths of the named dims of hook points, from the last captures of full tensors."""
     out: dict[str, int] = {}
-    whole = [e for e in session.registry.entries if e.hook.wanted is None and not e.hook.keep_as]
-    for site in (s for e in whole for s in e.sites):
+    plain = [e for e in session.registry.entries if e.hook.wanted is None and not e.hook.keep_as]
+    for site in (s for e in plain for s in e.sites):
         for tensor in list(session.captures.get(site.name, ()))[-1:]:
             if len(tensor.shape) == len(site.shape):
                 pairs = zip(site.shape, tensor.shape, strict=True)

@@ -317,7 +317,7 @@ def _list_tensors(
 ) -> tuple[list[PageTensor], list[PageNote]]:
     """The tensors of a dump to show, and a note about the selection."""
     at = {name: i for i, name in enumerate(names)}
-    places = dump.places
+    places = dump.site_records
     found = []
     for name in list_site_names(dump):
         site = _site_name(name)

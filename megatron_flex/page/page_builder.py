@@ -56,7 +56,7 @@ def fill_page(
         page = _page_of_sources(there, statistics, title)
     fired = set(page.fired)
     for found in there:
-        fired |= set(found.places) if found.iterations else set()
+        fired |= set(found.site_records) if found.iterations else set()
     if statistics is not None:
         fired |= {name.removesuffix(GRADIENT_SUFFIX) for name in statistics.sites}
     names = [s.name for s in page.sites]
@@ -100,7 +100,7 @@ def _page_of_dump(found: OpenDump, title: str) -> Page:
     manifest = found.manifests[-1]
     grid = grid_of_ranks(manifest.axes, manifest.experts, manifest.ranks)
     notes, sites = [], []
-    for place in found.places.values():
+    for place in found.site_records.values():
         try:
             layout = layout_from_json(place.layout)
         except (LayoutError, KeyError, TypeError, ValueError) as error:
@@ -135,7 +135,7 @@ def _lengths(found: OpenDump) -> dict[str, int]:
     settings = read_settings(found.manifests[-1].settings)
     if settings.tokens is not None or settings.reduce is not None:
         return {}
-    for place in found.places.values():
+    for place in found.site_records.values():
         if {"s", "b"} - set(map(str, place.shape)):
             continue
         try:

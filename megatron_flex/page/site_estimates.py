@@ -33,8 +33,8 @@ def estimate_sites(
         links: between them.
 
     Returns:
-        `{"read": value, "edit": value}`, with shared objects for equal values; each `{"why"}` or
-        `{"way", "sent": [[op, axis, ranks, bytes, backward]], "whole", "part", "leader": {link: bytes}}`.
+        `{"read": value, "edit": value}`, with shared objects for equal values; each `{"why"}` or `{"way",
+        "sent": [[op, axis, ranks, bytes, backward]], "whole", "part", "leader": {link: bytes}}`.
     """
     mesh, placement = grid.mesh(), Placement(grid.sizes, (links or Links()).gpus_per_node)
     known: dict[Hashable, Json] = {}
@@ -74,19 +74,19 @@ def tensor_at_site(
         return f"only the data tell how long {' and '.join(names) or 'it'} is"
     if weight is None:
         return "only the data tell its dtype"
-    whole = tuple(int(n) for n in shape)
+    full = tuple(int(n) for n in shape)
     try:
-        local = compute_local_shape(site.layout, _pad_shape(site.layout, whole, sizes), sizes)
+        local = compute_local_shape(site.layout, _pad_shape(site.layout, full, sizes), sizes)
     except FlexError as error:
         return str(error)
-    return EstimatedTensor(site.name, "value", site.layout, whole, local, weight, weight)
+    return EstimatedTensor(site.name, "value", site.layout, full, local, weight, weight)
 
 
-def _pad_shape(layout: Layout, whole: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:
+def _pad_shape(layout: Layout, full: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:
     """The smallest length that divides, where the given length excludes padding."""
-    order = range(len(whole)) if layout.permute is None else layout.permute
+    order = range(len(full)) if layout.permute is None else layout.permute
     out = []
-    for length, index in zip(whole, order, strict=True):
+    for length, index in zip(full, order, strict=True):
         dim, count = layout.dims[index], 1
         for cut in dim.cuts:
             count *= sizes.get(cut.axis, 1)
@@ -111,7 +111,7 @@ def _pass_json(found: PassEstimate) -> Json:
     return {
         "way": found.action,
         "sent": [[s.op, s.axis, s.ranks, s.nbytes, int(s.backward)] for s in found.collectives],
-        "whole": found.whole,
-        "part": found.part,
+        "whole": found.full,
+        "part": found.shard,
         "leader": moved,
     }

@@ -226,7 +226,7 @@ def _readable_values(array: DumpArray, one_by_one: bool) -> Iterator[tuple[Tenso
         try:
             values = sample.torch()
         except DumpError:
-            continue  # the first error stands for all
+            continue  # the first error is enough
         read += 1
         yield values, str(trouble)
     if not read:

@@ -1,10 +1,9 @@
 """Nodes and hooks in the autograd graph: weak hooks, and the connection of an edit's output to its input.
 
 A tensor keeps its graph alive, a graph keeps its hooks alive, and Python's garbage collector does not
-traverse
-a graph. Megatron's token dispatcher keeps a tensor with its graph between steps: a hook there that held the
-session, and with it the model, would keep both, and their shared memory, until the process ends. Hooks
-therefore hold weak references.
+traverse a graph. Megatron's token dispatcher keeps a tensor with its graph between steps: a hook there that
+held the session, and with it the model, would keep both, and their shared memory, until the process ends.
+Hooks therefore hold weak references.
 
 An edit may return a tensor that does not depend on its input: `detach()`, a constant, a result of
 `torch.no_grad()`. On one device the backward pass ends there. On several, ranks and pipeline stages wait for
@@ -41,8 +40,7 @@ def weak_hook(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
 
 def enter_edit(tensor: Tensor) -> Tensor:
     """Return the input of an edit: the tensor with its own node in the graph, which always propagates a
-    gradient,
-    zeros if there is no other.
+    gradient, zeros if there is no other.
 
     The result shares the tensor's memory. Without gradients it is the tensor itself.
     """

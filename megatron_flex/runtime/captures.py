@@ -18,8 +18,7 @@ class Key(NamedTuple):
     Attributes:
         site: the site's name, with the suffix `.grad` for a gradient.
         step: the number of runs of the schedule since attaching, from 0 (evaluation runs and repeated
-            iterations
-            count).
+            iterations count).
         iteration: the framework's own iteration number.
         microbatch: the microbatch within the step.
         call: the pass through the site within the microbatch.
@@ -93,9 +92,7 @@ class Captures(Mapping[str, Readings]):
         self._readings.setdefault(key.site, Readings()).add(key, tensor)
 
     def take(self, wanted: Callable[[Key], bool]) -> list[tuple[Key, Tensor]]:
-        """Remove and return the tensors whose key satisfies `wanted`, for each site in the order
-        of capture.
-        """
+        """Remove and return the tensors whose key satisfies `wanted`, by site, in the order of capture."""
         out: list[tuple[Key, Tensor]] = []
         for name in list(self._readings):
             removed = self._readings[name].take(wanted)

@@ -1,6 +1,4 @@
-"""The clock: the step, iteration, microbatch and call that a tensor belongs to, and whether it
-is a replay.
-"""
+"""The step, iteration, microbatch and call that a tensor belongs to, and whether it is a replay."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ class Clock:
     Attributes:
         step: the number of runs of a schedule, or calls of the model outside one, since attaching; from 0.
         iteration: the framework's iteration number, or `step` if the framework has none.
-        told: the iteration number of a launcher, which replaces the framework's; or None.
+        given_iteration: the iteration number of a launcher, which replaces the framework's; or None.
         microbatch: the microbatch whose forward or backward pass runs.
         tokens: the number of tokens that this rank's losses of the step are summed over, where the framework
             divides by the tokens of all ranks at the end of the step; otherwise None.
@@ -34,7 +32,7 @@ class Clock:
     def __init__(self) -> None:
         self.step = -1
         self.iteration = -1
-        self.told: int | None = None
+        self.given_iteration: int | None = None
         self.microbatch = self.microbatches = 0
         self.tokens: Tensor | None = None
         self.chunk = 0
@@ -97,8 +95,8 @@ class Clock:
         """Make the key of one pass through a site; passes of the same microbatch are counted.
 
         Recomputation has its own count, so that a replay gets the number of the first pass. Checkpointed
-        regions
-        are recomputed last to first: a module that runs in several regions is identified by its tensor.
+        regions are recomputed last to first: a module that runs in several regions is identified by its
+        tensor.
 
         Args:
             site: the site's name.

@@ -117,7 +117,7 @@ class EditDispatcher:
         out = plan.outof(made, local)
         if self.compared is not None:
             self.editing.apart(key.site, self.compared, hooks, key, module, local, plan, out)
-        behind = [h for h in hooks if h.behind]
+        behind = [h for h in hooks if h.captures_edited]
         if record and behind and not hooks[0].backward:
             after = key._replace(site=key.site + EDITED_SUFFIX)
             self.editing.apart(key.site, self.captures.keep_shard, behind, after, out, plan.layout)
@@ -146,8 +146,8 @@ class EditDispatcher:
                 self.editing.guard(hooks[0], key, partial(_raise_no_batch_dim, key.site))
             # Outside a schedule all ranks must know of this backward pass, even if one rank edits for all.
             edited.register_hook(weak_hook(self._report_backward))  # never raises
-        if record and any(h.behind for h in hooks) and not hooks[0].backward:
-            kept = [h for h in hooks if h.behind]
+        if record and any(h.captures_edited for h in hooks) and not hooks[0].backward:
+            kept = [h for h in hooks if h.captures_edited]
             after = key._replace(site=key.site + EDITED_SUFFIX)
             self.editing.apart(key.site, self.captures.keep_full, kept, after, edited, layout)
         return edited

@@ -1,6 +1,5 @@
 """Full parameters and their gradients: where their shards are, gathered on the leader or on all ranks, and
-set
-on all ranks.
+set on all ranks.
 
 Before a parameter is sent, all ranks must know its dtype, its shape and whether gradients are reduced.
 """
@@ -41,8 +40,7 @@ class ParameterRequest(NamedTuple):
     Attributes:
         gradient: request the gradient instead of the parameter.
         reduced: the gradient after the framework's reduction (True), or each data parallel replica's own
-            (False);
-            None for the state in which the framework is known to leave gradients.
+            (False); None for the state in which the framework is known to leave gradients.
         padded: include the rows that pad a vocabulary.
         everywhere: return the tensor on every rank, not only on the leader.
         expected: the full tensor's shape; for a parameter of a plain module the shape shows which dims are
@@ -157,8 +155,7 @@ class ParameterIndex:
 
         Raises:
             FlexError: the framework does not define whether gradients are reduced and the request does not
-                either, or
-                the request contradicts the framework.
+                either, or the request contradicts the framework.
         """
         if not want.gradient:
             self.adapter.wait_until_ready()
@@ -317,14 +314,14 @@ def find_copy_axes(site: ParameterSite, copied: bool) -> set[str]:
 
 
 def gather_parameter(
-    survey: ParameterIndex, name: str, want: ParameterRequest, expected: Sequence[int | None] | None
+    parameter_index: ParameterIndex, name: str, want: ParameterRequest, expected: Sequence[int | None] | None
 ) -> Tensor | None:
     """Gather one full tensor on the CPU of the leader or of every rank; None elsewhere. Collective over the
     mesh.
     """
-    name = survey.resolve(name)
-    want = survey.prepare(want)._replace(expected=None if expected is None else tuple(expected))
-    note = survey.notes([name], want).get(name)
+    name = parameter_index.resolve(name)
+    want = parameter_index.prepare(want)._replace(expected=None if expected is None else tuple(expected))
+    note = parameter_index.notes([name], want).get(name)
     if note is None:
         raise FlexError(f"{name} has no gradient: it is frozen, or no backward pass has run")
     if expected is not None and (
@@ -334,61 +331,64 @@ def gather_parameter(
         raise FlexError(
             f"{name} has shape {note.shape}, not the expected {tuple(expected)}; drop expected_shape"
         )
-    return _gather_full(survey, name, want, note)
+    return _gather_full(parameter_index, name, want, note)
 
 
-def gather_all_parameters(survey: ParameterIndex, want: ParameterRequest) -> Iterator[tuple[str, Tensor]]:
+def gather_all_parameters(
+    parameter_index: ParameterIndex, want: ParameterRequest
+) -> Iterator[tuple[str, Tensor]]:
     """Gather the full tensors one by one. Collective over the mesh: every rank iterates to the end."""
-    if survey.unknown:
-        some = ", ".join(f"{n} ({kind})" for n, kind in list(survey.unknown.items())[:3])
-        more = ", ..." if len(survey.unknown) > 3 else ""
+    unknown = parameter_index.unknown
+    if unknown:
+        some = ", ".join(f"{n} ({kind})" for n, kind in list(unknown.items())[:3])
+        more = ", ..." if len(unknown) > 3 else ""
         warnings.warn(
-            f"{len(survey.unknown)} parameters of modules without a known layout are left out: {some}{more}; "
+            f"{len(unknown)} parameters of modules without a known layout are left out: {some}{more}; "
             "parameters_without_layout() has all",
             stacklevel=2,
         )
-    want = survey.prepare(want)
-    for name, note in survey.notes(list(survey.sites), want).items():
-        full = _gather_full(survey, name, want, note)
+    want = parameter_index.prepare(want)
+    for name, note in parameter_index.notes(list(parameter_index.sites), want).items():
+        full = _gather_full(parameter_index, name, want, note)
         if full is not None:
             yield name, full
 
 
 def set_parameter(
-    survey: ParameterIndex, name: str, value: Tensor | None, want: ParameterRequest, optimizer: Any
+    parameter_index: ParameterIndex, name: str, value: Tensor | None, want: ParameterRequest, optimizer: Any
 ) -> None:
     """Write a full tensor to all its shards and copies. Collective over the mesh."""
-    name = survey.resolve(name)
+    name = parameter_index.resolve(name)
     if optimizer is not None and not hasattr(optimizer, "reload_model_params"):
         kind = type(optimizer).__name__
         raise FlexError(f"a {kind} has no reload_model_params(); give Megatron's optimizer, or none")
-    want = survey.prepare(want)
-    if survey.sites[name][0].inferred:
-        want = want._replace(expected=_share_shape(survey, value))
-    value = _agree_on_value(survey, name, value, want)
-    for number, (site, parameter) in enumerate(survey.held(name)):
-        first = number == 0 and site.stage == survey.stages(name)[0]
+    want = parameter_index.prepare(want)
+    if parameter_index.sites[name][0].inferred:
+        want = want._replace(expected=_share_shape(parameter_index, value))
+    value = _agree_on_value(parameter_index, name, value, want)
+    for number, (site, parameter) in enumerate(parameter_index.held(name)):
+        first = number == 0 and site.stage == parameter_index.stages(name)[0]
         # Of partial sums one rank gets the value and the others zeros, as in a layout.
         mine = value if first or not want.summands else torch.zeros_like(value)
-        _write_shard(survey, site, parameter, mine, want)
+        _write_shard(parameter_index, site, parameter, mine, want)
     if optimizer is not None:
         optimizer.reload_model_params()
 
 
 def _gather_full(
-    survey: ParameterIndex, name: str, want: ParameterRequest, note: ParameterReport
+    parameter_index: ParameterIndex, name: str, want: ParameterRequest, note: ParameterReport
 ) -> Tensor | None:
     """Gather one full tensor on the requested ranks; copies that are partial sums are added."""
-    mesh = survey.mesh
+    mesh = parameter_index.mesh
     like = torch.empty(note.shape, dtype=note.dtype, device="meta")
     total: Tensor | None = None
-    for stage in survey.stages(name) if want.summands else survey.stages(name)[:1]:
+    for stage in parameter_index.stages(name) if want.summands else parameter_index.stages(name)[:1]:
         full = None
         if stage == mesh["pp"].coord:
-            site = survey.own[name][0]
-            local = _read_local(survey, name, want, note)
+            site = parameter_index.own[name][0]
+            local = _read_local(parameter_index, name, want, note)
             full = assemble_on_stage(
-                local, survey.layout(site, want), site.owner, like, mesh, want.everywhere
+                local, parameter_index.layout(site, want), site.owner, like, mesh, want.everywhere
             )
         full = send_from_stage(full, stage, like, mesh, want.everywhere)
         if full is not None:
@@ -397,46 +397,45 @@ def _gather_full(
 
 
 def _read_local(
-    survey: ParameterIndex, name: str, want: ParameterRequest, note: ParameterReport
+    parameter_index: ParameterIndex, name: str, want: ParameterRequest, note: ParameterReport
 ) -> Tensor | None:
-    held = [parameter for _, parameter in survey.held(name)]
+    held = [parameter for _, parameter in parameter_index.held(name)]
     if not held or not want.gradient:
-        return survey.adapter.value(held[0]) if held else None
+        return parameter_index.adapter.value(held[0]) if held else None
     # This rank has no gradient where others have one: its contribution is zero.
-    shape = survey.own[name][0].local
+    shape = parameter_index.own[name][0].local
     nothing = torch.zeros(shape, dtype=note.dtype, device=held[0].device)
     if want.reduced:
-        local = survey.adapter.gradient(held[0], True)
+        local = parameter_index.adapter.gradient(held[0], True)
         return join_flat_parts(
             nothing if local.tensor is None else local.tensor.detach(), local.part, local.group
         )
-    found = [survey.adapter.gradient(p, False).tensor for p in held]
+    found = [parameter_index.adapter.gradient(p, False).tensor for p in held]
     return sum((t.detach() for t in found if t is not None), nothing)
 
 
-def _share_shape(survey: ParameterIndex, value: Tensor | None) -> tuple[int, ...] | None:
+def _share_shape(parameter_index: ParameterIndex, value: Tensor | None) -> tuple[int, ...] | None:
     """Broadcast the shape of the value, which shows how a plain module's parameter is sharded. Collective
-    over
-    the mesh.
+    over the mesh.
     """
     given = None if value is None else tuple(value.shape)
-    answers = gather_objects(given, survey.mesh, [a.name for a in survey.mesh])
+    answers = gather_objects(given, parameter_index.mesh, [a.name for a in parameter_index.mesh])
     return next((shape for shape in answers if shape is not None), None)
 
 
 def _agree_on_value(
-    survey: ParameterIndex, name: str, value: Tensor | None, want: ParameterRequest
+    parameter_index: ParameterIndex, name: str, value: Tensor | None, want: ParameterRequest
 ) -> Tensor:
     """Return the value on every rank, after all ranks have validated its type."""
-    mesh = survey.mesh
+    mesh = parameter_index.mesh
     given = None if value is None else (tuple(value.shape), value.dtype, checksum(value))
-    answers = gather_objects((survey.note(name, want), given), mesh, [a.name for a in mesh])
+    answers = gather_objects((parameter_index.note(name, want), given), mesh, [a.name for a in mesh])
     notes = [note for note, _ in answers if note is not None]
     if problem := next((n.problem for n in notes if n.problem), ""):
         raise FlexError(f"{name}: {problem}")
     supplied = [g for _, g in answers if g is not None]
     if answers[0][1] is None:
-        raise FlexError(f"no value for {name}; pass the whole tensor on every rank, or on the leader")
+        raise FlexError(f"no value for {name}; pass the full tensor on every rank, or on the leader")
     if any(g != supplied[0] for g in supplied):
         raise FlexError(f"the values for {name} differ between ranks; pass the same, or the leader's only")
     shape, dtype, _ = supplied[0]
@@ -448,7 +447,7 @@ def _agree_on_value(
         )
     if value is not None and len(supplied) == len(answers):
         return value.detach()
-    device = next(p.device for n in survey.own for _, p in survey.held(n))
+    device = next(p.device for n in parameter_index.own for _, p in parameter_index.held(n))
     buffer = torch.empty(shape, dtype=dtype, device=device)
     if value is not None:
         buffer.copy_(value)
@@ -456,15 +455,15 @@ def _agree_on_value(
 
 
 def _write_shard(
-    survey: ParameterIndex,
+    parameter_index: ParameterIndex,
     site: ParameterSite,
     parameter: nn.Parameter,
     value: Tensor,
     want: ParameterRequest,
 ) -> None:
-    mesh, adapter = survey.mesh, survey.adapter
+    mesh, adapter = parameter_index.mesh, parameter_index.adapter
     old = adapter.value(parameter)
-    layout = survey.layout(site, want)
+    layout = parameter_index.layout(site, want)
     if want.gradient:
         found = adapter.gradient(parameter, not want.summands).tensor
         old = torch.zeros_like(old) if found is None else found

@@ -1,8 +1,7 @@
 """The traits of an editing function that should be the same on every rank: its code, and the values it reads.
 
 Compared are bytecode, constants, names and defaults. The location of the code is not compared: the file and
-the
-line, the address of an object, the path of a file and the state of a random generator may differ between
+the line, the address of an object, the path of a file and the state of a random generator may differ between
 ranks.
 """
 
@@ -65,8 +64,7 @@ def rank_dependent(*names: str) -> Callable[[Marked], Marked]:
 
     Args:
         names: the names of closure variables, of global variables that the function reads, of arguments with
-            a
-            default value (or a value from `functools.partial`), and of attributes of a callable object.
+            a default value (or a value from `functools.partial`), and of attributes of a callable object.
 
     Raises:
         HookError: there is no name, or the decorated object cannot store attributes (a builtin; decorate a

@@ -26,12 +26,12 @@ def gather_at_site(local: Tensor, layout: Layout, route: Route | None, mesh: Mes
         return gather_rows(local, route) if route else gather_full(local, layout, mesh)
 
 
-def scatter_at_site(whole: Tensor, local: Tensor, layout: Layout, route: Route | None, mesh: Mesh) -> Tensor:
+def scatter_at_site(full: Tensor, local: Tensor, layout: Layout, route: Route | None, mesh: Mesh) -> Tensor:
     """Return this rank's shard of a site's full tensor; errors as for `gather_at_site`."""
     with guard_collective():
         if route:
-            return scatter_rows(whole, local, route)
-        return scatter_full(whole, local, layout, mesh)
+            return scatter_rows(full, local, route)
+        return scatter_full(full, local, layout, mesh)
 
 
 @contextmanager

@@ -141,7 +141,7 @@ class HookDispatcher:
             self._rejection.reject(hook, site.name, key, why, partial(raise_no_layout, site, why))
 
 
-class TapCallback:
+class SiteDispatch:
     """The callback of a site's tap."""
 
     def __init__(self, dispatcher: HookDispatcher, site: Site) -> None:

@@ -73,8 +73,7 @@ class Switches:
 
     Attributes:
         words: `+steer`, `-dump`, `all`, `none`, in order: the last word that matches a hook decides. A hook
-            that
-            no word matches keeps the state of its registration.
+            that no word matches keeps the state of its registration.
     """
 
     words: tuple[str, ...] = ()

@@ -65,8 +65,7 @@ class HookRegistry:
         Raises:
             SiteError: nothing matches, or the configuration hides the site.
             HookError: the hook is registered already, asks for an impossible gradient scale, or expects
-                another
-                shape than another hook at the same site of a plain module.
+                another shape than another hook at the same site of a plain module.
         """
         if any(e.hook is hook for e in self.entries):
             raise HookError(f"this HookFunction on {hook.where!r} is registered already; make another one")
@@ -160,9 +159,7 @@ class HookRegistry:
         return any(e.hook.sends_captures for e in self.active)
 
     def expected(self, name: str) -> tuple[int | None, ...] | None:
-        """The full tensor's shape that hooks, active or not, expect at a plain module's site;
-        None for none.
-        """
+        """The full shape that hooks, active or not, expect at a plain module's site; None for none."""
         return self._expected.get(name)
 
     def _check_scale(self, entry: HookEntry) -> None:
@@ -291,9 +288,7 @@ class HookRegistry:
         return self._at.get(name, [])
 
     def standing(self, name: str) -> SiteHooks:
-        """The active hooks at a site, split into those that see the tensor and those that see
-        its gradient.
-        """
+        """The active hooks at a site: those that see the tensor, and those that see its gradient."""
         return self._standing.get(name, NO_HOOKS)
 
     def describe(self) -> str:

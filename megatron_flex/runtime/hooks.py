@@ -76,62 +76,51 @@ class HookFunction:
     Args:
         module_name: a module's name (`decoder.layers.17.mlp.linear_fc1`), a site's name with its point
             (`...linear_proj:partial`), or a pattern over either: a glob (`*` within one component of the
-            path,
-            `**` across components), a compiled regular expression, or a predicate on a Site (called for every
-            point).
+            path, `**` across components), a compiled regular expression, or a predicate on a Site (called for
+            every point).
         expected_shape: the full tensor's shape, None for a dim of any length. Optional, and checked; required
-            only
-            for a plain module with sharded tensors: a dim whose local length is the expected length divided
-            by
-            the tensor parallel size is inferred to be sharded.
+            only for a plain module with sharded tensors: a dim whose local length is the expected length
+            divided by the tensor parallel size is inferred to be sharded.
         editing_function: single-device code `(current_module, inputs, save_ctx, modules) -> Tensor`, which
             returns a tensor of the shape and dtype of `inputs`. `run` selects the ranks that run it. An
-            object
-            with a method `for_site(site)` returns a function for each site, with `for_pass(key)` for each
-            pass.
+            object with a method `for_site(site)` returns a function for each site, with `for_pass(key)` for
+            each pass.
         unpack_idx: the index of the tensor at the hook point, counted depth first through tuples, lists,
-            mappings
-            and dataclasses; keyword arguments follow the positional ones, and a negative index counts from
-            the
-            end. Not every tensor of a framework's modules has a known layout.
+            mappings and dataclasses; keyword arguments follow the positional ones, and a negative index
+            counts from the end. Not every tensor of a framework's modules has a known layout.
         hook_type: `forward` and `forward_pre` see a module's output and input, `full_backward` and
             `full_backward_pre` the gradients of its input and output, `tensor` the gradient of a site or of
             a parameter.
         save: whether the tensor before the edit is captured in `output_dict`.
         gradient_scale: for hooks on gradients. `raw` is the gradient that the framework propagates: under
-            Megatron's
-            schedules the gradient of the microbatch's loss times loss scale and context parallel size over
-            the number of microbatches (with `calculate_per_token_loss`, times loss scale alone). `loss`
-            is the gradient of the microbatch's own loss, as on one device without a schedule; the result of
-            an
-            edit is multiplied by the factor again. fp16 gradients are then fp32.
+            Megatron's schedules the gradient of the microbatch's loss times loss scale and context parallel
+            size over the number of microbatches (with `calculate_per_token_loss`, times loss scale alone).
+            `loss` is the gradient of the microbatch's own loss, as on one device without a schedule; the
+            result of an edit is multiplied by the factor again. fp16 gradients are then fp32.
         run: `replicated`: every rank that holds a shard of the tensor runs the editing function on the same
-            full tensor with the same random stream, and nothing is sent back. `once`: one rank of each
-            model replica's stage runs it, with its side effects, and the other ranks receive the result.
-            Under
+            full tensor with the same random stream, and nothing is sent back. `once`: one rank of each model
+            replica's stage runs it, with its side effects, and the other ranks receive the result. Under
             activation recomputation either runs again in the backward pass.
         groups: names of groups that the hook belongs to; `flex.hooks()` selects groups.
         on_error: the handling of an exception in the editing function, or of a result of another shape, dtype
             or device. `raise`: all ranks raise it at the end of the step. `skip`: all ranks that hold the
-            tensor
-            leave it unedited in that pass and in its recomputation (they exchange one flag for each pass),
-            and
-            `flex.skipped` counts the pass; changes of `save_ctx` and trainable modules by the function are
-            undone, except for objects changed in place. Once the edited tensor has been used this is no
-            longer
-            possible: an error in its backward pass, or in its recomputation alone, is raised.
+            tensor leave it unedited in that pass and in its recomputation (they exchange one flag for each
+            pass), and `flex.skipped` counts the pass; changes of `save_ctx` and trainable modules by the
+            function are undone, except for objects changed in place. Once the edited tensor has been used
+            this is no longer possible: an error in its backward pass, or in its recomputation alone, is
+            raised.
         enabled: whether the hook is on before `flex.select()` switches it on.
         select: the entries of the full tensor to capture, None for all. Each rank selects from its shard and
             sends no more than that. An edit at the hook point still sees the full tensor.
         reduce: the reduction of the selected entries to capture, such as `reduce.mean("s")`.
         keep_as: the suffix of the capture's name, `...:output.NAME`, so that several hooks may capture
-            different
-            things at one hook point.
+            different things at one hook point.
 
     Attributes:
         wanted: `select` and `reduce`; None if the full tensor is captured.
         tensor_sink: the dump or statistics that receives the tensors, if the hook belongs to one.
-        behind: whether the tensor after all edits of the hook point is captured too, with the suffix EDITED.
+        captures_edited: whether the tensor after all edits of the hook point is captured too, with the suffix
+            EDITED.
         records: whether the editing function itself captures tensors.
     """
 
@@ -186,7 +175,7 @@ class HookFunction:
         self.on_error: OnError = on_error
         self.groups = check_groups(groups)
         self.enabled = enabled
-        self.behind = self.records = False
+        self.captures_edited = self.records = False
         self.tensor_sink: TensorSink | None = None
         self.wanted = (
             None if select is None and reduce is None else CaptureSelection(select or Select(), reduce)
@@ -229,15 +218,14 @@ class HookFunction:
     @property
     def sends_captures(self) -> bool:
         """Whether captures are sent to the leader; what a sink records stays on its rank."""
-        return self.tensor_sink is None and (self.save or self.behind or self.records)
+        return self.tensor_sink is None and (self.save or self.captures_edited or self.records)
 
     @property
     def can_fail(self) -> bool:
         """Whether ranks exchange at the end of a step whether the hook failed. True for a user's hooks.
 
         False for a dump or statistics: a tensor that cannot be recorded is omitted, or the sink reports the
-        failure
-        itself. Exception: the first step of a site that the user named.
+        failure itself. Exception: the first step of a site that the user named.
         """
         return self.tensor_sink is None or self.unpack_idx != 0 or self.tensor_sink.asks
 

@@ -101,8 +101,8 @@ class LayoutInference:
     """Infers layouts that no framework declares, and validates the layouts noted at run time.
 
     Each rank infers a layout from its own tensor. Before an edit the ranks compare the inferred layouts,
-    because
-    the edit's collectives use them; for tensors that are only captured, they compare at the end of the step.
+    because the edit's collectives use them; for tensors that are only captured, they compare at the end of
+    the step.
     """
 
     def __init__(self, registry: HookRegistry, editing: EditRunner, mesh: Mesh) -> None:
@@ -134,10 +134,8 @@ class LayoutInference:
         """Whether a tensor of unknown layout may be replicated over all tensor parallel ranks.
 
         Compared in the first pass. For a tensor that is only captured the ranks compare at the end of the
-        step, and
-        this call does not wait. For an edited tensor they compare at once, because the edit must not see a
-        shard;
-        the call is then collective over `tp`.
+        step, and this call does not wait. For an edited tensor they compare at once, because the edit must
+        not see a shard; the call is then collective over `tp`.
 
         Args:
             site: the name of the site or parameter.
@@ -179,8 +177,7 @@ class LayoutInference:
         the tensor.
 
         Collective over `tp` if a hook with an editing function is at the site and one expects a shape, or in
-        the
-        first pass.
+        the first pass.
         """
         full = self._registry.expected(site.name)
         hooks = self._registry.at(site.name)
@@ -252,7 +249,7 @@ def _describe_difference(one: TensorSketch, other: TensorSketch, axis: str) -> s
     return (
         f"{one.place} was followed to lie as {one.layout}, alike on all {axis} ranks, but they have "
         f"different tensors there, of shapes {one.shape} and {other.shape}: something takes a rank's own "
-        "part of what all have; say expected_shape there, or hook another place"
+        "part of what all have; give expected_shape there, or hook another point"
     )
 
 

@@ -39,28 +39,31 @@ CopyChecksums = dict[
 ]  # a checksum for each axis along which this rank's copy must be equal to others
 
 
-def find_unequal_copies(survey: ParameterIndex, mesh: Mesh) -> list[str]:
+def find_unequal_copies(parameter_index: ParameterIndex, mesh: Mesh) -> list[str]:
     """The parameters and buffers whose copies differ, as text; the same list on all ranks.
 
     Collective over the mesh.
     """
-    parameters = [(name, _checksum_parameter(survey, name, mesh)) for name in _show_progress(survey.sites)]
+    parameters = [
+        (name, _checksum_parameter(parameter_index, name, mesh))
+        for name in _show_progress(parameter_index.sites)
+    ]
     found = [f"parameter {text}" for text in _describe_unequal(parameters, mesh)]
-    mine = survey.adapter.buffers()
+    mine = parameter_index.adapter.buffers()
     names = dict.fromkeys(n for stage in gather_objects(list(mine), mesh, ["pp"]) for n in stage)
     buffers = [(name, _checksum_tensor(mine[name], {"dp"}, mesh) if name in mine else {}) for name in names]
     return [
         *found,
         *(f"buffer {text}" for text in _describe_unequal(buffers, mesh)),
-        *_find_unequal_shards(survey, mesh),
+        *_find_unequal_shards(parameter_index, mesh),
     ]
 
 
-def _find_unequal_shards(survey: ParameterIndex, mesh: Mesh) -> list[str]:
+def _find_unequal_shards(parameter_index: ParameterIndex, mesh: Mesh) -> list[str]:
     """Likewise for shards that several data parallel ranks hold, as where FSDP shards within a replica."""
     if mesh["dp"].size == 1:
         return []
-    mine = survey.adapter.shards()
+    mine = parameter_index.adapter.shards()
     gathered = gather_objects(
         (global_rank(), {n: (part, checksum(t)) for n, (part, t) in mine.items()}), mesh, ["dp"]
     )
@@ -83,11 +86,13 @@ def _show_progress(names: Mapping[str, Any]) -> Any:
     return track(names, "verifying parameters", unit="parameters")
 
 
-def _checksum_parameter(survey: ParameterIndex, name: str, mesh: Mesh) -> CopyChecksums:
-    for site, parameter in survey.held(name)[:1]:
+def _checksum_parameter(parameter_index: ParameterIndex, name: str, mesh: Mesh) -> CopyChecksums:
+    for site, parameter in parameter_index.held(name)[:1]:
         # Other shards are not known, or not equal.
         if type(parameter.data) is Tensor and not site.sharded:
-            return _checksum_tensor(parameter, find_copy_axes(site, len(survey.stages(name)) > 1), mesh)
+            return _checksum_tensor(
+                parameter, find_copy_axes(site, len(parameter_index.stages(name)) > 1), mesh
+            )
     return {}
 
 
@@ -181,7 +186,8 @@ class LocalEditCheck:
         if not far <= room:
             self._note(
                 key,
-                f"{words} makes another tensor of ranks' parts than of the whole, by {far:.3g} at most where "
+                f"{words} makes another tensor from shards than from the full tensor, "
+                f"by {far:.3g} at most where "
                 f"the greatest entry is {most:.3g}; it is not local along the dims that are cut",
             )
 
@@ -221,8 +227,7 @@ class SiteObservation(NamedTuple):
         total: the tensor's sum, for display.
         again: whether this very tensor passed the site before.
         rows: whether these are rows of experts, whose full tensor is known only to the ranks that own the
-            tokens;
-            `layout` is then the layout of the rows.
+            tokens; `layout` is then the layout of the rows.
     """
 
     site: str
@@ -243,11 +248,11 @@ class VerificationRequest:
         self._verifier: SiteVerifier | None = None
 
     def begin(
-        self, sites: Iterable[Site], survey: ParameterIndex, firing: HookDispatcher, steps: int
+        self, sites: Iterable[Site], parameter_index: ParameterIndex, firing: HookDispatcher, steps: int
     ) -> None:
         """Verify all sites during the next steps. Every rank makes the same call."""
         self.stop()
-        self._verifier = SiteVerifier(sites, survey, firing, steps)
+        self._verifier = SiteVerifier(sites, parameter_index, firing, steps)
 
     @property
     def on(self) -> bool:
@@ -281,11 +286,11 @@ class SiteVerifier:
     """Observes all sites of this rank during some steps, and the edits that run on shards."""
 
     def __init__(
-        self, sites: Iterable[Site], survey: ParameterIndex, firing: HookDispatcher, steps: int
+        self, sites: Iterable[Site], parameter_index: ParameterIndex, firing: HookDispatcher, steps: int
     ) -> None:
         clock = firing.clock
         self._comparing = LocalEditCheck(firing)
-        self.survey, self.clock, self.left = survey, clock, steps
+        self.parameter_index, self.clock, self.left = parameter_index, clock, steps
         self.checked = 0
         self._sites = {s.name: s for s in sites if s.tap is not None and not s.hidden and not s.inferred}
         self._seen: list[SiteObservation] = []
@@ -309,7 +314,7 @@ class SiteVerifier:
 
         Collective over `mesh`.
         """
-        self._before = find_unequal_copies(self.survey, mesh)
+        self._before = find_unequal_copies(self.parameter_index, mesh)
 
     def step_ends(self, failed: bool, mesh: Mesh) -> list[str]:
         """The findings of the step, the same list on all ranks; empty if the step itself failed.
@@ -330,7 +335,7 @@ class SiteVerifier:
         here = find_violations(reports, {n: s.shape for n, s in self._sites.items()}, mesh)
         here += dict.fromkeys(text for _, _, found in answers for text in found)
         stages = gather_objects(here, mesh, ["pp"])
-        copies = dict.fromkeys([*before, *find_unequal_copies(self.survey, mesh)])
+        copies = dict.fromkeys([*before, *find_unequal_copies(self.parameter_index, mesh)])
         return [*copies, *(text for stage in stages for text in stage)]
 
     def _forget(self) -> None:
@@ -355,7 +360,7 @@ class SiteVerifier:
         again = call > 0 and last is not None and last() is local
         self._last[site.name] = weakref.ref(local)
         seen = SiteObservation(*place, call, layout, tuple(local.shape), again=again, rows=route is not None)
-        if find_replicated_axes(layout, self.survey.mesh.sizes):
+        if find_replicated_axes(layout, self.parameter_index.mesh.sizes):
             value = local.detach()
             seen = seen._replace(check=checksum(value), total=float(value.double().sum()))
         self._seen.append(seen)
@@ -470,9 +475,7 @@ def _infer_full_shape(seen: SiteObservation, sizes: Sizes) -> tuple[int | None, 
 
 
 def _list_promised_lengths(promised: Sequence[int | str], seen: SiteObservation) -> Sequence[int | str]:
-    """The declared shape of the full tensor; for a tensor with other dims (packed sequences) the
-    dims' names.
-    """
+    """The declared full shape; for a tensor with other dims (packed sequences) the dims' names."""
     dims = seen.layout.dims
     if len(promised) == len(dims):
         return promised

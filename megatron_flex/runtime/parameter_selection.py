@@ -56,12 +56,12 @@ class ParameterSelection:
         names: the names in model order; copies on several stages have the name of the first.
     """
 
-    def __init__(self, survey: ParameterIndex, names: Sequence[str]) -> None:
-        self.survey, self.names = survey, list(names)
+    def __init__(self, parameter_index: ParameterIndex, names: Sequence[str]) -> None:
+        self.parameter_index, self.names = parameter_index, list(names)
 
     def places(self) -> list[SiteRecord]:
         """Their records in the manifest."""
-        found = [self.survey.sites[n][0] for n in self.names]
+        found = [self.parameter_index.sites[n][0] for n in self.names]
         return [
             SiteRecord(p.name, layout_to_json(p.layout), tuple(p.shape), p.stage, p.chunk, p.inferred)
             for p in found
@@ -69,12 +69,12 @@ class ParameterSelection:
 
     def values(self, taking: ShardRecorder, iteration: int) -> None:
         """Write the parameters. All data parallel ranks of a stage make the same call."""
-        self.survey.adapter.wait_until_ready()
+        self.parameter_index.adapter.wait_until_ready()
         for name, held in self._held():
             site, parameter = held[0]
-            local = self.survey.adapter.value(parameter)
+            local = self.parameter_index.adapter.value(parameter)
             entry = ShardEntry(name, PARAMETER, 0, 0, 0, (), "")
-            layout = self.survey.layout(site, ParameterRequest())
+            layout = self.parameter_index.layout(site, ParameterRequest())
             self._write(taking, entry, site, local, layout, iteration)
 
     def gradients(self, taking: ShardRecorder, iteration: int) -> None:
@@ -99,14 +99,14 @@ class ParameterSelection:
             if not want.reduced:
                 local, part = self._summed(name, held), None
             else:
-                given = self.survey.adapter.gradient(parameter, True)
+                given = self.parameter_index.adapter.gradient(parameter, True)
                 local, part = given.tensor, given.part
             if local is not None:
-                yield LocalParameterGradient(site, name, local, part, self.survey.layout(site, want))
+                yield LocalParameterGradient(site, name, local, part, self.parameter_index.layout(site, want))
 
     def _held(self) -> Iterator[tuple[str, list[tuple[ParameterSite, nn.Parameter]]]]:
         for name in self.names:
-            held = self.survey.held(name)
+            held = self.parameter_index.held(name)
             if held:
                 yield name, held
 
@@ -119,7 +119,7 @@ class ParameterSelection:
         layout: Layout,
         iteration: int,
     ) -> None:
-        first, over = self.survey.stages(entry.site)[0], self.over(site)
+        first, over = self.parameter_index.stages(entry.site)[0], self.over(site)
         if site.stage != first:
             if entry.span is None:
                 taking.copy(entry, local, layout)
@@ -130,7 +130,7 @@ class ParameterSelection:
 
     def over(self, site: ParameterSite) -> list[Axis]:
         """The axes along which ranks may hold equal copies of a parameter."""
-        mesh, found = self.survey.mesh, find_copy_axes(site, False)
+        mesh, found = self.parameter_index.mesh, find_copy_axes(site, False)
         named = {c.axis for d in site.layout.dims for c in d.cuts if c.copies > 1}  # copies along an axis
         expert = bool(site.owner) or bool({*site.layout.axes, *site.layout.shared} & EXPERT_AXES)
         return [a for a in (mesh.experts if expert else mesh.axes) if a.name in found | named]
@@ -143,16 +143,16 @@ class ParameterSelection:
         return [a for a in over if a.name not in OPTIMIZER_AXES]
 
     def _want(self) -> ParameterRequest:
-        known = self.survey.adapter.gradients_reduced(self.survey.called)
+        known = self.parameter_index.adapter.gradients_reduced(self.parameter_index.called)
         if isinstance(known, str):
             raise FlexError(
                 f"gradients of parameters cannot be had, as it is not known if they are reduced: {known}; "
                 "or leave them out"
             )
         if not known:
-            mesh = self.survey.mesh
+            mesh = self.parameter_index.mesh
             apart = [a.name for a in mesh if a.name in ("dp", "cp") and a.size > 1]
-            copied = [n for n in self.names if len(self.survey.stages(n)) > 1]
+            copied = [n for n in self.names if len(self.parameter_index.stages(n)) > 1]
             if apart or copied:
                 which = f"over {', '.join(apart)}" if apart else f"of {copied[0]}, which several stages hold"
                 raise FlexError(
@@ -162,29 +162,29 @@ class ParameterSelection:
         return ParameterRequest(gradient=True, reduced=known)
 
     def _summed(self, name: str, held: Sequence[tuple[ParameterSite, nn.Parameter]]) -> Tensor | None:
-        found = [self.survey.adapter.gradient(p, False).tensor for _, p in held]
+        found = [self.parameter_index.adapter.gradient(p, False).tensor for _, p in held]
         there = [t.detach() for t in found if t is not None]
         return torch.stack(there).sum(0) if len(there) > 1 else next(iter(there), None)
 
 
 def select_parameters(
-    survey: ParameterIndex, patterns: Sequence[Pattern], what: str = "the dump"
+    parameter_index: ParameterIndex, patterns: Sequence[Pattern], what: str = "the dump"
 ) -> ParameterSelection | None:
     """Select the parameters that patterns match; None if there are none. Warnings name the purpose `what`.
 
     Raises:
         SiteError: a pattern matches nothing, or a name is that of a parameter without a known layout.
     """
-    table = SiteTable(Site(n, found[0].layout, found[0].shape) for n, found in survey.sites.items())
+    table = SiteTable(Site(n, found[0].layout, found[0].shape) for n, found in parameter_index.sites.items())
     wanted: set[str] = set()
     left: dict[str, str] = {}
     for pattern in patterns:
         if isinstance(pattern, str) and not set(pattern) & set("*?["):
-            wanted.add(survey.resolve(pattern))
+            wanted.add(parameter_index.resolve(pattern))
             continue
         unknown = {
             name: f"is of a {kind}"
-            for name, kind in _match_pattern(SiteTable(_list_unknown(survey)), pattern)
+            for name, kind in _match_pattern(SiteTable(_list_unknown(parameter_index)), pattern)
         }
         left |= {name: f"{why}, whose layout is not known" for name, why in unknown.items()}
         try:
@@ -192,17 +192,17 @@ def select_parameters(
         except SiteError:
             if not unknown:
                 raise
-    left |= {n: why for n in sorted(wanted) if (why := _explain_omission(survey, n))}
+    left |= {n: why for n in sorted(wanted) if (why := _explain_omission(parameter_index, n))}
     if left:
         name, why = next(iter(left.items()))
         more = f", and likewise {len(left) - 1} more" if len(left) > 1 else ""
         warnings.warn(f"parameters are left out of {what}: {name} {why}{more}", FlexWarning, stacklevel=2)
-    names = [n for n in survey.sites if n in wanted and n not in left]
-    return ParameterSelection(survey, names) if names else None
+    names = [n for n in parameter_index.sites if n in wanted and n not in left]
+    return ParameterSelection(parameter_index, names) if names else None
 
 
-def _list_unknown(survey: ParameterIndex) -> Iterator[Site]:
-    return (Site(name, Layout(()), (kind,)) for name, kind in survey.unknown.items())
+def _list_unknown(parameter_index: ParameterIndex) -> Iterator[Site]:
+    return (Site(name, Layout(()), (kind,)) for name, kind in parameter_index.unknown.items())
 
 
 def _match_pattern(table: SiteTable, pattern: Pattern) -> list[tuple[str, str]]:
@@ -212,12 +212,12 @@ def _match_pattern(table: SiteTable, pattern: Pattern) -> list[tuple[str, str]]:
         return []
 
 
-def _explain_omission(survey: ParameterIndex, name: str) -> str:
+def _explain_omission(parameter_index: ParameterIndex, name: str) -> str:
     """Why the parameter cannot be dumped; empty if it can."""
-    site = survey.sites[name][0]
-    if site.inferred and survey.mesh[TENSOR_AXIS].size > 1:
+    site = parameter_index.sites[name][0]
+    if site.inferred and parameter_index.mesh[TENSOR_AXIS].size > 1:
         return "is of a plain module, and how tensor parallel ranks cut it is not known"
-    for _, parameter in survey.held(name):
+    for _, parameter in parameter_index.held(name):
         if type(parameter.data) is not Tensor and not site.sharded:
             return f"is kept as a {type(parameter.data).__name__}, whose parts are not known"
     return ""

@@ -27,7 +27,6 @@ from megatron_flex.runtime.debug.hook_trace import Tracer
 from megatron_flex.runtime.edit_failures import SkipCount, raise_on_all_ranks
 from megatron_flex.runtime.edit_runner import EditRunner
 from megatron_flex.runtime.full_parameters import ParameterIndex
-from megatron_flex.runtime.function_agreement import FunctionAgreement
 from megatron_flex.runtime.hook_dispatcher import HookDispatcher
 from megatron_flex.runtime.hook_groups import Switches, parse_switches
 from megatron_flex.runtime.hook_registry import HookRegistry
@@ -36,15 +35,15 @@ from megatron_flex.runtime.model_verification import VerificationRequest, make_v
 from megatron_flex.runtime.recorder import Recorder
 from megatron_flex.runtime.session_sinks import SessionSinks
 from megatron_flex.runtime.session_taps import SessionTaps
+from megatron_flex.runtime.step_agreement import STEP_END, StepAgreement
 from megatron_flex.runtime.trainable_modules import NO_GRADIENT, TrainableModules
 from megatron_flex.sites import SiteTable, model_order
 
 CALLED_OUTSIDE_STEP = (
     "the model is on {size} pipeline stages and was called outside the framework's schedule, where hooks "
     "would have stages wait for each other for ever: on every rank, put all calls of a batch, and their "
-    "backward passes, into one `with flex.step():`, or take the hooks out"
+    "backward passes, into one `with flex.step():`, or remove the hooks"
 )
-STEP_END = "the end of a step"
 LATE_GRADIENT = (
     "a gradient reached a hook outside the step that its forward pass was in, and {size} pipeline stages do "
     "not meet there: run the backward pass too in `with flex.step():`"
@@ -68,8 +67,7 @@ class Session:
         over_data: whether captures concatenate the samples of all data parallel ranks.
         delivered: called on every rank after new captures have arrived in the leader's `captures`.
         probing: the number of the step's microbatches that count while the model runs only to be captured;
-            hooks
-            that are not called in such a run are no error. None otherwise.
+            hooks that are not called in such a run are no error. None otherwise.
     """
 
     _counts: ClassVar[Counter[tuple[int, ...]]] = Counter()  # number of sessions, by their ranks
@@ -83,42 +81,40 @@ class Session:
         if gather_data_parallel:
             own = [replace(s, layout=shard_over_data(s.layout)) for s in own]
         mine = [s.remote() for s in own], [p.remote() for p in parameters], adapter.without_layout()
-        told = gather_objects(mine, self.mesh, ["pp"])
-        self.sites = SiteTable(sorted((s for sites, _, _ in told for s in sites), key=model_order))
-        everywhere = [p for _, ps, _ in told for p in ps]
+        reports = gather_objects(mine, self.mesh, ["pp"])
+        self.sites = SiteTable(sorted((s for sites, _, _ in reports for s in sites), key=model_order))
+        everywhere = [p for _, ps, _ in reports for p in ps]
         self.registry = HookRegistry(
             self.sites, {p.name: p for p in everywhere}, self.mesh[TENSOR_AXIS].size > 1
         )
-        unknown = {name: kind for _, _, names in told for name, kind in names.items()}
-        self.rehearsal = DryRun(adapter, parameters, self.mesh)
-        self.survey = ParameterIndex(adapter, parameters, everywhere, unknown)
+        unknown = {name: kind for _, _, names in reports for name, kind in names.items()}
+        self.dry_run = DryRun(adapter, parameters, self.mesh)
+        self.parameter_index = ParameterIndex(adapter, parameters, everywhere, unknown)
         self.captures = Captures()
         self.clock = Clock()
-        self._recorder = Recorder(self.mesh, self.captures, self._check_waiting_ranks)
         ranks = self.mesh.ranks
         name = f"session{Session._counts[ranks]}"
         Session._counts[ranks] += 1
+        self.agreement = StepAgreement(name, self.registry, self.clock, self.mesh, self._list_model_ids)
+        self._recorder = Recorder(self.mesh, self.captures, self.agreement.check_waiting_ranks)
         meeting = Agreement(f"{name}/gradients", flex_config.agree_seconds, ranks, NO_GRADIENT)
         self.trainable = TrainableModules(
             adapter, self.clock, meeting, gather_data_parallel, self._await_backward
         )
-        self.editing = EditRunner(self.mesh, self.clock, self.trainable, name, gather_data_parallel)
-        self.passing, self._skips = self.editing.passing, self.editing.skipping
-        common = self.clock, self._recorder, self.editing, self.mesh, gather_data_parallel
+        self.edit_runner = EditRunner(self.mesh, self.clock, self.trainable, name, gather_data_parallel)
+        self.context_relay, self._skips = self.edit_runner.passing, self.edit_runner.skipping
+        common = self.clock, self._recorder, self.edit_runner, self.mesh, gather_data_parallel
         self.dispatcher = HookDispatcher(self.registry, *common, self._await_backward)
-        self.standing = SessionTaps(own, parameters, self.registry, self.dispatcher, self.mesh)
+        self.taps = SessionTaps(own, parameters, self.registry, self.dispatcher, self.mesh)
         self.tracer: Tracer | None = None
         self.trace(flex_config.debug)
-        self._agreement = Agreement(name, flex_config.agree_seconds, ranks)
-        self._functions = FunctionAgreement(self._agreement, self._list_model_ids)
-        self.sinks = SessionSinks(self.registry, self.mesh, self.clock, name, self.standing.update_taps)
-        self._agreed = -1
+        self.sinks = SessionSinks(self.registry, self.mesh, self.clock, name, self.taps.update_taps)
         self._objection = ""
-        self._in_schedule, self._in_call, self._apart = False, False, False
+        self._in_schedule, self._in_call = False, False
         self._calls: Counter[int] = Counter()  # calls of each of this rank's chunks in this step
         self.probing: int | None = None
         self._awaits_backward = False
-        self.watch = VerificationRequest()
+        self.verification = VerificationRequest()
         self.delivered: Callable[[], None] | None = None
         self._unwatch: Undo | None = adapter.watch(self)
 
@@ -163,24 +159,23 @@ class Session:
 
         Raises:
             HookError: the hook cannot be at this hook point, the dry run rejects its editing function, or the
-                model
-                was restored.
+                model was restored.
         """
         self.check_open()
         entry = self.registry.add(hook, always)
         self._skips.expect(hook)
         try:
-            self.rehearsal.consider(entry)
+            self.dry_run.consider(entry)
         except Exception:  # raised again
             self.registry.remove(hook)
             raise
         if any(e is entry for e in self.registry.active[-1:]):
-            self.standing.tap(entry)
+            self.taps.tap(entry)
 
     def remove(self, hook: HookFunction) -> None:
         """Remove a hook, and the taps that no other hook needs. Every rank makes the same call."""
         self.registry.remove(hook)
-        self.standing.update_taps()
+        self.taps.update_taps()
 
     def has_hook(self, hook: HookFunction) -> bool:
         """Whether the hook is registered in this session and the model is not restored."""
@@ -204,13 +199,13 @@ class Session:
     def register_trainable(self, name: str, module: nn.Module) -> None:
         """Register a trainable module. Every rank makes the same call."""
         self.check_open()
-        self._agreement.compare(self.trainable.check(name, module))
+        self.agreement.compare(self.trainable.check(name, module))
         self.trainable.add(name, module)
 
     def remove_trainable(self, name: str) -> None:
         """Remove a trainable module. Every rank makes the same call."""
         self.check_open()
-        self._agreement.compare(f"remove trainable module {name}")
+        self.agreement.compare(f"remove trainable module {name}")
         self.trainable.remove(name)
 
     def record_inner_tensor(self, label: str, tensor: Tensor, replays: bool) -> Key:
@@ -226,8 +221,8 @@ class Session:
     def verify(self, steps: int) -> None:
         """Verify all sites during the next `steps` steps. Every rank makes the same call."""
         self.check_open()
-        self.watch.begin(self._plain, self.survey, self.dispatcher, steps)
-        self._agreed = -1
+        self.verification.begin(self._plain, self.parameter_index, self.dispatcher, steps)
+        self.agreement.compare_again()
 
     def restore(self) -> None:
         """Wait until all ranks call `restore()`, then remove everything from the model. Collective.
@@ -236,18 +231,18 @@ class Session:
             HookError: as for `FlexModel.restore()`; the model is restored nevertheless.
         """
         try:
-            self.meet("restore()")
+            self.agreement.meet("restore()")
         except Exception:  # raised again: the model is restored whatever the other ranks do
             self.close(failed=True)
             raise
-        silent, unverified = self.standing.silent(), self.watch.missed
+        silent, unverified = self.taps.find_uncalled_hooks(), self.verification.missed
         self._skips.warn_of_skips()
         self.close()
         if silent:
             names = ", ".join(h.describe() + (f" ({why})" if why else "") for h, why in silent)
             raise HookError(
                 f"never fired on any rank: {names}; the path did not run (no labels, no backward pass, a "
-                "frozen part, a fused kernel): hook another place, or remove the hook before the end"
+                "frozen part, a fused kernel): hook another point, or remove the hook before the end"
             )
         if unverified:
             raise HookError("verify() was asked for and no step ran after it; call it before a step")
@@ -258,14 +253,14 @@ class Session:
         Args:
             failed: whether other ranks may not do the same.
         """
-        self.watch.stop()
+        self.verification.stop()
         self.trace(False)
-        self.standing.take_out()
+        self.taps.remove_all()
         if self._unwatch is not None:
             self._unwatch()
             self._unwatch = None
         self._recorder.close()
-        self.passing.close()
+        self.context_relay.close()
         self.registry.clear()
         self.trainable.close()
         self.sinks.close(failed)
@@ -291,6 +286,10 @@ class Session:
             raise
         self.step_ends(False)
 
+    def set_iteration(self, iteration: int | None) -> None:
+        """Give the next step a launcher's number instead of the framework's; None for the framework's."""
+        self.clock.given_iteration = iteration
+
     def step_begins(
         self,
         iteration: int | None,
@@ -303,12 +302,12 @@ class Session:
                 "a schedule is a step of its own, and so is step(); do not run one inside the other"
             )
         self._compare()
-        self.survey.called = False
-        told = self.clock.told
-        self.clock.begin(iteration if told is None else told, gradient_factor)
+        self.parameter_index.called = False
+        given = self.clock.given_iteration
+        self.clock.begin(iteration if given is None else given, gradient_factor)
         self.sinks.begins(microbatches, self.mesh, probing=self.probing is not None)
         self.trainable.begins(microbatches or 1)
-        self.passing.begin()
+        self.context_relay.begin()
         self._in_schedule = True
         self._calls.clear()
 
@@ -318,13 +317,13 @@ class Session:
         try:
             self._end(failed, self.mesh)
         finally:
-            self.passing.begin()
+            self.context_relay.begin()
 
     def forward_begins(self, microbatch: int, chunk: int) -> None:
         """Note that a microbatch's forward pass through one of this rank's chunks begins."""
         self.clock.forward(microbatch, chunk)
         if self.registry.active:
-            self.editing.apart("forward pass", self.passing.forward_begins)
+            self.edit_runner.apart("forward pass", self.context_relay.forward_begins)
 
     def forward_ends(self, output: Any, tokens: Tensor | None = None) -> None:
         """Note that the forward pass ends."""
@@ -332,19 +331,19 @@ class Session:
         if tokens is not None:
             self.clock.count(tokens)
         if self.registry.active:
-            self.editing.apart("forward pass", self.passing.forward_ends)
+            self.edit_runner.apart("forward pass", self.context_relay.forward_ends)
         self._recorder.gather_if_large()
 
     def backward_begins(self, output: Any) -> None:
         """Note that a microbatch's backward pass begins."""
         self.clock.backward(output)
         if self.registry.active:
-            self.editing.apart("backward pass", self.passing.backward_begins)
+            self.edit_runner.apart("backward pass", self.context_relay.backward_begins)
 
     def backward_ends(self) -> None:
         """Note that the backward pass ends."""
         if self.registry.active:
-            self.editing.apart("backward pass", self.passing.backward_ends)
+            self.edit_runner.apart("backward pass", self.context_relay.backward_ends)
 
     def reject_step(self, why: str) -> None:
         """Record why this step cannot be hooked. All ranks raise at its end; now, other stages would wait."""
@@ -357,7 +356,7 @@ class Session:
 
     def report_error(self, why: str) -> None:
         """Record that an edit returned something that the schedule cannot use."""
-        self.editing.failure = self.editing.failure or (why, HookError(why))
+        self.edit_runner.failure = self.edit_runner.failure or (why, HookError(why))
 
     def hooked(self) -> bool:
         """Whether any hook is active."""
@@ -375,8 +374,8 @@ class Session:
         if self._in_schedule or self._in_call or self.mesh["pp"].size == 1:
             return
         if self.registry.adopt():
-            self.standing.update_taps()
-        if self.registry.active or self.watch.on:
+            self.taps.update_taps()
+        if self.registry.active or self.verification.on:
             raise HookError(CALLED_OUTSIDE_STEP.format(size=self.mesh["pp"].size))
 
     def call_begins(self, gradient_factor: Callable[[], float] | None = None, chunk: int = 0) -> None:
@@ -389,20 +388,20 @@ class Session:
         self.check_call()
         met = self._compare(apart=True)
         if met and self._replica() is not self.mesh:  # the replicas may not communicate again in this call
-            self.watch.compare_copies(self.mesh)
+            self.verification.compare_copies(self.mesh)
         self._awaits_backward = False  # left over if a backward pass raised
-        self.survey.called = torch.is_grad_enabled() or self.survey.called
+        self.parameter_index.called = torch.is_grad_enabled() or self.parameter_index.called
         self.clock.begin(None, gradient_factor)
         self.sinks.begins(1, self._replica(), called=True)
         self.trainable.begins(None)
-        self.passing.begin()
-        self.editing.scopes.begin()
+        self.context_relay.begin()
+        self.edit_runner.scopes.begin()
         self._in_call = True
 
     def call_ends(self, failed: bool) -> None:
         """End a call of the model outside a schedule; its backward pass may follow."""
         if self._in_schedule:
-            self.passing.forward_ends()
+            self.context_relay.forward_ends()
             self._recorder.gather_if_large()
             return
         self._in_call = False
@@ -410,7 +409,7 @@ class Session:
             self._end(failed, self._replica(), torch.is_grad_enabled())
         finally:
             if failed or not torch.is_grad_enabled():  # otherwise the backward pass may need the values
-                self.passing.begin()
+                self.context_relay.begin()
 
     def _compare(self, apart: bool = False) -> bool:
         """Compare the hooks of all ranks if they may have changed; return whether they were compared.
@@ -421,59 +420,19 @@ class Session:
         """
         # A selection is valid from the start of a step to the start of the next one, backward pass included.
         if self.registry.adopt():
-            self.standing.update_taps()
-        self._apart = apart
-        due = self.registry.version != self._agreed
-        due = due or self._agreement.wanted(self.clock.step + 1, self._alone())
-        if due:
-            plan = ContextPlan.of(self.registry.active, self.mesh["pp"].size)
-            more = plan.describe() + (", verify()" if self.watch.on else "")
-            selected = [e.hook for e in self.registry.selected]
-            where = f"step {self.clock.step + 1}"
-            self._functions.compare(self.registry.describe() + more, selected, where)
-            self.passing.adopt(plan)
-            if any(e.hook.save and e.hook.tensor_sink is None for e in self.registry.active):
-                self._recorder.prepare()
-            self._agreed = self.registry.version
-        if self.registry.active:
-            self._agreement.note(f"step {self.clock.step + 1}")
-        return due
+            self.taps.update_taps()
+        return self.agreement.compare_hooks(apart, self.verification.on, self._prepare)
 
-    def meet(self, place: str) -> None:
-        """Wait, if hooks are registered, until all ranks reach a point that every rank has to reach.
-
-        This precedes any other collective: a rank still inside a step would match that collective with a
-        different
-        one.
-
-        Raises:
-            HookError: some ranks are elsewhere; raised on all ranks that do not wait in the framework's
-                collectives.
-        """
-        if self.registry.entries and self._agreed >= 0:
-            # Without a schedule, data parallel replicas may call the model different numbers of times.
-            alike = self.mesh["dp"].size == 1
-            after = self.clock.step, self.mesh["dp"].coord
-            self._agreement.meet(place, f"after step {self.clock.step}", after, alike)
-
-    def _check_waiting_ranks(self) -> None:
-        """While this rank waits at the end of a step, raise if another rank waits elsewhere."""
-        if self._agreement.wanted(self.clock.step, self._alone()):
-            self._agreement.meet(STEP_END, self._now())
-
-    def _alone(self) -> int | None:
-        """The data parallel coordinate if only this replica's ranks run the same number of steps; None if all
-        do.
-        """
-        return self.mesh["dp"].coord if self._apart else None
-
-    def _now(self) -> str:
-        return f"in step {self.clock.step}, iteration {self.clock.iteration}"
+    def _prepare(self, plan: ContextPlan) -> None:
+        """Prepare the next steps, after the ranks have compared their hooks. Collective."""
+        self.context_relay.adopt(plan)
+        if any(e.hook.save and e.hook.tensor_sink is None for e in self.registry.active):
+            self._recorder.prepare()
 
     def _list_model_ids(self) -> set[int]:
         """The ids of the modules and parameters of the model on this rank."""
-        modules = [m for s in self.standing.own.values() if (m := getattr(s.tap, "module", None)) is not None]
-        parameters = [p.parameter for sites in self.survey.own.values() for p in sites]
+        modules = [m for s in self.taps.own.values() if (m := getattr(s.tap, "module", None)) is not None]
+        parameters = [p.parameter for sites in self.parameter_index.own.values() for p in sites]
         parameters += [t for m in modules for t in m.parameters(recurse=False)]
         return {
             id(one) for one in (*modules, *parameters, *self.trainable.modules.modules()) if one is not None
@@ -492,8 +451,8 @@ class Session:
         return self.mesh.replica()
 
     def _end(self, failed: bool, mesh: Mesh, called: bool = False) -> None:
-        watched = self.watch.on
-        found = self.watch.step_ends(failed, mesh) if watched else []
+        watched = self.verification.on
+        found = self.verification.step_ends(failed, mesh) if watched else []
         self._finish(failed, mesh, called)
         if not failed:
             self.trainable.synchronize()
@@ -502,7 +461,7 @@ class Session:
             raise make_verify_error(found, self.clock.step)
 
     def _finish(self, failed: bool, mesh: Mesh, called: bool = False) -> None:
-        failure, self.editing.failure = self.editing.failure, None
+        failure, self.edit_runner.failure = self.edit_runner.failure, None
         objection, self._objection = self._objection, ""
         hooks = [e.hook for e in self.registry.active]
         self.dispatcher.edits.stand_ins.step_ends(failed)
@@ -515,16 +474,18 @@ class Session:
                 raise HookError(objection)
             return
         if self.probing is None:  # a probing run may have no labels and no backward pass
-            self.standing.judge(
+            self.taps.expect_calls(
                 h for h in hooks if torch.is_grad_enabled() or not (h.tensor_sink and h.backward)
             )
-        at = f"{STEP_END}, {self._now()}"
-        differ = self.dispatcher.inference.differ(at, self._check_waiting_ranks)
+        at = f"{STEP_END}, {self.agreement.now}"
+        differ = self.dispatcher.inference.differ(at, self.agreement.check_waiting_ranks)
         if differ:
             failure = failure or (differ, HookError(differ))
         can_fail = self.registry.compares or any(h.can_fail for h in hooks)
-        wrong = can_fail and self._skips.settle(failure is not None, mesh, at, self._check_waiting_ranks)
-        self.passing.settle()
+        wrong = can_fail and self._skips.settle(
+            failure is not None, mesh, at, self.agreement.check_waiting_ranks
+        )
+        self.context_relay.settle()
         self.sinks.ends(wrong, mesh, called)
         if wrong:
             self._recorder.drop()

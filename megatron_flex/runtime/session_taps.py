@@ -2,10 +2,9 @@
 
 Several sites of one module may see the same tensor: the partial sum and the output where there is no
 reduction between them, or an output and the tensors that it packs. Such taps run in the order of
-installation,
-which must depend neither on the order in which hooks were registered nor on the layout. The taps of one
-module
-are therefore always installed in the order of the adapter's sites, which is that of the data flow.
+installation, which must depend neither on the order in which hooks were registered nor on the layout. The
+taps of one module are therefore always installed in the order of the adapter's sites, which is that of the
+data flow.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from megatron_flex.adapters import ParameterSite, Undo
 from megatron_flex.collectives import gather_objects, max_over_ranks
 from megatron_flex.mesh import Mesh
-from megatron_flex.runtime.hook_dispatcher import HookDispatcher, TapCallback
+from megatron_flex.runtime.hook_dispatcher import HookDispatcher, SiteDispatch
 from megatron_flex.runtime.hook_registry import HookEntry, HookRegistry
 from megatron_flex.runtime.hooks import HookFunction
 from megatron_flex.sites import Site
@@ -81,7 +80,7 @@ class SessionTaps:
             self._taps.pop(other.name)()
         for one in later:
             assert one.tap is not None
-            self._taps[one.name] = one.tap.install(TapCallback(self.firing, one))
+            self._taps[one.name] = one.tap.install(SiteDispatch(self.firing, one))
         if module is not None:
             self._tapped[module] = here
 
@@ -89,8 +88,7 @@ class SessionTaps:
         """The order of a site in the data flow, among the sites of its module.
 
         Among the tensors of one hook point, those indexed from the start come before those indexed from the
-        end,
-        which may be the same tensors.
+        end, which may be the same tensors.
         """
         return self._positions[site.place], site.index < 0, site.index
 
@@ -106,27 +104,27 @@ class SessionTaps:
 
         return remove
 
-    def take_out(self) -> None:
+    def remove_all(self) -> None:
         """Remove all taps."""
         for undo in self._taps.values():
             undo()
         self._taps.clear()
         self._tapped.clear()
 
-    def judge(self, hooks: Iterable[HookFunction]) -> None:
+    def expect_calls(self, hooks: Iterable[HookFunction]) -> None:
         """Note hooks that were active through a complete step and should have been called."""
         self._hooks_due.update(hooks)
 
-    def silent(self) -> list[tuple[HookFunction, str]]:
+    def find_uncalled_hooks(self) -> list[tuple[HookFunction, str]]:
         """The hooks that were active through a complete step and called on no rank, with the reason if known.
 
         The same list on every rank. Collective over the mesh, if there are such hooks.
         """
-        judged = [e for e in self.registry.entries if e.hook in self._hooks_due]
-        if not judged:
+        due = [e for e in self.registry.entries if e.hook in self._hooks_due]
+        if not due:
             return []
-        fired = max_over_ranks([int(e.hook in self.editing.fired) for e in judged], self._mesh)
-        silent = [e for e, f in zip(judged, fired, strict=True) if not f]
+        fired = max_over_ranks([int(e.hook in self.editing.fired) for e in due], self._mesh)
+        silent = [e for e, f in zip(due, fired, strict=True) if not f]
         if not silent:
             return []
         reasons = [next((r for n, r in self.editing.reasons.items() if n in e.names), "") for e in silent]
@@ -134,7 +132,7 @@ class SessionTaps:
         known = [next((r for r in row if r), "") for row in zip(*reported, strict=True)]
         return [(e.hook, why) for e, why in zip(silent, known, strict=True)]
 
-    def list_uncalled_hooks(self) -> list[HookFunction]:
+    def list_local_uncalled_hooks(self) -> list[HookFunction]:
         """The hooks of this rank's stage that were active through a complete step and never called. Not
         collective.
         """

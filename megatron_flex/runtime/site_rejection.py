@@ -35,7 +35,7 @@ class SiteRejection:
 def raise_no_layout(site: Site, why: str) -> None:
     """Raise that no rule has a layout for the tensor."""
     raise HookError(
-        f"how {site.name} lies on the ranks is not known: {why}; hook another place, or say expected_shape"
+        f"the layout of {site.name} is not known: {why}; hook another point, or give expected_shape"
     )
 
 
@@ -49,11 +49,9 @@ def raise_absent(site: Site, count: int) -> None:
 
 def raise_partial_gradient(name: str, why: str) -> None:
     """Raise that each rank has only a part of the gradient of a trainable module."""
-    raise HookError(f"the gradient at {name} is not whole, {why}; use trainable modules elsewhere")
+    raise HookError(f"the gradient at {name} is not complete, {why}; use trainable modules elsewhere")
 
 
 def raise_no_gradient_layout(name: str, why: str) -> None:
     """Raise that the layout of a gradient is not known."""
-    raise HookError(
-        f"how the gradient at {name} lies on the ranks is not known: {why}; hook the gradient elsewhere"
-    )
+    raise HookError(f"the layout of the gradient at {name} is not known: {why}; hook the gradient elsewhere")

@@ -30,7 +30,7 @@ BITS = 0x7FFFFFFF
 UNLIKE = (
     "ranks along {axes} have local tensors of different shapes or dtypes there, this one {mine}, where "
     "layout {layout} makes them equal; run the same model on tensors of the same shape on every "
-    "rank, or hook another place"
+    "rank, or hook another point"
 )
 
 
@@ -69,8 +69,7 @@ class StandIns:
 
         Returns:
             The tensor, and whether it replaces `local`. None, on all ranks alike, if some tensor does not fit
-            in the
-            first pass; nothing is edited then.
+            in the first pass; nothing is edited then.
         """
         known = self._fit.get((site, local.shape))
         if known is not None and (known is layout or known == layout):
@@ -143,9 +142,7 @@ class StandIns:
         self._last[site], self._fit[site, shape] = shape, layout
 
     def _zeros(self, site: str, local: Tensor) -> Tensor:
-        """Zeros in place of a tensor: the last shape that fitted, with the current lengths of dims
-        that vary.
-        """
+        """Zeros for a tensor: the last shape that fitted, with the current lengths of dims that vary."""
         last, varies = self._last[site], self._varies[site]
         alike = len(last) == local.ndim
         shape = [local.shape[i] if alike and i in varies else n for i, n in enumerate(last)]

@@ -77,8 +77,8 @@ def select_counted(local: Tensor, layout: Layout, mesh: Mesh, over: Sequence[Axi
 def select_counted_part(
     local: Tensor, part: tuple[int, int] | None, layout: Layout, mesh: Mesh, over: Sequence[Axis]
 ) -> Tensor:
-    """As `select_counted`, for a tensor of which this rank holds only the flat range `part`.
-    Arguments as for `select_counted`.
+    """As `select_counted`, for a tensor of which this rank holds only the flat range `part`. Arguments as for
+    `select_counted`.
     """
     if part is None:
         return select_counted(local, layout, mesh, over)
@@ -154,7 +154,7 @@ class StatisticsSelection(NamedTuple):
             if site.name in back:
                 out.append(MomentEntry(site.name + GRADIENT_SUFFIX, "gradient", site.stage))
         if self.parameters is not None:
-            of = self.parameters.survey
+            of = self.parameters.parameter_index
             out += [
                 MomentEntry(n + GRADIENT_SUFFIX, "parameter_gradient", of.stages(n)[0])
                 for n in self.parameters.names
@@ -290,7 +290,7 @@ class StatisticsSink:
 
     def _measure(self, parameters: ParameterSelection) -> None:
         for found in parameters.found():
-            if found.site.stage != parameters.survey.stages(found.name)[0]:
+            if found.site.stage != parameters.parameter_index.stages(found.name)[0]:
                 continue  # a copy that the first stage counts
             over = parameters.over(found.site)
             if found.part is not None:

@@ -257,9 +257,8 @@ class TrainableModules:
         """Add to each parameter's gradient the contributions of all ranks since the last synchronization.
 
         The result is the gradient of the mean, over microbatches and data parallel ranks, of a microbatch's
-        own
-        loss; for the model's loss, where the framework divides it by all tokens, of the mean over tokens. The
-        changes that editing functions made to buffers are summed and averaged likewise.
+        own loss; for the model's loss, where the framework divides it by all tokens, of the mean over tokens.
+        The changes that editing functions made to buffers are summed and averaged likewise.
 
         Collective over the mesh, if there are trainable modules.
         """

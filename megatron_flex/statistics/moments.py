@@ -72,8 +72,8 @@ class MomentSums:
             factor: what they are divided by first.
         """
         flat = _flatten_values(values.detach())
-        # Some twenty calls for each block: whoever looks at every call of torch (`cpu.enable()` does) would
-        # take a quarter of the time.
+        # Some twenty calls for each block: whoever looks at every call of torch would take a quarter of the
+        # time.
         with torch._C.DisableTorchFunction():
             quick = flat.device.type == "cpu" and flat.dtype in FP32_DTYPES
             if len(flat) and not (quick and self._quickly(flat, factor)):

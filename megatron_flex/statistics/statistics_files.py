@@ -204,8 +204,8 @@ def _format_line(record: Mapping[str, Any]) -> bytes:
 
 
 def _row_to_json(row: TensorStatistics) -> dict[str, Any]:
-    """A row in plain values; of the histogram the number of the first bin that is not empty, then
-    the counts up to the last such bin."""
+    """A row in plain values; of the histogram the number of the first bin that is not empty, then the counts
+    up to the last such bin."""
     record = {name: getattr(row, name) for name in FILE_COLUMNS}
     first, counts = trim_bins(row.histogram)
     record["histogram"] = ([first, *counts] if counts else []) if row.histogram else None

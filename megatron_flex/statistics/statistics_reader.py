@@ -119,6 +119,13 @@ class StatisticsSeries:
 class OpenStatistics:
     """The statistics of a run. If several starts of a run repeat an iteration, the last start is used.
 
+    Args:
+        path: the file or folder.
+        headers: the header of each start, in order.
+        rows: the rows of each iteration.
+        incomplete: the number of incomplete lines and files.
+        damaged: a description of each of these whose checksum is wrong.
+
     Attributes:
         path: the file or folder.
         headers: the header of each start, in order.

@@ -32,14 +32,13 @@ class TensorStatistics:
         order: the tensor's place among all that are measured: sites in model order, each one's gradient
             after it, then parameters.
         stage: the pipeline stage that has it.
-        count: how many values there were, NaNs and infinities included.
-        mean, std, rms: `std` is over all values, not an estimate for a sample of them.
+        count: how many values there were, NaNs and infinities included. mean, std, rms: `std` is over all
+        values, not an estimate for a sample of them.
         absmax: the greatest magnitude.
         zeros: the fraction of all values that are exactly zero.
         kurtosis: the fourth central moment over the variance squared: 3 for normal values; None where they
             are all equal.
-        norm: the root of the sum of squares.
-        nans, infinities: how many.
+        norm: the root of the sum of squares. nans, infinities: how many.
         histogram: how many values are in each bin, ascending (`compute_bin_edges` has the bounds): negative
         ones by the
             power of two of their magnitude, zeros, positive ones. Empty if it is not wanted.

@@ -132,14 +132,14 @@ class TreeNode:
 
     Attributes:
         label: the last component of its path, or numbers such as `0-31`.
-        places: its points, in the order of the forward pass.
+        points: its points, in the order of the forward pass.
         children: its submodules.
         stages: pipeline stages that own some of it.
         count: how many modules this represents.
     """
 
     label: str
-    places: tuple[TreePoint, ...] = ()
+    points: tuple[TreePoint, ...] = ()
     children: tuple[TreeNode, ...] = ()
     stages: frozenset[int] = frozenset()
     count: int = 1
@@ -147,8 +147,8 @@ class TreeNode:
     @property
     def alike(self) -> tuple[Any, ...]:
         """What modules must have in common to be folded: all but their hooks."""
-        places = tuple(replace(p, hooks=()) for p in self.places)
-        return places, tuple((c.label, c.count, c.alike) for c in self.children)
+        points = tuple(replace(p, hooks=()) for p in self.points)
+        return points, tuple((c.label, c.count, c.alike) for c in self.children)
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -165,7 +165,7 @@ class TreeNode:
                     "fixed": p.read_only_reason,
                     "hooks": [h.describe() for h in p.hooks],
                 }
-                for p in self.places
+                for p in self.points
             ],
             "children": [c.to_json() for c in self.children],
         }
@@ -174,14 +174,14 @@ class TreeNode:
 @dataclass(slots=True)
 class _NodeBuilder:
     label: str
-    places: list[TreePoint] = field(default_factory=list)
+    points: list[TreePoint] = field(default_factory=list)
     children: dict[str, _NodeBuilder] = field(default_factory=dict)
     stages: set[int] = field(default_factory=set)
 
     def grown(self) -> TreeNode:
         children = tuple(c.grown() for c in self.children.values())
         stages = frozenset(self.stages).union(*(c.stages for c in children))
-        return TreeNode(self.label, tuple(self.places), children, stages)
+        return TreeNode(self.label, tuple(self.points), children, stages)
 
 
 def build_tree(
@@ -200,7 +200,7 @@ def build_tree(
         for step in site.module.split("."):
             at = at.children.setdefault(step, _NodeBuilder(step))
         at.stages.add(site.stage)
-        at.places.append(
+        at.points.append(
             TreePoint(
                 site.point + (f"[{site.index}]" if site.index else ""),
                 "known when the model runs" if site.inferred else describe_layout(site.layout, sizes),
@@ -251,12 +251,12 @@ def _fold_group(group: list[TreeNode]) -> TreeNode:
 
 def _merge_nodes(group: Sequence[TreeNode], labels: Sequence[str]) -> TreeNode:
     """The first of some modules, with the stages and hooks of all; `labels` are their numbers."""
-    places = zip(*(n.places for n in group), strict=True)
+    points = zip(*(n.points for n in group), strict=True)
     children = zip(*(n.children for n in group), strict=True)
     return replace(
         group[0],
-        places=tuple(
-            replace(same[0], hooks=_merge_hooks([p.hooks for p in same], labels)) for same in places
+        points=tuple(
+            replace(same[0], hooks=_merge_hooks([p.hooks for p in same], labels)) for same in points
         ),
         children=tuple(_merge_nodes(same, labels) for same in children),
         stages=frozenset[int]().union(*(n.stages for n in group)),

@@ -49,7 +49,7 @@ def tree_html(root: TreeNode, head: str, *notes: Markup) -> Markup:
 
 def _node_html(node: TreeNode, above: frozenset[int], room: _RowBudget, level: int) -> Markup:
     label, inner = _label_text(node), node
-    while not inner.places and len(inner.children) == 1:  # `decoder.layers 0-31 x 32` in one row
+    while not inner.points and len(inner.children) == 1:  # `decoder.layers 0-31 x 32` in one row
         inner = inner.children[0]
         label += (" " if inner.label[:1].isdigit() else ".") + _label_text(inner)
     if not room.take():
@@ -61,7 +61,7 @@ def _node_html(node: TreeNode, above: frozenset[int], room: _RowBudget, level: i
         f"<b>{html_text(label)}</b>{html_text(stage)}"
         + (f' <span style="color:{GREEN}">{FULL} {hook_count}</span>' if hook_count else "")
     )
-    parts = [_point_html(p) for p in inner.places if room.take()]
+    parts = [_point_html(p) for p in inner.points if room.take()]
     parts += [_node_html(child, inner.stages, room, level + 1) for child in inner.children]
     return html_details(summary, *parts, opened=level < OPEN_LEVELS or bool(hook_count))
 
@@ -72,12 +72,12 @@ def _label_text(node: TreeNode) -> str:
 
 def _count_rows(node: TreeNode) -> int:
     """The number of rows in it."""
-    return len(node.places) + sum(1 + _count_rows(child) for child in node.children)
+    return len(node.points) + sum(1 + _count_rows(child) for child in node.children)
 
 
 def _count_hooks(node: TreeNode) -> int:
     """The number of hooks in it."""
-    return sum(len(p.hooks) for p in node.places) + sum(map(_count_hooks, node.children))
+    return sum(len(p.hooks) for p in node.points) + sum(map(_count_hooks, node.children))
 
 
 def _point_html(place: TreePoint) -> Markup:

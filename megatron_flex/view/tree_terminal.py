@@ -94,12 +94,12 @@ def render_tree(root: TreeNode, unicode: bool = True) -> Group:
 
 def _node_rows(node: TreeNode, first: str, rest: str, above: frozenset[int]) -> Iterator[TreeRow]:
     label, inner = _node_label(node), node
-    while not inner.places and len(inner.children) == 1:  # `decoder.layers 0-31 x 32` in one row
+    while not inner.points and len(inner.children) == 1:  # `decoder.layers 0-31 x 32` in one row
         inner = inner.children[0]
         label += (" " if inner.label[:1].isdigit() else ".") + _node_label(inner)
     stage = "" if inner.stages == above else describe_numbers(inner.stages)
     yield TreeRow(first, label, "bold", stage=stage)
-    parts: list[TreePoint | TreeNode] = [*inner.places, *inner.children]
+    parts: list[TreePoint | TreeNode] = [*inner.points, *inner.children]
     for number, part in enumerate(parts):
         last = number == len(parts) - 1
         guide, under = rest + GUIDES[2 if last else 1], rest + GUIDES[3 if last else 0]

@@ -23,7 +23,7 @@ import {}
 print(middle - start, now() - start)
 """
 IMPORT_RUNS = 5
-MODES = ("hooks", "idle", "detection")  # that have flags of their own
+MODES = ("hooks", "idle", "conversion", "detection")  # that have flags of their own
 
 
 def flags(words: list[str] | None = None) -> argparse.Namespace:
@@ -33,7 +33,8 @@ def flags(words: list[str] | None = None) -> argparse.Namespace:
         description="Measure forward and backward of a Megatron GPT on this machine's CPU, tensor parallel "
         "over gloo, one thread for each rank: with nothing attached, idle, and read in four ways; or edited.",
         epilog="`scripts/bench --hooks` measures what a hook adds in all ways over sizes and draws it, "
-        "`scripts/bench --idle` counts instructions; both have flags of their own: see their --help.",
+        "`scripts/bench --idle` counts instructions, `scripts/bench --conversion` loads weights, "
+        "`scripts/bench --detection` plants bugs for `compare`; these have flags of their own: see their --help.",
     )
     add = parser.add_argument
     add("--tp", type=int, default=2, help="ranks (default %(default)s)")

@@ -167,8 +167,8 @@ def test_a_way_of_sharding_without_a_rule() -> None:
         assert len(answer) == 8
         for case, text in answer.items():
             site = case.rpartition(" ")[2]
-            assert f"how {site} lies on the ranks is not known: " in text, case
-            assert "say expected_shape" in text
+            assert f"the layout of {site} is not known: " in text, case
+            assert "give expected_shape" in text
 
 
 def composites() -> list[str]:

@@ -177,8 +177,11 @@ def traffic(case: Case) -> dict[str, Any]:
             sent.clear()
             with mf.attach(chunks, hooks) as flex:
                 gpt.step(case, chunks, 0, forward_only=way == "evaluation")
-                open_group = flex.session.passing._relay._group is not None
-                left = len(flex.session.editing.scopes.micros), len(flex.session.passing._relay._posted)
+                open_group = flex.session.context_relay._relay._group is not None
+                left = (
+                    len(flex.session.edit_runner.scopes.micros),
+                    len(flex.session.context_relay._relay._posted),
+                )
             out[f"{name}, {way}"] = list(sent), open_group, left
     return out
 
@@ -440,7 +443,7 @@ def breaks_down(case: Case) -> Any:
             said = str(error)
         sender.send_forward = original
         handle.remove()
-        left = len(flex.session.editing.scopes.micros), len(flex.session.passing._relay._posted)
+        left = len(flex.session.edit_runner.scopes.micros), len(flex.session.context_relay._relay._posted)
         return said, left, gpt.step(case, chunks, 0) == before
 
 

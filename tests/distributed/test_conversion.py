@@ -66,11 +66,11 @@ def batch_first(name: str, tensor: Tensor) -> Tensor:
     return tensor if name.endswith(("pattern", "hook_embed")) else tensor.transpose(0, 1)
 
 
-def read(case: Case, family: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def read(case: Case, family: str) -> dict[str, Tensor]:
     """What passes at each of these places, by TransformerLens' names; on the leader."""
     import megatron_flex as mf
 
-    chunks = converted(case, state)
+    chunks = converted(case, family)
     sites = sites_of(family)
     with mf.attach(chunks, [mf.HookFunction(site) for site in sites.values()]) as flex:
         gpt.step(case, chunks, 0, forward_only=True)
@@ -81,7 +81,7 @@ def read(case: Case, family: str, state: dict[str, Tensor]) -> dict[str, Tensor]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_places_hold_what_both_have(family: str) -> None:
     true, case = theirs.known(family), FAMILIES[family]
-    found, *others = run(case.world, read, case, family, true["state"])
+    found, *others = run(case.world, read, case, family)
     assert true["agree"] < BOUND, "TransformerLens against Transformers"
     assert others == [{}, {}, {}]
     assert found.keys() == sites_of(family).keys()
@@ -98,11 +98,11 @@ def edit_batch_first(name: str, module: Any, inputs: Tensor, save_ctx: Any, modu
     return batch_first(name, theirs.whole_edit(name, heads).reshape(whole.shape))
 
 
-def edited(case: Case, family: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def edited(case: Case, family: str) -> dict[str, Tensor]:
     """Logits with one edit after the other; on the leader."""
     import megatron_flex as mf
 
-    chunks = converted(case, state)
+    chunks = converted(case, family)
     sites, out = sites_of(family), {}
     for name in EDITS:
         edit = partial(edit_batch_first, name)
@@ -117,7 +117,7 @@ def edited(case: Case, family: str, state: dict[str, Tensor]) -> dict[str, Tenso
 @pytest.mark.parametrize("family", FAMILIES)
 def test_edits_give_the_logits_of_transformer_lens(family: str) -> None:
     true, case = theirs.known(family), FAMILIES[family]
-    found, *others = run(case.world, edited, case, family, true["state"])
+    found, *others = run(case.world, edited, case, family)
     assert others == [{}, {}, {}]
     for name in EDITS:
         want = true["edited"][name]

@@ -122,7 +122,7 @@ def counted(case: Case, path: str) -> list[Counter[str]]:
             with ranks.counting() as counts:
                 gpt.step(case, chunks, rank)
             out.append(counts)
-        taps = len(flex.session.standing._taps)
+        taps = len(flex.session.taps._taps)
     return [*out, Counter(taps=taps)]
 
 

@@ -193,8 +193,8 @@ def test_the_whole_of_an_edit_is_what_one_device_has(case: Case) -> None:
     found, want = (
         [c.each for c in estimate_hooks(estimated.told(c), edit=edits).hooks] for c in (case, alone)
     )
-    assert [e.whole for e in found] == [e.whole for e in want]
-    assert [e.device for e in found] == [2 * e.whole + e.part for e in found], (
+    assert [e.full for e in found] == [e.full for e in want]
+    assert [e.device for e in found] == [2 * e.full + e.shard for e in found], (
         "gathered, edited, and put back"
     )
     assert len(want) == len(edits)

@@ -32,10 +32,10 @@ GRID = Case("tp2 pp2", tp=2, pp=2, layers=2)
 LAYER = "decoder.layers.1.mlp.linear_fc1"  # on the last stage of two
 FIRST = "decoder.layers.0.mlp.linear_fc1"
 # Where the framework's passes enter our code, and what keeps errors there: made to raise they keep nothing.
-ENTRIES = {"TapCallback.__call__", "GradientDispatcher.dispatch_parameter", "weak_hook.<locals>.call"}
+ENTRIES = {"SiteDispatch.__call__", "GradientDispatcher.dispatch_parameter", "weak_hook.<locals>.call"}
 KEEPS = {
     *(
-        "TapCallback.__call__",
+        "SiteDispatch.__call__",
         "HookDispatcher.dispatch",
         "GradientDispatcher._run_guarded",
         "GradientDispatcher.dispatch_parameter",
@@ -287,7 +287,7 @@ def failing(case: Case, name: str) -> dict[str, Any]:
     if broken.get("module"):
         flex.register_trainable_module("probe", Fails(2, 2))
     if here and "layout" in broken:
-        own = flex.session.standing.own
+        own = flex.session.taps.own
         own[f"{LAYER}:output"] = replace(own[f"{LAYER}:output"], layout=broken["layout"])
     if here and "owner" in broken:
         changes.setattr(broken["owner"], broken["name"], raising)

@@ -104,7 +104,7 @@ def both(case: Case) -> dict[str, float]:
         made = []
         for edit in (function, mf.local()(function)):
             hook = mf.HookFunction(site, editing_function=edit, hook_type=kind)  # type: ignore[arg-type]
-            hook.behind = True
+            hook.captures_edited = True
             with mf.attach(chunks, [hook]) as flex:
                 losses = gpt.step(case, chunks, 0)
                 grads = {n: g.clone() for n, (_, g) in matrix._gradients(flex, chunks).items()}
@@ -162,7 +162,7 @@ def test_a_function_that_is_not_local_is_found_out() -> None:
     fine, wrong, gradients = answers[0]
     assert fine == ""
     assert f"{MID}, microbatch 0: centred" in wrong
-    assert "makes another tensor of ranks' parts than of the whole, by 0." in wrong
+    assert "makes another tensor from shards than from the full tensor, by 0." in wrong
     assert f"{MID}.grad, microbatch" in gradients
 
 

@@ -175,14 +175,14 @@ def several(case: Case) -> dict[str, Any]:
     norm = mf.reduce.norm("gate|up")
     edit = mf.HookFunction(site, None, double, select=last)
     behind = mf.HookFunction(site, None, double, select=last, reduce=norm, keep_as="norm")
-    behind.behind = True
+    behind.captures_edited = True
     out = {"whole": step_with(case, chunks, [mf.HookFunction(site)])}
     out["edit"] = step_with(case, chunks, [edit])
     out["behind"] = step_with(case, chunks, [behind])
     # The same by an edit that runs on the shard.
     edit = mf.HookFunction(site, None, mf.edits.scale(2.0), select=last)
     behind = mf.HookFunction(site, None, mf.edits.scale(2.0), select=last, reduce=norm, keep_as="norm")
-    behind.behind = True
+    behind.captures_edited = True
     out["edit on shards"] = step_with(case, chunks, [edit])
     out["behind on shards"] = step_with(case, chunks, [behind])
     out["beside"] = step_with(

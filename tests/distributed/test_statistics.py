@@ -96,10 +96,10 @@ def troubles(case: Case) -> dict[str, Any]:
         says("twice", STREAM[0])
         with ranks.counting() as before:
             gpt.step(case, chunks, rank)
-        out["tapped"] = [len(flex.session.standing._taps)]
+        out["tapped"] = [len(flex.session.taps._taps)]
         with ranks.counting() as resting:
             gpt.step(case, chunks, rank)
-        out["tapped"].append(len(flex.session.standing._taps))
+        out["tapped"].append(len(flex.session.taps._taps))
         out["rests"] = before["all_reduce"] - resting["all_reduce"]
         with pytest.raises(RuntimeError, match="on purpose"):
             fails(case, chunks, rank)

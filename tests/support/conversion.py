@@ -1,17 +1,23 @@
-"""What a model of Transformers is in Megatron: its configuration, and its weights as whole parameters."""
+"""Models of Transformers with random weights, and the same models in Megatron."""
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.support import gpt, ranks
 from tests.support.gpt import Case
 
+with contextlib.suppress(ImportError):  # before a rank is compared with itself: it adds a finder of imports
+    import transformers
+
 LAYERS = 2
+HEAD = gpt.HIDDEN // gpt.HEADS
+EPSILON = 1e-5  # Megatron's
 
 
 def _case(name: str, **kwargs: Any) -> Case:
@@ -23,73 +29,51 @@ TANH_GELU = {"activation_func": partial(nn.functional.gelu, approximate="tanh")}
 FAMILIES = {"gpt2": _case("gpt2", **PLAIN, extra=TANH_GELU), "llama": _case("llama")}
 
 
-def megatron_state(family: str, source: Any) -> dict[str, Tensor]:
-    """What each Megatron parameter of the model is on one device, by global name."""
-    state = {name: value.detach() for name, value in source.named_parameters()}
-    return _from_gpt2(state) if family == "gpt2" else _from_llama(state)
-
-
-def _interleaved(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
-    """Rows of a fused projection: for each group its queries, its key, its value."""
-    parts = [part.reshape(groups, -1, *part.shape[1:]) for part in (q, k, v)]
-    return torch.cat(parts, dim=1).flatten(0, 1)
-
-
-def _from_gpt2(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Transformers' Conv1D keeps a weight as [in, out], Megatron as [out, in]."""
-    out = {
-        "embedding.word_embeddings.weight": state["transformer.wte.weight"],
-        "embedding.position_embeddings.weight": state["transformer.wpe.weight"],
+def transformers_model(family: str) -> Any:
+    """The model in Transformers, with weights that hide nothing (norms and biases too)."""
+    common = {
+        "vocab_size": gpt.VOCABULARY,
+        "attn_implementation": "eager",
+        "bos_token_id": 0,
+        "eos_token_id": 0,
     }
-    for kind in ("weight", "bias"):
-        out[f"decoder.final_layernorm.{kind}"] = state[f"transformer.ln_f.{kind}"]
-        for layer in range(LAYERS):
-            theirs, ours = f"transformer.h.{layer}", f"decoder.layers.{layer}"
-            fused = state[f"{theirs}.attn.c_attn.{kind}"]
-            q, k, v = (part.T.contiguous() if part.dim() == 2 else part for part in fused.chunk(3, dim=-1))
-            out[f"{ours}.self_attention.linear_qkv.{kind}"] = _interleaved(q, k, v, gpt.HEADS)
-            for mine, other in (
-                ("input_layernorm", "ln_1"),
-                ("self_attention.linear_proj", "attn.c_proj"),
-                ("pre_mlp_layernorm", "ln_2"),
-                ("mlp.linear_fc1", "mlp.c_fc"),
-                ("mlp.linear_fc2", "mlp.c_proj"),
-            ):
-                out[f"{ours}.{mine}.{kind}"] = state[f"{theirs}.{other}.{kind}"].T.contiguous()
-    return out
+    if family == "gpt2":
+        config = transformers.GPT2Config(
+            n_positions=gpt.SEQUENCE,
+            n_embd=gpt.HIDDEN,
+            n_layer=LAYERS,
+            n_head=gpt.HEADS,
+            n_inner=gpt.FFN,
+            layer_norm_epsilon=EPSILON,
+            **common,
+        )
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        config = transformers.LlamaConfig(
+            hidden_size=gpt.HIDDEN,
+            intermediate_size=gpt.FFN,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=gpt.HEADS,
+            num_key_value_heads=gpt.GROUPS,
+            max_position_embeddings=gpt.SEQUENCE,
+            rms_norm_eps=EPSILON,
+            tie_word_embeddings=False,
+            **common,
+        )
+        model = transformers.LlamaForCausalLM(config)
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in model.named_parameters():
+        norm = "norm" in name or ".ln_" in name
+        scale, offset = (0.2, 1.0) if norm and name.endswith("weight") else (0.15, 0.0)
+        parameter.data.copy_(offset + scale * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
 
 
-def _from_llama(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Transformers turns the halves of a head, as Megatron does unless told to interleave them."""
-    out = {
-        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
-        "decoder.final_layernorm.weight": state["model.norm.weight"],
-        "output_layer.weight": state["lm_head.weight"],
-    }
-    for layer in range(LAYERS):
-        theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
-        q, k, v = (state[f"{theirs}.self_attn.{part}_proj.weight"] for part in "qkv")
-        gate, up = (state[f"{theirs}.mlp.{part}_proj.weight"] for part in ("gate", "up"))
-        out[f"{ours}.self_attention.linear_qkv.weight"] = _interleaved(q, k, v, gpt.GROUPS)
-        out[f"{ours}.mlp.linear_fc1.weight"] = torch.cat([gate, up])
-        for mine, other in (
-            ("input_layernorm", "input_layernorm"),
-            ("self_attention.linear_proj", "self_attn.o_proj"),
-            ("pre_mlp_layernorm", "post_attention_layernorm"),
-            ("mlp.linear_fc2", "mlp.down_proj"),
-        ):
-            out[f"{ours}.{mine}.weight"] = state[f"{theirs}.{other}.weight"]
-    return out
-
-
-def converted(case: Case, state: dict[str, Tensor]) -> list[Any]:
-    """The chunks of this rank, each parameter of the model set from its whole."""
+def converted(case: Case, family: str) -> list[Any]:
+    """The chunks of this rank, with the weights of the model."""
     import megatron_flex as mf
 
     chunks = ranks.start(case)
-    with mf.FlexModel(chunks) as flex:
-        for name, value in state.items():
-            flex.set_module_parameter(name, value)
-        listed = {name for name, _ in flex.named_full_parameters(everywhere=True)}
-    assert listed == set(state), "every parameter was set"
+    loaded = mf.load_hf(chunks, transformers_model(family))
+    assert loaded.differences == (), loaded.differences
     return chunks

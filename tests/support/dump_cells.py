@@ -65,7 +65,7 @@ def _cells(case: gpt.Case, sites: list[str], truth: Any, many: Path, one: Path) 
                 calls = len(want) // microbatches
                 for call in range(calls):
                     key = (name, call) if calls > 1 else name
-                    whole = expected(site, want[call::calls], dump.places[site].layout, truth)
+                    whole = expected(site, want[call::calls], dump.site_records[site].layout, truth)
                     got, theirs = dump[key].torch(), twin[key].torch()
                     errors = [relative(step, whole) for step in (*got, *theirs)]
                     errors += [relative(got, theirs), 0.0 if whole.numel() else float("inf")]

@@ -163,26 +163,9 @@ def forget_groups() -> None:
             dist.destroy_process_group(group)
 
 
-def config(case: Case) -> Any:
-    """Megatron's TransformerConfig."""
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
-    kind = MLATransformerConfig if case.mla else TransformerConfig
-    known = set(inspect.signature(kind).parameters)
-    wanted: dict[str, Any] = {
-        "num_layers": len(ssm.layers_of(case.pattern)) or case.layers * (2 if case.hybrid else 1),
-        "hidden_size": HIDDEN,
-        "ffn_hidden_size": FFN,
-        "num_attention_heads": HEADS,
-        "num_query_groups": case.groups,
-        "kv_channels": HIDDEN // HEADS,
-        "gated_linear_unit": case.gated,
-        "activation_func": torch.nn.functional.silu if case.gated else torch.nn.functional.gelu,
-        "normalization": "RMSNorm" if case.rms else "LayerNorm",
-        "add_bias_linear": case.bias,
-        "qk_layernorm": case.qk_norm,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
+def spread(case: Case) -> dict[str, Any]:
+    """What Megatron's configuration says of the mesh of a case, and of running on a CPU."""
+    return {
         "tensor_model_parallel_size": case.tp,
         "pipeline_model_parallel_size": case.pp,
         "virtual_pipeline_model_parallel_size": case.vpp,
@@ -203,6 +186,30 @@ def config(case: Case) -> Any:
         "persist_layer_norm": False,
         "apply_rope_fusion": False,
         "attention_softmax_in_fp32": True,
+    }
+
+
+def config(case: Case) -> Any:
+    """Megatron's TransformerConfig."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    kind = MLATransformerConfig if case.mla else TransformerConfig
+    known = set(inspect.signature(kind).parameters)
+    wanted: dict[str, Any] = {
+        "num_layers": len(ssm.layers_of(case.pattern)) or case.layers * (2 if case.hybrid else 1),
+        "hidden_size": HIDDEN,
+        "ffn_hidden_size": FFN,
+        "num_attention_heads": HEADS,
+        "num_query_groups": case.groups,
+        "kv_channels": HIDDEN // HEADS,
+        "gated_linear_unit": case.gated,
+        "activation_func": torch.nn.functional.silu if case.gated else torch.nn.functional.gelu,
+        "normalization": "RMSNorm" if case.rms else "LayerNorm",
+        "add_bias_linear": case.bias,
+        "qk_layernorm": case.qk_norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        **spread(case),
     }
     wanted.update(moe.settings(case) if case.experts else {})
     if "full" in case.recompute:
@@ -226,8 +233,9 @@ def build(case: Case) -> list[nn.Module]:
         if case.vpp:
             parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
         chunk = _chunk(case, stage if case.vpp else None).to(case.device)
-        half = "bf16" in case.extra or "fp16" in case.extra
-        out.append(chunk.to(case.extra["params_dtype"]) if half else chunk)  # as Float16Module does it
+        halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        half = next((dtype for name, dtype in halves.items() if case.extra.get(name)), None)
+        out.append(chunk if half is None else chunk.to(half))  # as Float16Module does it
     return out
 
 

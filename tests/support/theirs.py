@@ -11,52 +11,7 @@ from torch import Tensor
 
 from tests.distributed.matrix import relative
 from tests.support import gpt, truths
-from tests.support.conversion import LAYERS, megatron_state
-
-HEAD = gpt.HIDDEN // gpt.HEADS
-EPSILON = 1e-5  # Megatron's
-
-
-def transformers_model(family: str) -> Any:
-    """The model in Transformers, with weights that hide nothing (norms and biases too)."""
-    import transformers
-
-    common = {
-        "vocab_size": gpt.VOCABULARY,
-        "attn_implementation": "eager",
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
-    if family == "gpt2":
-        config = transformers.GPT2Config(
-            n_positions=gpt.SEQUENCE,
-            n_embd=gpt.HIDDEN,
-            n_layer=LAYERS,
-            n_head=gpt.HEADS,
-            n_inner=gpt.FFN,
-            layer_norm_epsilon=EPSILON,
-            **common,
-        )
-        model = transformers.GPT2LMHeadModel(config)
-    else:
-        config = transformers.LlamaConfig(
-            hidden_size=gpt.HIDDEN,
-            intermediate_size=gpt.FFN,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=gpt.HEADS,
-            num_key_value_heads=gpt.GROUPS,
-            max_position_embeddings=gpt.SEQUENCE,
-            rms_norm_eps=EPSILON,
-            tie_word_embeddings=False,
-            **common,
-        )
-        model = transformers.LlamaForCausalLM(config)
-    generator = torch.Generator().manual_seed(7)
-    for name, parameter in model.named_parameters():
-        norm = "norm" in name or ".ln_" in name
-        scale, offset = (0.2, 1.0) if norm and name.endswith("weight") else (0.15, 0.0)
-        parameter.data.copy_(offset + scale * torch.randn(parameter.shape, generator=generator))
-    return model.eval()
+from tests.support.conversion import EPSILON, HEAD, LAYERS, transformers_model
 
 
 def lens_model(family: str, source: Any) -> Any:
@@ -210,7 +165,6 @@ def truth(family: str) -> dict[str, Any]:
         logits, kept = model.run_with_cache(TOKENS)
         streams = kept.accumulated_resid(incl_mid=True)
         out = {
-            "state": megatron_state(family, source),
             "agree": relative(logits, theirs.logits),
             "hidden": list(theirs.hidden_states),  # the last one behind the final norm
             "logits": logits,

@@ -34,6 +34,7 @@ NOT_QUICK = (
 QUICK: dict[str, tuple[str, ...]] = {
     # Facts about the frameworks.
     "test_flags.py": (),
+    "test_argument_census.py": (),
     "test_models.py": (  # in tests/contract and in tests/distributed
         *("test_scans_pack_their_projections_rank_by_rank", "test_mamba[M*|-M tp2 pp2]"),
         "test_bert[bert tp2 pp2]",

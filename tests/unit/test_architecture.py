@@ -28,7 +28,7 @@ ROWS = (
     ("model", "compare"),
     ("page", "plot"),
     ("estimate", "figures"),
-    ("edits", "lens", "view"),
+    ("edits", "lens", "view", "conversion"),
     ("runtime",),
     ("adapters", "dump", "statistics"),
     ("collectives",),
@@ -44,6 +44,8 @@ MAY_IMPORT_UPSTREAM = {"adapters", "launch", "cpu"}  # and the folder patches/
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 70
 MAX_SESSION_NAMES = 2  # names after `session`, such as `session.mesh.sizes`
+MAX_CHAIN_NAMES = 4  # names of any chain, `self` not counted
+LIBRARIES = {"torch", "dist"}  # their modules are nested
 INTERFACES = {"ABC", "Protocol"}  # classes that inherit from one of these directly are no implementation
 
 
@@ -229,8 +231,8 @@ def check_inheritance(sources: Mapping[str, str]) -> list[str]:
     return wrong
 
 
-def check_session_chains(path: str, source: str) -> list[str]:
-    """Attributes of attributes of a session, which only the objects in between should know."""
+def check_chains(path: str, source: str) -> list[str]:
+    """Attributes of attributes, of a session above all, which only the objects in between should know."""
     tree = ast.parse(source, path)
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     wrong = []
@@ -242,13 +244,15 @@ def check_session_chains(path: str, source: str) -> list[str]:
         while isinstance(left, ast.Attribute):
             names.insert(0, left.attr)
             left = left.value
-        names = [left.id, *names] if isinstance(left, ast.Name) else names
+        names = [left.id, *names] if isinstance(left, ast.Name) and left.id not in ("self", "cls") else names
         at = next((n for n, name in enumerate(names) if name.lstrip("_") == "session"), None)
         if at is not None and len(names) - at - 1 > MAX_SESSION_NAMES:
             wrong.append(
                 f"{path}:{node.lineno}: {'.'.join(names[at:])}: give the session, or what it has, a method "
                 "that says what is wanted"
             )
+        elif len(names) > MAX_CHAIN_NAMES and names[0] not in LIBRARIES:
+            wrong.append(f"{path}:{node.lineno}: {'.'.join(names)}: ask the first object for what is wanted")
     return wrong
 
 
@@ -358,8 +362,8 @@ def test_no_class_is_put_together_by_inheritance():
     assert "\n".join(check_inheritance(sources)) == ""
 
 
-def test_nobody_reaches_far_into_a_session():
-    assert problems(check_session_chains, python_files(PACKAGE)) == ""
+def test_nobody_reaches_far_into_objects():
+    assert problems(check_chains, python_files(PACKAGE)) == ""
 
 
 def test_modules_import_each_other_in_no_cycle():
@@ -492,17 +496,21 @@ class Here: ...
         ("session.mesh.sizes", 0),
         ("self.session.sites.match('**')", 0),
         ("self._session.mesh['dp'].coord", 0),
-        ("session.survey.sites.items()", 1),
-        ("self.session.editing.skipping.skipped", 1),
+        ("session.parameter_index.sites.items()", 1),
+        ("self.session.edit_runner.skipping.skipped", 1),
         ("flex._session.sinks.dumping.dumps[0]", 1),
         ("del session.a.b.c", 1),
         ("session.a.b.c = session.d.e.f.g", 2),
         ("get().session.a.b.c", 1),
         ("sessions.a.b.c", 0),
+        ("self.a.b.c.d", 0),
+        ("self.a.b.c.d.e", 1),
+        ("a.b.c.d.e()", 1),
+        ("torch.a.b.c.d", 0),
     ],
 )
 def test_chain_check_can_fail(source: str, wrong: int):
-    assert len(check_session_chains("megatron_flex/model/x.py", source)) == wrong
+    assert len(check_chains("megatron_flex/model/x.py", source)) == wrong
 
 
 @pytest.mark.parametrize(
@@ -590,7 +598,7 @@ compat/                        another interface
 model · compare                FlexModel and HookFunction
 page · plot                    pictures
 estimate · figures             their numbers
-edits · lens · view            ready-made
+edits · lens · view · conversion  ready-made
 runtime/                       taps · hooks
 adapters/ · dump/ · statistics/  one file per framework │ manifest
 collectives                    gather and scatter

@@ -3,17 +3,19 @@
 import logging
 import os
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils.data import DataLoader, dataloader
 
 from megatron_flex import cpu
@@ -21,7 +23,7 @@ from megatron_flex.cpu.megatron import build_norm
 from megatron_flex.cpu.patches import AfterImportFinder, Patches
 from megatron_flex.errors import FlexError
 
-CLASSES = (torch.Tensor, dataloader._BaseDataLoaderIter)
+CLASSES = (torch.Tensor, DeviceContext, dataloader._BaseDataLoaderIter)
 
 
 @pytest.fixture(autouse=True)
@@ -78,8 +80,8 @@ def test_disable_restores_every_attribute():
     cpu.disable()
 
     touched = {owner for owner, _ in differences(before, on)}
-    assert {"torch.cuda", "torch.cuda.random", "torch.distributed", "torch.autograd", "environ"} <= touched
-    assert {"list", "torch.accelerator", "compile", str(torch.Tensor)} <= touched
+    assert {"torch", "torch.cuda", "torch.cuda.random", "torch.distributed", "environ"} <= touched
+    assert {"list", "torch.accelerator", "compile", *map(str, CLASSES)} <= touched
     assert differences(before, everything()) == []
 
 
@@ -133,22 +135,22 @@ def test_failing_to_enable_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
     assert differences(before, everything()) == []
 
 
-def test_another_thread_cannot_disable():
-    caught: list[FlexError] = []
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
 
-    def disable() -> None:
-        try:
+
+def test_another_thread_cannot_disable():
+    def disable() -> FlexError:
+        with pytest.raises(FlexError) as caught:
             cpu.disable()
-        except FlexError as error:
-            caught.append(error)
+        return caught.value
 
     with cpu.runtime():
-        thread = threading.Thread(target=disable)
-        thread.start()
-        thread.join()
+        caught = in_a_thread(disable)
         assert cpu.is_enabled()
         assert torch.zeros(1, device="cuda").device.type == "cpu"
-    assert "another thread" in str(caught[0])
+    assert "another thread" in str(caught)
 
 
 def test_a_mode_pushed_later_stays():
@@ -180,6 +182,85 @@ def test_cuda_means_the_cpu():
     ]
     assert {t.device.type for t in made} == {"cpu"}
     assert made[8].dtype is torch.float64
+
+
+@pytest.mark.usefixtures("enabled")
+def test_cuda_means_the_cpu_in_every_thread():
+    def make() -> list[torch.Tensor]:
+        return [torch.zeros(2, device="cuda"), torch.ones(1).to("cuda:1"), torch.ones(1).cuda()]
+
+    assert {t.device.type for t in in_a_thread(make)} == {"cpu"}
+
+
+@pytest.mark.usefixtures("enabled")
+def test_default_devices_mean_the_cpu():
+    with torch.device("cuda"):
+        assert torch.empty(2).device.type == torch.nn.Linear(1, 1).weight.device.type == "cpu"
+    torch.set_default_device("cuda")
+    try:
+        assert torch.zeros(2).device.type == "cpu"
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("enabled")
+def test_meta_and_fake_tensors_are_redirected_too():
+    meta = torch.empty(2, device="meta")
+    assert meta.cuda() is meta.pin_memory() is meta
+    assert torch.empty_like(meta, device="cuda").device.type == "cpu"
+    with FakeTensorMode() as mode:
+        made = [torch.empty(2, device="cuda"), torch.ones(1).to("cuda"), torch.ones(1).cuda()]
+        made += [mode.from_tensor(torch.ones(2)).to(device="cuda:1", dtype=torch.float64)]
+    assert all(isinstance(t, FakeTensor) and t.device.type == "cpu" for t in made)
+
+
+def torch_functions() -> dict[str, Any]:
+    """What a user finds in torch, by name."""
+    namespaces = {"torch": torch, "torch.Tensor": torch.Tensor, "torch.fft": torch.fft}
+    namespaces |= {"torch.nested": torch.nested, "torch.nn.functional": torch.nn.functional}
+    return {
+        f"{space}.{name}": value
+        for space, owner in namespaces.items()
+        for name, value in ((name, getattr(owner, name)) for name in dir(owner) if name[0] != "_")
+        if callable(value) and not isinstance(value, type)
+    }
+
+
+def test_every_function_that_takes_a_device_is_replaced_and_no_other():
+    """A call of any other function runs the very object that torch has: no mode looks on."""
+    before, modes = torch_functions(), _get_current_function_mode_stack()
+    with cpu.runtime():
+        after = torch_functions()
+        assert _get_current_function_mode_stack() == modes
+    replaced = {name for name, function in before.items() if after[name] is not function}
+
+    schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("aten::")]
+    operators = {
+        s.name.removeprefix("aten::").removeprefix("fft_")
+        for s in schemas
+        if {"device", "pin_memory"} & {a.name for a in s.arguments}
+    }
+    with_device = {name for name in before if name.rpartition(".")[2] in operators}
+    assert with_device - replaced == {"torch.Generator"} & before.keys()
+    # written in Python or C++, without a schema; or about the device without an argument for it
+    more = {f"torch.Tensor.{n}" for n in ("cuda", "new", "new_tensor", "type", "pin_memory", "record_stream")}
+    more |= {"torch.asarray", "torch.nested.nested_tensor", "torch.nested.as_nested_tensor"}
+    assert replaced - with_device == more - with_device
+    assert {id(f) for f in _device_constructors()} <= {id(before[name]) for name in replaced}
+
+
+def test_scripts_compile_with_the_functions_that_are_replaced():
+    with cpu.runtime():
+        inside = torch.jit.script(ones_of)
+    assert torch.jit.script(also_ones_of)(2).sum() == inside(2).sum() == 2
+
+
+def ones_of(size: int) -> torch.Tensor:
+    return torch.ones(size)
+
+
+def also_ones_of(size: int) -> torch.Tensor:
+    return torch.ones(size)
 
 
 @pytest.mark.usefixtures("enabled")
@@ -270,16 +351,27 @@ def test_each_name_has_a_function_of_its_own():
 
 
 def test_nothing_is_compiled_meanwhile():
+    import_module("torch._dynamo")  # before, as a process has it that compiles
     compiled = []
 
     def backend(graph: Any, inputs: Any) -> Any:
         compiled.append(graph)
         return graph.forward
 
+    def run() -> None:
+        # code of its own each time: dynamo leaves alone for good what it once ran without compiling
+        function = FunctionType(also_ones_of.__code__.replace(), globals())
+        assert torch.compile(function, backend=backend)(2).sum() == 2
+
     with cpu.runtime():
-        assert torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2)).sum() == 4
+        torch.compiler.allow_in_graph(torch.ones)  # dynamo looks functions up, and keeps what it found
+        run()
+        in_a_thread(run)
         assert compiled == []
     assert not sys.modules["torch._dynamo.config"].disable
+    run()
+    in_a_thread(run)
+    assert len(compiled) == 2
 
 
 # --- random numbers
@@ -415,7 +507,7 @@ def test_names_bound_by_import_follow(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pack.late", late)
     early.bound, patches = source.call, Patches()
     patches.set(source, "call", lambda: "stand-in")
-    patches.rebind(early)
+    patches.rebind([early])
     late.bound = source.call
     assert early.bound() == late.bound() == "stand-in"
     patches.restore(("pack",))

@@ -371,3 +371,19 @@ def test_presets_tell_what_they_are() -> None:
     one, other = (repr(edits.steer(VECTOR * n)) for n in (1, 2))
     assert one.startswith("steer(<tensor 6 #")
     assert one != other, "ranks with other vectors are seen to differ"
+
+
+def test_no_two_presets_mean_the_same() -> None:
+    """Each in its simplest form gives another tensor than every other one; zero is zero of a NaN, too."""
+    x, nans = tensor(5, 2, 6).float(), torch.full((5, 2, 6), torch.nan)
+    forms: dict[str, tuple[Any, ...]] = {"zero": (), "mean": (), "resample": (), "scale": (2.0,)}
+    forms |= dict.fromkeys(("steer", "project", "project_out", "patch"), (VECTOR,))
+    forms |= {"clamp": (-0.5, 0.5), "noise": (0.5,), "linear_map": (torch.eye(6).flip(0),)}
+    forms |= {"low_rank": ("adapter",), "ablate_neurons": ([0, 1, 2],)}
+    made = {name: apply(edits.PRESETS[name](*arguments), x) for name, arguments in forms.items()}
+    for one, a in made.items():
+        for other, b in made.items():
+            assert one == other or not torch.equal(a, b), (one, other)
+    assert torch.equal(apply(edits.zero(), nans), torch.zeros(5, 2, 6))
+    assert apply(edits.scale(0.0), nans).isnan().all()
+    assert len(set(edits.PRESETS.values())) == len(edits.PRESETS)

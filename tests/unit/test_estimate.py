@@ -398,7 +398,7 @@ def test_dumps_and_statistics_are_rows_beside_hooks() -> None:
     )
     assert wide.each.rank == wide.each.leader
     assert (wide.each.rank.pcie, wide.each.rank.disk) == (WHOLE / 4, WHOLE / 4), "half of its part"
-    assert stream.each.rank.disk * 2 * 2 == stream.each.whole, "both have all; each writes half of a half"
+    assert stream.each.rank.disk * 2 * 2 == stream.each.full, "both have all; each writes half of a half"
     assert [(s.op, s.axis, s.ranks) for s in numbers.each.collectives] == [("all_reduce", "all", 2)]
     assert found.slowest.moved.disk == wide.each.rank.disk + stream.each.rank.disk
     assert found.slowest.moved.nvlink == numbers.each.collectives[0].nbytes

@@ -53,7 +53,7 @@ def run(
     with trace:
         out = function(*shards)
     made = list(iterate_tensors(out))
-    return made, trace.mark(made[0]).told
+    return made, trace.mark(made[0]).spread
 
 
 def judge(function: Function, wholes: Sequence[Tensor], dims: Sequence[int | None]) -> str:
@@ -306,7 +306,7 @@ def test_changed_unseen() -> None:
     trace = LayoutTrace(nn.Module(), {}, MESH, {})
     x = whole(trace, torch.randn(4), 0)
     x.add_(1)  # where nothing is followed
-    found = trace.mark(x).told
+    found = trace.mark(x).spread
     assert isinstance(found, UnknownLayout)
     assert "changed in place" in found.why
 
@@ -316,7 +316,7 @@ def test_written_through_a_view() -> None:
     x, y = whole(trace, torch.randn(4, 4)), whole(trace, torch.randn(4), 0)
     with trace:
         x[0].copy_(y)
-    found = trace.mark(x).told
+    found = trace.mark(x).spread
     assert isinstance(found, UnknownLayout)
     assert "view" in found.why
 

@@ -80,14 +80,14 @@ def test_a_factor_is_not_seen_in_noise(common: int | None) -> None:
 
 def test_a_factor_is_seen_below_the_bound_of_an_entry() -> None:
     a, b = noisy(1, 0.05)
-    profile = profile_of(a, b * 1.02)
+    profile = profile_of(a, b * 1.03)
     found = check_factor(profile, UNIT)
     assert found is not None
     assert found.excess > 1
     factor, error = estimate_factor(profile)
-    assert abs(factor - 0.02) < 4 * error
+    assert abs(factor - 0.03) < 4 * error
     assert "B is A times 1.0" in found.evidence
-    assert profile.relative < 0.06, "the norm has risen by less than a tenth"
+    assert profile.relative < 0.07, "the norm has risen by less than a fifth"
 
 
 def test_few_entries_have_no_standard_error() -> None:

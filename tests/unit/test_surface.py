@@ -2,11 +2,14 @@
 
 import difflib
 import importlib.util
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import pytest
 
+import megatron_flex
 from megatron_flex.dump import schema
 from megatron_flex.statistics import statistics_files
 from tests.support import surface
@@ -74,3 +77,75 @@ def test_another_field_of_statistics_is_noticed(monkeypatch: pytest.MonkeyPatch)
 def test_entry_points_and_points_are_on_the_surface() -> None:
     assert any(line.startswith("entry point console_scripts: ") for line in surface.kept("registered"))
     assert any(line.startswith("megatron_flex.points.") and "(" in line for line in surface.kept("names"))
+
+
+REPLACED_WORDS = {  # a word of a public name, and the one that is used for the same thing
+    "tag": "group",
+    "tags": "groups",
+    "untag": "remove_from_groups",
+    "costs": "estimate",
+    "cost": "estimate",
+    "planned": "estimated",
+    "whole": "full",
+    "told": "described",
+    "said": "given",
+    "behind": "edited",
+    "taker": "sink",
+    "torn": "incomplete",
+    "understood": "parse",
+    "silence": "ablate",
+    "silenced": "ablate",
+}
+PUBLIC_NAME = re.compile(r"[A-Za-z_]\w*")
+
+
+def list_replaced_words(lines: Iterable[str]) -> list[str]:
+    """The words of public names that another word has replaced."""
+    out = []
+    for line in lines:
+        for name in PUBLIC_NAME.findall(line):
+            out += [
+                f"{word} in {name}: say {REPLACED_WORDS[word]}"
+                for word in name.lower().split("_")
+                if word in REPLACED_WORDS
+            ]
+    return out
+
+
+@pytest.mark.parametrize("topic", ["names", "commands", "flags", "variables"])
+def test_one_thing_has_one_word(topic: str) -> None:
+    assert list_replaced_words(surface.kept(topic)) == []
+
+
+def test_another_word_is_noticed() -> None:
+    assert list_replaced_words(["megatron_flex.FlexModel.tag(self, whole: 'Tensor')"]) == [
+        "tag in tag: say group",
+        "whole in whole: say full",
+    ]
+    assert list_replaced_words(["megatron_flex.Layout.staged(self, costsless)"]) == []
+
+
+def test_on_every_rank_is_everywhere() -> None:
+    found = {n for line in surface.kept("names") for n in PUBLIC_NAME.findall(line)}
+    assert "everywhere" in found
+    assert [n for n in found if re.search("every_?rank|all_?ranks", n, re.IGNORECASE)] == []
+
+
+def test_annotations_are_not_at_top_level() -> None:
+    only_annotate = {"Key", "Captures", "Readings", "Cut", "Axis", "Detection", "Spread", "Links"}
+    assert only_annotate.isdisjoint(dir(megatron_flex))
+    assert dir(megatron_flex) == sorted(megatron_flex.__all__)
+    for name in dir(megatron_flex):
+        assert getattr(megatron_flex, name) is not None
+
+
+def test_what_registers_returns_a_handle() -> None:
+    """As in torch; the interface of 2023 keeps its own results."""
+    native = [
+        line
+        for line in surface.kept("names")
+        if re.search(r"\.register_\w+\(", line) and "megatron_flex.compat" not in line
+    ]
+    assert len(native) == 9
+    assert [line for line in native if not line.endswith("-> 'Handle'")] == []
+    assert megatron_flex.FlexModel.detach is not None

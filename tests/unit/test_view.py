@@ -48,7 +48,7 @@ def shown(root: TreeNode, **how: object) -> str:
 
 
 def count(node: TreeNode) -> int:
-    return node.count * (len(node.places) + sum(map(count, node.children)))
+    return node.count * (len(node.points) + sum(map(count, node.children)))
 
 
 @given(st.lists(st.integers(0, 60)))

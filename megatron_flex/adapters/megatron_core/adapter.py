@@ -40,6 +40,7 @@ from megatron_flex.adapters.megatron_core.parameter_gradients import (
 )
 from megatron_flex.adapters.megatron_core.schedules import read_architecture, run_forward, watch_schedules
 from megatron_flex.adapters.megatron_core.ssm_layers import refuse_context_parallel
+from megatron_flex.adapters.megatron_core.unsupported_settings import refuse_settings, refuse_wrappers
 from megatron_flex.adapters.sharded_ddp import sharded_ddp_wrappers_of
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Axis, Mesh
@@ -100,23 +101,6 @@ def _axis(name: str, group: Any) -> Axis:
     return Axis(name, len(ranks), dist.get_rank(group), group, ranks)
 
 
-# Settings under which the mesh does not determine which rank holds what, and the alternative.
-HYBRID_CONTEXT = (
-    "gives each batch another context parallel group, so that no layout holds for the entire run; "
-    "use plain context parallelism (--context-parallel-size without this switch)"
-)
-WEIGHT_SHARDS = (
-    "shards weights beyond tensor parallelism, and how is not known here; "
-    "set it to 1 and tensor_parallel_num_weight_shards to the tensor parallel size"
-)
-UNSUPPORTED_SETTINGS = {
-    "hybrid_context_parallel": (False, HYBRID_CONTEXT),
-    "dynamic_context_parallel": (False, HYBRID_CONTEXT),  # the name in releases after 0.19
-    "gtp_weight_remat_size": (1, WEIGHT_SHARDS),
-    "expert_gtp_weight_remat_size": (1, WEIGHT_SHARDS),
-}
-
-
 class MegatronAdapter:
     """The adapter of a megatron-core model, given as its chunks, wrapped or not."""
 
@@ -132,29 +116,14 @@ class MegatronAdapter:
     def check(self) -> None:
         """Refuse what cannot be hooked: graphs replay kernels, and merged passes skip the modules."""
         config: Any = self.roots[0].config
-        graphs = getattr(config, "cuda_graph_impl", "none") or "none"
-        if graphs != "none" or any(
-            getattr(config, n, False) for n in ("enable_cuda_graph", "external_cuda_graph")
-        ):
-            raise FlexError(
-                f"CUDA graphs are on (cuda_graph_impl={graphs!r}) and replay kernels without any hook; "
-                "train with --cuda-graph-impl none (older: without --enable-cuda-graph)"
-            )
+        refuse_settings(config)
+        refuse_wrappers(w for chunk in self.chunks for w in wrappers_around(chunk))
         for root in self.roots:
             refuse_context_parallel(root, config.context_parallel_size)
-        for name, (harmless, why) in UNSUPPORTED_SETTINGS.items():
-            value = getattr(config, name, harmless)
-            if value not in (None, harmless):
-                raise FlexError(f"{name}={value} {why}")
         if any(sharded_ddp_wrappers_of(chunk) for chunk in self.chunks):
             raise FlexError(
                 "fairscale's ShardedDataParallel is around a model of Megatron's, whose gradients it reduces "
                 "to one rank each; use Megatron's own DistributedDataParallel, use_distributed_optimizer=True"
-            )
-        if getattr(config, "overlap_moe_expert_parallel_comm", False):
-            raise FlexError(
-                "overlap_moe_expert_parallel_comm=True runs forward and backward of different microbatches "
-                "merged, past the modules that have hooks; turn it off"
             )
 
     def parts(self) -> list[Part]:

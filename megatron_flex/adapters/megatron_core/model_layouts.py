@@ -15,8 +15,8 @@ from megatron_flex.mesh import Mesh
 class ModelLayouts:
     """The layouts that follow from one model's configuration and mesh.
 
-    In their shapes `s`, `b` depend on the data; `h`, `f`, `n`, `d`, `v` stand for hidden size, MLP
-    width, heads, head size and vocabulary.
+    In their shapes `s`, `b` depend on the data; `h`, `f`, `n`, `d`, `v` stand for hidden size, MLP width,
+    heads, head size and vocabulary.
     """
 
     config: Any

@@ -1,7 +1,7 @@
 """The sites and parameters of one chunk: each module has the first kind that matches.
 
-The layouts of parameters follow from the module that owns them. Megatron's attributes on parameters
-are not used: some are missing, some are wrong.
+The layouts of parameters follow from the module that owns them. Megatron's attributes on parameters are not
+used: some are missing, some are wrong.
 """
 
 from __future__ import annotations
@@ -124,12 +124,21 @@ def parameters_of(root: Any, mesh: Mesh) -> list[ParameterSite]:
 
 
 def parameters_without_layout(root: Any, mesh: Mesh) -> dict[str, str]:
-    """The other parameters of the chunk, with the class of the module that owns each."""
+    """The other parameters of the chunk, with the class of the module that owns each, or of the parameter
+    if that is quantized.
+    """
     return {
-        f"{path}.{name}": type(module).__name__
-        for path, module, name, _, rule in _parameters_with_layouts(root, ModelLayouts(root.config, mesh))
+        f"{path}.{name}": type(parameter if is_quantized(parameter) else module).__name__
+        for path, module, name, parameter, rule in _parameters_with_layouts(
+            root, ModelLayouts(root.config, mesh)
+        )
         if rule is None
     }
+
+
+def is_quantized(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a quantized tensor of Transformer Engine's (--fp8-param-gather)."""
+    return any(c.__module__.startswith("transformer_engine") for c in type(parameter).__mro__)
 
 
 def expert_layout(layout: Layout) -> Layout:
@@ -152,7 +161,9 @@ def _parameters_with_layouts(
         kind = next((k for k in PARAMETER_KINDS if k.fits(role, module, modules.get(parent))), None)
         for name, parameter in module.named_parameters(recurse=False):
             layout = owned.get(parameter)
-            if layout is None and kind is not None:
+            if is_quantized(parameter):  # its memory is not that of a dense tensor
+                layout = None
+            elif layout is None and kind is not None:
                 layout = kind.layout(of, role, name, parameter)
             yield path, module, name, parameter, layout
 

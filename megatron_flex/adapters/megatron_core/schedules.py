@@ -35,12 +35,12 @@ INFERENCE_METHODS = ("run_one_forward_step", "forward_pass_with_pipeline_paralle
 
 PACKED_CONTEXT_PARALLEL = (
     "packed sequences (packed_seq_params) are dealt out over context parallel ranks one by one, and in which "
-    "order is not known here; with context_parallel_size={size}, do without packing, or take the hooks out"
+    "order is not known here; with context_parallel_size={size}, do not pack, or remove the hooks"
 )
 
 PER_SAMPLE = (
     "experts get packed sequences by tokens_per_sample, of which a sequence parallel rank has other samples "
-    "and not other positions; leave out tokens_per_sample or --sequence-parallel, or take the hooks out"
+    "and not other positions; leave out tokens_per_sample or --sequence-parallel, or remove the hooks"
 )
 
 

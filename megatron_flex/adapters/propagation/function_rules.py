@@ -148,7 +148,7 @@ def infer_spread(
         name: its name.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        told: for each tensor among the arguments its sharding, and whether all of its entries are equal.
+        operand_spreads: the sharding of each tensor among the arguments, and whether its entries are equal.
         outs: the tensors that the function returned or wrote to.
     """
     if name in FACTORIES:

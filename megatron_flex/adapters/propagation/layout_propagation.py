@@ -29,13 +29,13 @@ class ObservedSpread:
     """The result of tracing at a hook point in one call.
 
     Attributes:
-        told: the sharding of the tensor.
+        spread: the sharding of the tensor.
         dims: its number of dims.
         ends: the effect of its uses on its gradient; None until the call has ended.
         window: those uses, until then.
     """
 
-    told: SpreadOrUnknown
+    spread: SpreadOrUnknown
     dims: int
     ends: GradientEnds | None = None
     window: UseWindow | None = None
@@ -75,17 +75,17 @@ class PropagatedTap:
 
     def leaf(self, index: int) -> PropagatedTap:
         """The tap for another tensor of the same call."""
-        told = (self.rule, *self.beside)
-        rule = told[index] if 0 <= index < len(told) else None
+        rules = (self.rule, *self.beside)
+        rule = rules[index] if 0 <= index < len(rules) else None
         return PropagatedTap(self.tap.leaf(index), self.follower, self.site, rule, self.gets, index)
 
     def tell(self, local: Tensor) -> SpreadOrUnknown:
         """The sharding of the current tensor."""
         return self.follower.record_tensor(self, local)
 
-    def passed(self, local: Tensor, new: Tensor, told: SpreadOrUnknown) -> None:
+    def passed(self, local: Tensor, new: Tensor, spread: SpreadOrUnknown) -> None:
         """Hooks have replaced a tensor."""
-        self.follower.passed(self, local, new, told)
+        self.follower.passed(self, local, new, spread)
 
     def gradient_source(self) -> Callable[[], GradientUses] | None:
         """Returns the current tensor's uses, if called after the forward pass; None if a rule decides."""
@@ -139,11 +139,10 @@ class LayoutPropagator:
         root: the model.
         known: the modules with rules.
         wanted: the hook points with hooks.
-        shared: the parameters with partial gradients, and over which axes; None for
-            those whose uses do not determine it. For traced calls only.
+        shared: the parameters with partial gradients, and over which axes; None for those whose uses do not
+            determine it. For traced calls only.
         calls: the number of traced calls.
-        entering: the shardings of the model's first inputs; others are
-            replicated over all ranks of a sample.
+        entering: the shardings of the model's first inputs; others are replicated over all ranks of a sample.
         left: the shardings of the tensors that the model returned; None to trace the next call for that.
     """
 
@@ -193,7 +192,7 @@ class LayoutPropagator:
 
     def tell(self, site: str, rule: Spread | None, tensor: Tensor) -> SpreadOrUnknown:
         """The sharding of a tensor at a site; `rule` is what its module's rule declares."""
-        return rule or self._told((site, 0), tensor)
+        return rule or self._recorded_spread((site, 0), tensor)
 
     def record_tensor(self, tap: PropagatedTap, local: Tensor) -> SpreadOrUnknown:
         """The sharding of a tensor at a tap; also traces the tensor's uses."""
@@ -202,25 +201,25 @@ class LayoutPropagator:
         self._passes[place] += 1
         trace = self._trace
         if trace is None:
-            return tap.rule or self._told(place, local, number)
+            return tap.rule or self._recorded_spread(place, local, number)
         mark = trace.mark(local)
-        told = tap.rule or mark.told
-        answer = ObservedSpread(told, local.ndim, window=trace.window(local, tap.gets))
+        spread = tap.rule or mark.spread
+        answer = ObservedSpread(spread, local.ndim, window=trace.window(local, tap.gets))
         self._now.setdefault(place, []).append(answer)
         trace.opaque += 1  # operations in hooks are not the model's
-        return told
+        return spread
 
-    def passed(self, tap: PropagatedTap, local: Tensor, new: Tensor, told: SpreadOrUnknown) -> None:
+    def passed(self, tap: PropagatedTap, local: Tensor, new: Tensor, spread: SpreadOrUnknown) -> None:
         """Hooks have replaced a tensor."""
         if self._trace is None:
             return
         self._trace.opaque -= 1
         if new is local:
             return
-        self._trace.pass_on(local, new, told)
+        self._trace.pass_on(local, new, spread)
         self._now[tap.place][-1].window = self._trace.window(new, None)
 
-    def _told(self, place: TensorPlace, local: Tensor, number: int = 0) -> SpreadOrUnknown:
+    def _recorded_spread(self, place: TensorPlace, local: Tensor, number: int = 0) -> SpreadOrUnknown:
         here = self._all(place) if is_recomputing() or not self._calls else self._now
         found = here.get(place, [])
         fitting = [a for a in found if a.dims == local.ndim]
@@ -229,10 +228,10 @@ class LayoutPropagator:
                 "it passed in a call that was not followed, of a part of the model by itself or in another "
                 "thread; call the model"
             )
-        if all(a.told == fitting[0].told for a in fitting):
-            return fitting[0].told
+        if all(a.spread == fitting[0].spread for a in fitting):
+            return fitting[0].spread
         if here is self._now and number < len(found) and found[number].dims == local.ndim:
-            return found[number].told
+            return found[number].spread
         return UnknownLayout("it is sharded differently over the ranks each time that the module runs")
 
     def observe_uses(self, tap: PropagatedTap) -> Callable[[], GradientUses] | None:
@@ -316,9 +315,9 @@ def spreads_of_held_tensors(root: nn.Module, known: Mapping[nn.Module, Rule]) ->
         for tensor in (*module.buffers(recurse=False), *_attribute_tensors(module)):
             out.setdefault(id(tensor), FULL)
         for name, parameter in module.named_parameters(recurse=False):
-            told: SpreadOrUnknown = layout_to_spread(own[name]) if name in own else FULL
+            spread: SpreadOrUnknown = layout_to_spread(own[name]) if name in own else FULL
             if out.get(id(parameter), FULL) == FULL:
-                out[id(parameter)] = told
+                out[id(parameter)] = spread
     return out
 
 

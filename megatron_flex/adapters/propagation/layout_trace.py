@@ -119,8 +119,8 @@ class LayoutTrace(TorchFunctionMode):
             left.remove()
             entered.remove()
         for tensor in tensors(output):
-            self.mark(tensor).node.ends.append(NO_AXES)
-            self.left.append(self.mark(tensor).told)
+            self.mark(tensor).add_final_use(NO_AXES)
+            self.left.append(self.mark(tensor).spread)
         return output
 
     def _mark_local_parts(self) -> Callable[[], None]:
@@ -163,7 +163,7 @@ class LayoutTrace(TorchFunctionMode):
         elif not self.opaque:
             for i, tensor in enumerate(iterate_tensors(args)):
                 shared = rule.inputs.shared if rule.inputs is not None and i == 0 else ()
-                self.mark(tensor).node.ends.append(frozenset(shared))
+                self.mark(tensor).add_final_use(frozenset(shared))
         self.opaque += 1
 
     def _leaves(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -201,7 +201,7 @@ class LayoutTrace(TorchFunctionMode):
         if source is None or self.opaque or not outputs:
             return
         theirs = self.mark(source)
-        spread = theirs.told
+        spread = theirs.spread
         if isinstance(spread, Spread) and (
             spread.partial or any(d >= source.ndim - dims for d, _ in spread.cuts)
         ):
@@ -218,7 +218,7 @@ class LayoutTrace(TorchFunctionMode):
             known = self.marks.get(tensor)
             return known or self.marks.make(tensor, spread_of_dtensor(tensor, self._mesh))
         found = self.marks.get(tensor)
-        if found is not None and not isinstance(found.told, UnknownLayout):
+        if found is not None and not isinstance(found.spread, UnknownLayout):
             return found
         spread = self._held.get(id(tensor))
         if spread is None and self._holds(tensor):
@@ -242,7 +242,7 @@ class LayoutTrace(TorchFunctionMode):
         source = self.mark(old)
         spread = spread if isinstance(spread, UnknownLayout) else normalize_spread(spread, new.ndim)
         mark = self.marks.make(new, spread, (old,))
-        source.node.uses.append((mark.node, NO_AXES))
+        source.add_use(mark)
 
     def window(self, tensor: Tensor, gets: nn.Module | None) -> UseWindow:
         """The uses of a tensor from now on; only those in one module, if it is that module's input."""
@@ -271,7 +271,7 @@ class LayoutTrace(TorchFunctionMode):
             got[:1] if name == "setitem" else got if name.startswith("c10d.") else list(iterate_tensors(out))
         )
         if made:
-            spread = [(t, m.told, u) for t, m, u in zip(got, marks, uniform, strict=True)]
+            spread = [(t, m.spread, u) for t, m, u in zip(got, marks, uniform, strict=True)]
             self._made(made, got, marks, *infer_spread(name, args, kwargs, spread, made), name in DETACHING)
         return out
 
@@ -289,7 +289,7 @@ class LayoutTrace(TorchFunctionMode):
             placed = placements_of(tensor) is not None
             mine = spread_of_dtensor(tensor, self._mesh) if placed else spread
             old = before.get(id(tensor))
-            if old is not None and mine == old.told and tensor_version(tensor) == old.version:
+            if old is not None and mine == old.spread and tensor_version(tensor) == old.version:
                 continue  # the function returned its argument
             if old is None:
                 mark = self.marks.make(tensor, mine, got, uniform)
@@ -334,28 +334,28 @@ class LayoutTrace(TorchFunctionMode):
         why = f"it was made by {name}, a custom autograd.Function"
         if name in IDENTITY_FUNCTIONS and len(made) == len(marks):
             for tensor, theirs in zip(made, marks, strict=True):
-                _record_use(theirs, self.marks.make(tensor, theirs.told))
+                _record_use(theirs, self.marks.make(tensor, theirs.spread))
             return
         for tensor in made:
             spread: SpreadOrUnknown = UnknownLayout(why)
             if placements_of(tensor) is not None:
                 spread = spread_of_dtensor(tensor, self._mesh)
             elif name == "_ToTorchTensor" and marks:
-                spread = marks[0].told
+                spread = marks[0].spread
             elif name in PARALLEL_REGIONS and marks:
-                spread = PARALLEL_REGIONS[name](marks[0].told, tensor.ndim)
+                spread = PARALLEL_REGIONS[name](marks[0].spread, tensor.ndim)
             mark = self.marks.make(tensor, spread)
             for theirs in marks:
                 if isinstance(spread, UnknownLayout):
-                    theirs.node.ends.append(f"it is used by {name}, a custom autograd.Function")
+                    theirs.add_final_use(f"it is used by {name}, a custom autograd.Function")
                 elif name in PARALLEL_REGIONS or name == "_FromTorchTensor":
-                    theirs.node.ends.append(NO_AXES)
+                    theirs.add_final_use(NO_AXES)
                 else:
                     _record_use(theirs, mark)
 
 
 def _record_use(source: TensorMark, made: TensorMark) -> None:
-    if isinstance(made.told, UnknownLayout):
-        source.node.ends.append(f"it is used for a tensor of unknown layout: {made.told.why}")
+    if isinstance(made.spread, UnknownLayout):
+        source.add_final_use(f"it is used for a tensor of unknown layout: {made.spread.why}")
     else:
-        source.node.uses.append((made.node, differing_axes(made.told) - differing_axes(source.told)))
+        source.add_use(made, differing_axes(made.spread) - differing_axes(source.spread))

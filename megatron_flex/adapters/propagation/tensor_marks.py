@@ -82,18 +82,26 @@ class TensorMark:
     """The mark of one tensor.
 
     Attributes:
-        told: its sharding, dims counted from the front.
+        spread: its sharding, dims counted from the front.
         uniform: whether all entries are equal, so that it could also be a shard of a larger tensor.
         node: the uses that contribute to its gradient.
         line: its memory.
         version: the version of the memory when the mark was made.
     """
 
-    told: SpreadOrUnknown
+    spread: SpreadOrUnknown
     uniform: bool = False
     node: GradientNode = field(default_factory=GradientNode)
     line: ViewMemory = field(default_factory=ViewMemory)
     version: int = 0
+
+    def add_use(self, result: TensorMark, axes: Axes = NO_AXES) -> None:
+        """Note that `result` is computed from the tensor; `axes`: over which its gradient is summed."""
+        self.node.uses.append((result.node, axes))
+
+    def add_final_use(self, effect: Axes | str) -> None:
+        """Note a use of untraced result: the axes over which its gradient is summed, or why unknown."""
+        self.node.ends.append(effect)
 
 
 class TensorMarks:
@@ -119,13 +127,13 @@ class TensorMarks:
         return mark
 
     def make(
-        self, tensor: Tensor, told: SpreadOrUnknown, sources: Iterable[Tensor] = (), uniform: bool = False
+        self, tensor: Tensor, spread: SpreadOrUnknown, sources: Iterable[Tensor] = (), uniform: bool = False
     ) -> TensorMark:
         """Mark a new tensor.
 
         Args:
             tensor: the tensor.
-            told: its sharding.
+            spread: its sharding.
             sources: the tensors of which it may be a view.
             uniform: whether all entries are equal.
         """
@@ -138,16 +146,18 @@ class TensorMarks:
         if line is None:
             line = ViewMemory(tensor_version(tensor))
         line.version = max(line.version, tensor_version(tensor))
-        mark = TensorMark(told, uniform, line=line, version=tensor_version(tensor))
+        mark = TensorMark(spread, uniform, line=line, version=tensor_version(tensor))
         self._marks[tensor] = mark
         return mark
 
-    def written(self, tensor: Tensor, before: TensorMark, told: SpreadOrUnknown, uniform: bool) -> TensorMark:
+    def written(
+        self, tensor: Tensor, before: TensorMark, spread: SpreadOrUnknown, uniform: bool
+    ) -> TensorMark:
         """Mark a tensor again after a traced function has written to it."""
         now = tensor_version(tensor)
-        mark = TensorMark(told, uniform, line=before.line, version=now)
+        mark = TensorMark(spread, uniform, line=before.line, version=now)
         before.line.version = max(before.line.version, now)
-        if (told != before.told or isinstance(told, UnknownLayout)) and now > before.version:
+        if (spread != before.spread or isinstance(spread, UnknownLayout)) and now > before.version:
             before.line.spoiled = now
         self._marks[tensor] = mark
         return mark
@@ -174,12 +184,12 @@ def normalize_spread(spread: Spread, dims: int) -> Spread:
     return Spread(cuts, spread.partial, spread.shared, spread.uneven)
 
 
-def differing_axes(told: SpreadOrUnknown) -> Axes:
+def differing_axes(spread: SpreadOrUnknown) -> Axes:
     """The axes over which local tensors differ."""
     return (
         frozenset()
-        if isinstance(told, UnknownLayout)
-        else frozenset(a for _, a in told.cuts) | set(told.partial)
+        if isinstance(spread, UnknownLayout)
+        else frozenset(a for _, a in spread.cuts) | set(spread.partial)
     )
 
 

@@ -1,8 +1,8 @@
 """Captures without a collective: each rank writes its shards to shared memory, where the leader reads full
 tensors.
 
-    forward, backward   every rank copies its shard to its place in the current slot; no one waits
-    end of the step     every rank sends a note to the first rank of its node, and continues
+    forward, backward   every rank copies its shard to its place in the current slot; no one waits end of the
+    step     every rank sends a note to the first rank of its node, and continues
                         the first rank waits for the notes, returns the tensors in the slot without a copy,
                         and answers with the slot of the next step
     next step           a rank reads that answer when it first has something to write

@@ -62,7 +62,7 @@ class ModuleNames:
         parts = self._prefix.rstrip(".").split(".") if self._prefix else []
         wrappers = [".".join(parts[:n]) for n in range(len(parts))]
         self.modules = [*wrappers, *(self._outside(name) for name in inside)]
-        self._known = {*inside, *session.survey.sites, *(s.name for s in session.sites)}
+        self._known = {*inside, *session.parameter_index.sites, *(s.name for s in session.sites)}
 
     def _outside(self, name: str) -> str:
         return f"{self._prefix}{name}" if name else self._prefix.rstrip(".")
@@ -89,7 +89,9 @@ class ModuleNames:
         """
         if kind == "tensor":
             names: Iterable[str] = (
-                n for n, parameter in self._session.survey.first_copies().items() if not parameter.hidden
+                n
+                for n, parameter in self._session.parameter_index.first_copies().items()
+                if not parameter.hidden
             )
         else:
             sites = [s for s in self._session.sites if s.point == POINT_OF_TYPE[kind] and not s.hidden]
@@ -180,16 +182,16 @@ class HookRegistrationMethods:
     def _places(self, hook: HookFunction, kind: HookType) -> tuple[str, list[str]]:
         """The global name of a hook's module or parameter, and the names of its sites."""
         name, session = self._names.resolve(hook.module_name), self._flex.session
-        if kind == "tensor" and name in session.survey.sites:
+        if kind == "tensor" and name in session.parameter_index.sites:
             return name, [name]
         return name, [s.name for s in session.sites.match(name, POINT_OF_TYPE[kind])]
 
     def _edited(self, name: str, kind: HookType) -> bool:
         """Whether an earlier hook edits there, so that this hook's input differs from the native capture."""
-        backward = kind in GRADIENT_HOOK_TYPES
+        backward, registry = kind in GRADIENT_HOOK_TYPES, self._flex.session.registry
         return any(
             name in e.names and e.hook.backward == backward and e.hook.editing_function is not None
-            for e in self._flex.session.registry.entries
+            for e in registry.entries
         )
 
     def _expected(
@@ -458,7 +460,7 @@ class FlexModel(HookRegistrationMethods, nn.Module):  # type: ignore[misc]
         torch's hooks without their handles. A hook that was never called causes a warning.
         """
         session = self._flex.session
-        quiet = [h.describe() for h in session.standing.list_uncalled_hooks()]
+        quiet = [h.describe() for h in session.taps.list_local_uncalled_hooks()]
         if session.open:
             session.close()
         if quiet:

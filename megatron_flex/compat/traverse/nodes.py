@@ -211,8 +211,7 @@ def flatten(root_obj: Any) -> tuple[Any, list[Any]]:
         root_obj: nested tuples, lists, mappings, named tuples, dataclasses and registered types.
 
     Returns:
-        The tree, with types, shapes and other objects; and the leaves, usually tensors, depth
-        first.
+        The tree, with types, shapes and other objects; and the leaves, usually tensors, depth first.
     """
     leaves: list[Any] = []
 

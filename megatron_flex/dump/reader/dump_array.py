@@ -178,8 +178,12 @@ class DumpArray:
     Slicing gives another DumpArray and reads nothing: integers, slices with any step, lists, masks and `...`.
     Several lists choose each along their own axis (as in `numpy.ix_`).
 
+    Args:
+        source: reads the entries of the tensor.
+        view: the selected entries of each dim; None for all.
+
     Attributes:
-        name: of the site or parameter.
+        name: the name of the site or parameter.
     """
 
     def __init__(self, source: ArraySource, view: list[DimIndex | int] | None = None) -> None:

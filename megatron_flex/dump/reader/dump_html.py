@@ -54,7 +54,7 @@ class DumpSummary(Protocol):
         """Complete iterations, with the runs of the schedule in them."""
 
     @property
-    def places(self) -> Mapping[str, SiteRecord]:
+    def site_records(self) -> Mapping[str, SiteRecord]:
         """The sites, by name."""
 
     @property
@@ -124,7 +124,7 @@ def render_dump(dump: DumpSummary) -> Markup:
     return html_fragment(
         head,
         html_line(
-            f"{text}, {count_words(len(dump.places), 'site')}, "
+            f"{text}, {count_words(len(dump.site_records), 'site')}, "
             f"{count_words(len(dump.parameters), 'parameter')}"
         ),
         html_lines(missing, VERIFY_HINT, WARN_COLOUR, MOST_DETAILED),

@@ -90,6 +90,11 @@ class OpenDump:
     Opening reads manifests only; open the dump again to see iterations that were written since. If several
     runs have completed an iteration, the first of these runs is used.
 
+    Args:
+        path: the folder.
+        check: which checksums are verified when tensors are read, as for `open_dump`.
+        most_open: the largest number of files that are open at a time.
+
     Attributes:
         path: the folder.
         runs: the runs of the dump, in order.
@@ -107,7 +112,7 @@ class OpenDump:
 
     def __repr__(self) -> str:
         runs = f"{len(self.runs)} run{'' if len(self.runs) == 1 else 's'}"
-        names = f"{len(self.places)} sites, {len(self._parameter_records)} parameters"
+        names = f"{len(self.site_records)} sites, {len(self._parameter_records)} parameters"
         return f"<OpenDump {self.path}: {names}, {runs}>"
 
     # -- what there is ---------------------------------------------------------------------------------
@@ -166,7 +171,7 @@ class OpenDump:
         return found
 
     @cached_property
-    def places(self) -> dict[str, SiteRecord]:
+    def site_records(self) -> dict[str, SiteRecord]:
         """The hook points of all runs, in model order."""
         out: dict[str, SiteRecord] = {}
         for manifest in self.manifests:
@@ -184,7 +189,7 @@ class OpenDump:
         Raises:
             KeyError: no manifest has the name.
         """
-        found = self.places.get(name)
+        found = self.site_records.get(name)
         return self._parameter_records[name] if found is None else found
 
     def axes(self, name: str) -> dict[str, str]:
@@ -196,7 +201,7 @@ class OpenDump:
         if place.axes or not self.iteration_keys:
             return dict(place.axes)
         written = self.stored_iteration(self.iteration_keys[0])
-        kind = VALUE if name in self.places else PARAMETER
+        kind = VALUE if name in self.site_records else PARAMETER
         found = (
             entry.axes
             for replica in written.run.replicas
@@ -208,7 +213,7 @@ class OpenDump:
     def sites(self) -> list[str]:
         """The names of the dumped hook points, in model order, each followed by its gradient if dumped."""
         passed = set(self.order)
-        both = ((name, name + GRADIENT_SUFFIX) for name in self.places)
+        both = ((name, name + GRADIENT_SUFFIX) for name in self.site_records)
         return [n for name, grad in both for n in ((name, grad) if grad in passed else (name,))]
 
     @property
@@ -224,7 +229,7 @@ class OpenDump:
         """
         written = next((w for k, w in self._whole.items() if k[1] == 0 and self.has_gradients(k)), None)
         written = written or next(iter(self._whole.values()), None)
-        return [] if written is None else sort_by_execution(self.files, written, self.places)
+        return [] if written is None else sort_by_execution(self.files, written, self.site_records)
 
     def has_gradients(self, which: IterationKey) -> bool:
         """Return whether gradients were computed in an iteration."""
@@ -251,7 +256,7 @@ class OpenDump:
         passes = [w for w in self._whole if w[1] == 0]
         if kind == GRADIENT:
             passes = [w for w in passes if self.has_gradients(w)]
-        stage = self.places[site].stage
+        stage = self.site_records[site].stage
         if call is None and passes:
             self._check_calls(name, site, kind, stage, passes[0])
         return DumpArray(ActivationSource(self, StoredTensorKey(name, site, kind, call or 0, stage), passes))
@@ -274,7 +279,15 @@ class OpenDump:
         return ((name, self[name]) for name in self.sites)
 
     def parameter(self, name: str, gradient: bool = False) -> DumpArray:
-        """Return a parameter, or its gradient, over (iteration, *dims)."""
+        """Return a parameter, or its gradient, over (iteration, *dims).
+
+        Args:
+            name: the global name of the parameter.
+            gradient: whether to return the gradient instead.
+
+        Raises:
+            DumpError: the dump has no such parameter.
+        """
         place = self._parameter_records.get(name)
         if place is None:
             raise DumpError(f"{self.path} has no parameter {name!r}{suggest_nearest(name, self.parameters)}")
@@ -364,7 +377,7 @@ class OpenDump:
         """Return a hook point and the kind of its tensors; a module's name means the module's output."""
         for site, kind in ((name, VALUE), (name.removesuffix(GRADIENT_SUFFIX), GRADIENT)):
             for full in (site, site + OUTPUT_SUFFIX):
-                if full in self.places and (kind == VALUE or full + GRADIENT_SUFFIX in self.order):
+                if full in self.site_records and (kind == VALUE or full + GRADIENT_SUFFIX in self.order):
                     return full, kind
         return None
 
@@ -382,7 +395,18 @@ class OpenDump:
     def entries(
         self, written: StoredIteration, site: str, kind: str, stage: int, replica: int
     ) -> list[LocatedShard]:
-        """What the ranks of a stage of a replica wrote of a site."""
+        """The shards of a site that the ranks of a stage of a replica wrote.
+
+        Args:
+            written: the iteration.
+            site: the hook point or parameter.
+            kind: the kind of the tensor: an activation, a gradient or a parameter.
+            stage: the pipeline stage.
+            replica: the data parallel replica.
+
+        Raises:
+            DumpError: the coordinates of a file are not those of its rank's manifest.
+        """
         out: list[LocatedShard] = []
         for rank in written.run.ranks(stage, replica):
             coords = written.run.coords[rank]
@@ -397,7 +421,13 @@ class OpenDump:
         return out
 
     def missing_activation_error(self, name: str, written: StoredIteration, stage: int) -> DumpError:
-        """The error where an iteration has no activation of a site of a stage."""
+        """The error where an iteration has no activation of a site.
+
+        Args:
+            name: the name of the hook point.
+            written: the iteration.
+            stage: the pipeline stage of the hook point.
+        """
         return NoActivationError(
             f"{name}: nothing passed there in {written.describe()}; .at(...) chooses iterations that have it"
         )
@@ -408,7 +438,7 @@ class OpenDump:
         return render_dump(self)
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Close all files."""
         self.files.close()
 
     def __enter__(self) -> OpenDump:

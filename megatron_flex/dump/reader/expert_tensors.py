@@ -148,7 +148,7 @@ class ExpertTensorReader:
             where: what it is, for errors.
         """
         routing = self._routing(written, microbatch, str(pick_known(RowsRoute, found[0][1].route or {}).of))
-        home = parse_layout_text(json.dumps(self.dump.places[self.site].layout))
+        home = parse_layout_text(json.dumps(self.dump.site_records[self.site].layout))
         return ExpertTensor(self.dump.files, found, routing, home, replica, written.run.sizes, where)
 
     def _routing(self, written: StoredIteration, microbatch: int, layer: str) -> ExpertRouting:

@@ -358,7 +358,7 @@ class SamplePlanner:
 
     def _has_tokens(self, whole: StoredTensor) -> bool:
         """Whether the mean over tokens is still to be taken: it could not be while writing."""
-        record = self.dump.places[self.which.site]
+        record = self.dump.site_records[self.which.site]
         return whole.dim(TOKEN_DIM) is not None and (
             record.inferred or len(list_dim_names(record.layout)) == len(whole.shape)
         )

@@ -373,7 +373,7 @@ class StoredDump(Protocol):
         """That of the first run."""
 
     @property
-    def places(self) -> Mapping[str, SiteRecord]:
+    def site_records(self) -> Mapping[str, SiteRecord]:
         """The sites, by name."""
 
     def stored_iteration(self, which: IterationKey) -> StoredIteration:

@@ -62,7 +62,7 @@ class TensorRow:
     Attributes:
         name: of the site or parameter; of a gradient with `.grad`.
         kind: `site` or `parameter`.
-        dims: the names of the axes of the whole, without iterations.
+        dims: the names of the axes of the full tensor, without iterations.
         shape: likewise, in the first iteration; without one a name where it depends on the data.
         dtype: as it is stored.
         layout: how ranks held it.
@@ -231,7 +231,9 @@ def get_named_array(dump: OpenDump, name: str) -> DumpArray:
 
 def _list_calls(dump: OpenDump, name: str) -> list[int]:
     """The passes through a site in a microbatch, in the first iteration."""
-    site, kind = (name, VALUE) if name in dump.places else (name.removesuffix(GRADIENT_SUFFIX), GRADIENT)
+    site, kind = (
+        (name, VALUE) if name in dump.site_records else (name.removesuffix(GRADIENT_SUFFIX), GRADIENT)
+    )
     first = [p for p in dump.iteration_keys if kind == VALUE or dump.has_gradients(p)][:1]
     return sorted({entry.call for p in first for entry in _iterate_entries(dump, p, site, kind)})
 

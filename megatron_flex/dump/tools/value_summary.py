@@ -23,13 +23,12 @@ class ValueSummary:
         count: of values.
         nan: of these NaN.
         infinite: of these infinite.
-        zeros: of these exactly zero.
-        mean, std, rms: in fp64; `std` is over all values, not an estimate for a sample of them.
-        absmax, least, most: of the finite values; None if there is none.
+        zeros: of these exactly zero. mean, std, rms: in fp64; `std` is over all values, not an estimate for a
+        sample of them. absmax, least, most: of the finite values; None if there is none.
         quantiles: for q the value at floor(q (n - 1)) in ascending order, in fp32.
         edges: of the histogram's bins, one more than there are bins.
-        counts: of each bin, from its left edge on, without its right one; the last has that too.
-        below, above: how many values are outside.
+        counts: of each bin, from its left edge on, without its right one; the last has that too. below,
+        above: how many values are outside.
     """
 
     count: int = 0

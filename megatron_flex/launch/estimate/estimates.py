@@ -102,14 +102,14 @@ def estimate_dump(
     dump = Dump("", sites, parameters=parameters, part_bytes=part_bytes, gradients=gradients, **how)
     with cpu.runtime(force=True), silence_megatron():
         args = parse_arguments(config, collect_overrides(mesh, world_size, sequence_length, micro_batch_size))
-        whole = describe_model(args)
-    chosen = select_estimated_sites(whole.sites, dump.sites)
-    run = TensorSizes(whole, args, count_microbatches(args, microbatches), dump)
+        model = describe_model(args)
+    chosen = select_estimated_sites(model.sites, dump.sites)
+    run = TensorSizes(model, args, count_microbatches(args, microbatches), dump)
     return estimate_dump_size(
-        whole.mesh,
+        model.mesh,
         [
             *run.activations(chosen),
-            *run.parameters(select_estimated_parameters(whole.parameters, dump.parameters)),
+            *run.parameters(select_estimated_parameters(model.parameters, dump.parameters)),
         ],
         tokens=dump.tokens if share is None else share,
         reduce=reduce,
@@ -192,10 +192,10 @@ class TensorSizes:
     """Sizes of tensors in one run."""
 
     def __init__(
-        self, whole: ModelDescription, args: argparse.Namespace, microbatches: int, dump: Dump
+        self, model: ModelDescription, args: argparse.Namespace, microbatches: int, dump: Dump
     ) -> None:
-        self.whole, self.args, self.microbatches, self.gradients = whole, args, microbatches, dump.gradients
-        self.cast, self.config, self.sizes = dump.dtype, whole.config, dict(whole.mesh.sizes)
+        self.model, self.args, self.microbatches, self.gradients = model, args, microbatches, dump.gradients
+        self.cast, self.config, self.sizes = dump.dtype, model.config, dict(model.mesh.sizes)
         self.lengths = {"s": args.seq_length, "b": args.micro_batch_size}
         self.lengths["heads"] = getattr(self.config, "linear_num_value_heads", None) or 0
 
@@ -255,7 +255,7 @@ class TensorSizes:
         """A tensor of all tokens."""
         shape = tuple(self._length(site, n) for n in site.shape)
         padded = tuple(
-            self.whole.padded_vocabulary if name == "v" and site.module == "output_layer" else n
+            self.model.padded_vocabulary if name == "v" and site.module == "output_layer" else n
             for name, n in zip(site.dims, shape, strict=True)
         )
         return {
@@ -395,10 +395,10 @@ def _estimate_statistics(statistics: Statistics, description: ModelDescription, 
     return estimate_statistics(f"statistics in {statistics.path}", table.sends, description.mesh, links)
 
 
-def _parse_hooks(said: Sequence[str | HookSpec] | str, understood: object) -> list[HookSpec]:
-    assert callable(understood)
-    words = [said] if isinstance(said, str) else said
-    return [understood(w) if isinstance(w, str) else w for w in words]
+def _parse_hooks(hooks: Sequence[str | HookSpec] | str, parse: object) -> list[HookSpec]:
+    assert callable(parse)
+    words = [hooks] if isinstance(hooks, str) else hooks
+    return [parse(w) if isinstance(w, str) else w for w in words]
 
 
 def _match_hooks_to_tensors(
@@ -440,10 +440,10 @@ def estimate_live_dump(flex: FlexModel, args: Namespace, dump: Dump) -> DumpEsti
             from the configuration.
     """
     session = flex.session
-    mesh, own = session.mesh, session.standing.own
+    mesh, own = session.mesh, session.taps.own
     chosen = select_estimated_sites(list(session.sites), dump.sites)
     here = session.adapter.parameters()
-    all_parameters = session.survey.all_copies()
+    all_parameters = session.parameter_index.all_copies()
     wanted = {p.name for p in select_estimated_parameters(all_parameters, dump.parameters)}
     numbers = range(args.iteration, args.train_iters or 0)
     run = TensorSizes(

@@ -87,16 +87,16 @@ def describe_model(args: argparse.Namespace) -> ModelDescription:
             settings.hybrid_stack_spec = settings.hybrid_stack_spec or _load_hybrid_spec()
         elif args.transformer_impl == "local":
             _use_local_attention(settings, args)
-        whole = ModelDescription(build_mesh(args), settings.transformer)
-        survey = _SiteCollector(whole)
+        model = ModelDescription(build_mesh(args), settings.transformer)
+        collector = _SiteCollector(model)
         stages = range(args.pipeline_model_parallel_size)
         for stage in track(stages, "building the model's stages", unit="stages"):
             _impersonate_stage(stage, args.pipeline_model_parallel_size, groups)
             for chunk in range(args.virtual_pipeline_model_parallel_size or 1):
-                survey.add(_build_chunk(settings, groups, args, chunk), stage, chunk)
-        whole.sites.sort(key=model_order)
-        whole.parameters.sort(key=model_order)
-        return whole
+                collector.add(_build_chunk(settings, groups, args, chunk), stage, chunk)
+        model.sites.sort(key=model_order)
+        model.parameters.sort(key=model_order)
+        return model
 
 
 def build_mesh(args: argparse.Namespace) -> Mesh:
@@ -242,17 +242,17 @@ def _build_local_attention(
 class _SiteCollector:
     """Collects what each chunk has; layers that are built alike have alike sites."""
 
-    def __init__(self, whole: ModelDescription) -> None:
-        self.whole = whole
+    def __init__(self, model: ModelDescription) -> None:
+        self.model = model
         self._kinds: dict[Hashable, tuple[list[Site], list[ParameterSite]]] = {}
 
     def add(self, root: Any, stage: int, chunk: int) -> None:
         """Add the sites and parameters of a chunk, which loses layers by it."""
         layers = list(root.decoder.layers)
-        here = self.whole.layers
+        here = self.model.layers
         here[stage] = here.get(stage, 0) + len(layers)
         vocabulary = getattr(root, "vocab_size", 0)
-        self.whole.padded_vocabulary = max(self.whole.padded_vocabulary, vocabulary)
+        self.model.padded_vocabulary = max(self.model.padded_vocabulary, vocabulary)
         kinds = [(layer.layer_number - 1, _layer_signature(layer)) for layer in layers]
         new: dict[Hashable, int] = {}
         for place, (_, kind) in enumerate(kinds):
@@ -265,19 +265,19 @@ class _SiteCollector:
             front = f"decoder.layers.{kinds[place][0]}"
             self._kinds[kind] = _select_layer(sites, front), _select_layer(parameters, front)
         fixed = "decoder.layers."
-        self.whole.sites += [_move_to_stage(s, stage, chunk) for s in sites if not s.name.startswith(fixed)]
-        self.whole.parameters += [
+        self.model.sites += [_move_to_stage(s, stage, chunk) for s in sites if not s.name.startswith(fixed)]
+        self.model.parameters += [
             _move_to_stage(p, stage, chunk) for p in parameters if not p.name.startswith(fixed)
         ]
         for number, kind in kinds:
             of_sites, of_parameters = self._kinds[kind]
             front = f"{fixed}{number}"
-            self.whole.sites += [_move_to_stage(s, stage, chunk, front) for s in of_sites]
-            self.whole.parameters += [_move_to_stage(p, stage, chunk, front) for p in of_parameters]
+            self.model.sites += [_move_to_stage(s, stage, chunk, front) for s in of_sites]
+            self.model.parameters += [_move_to_stage(p, stage, chunk, front) for p in of_parameters]
 
     def _adapter(self, root: Any, stage: int, chunk: int) -> Adapter:
         adapter = detect([root])
-        mesh = self.whole.mesh
+        mesh = self.model.mesh
         axes = tuple(replace(a, coord=stage) if a.name == "pp" else a for a in mesh.axes)
         adapter.mesh = replace(mesh, axes=axes)
         adapter.check()

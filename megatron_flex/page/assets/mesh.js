@@ -204,7 +204,7 @@ flexPage.pane('mesh', {
     function estimates() {
       const estimate = sites.estimate[state.site] < 0 ? null : page.estimates[sites.estimate[state.site]];
       if (!estimate) return el('p', { class: 'quiet', text: sites.state[state.site] === 3 ? 'No hook can stand here.' : 'What a hook here would send is not known.' });
-      return el('div', { class: 'estimates' }, [['read', 'A read'], ['edit', 'An edit of the whole']].map(([name, words]) => one(words, estimate[name])));
+      return el('div', { class: 'estimates' }, [['read', 'A read'], ['edit', 'A gathered edit']].map(([name, words]) => one(words, estimate[name])));
     }
     function one(words, told_) {
       if (!told_) return null;
@@ -215,7 +215,7 @@ flexPage.pane('mesh', {
       const links = Object.entries(told_.leader || {}).map(([link, n]) => `${link} ${fmt.bytes(n)}`).join(', ');
       return el('div', null, el('h3', { text: words }),
         rows.length ? el('table', { 'aria-label': `What ${words.toLowerCase()} sends` }, el('tbody', null, rows)) : el('p', { text: 'no collective' }),
-        el('p', { class: 'quiet', text: `whole ${fmt.bytes(told_.whole)}, of which a rank has ${fmt.bytes(told_.part)}${links ? `; through the busiest rank: ${links}` : ''}` }));
+        el('p', { class: 'quiet', text: `full tensor ${fmt.bytes(told_.whole)}, shard ${fmt.bytes(told_.part)}${links ? `; through the busiest rank: ${links}` : ''}` }));
     }
     function lead(axis) { along = axis; paint(); }
 

@@ -105,11 +105,9 @@ class ContextRelay:
     """Follows the schedule and sends the values that the plan names.
 
     A package is sent at the end of every forward (backward) pass of a microbatch through a virtual stage,
-    even
-    after an error. The receiver waits for the package before the first function of the next virtual stage
-    that
-    uses the context (in the backward pass, before that pass): the pipeline's own order ensures that it was
-    sent.
+    even after an error. The receiver waits for the package before the first function of the next virtual
+    stage that uses the context (in the backward pass, before that pass): the pipeline's own order ensures
+    that it was sent.
     """
 
     def __init__(
@@ -161,8 +159,8 @@ class ContextRelay:
             self._due = self.plan.beside(self.scopes.place, -1)
 
     def arrive(self) -> None:
-        """Receive the values sent to this virtual stage for the running microbatch. Every rank makes
-        the call.
+        """Receive the values sent to this virtual stage for the running microbatch. Every rank makes the
+        call.
         """
         source, self._due = self._due, None
         if source is not None:

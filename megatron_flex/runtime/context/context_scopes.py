@@ -72,6 +72,16 @@ class ContextScopes:
         """The running virtual stage."""
         return self.clock.chunk * self.stages + self.stage
 
+    @property
+    def call_values(self) -> CallNamespace | None:
+        """The values of the microbatch as the running call sees them; None outside of editing functions."""
+        return None if self.frame is None else self.frame.values
+
+    @property
+    def call_run(self) -> CallNamespace | None:
+        """The values of the run as the running call sees them; None outside of editing functions."""
+        return None if self.frame is None else self.frame.run
+
     def begin(self) -> MicrobatchValues:
         """Return the values of the clock's microbatch; they are created on first use."""
         number = self.clock.microbatch
@@ -100,8 +110,7 @@ class ContextScopes:
         """Run an editing function, passed as a call without arguments, with the context of its microbatch.
 
         Values are moved to the device of the call, as layers of one model may be on several. `attempt` makes
-        the
-        call; the changes are applied unless it raises.
+        the call; the changes are applied unless it raises.
         """
         self._delta = CallChanges()
         frame = self.frame = self._frame(hook, index, key, device)
@@ -145,9 +154,7 @@ class ContextScopes:
         return CallMode.PLAIN if torch.is_grad_enabled() else CallMode.FIRST
 
     def _lend(self, micro: MicrobatchValues, mode: CallMode, once: bool, entry: ContextEntry) -> Any:
-        """The value that one call receives: copies of containers, and tensors that propagate
-        gradients back.
-        """
+        """The value for one call: copies of containers, and tensors that propagate gradients back."""
         # If every rank made the tensor and only the edit's rank reads it, that rank's graph has no path back.
         same = self.alone or entry.once or not once
         numbers = count()

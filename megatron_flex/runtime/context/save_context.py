@@ -20,29 +20,31 @@ class RunContext(Namespace):
 
     def _all(self) -> dict[str, Any]:
         scopes: ContextScopes = object.__getattribute__(self, "_scopes")
-        layer = scopes.frame and scopes.frame.run
+        layer = scopes.call_run
         return {n: layer.get(n) for n in layer.names()} if layer else dict(scopes.run)
 
     def __getattr__(self, name: str) -> Any:
         scopes: ContextScopes = object.__getattribute__(self, "_scopes")
-        layer = scopes.frame and scopes.frame.run
+        layer = scopes.call_run
         if name in (layer or scopes.run):
             return layer.get(name) if layer else scopes.run[name]
         known = layer.names() if layer else list(scopes.run)
         raise AttributeError(f"save_ctx.run has no {name!r}; {_suggest_names(name, known)}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._scopes.frame:
-            self._scopes.frame.run.set(name, value)
-        else:
+        layer = self._scopes.call_run
+        if layer is None:
             self._scopes.run[name] = value
+        else:
+            layer.set(name, value)
 
     def __delattr__(self, name: str) -> None:
         getattr(self, name)  # raises AttributeError without such a value
-        if self._scopes.frame:
-            self._scopes.frame.run.remove(name)
-        else:
+        layer = self._scopes.call_run
+        if layer is None:
             del self._scopes.run[name]
+        else:
+            layer.remove(name)
 
     def __contains__(self, name: str) -> bool:
         return name in self._all()
@@ -70,8 +72,7 @@ class Context(Namespace):
     """The values that editing functions share: those of a microbatch first, then those of the run.
 
     Inside an editing function, attributes belong to its microbatch, on any pipeline stage; they are deleted
-    when
-    the microbatch ends. `run` holds the values that persist on this stage. Outside of editing functions,
+    when the microbatch ends. `run` holds the values that persist on this stage. Outside of editing functions,
     attributes are the persistent values and the kept ones: for each name the last.
     """
 
@@ -98,13 +99,13 @@ class Context(Namespace):
             AttributeError: this microbatch has no such value.
         """
         for name in names:
-            if self._scopes.frame is None or name not in self._scopes.frame.values:
+            if name not in (self._scopes.call_values or ()):
                 raise AttributeError(self._missing(name))
             self._scopes.keep(name)
 
     def _names(self) -> list[str]:
-        frame = self._scopes.frame
-        own = frame.values.names() if frame else list(self._scopes.kept)
+        values = self._scopes.call_values
+        own = list(self._scopes.kept) if values is None else values.names()
         return list(dict.fromkeys((*own, *self.run)))
 
     def _all(self) -> dict[str, Any]:
@@ -124,29 +125,31 @@ class Context(Namespace):
 
     def __getattr__(self, name: str) -> Any:
         scopes: ContextScopes = object.__getattribute__(self, "_scopes")
-        if scopes.frame and name in scopes.frame.values:
-            return scopes.frame.values.get(name)
+        values = scopes.call_values
+        if values is not None and name in values:
+            return values.get(name)
         if name in self.run:
             return getattr(self.run, name)
-        if not scopes.frame and scopes.kept.get(name):
+        if values is None and scopes.kept.get(name):
             return list(scopes.kept[name].values())[-1]
         raise AttributeError(self._missing(name))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in OWN_NAMES:
             raise AttributeError(f"save_ctx.{name} is its own; choose another name")
-        if self._scopes.frame:
-            self._scopes.frame.values.set(name, value)
-        else:
+        values = self._scopes.call_values
+        if values is None:
             setattr(self.run, name, value)
+        else:
+            values.set(name, value)
 
     def __delattr__(self, name: str) -> None:
-        scopes = self._scopes
-        if scopes.frame and name in scopes.frame.values:
-            scopes.frame.values.remove(name)
+        scopes, values = self._scopes, self._scopes.call_values
+        if values is not None and name in values:
+            values.remove(name)
         elif name in self.run:
             delattr(self.run, name)
-        elif not scopes.frame and name in scopes.kept:
+        elif values is None and name in scopes.kept:
             del scopes.kept[name]
         else:
             raise AttributeError(self._missing(name))

@@ -133,8 +133,7 @@ def try_if_harmless(hook: HookFunction, sites: Sequence[Site], stage: TrialSetup
 
     Raises:
         HookError: the result is invalid; or the function raises, and the lengths are those of a step, where
-            it
-            would raise too.
+            it would raise too.
     """
     edit = hook.editing_function
     if edit is None or not sites:

@@ -69,10 +69,8 @@ def breakpoint() -> None:
     One rank stops, the leader of the stage in the first data parallel replica; the other ranks continue to
     their next collective and wait there, until the timeout of their process group. With `run="once"`, changes
     made in the debugger apply to all ranks. With `run="replicated"` the other ranks have run the edit
-    themselves:
-    inspect, but change nothing. `c` continues; `q` ends the edit with an error, which all ranks raise at the
-    end
-    of the step.
+    themselves: inspect, but change nothing. `c` continues; `q` ends the edit with an error, which all ranks
+    raise at the end of the step.
 
     pdb uses the terminal, if this process may read from it; or with FLEX_DEBUG_PORT a port of localhost.
 

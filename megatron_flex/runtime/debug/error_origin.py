@@ -27,8 +27,7 @@ def find_user_line(error: BaseException) -> tuple[str, int] | None:
     called.
 
     User code is the folder of the first file in the traceback that is not of torch, the standard library or
-    this
-    package, with its subfolders. Code without a file (`python -c`, `exec`, a prompt) counts separately.
+    this package, with its subfolders. Code without a file (`python -c`, `exec`, a prompt) counts separately.
     """
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [f for f in frames if not _is_library(f.filename)]

@@ -125,12 +125,12 @@ class Tracer:
             return self._on_part(seen, hooks, key, module, local, plan, record)
         meter.sink = seen.moves.append
         try:
-            whole = gather_at_site(local, layout, route, firing.mesh)
-            seen.whole = tuple(whole.shape)
+            full = gather_at_site(local, layout, route, firing.mesh)
+            seen.whole = tuple(full.shape)
             if record:
-                firing.captures.keep_full(hooks, key, whole, layout)
-            before, start = len(seen.moves), Timestamp(whole)
-            made = firing.edits.edit_full(hooks, key, module, whole, layout, record)
+                firing.captures.keep_full(hooks, key, full, layout)
+            before, start = len(seen.moves), Timestamp(full)
+            made = firing.edits.edit_full(hooks, key, module, full, layout, record)
             seen.seconds = Timestamp(made).since(start) - sum(m.seconds for m in seen.moves[before:])
             out = scatter_at_site(made, local, layout, route, firing.mesh)
         finally:
@@ -139,8 +139,8 @@ class Tracer:
         self.last[key.site] = seen
         self.say(seen.describe())
         self._follow(seen, out)
-        if whole.grad_fn is not None:
-            _find_first_node(whole.grad_fn).register_hook(weak_hook(self._close))
+        if full.grad_fn is not None:
+            _find_first_node(full.grad_fn).register_hook(weak_hook(self._close))
         return out
 
     def _on_part(

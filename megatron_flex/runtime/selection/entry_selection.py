@@ -95,8 +95,7 @@ class Select:
         Args:
             names: the dims of the full tensor.
             heads: the module's number of heads, 0 if the module does not provide it; None if it is not known
-                yet,
-                which omits selections of packed heads.
+                yet, which omits selections of packed heads.
             site: the name of the site.
 
         Raises:

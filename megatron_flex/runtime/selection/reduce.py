@@ -1,8 +1,7 @@
 """Reductions of a tensor before it is sent: `reduce.mean("s")`, `norm`, `sum`, `topk`, `dot`.
 
 Each reduction defines the contribution of a local shard, and how the contributions of all ranks combine to
-the
-single-device result. Dims are named or numbered; reduced dims are removed, as in torch.
+the single-device result. Dims are named or numbered; reduced dims are removed, as in torch.
 """
 
 from __future__ import annotations
@@ -17,8 +16,67 @@ from torch import Tensor
 
 from megatron_flex.collectives import checksum
 from megatron_flex.errors import HookError
-from megatron_flex.runtime.selection import top_entries
 from megatron_flex.runtime.selection.entry_selection import DimReference, locate_dim
+
+LOW_BITS = 0xFFFFFFFF
+NAN_BITS = 0x7FC00000
+NO_ENTRY = -(1 << 63)  # marks a missing entry
+
+
+def is_rankable(dtype: torch.dtype) -> bool:
+    """Whether values of this dtype fit into the upper half."""
+    return not dtype.is_complex and dtype.itemsize <= 4
+
+
+def select_candidates(local: Tensor, dim: int, entries: Tensor | None, count: int, largest: bool) -> Tensor:
+    """The candidates of a rank.
+
+    Args:
+        local: its shard.
+        dim: the dim along which entries are selected.
+        entries: the indices of the shard's entries in the full tensor; None if they are the same.
+        count: the number of candidates; a smaller shard is filled up with markers of missing entries.
+        largest: whether to select the largest entries, which include NaN, or the smallest.
+    """
+    shape = [1] * local.ndim
+    shape[dim] = local.shape[dim]
+    places = torch.arange(local.shape[dim], device=local.device) if entries is None else entries
+    keys = (_order_values(local, largest) << 32) | (LOW_BITS - places.view(shape))
+    keys = keys.topk(min(count, local.shape[dim]), dim).values
+    missing = count - keys.shape[dim]
+    if missing:
+        shape = list(keys.shape)
+        shape[dim] = missing
+        keys = torch.cat([keys, keys.new_full(shape, NO_ENTRY)], dim)
+    return keys
+
+
+def select_top(
+    candidates: Tensor, dim: int, k: int, largest: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The values and indices of the top k, from the candidates of all ranks."""
+    keys = candidates.topk(k, dim).values
+    return _restore_values(keys >> 32, largest, dtype), LOW_BITS - (keys & LOW_BITS)
+
+
+def _order_values(values: Tensor, largest: bool) -> Tensor:
+    """32-bit integers in the order of the values, as int64."""
+    if values.dtype.is_floating_point:
+        bits = (values.float() + 0.0).view(torch.int32)  # +0 and -0 are equal
+        bits = torch.where(values.isnan(), NAN_BITS, bits)
+        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    else:
+        bits = values.to(torch.int32)
+    return (bits if largest else ~bits).long()
+
+
+def _restore_values(ordered: Tensor, largest: bool, dtype: torch.dtype) -> Tensor:
+    bits = ordered.to(torch.int32)
+    bits = bits if largest else ~bits
+    if not dtype.is_floating_point:
+        return bits.to(dtype)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32).to(dtype)
+
 
 INDICES = ".indices"  # suffix of the indices of the top entries
 Results = dict[str, Tensor]  # by the suffix of the site's name
@@ -98,7 +156,7 @@ class Reduction(ABC):
     def describe(self) -> str:
         """The reduction as text."""
 
-    def whole(self, tensor: Tensor, where: ReductionContext) -> Results:
+    def reduce_full(self, tensor: Tensor, where: ReductionContext) -> Results:
         """The reduction of the full tensor, as on a single device."""
         return self.combine(self.part(tensor, where), where)
 
@@ -180,22 +238,22 @@ class _TopKReduction(Reduction):
             raise HookError(f"{self.describe()}: complex numbers have no order; take another tensor")
 
     def holds(self, dtype: torch.dtype) -> bool:
-        return top_entries.is_rankable(dtype)
+        return is_rankable(dtype)
 
-    def whole(self, tensor: Tensor, where: ReductionContext) -> Results:
+    def reduce_full(self, tensor: Tensor, where: ReductionContext) -> Results:
         if self.holds(tensor.dtype):
-            return super().whole(tensor, where)
+            return super().reduce_full(tensor, where)
         (dim,) = where.dims
         found = tensor.sort(dim=dim, descending=self.largest, stable=True)
         return {"": found.values.narrow(dim, 0, self.k), INDICES: found.indices.narrow(dim, 0, self.k)}
 
     def part(self, local: Tensor, where: ReductionContext) -> Tensor:
         (dim,) = where.dims
-        return top_entries.select_candidates(local, dim, where.entries, min(self.k, where.most), self.largest)
+        return select_candidates(local, dim, where.entries, min(self.k, where.most), self.largest)
 
     def combine(self, parts: Tensor, where: ReductionContext) -> Results:
         (dim,) = where.dims
-        values, indices = top_entries.select_top(parts, dim, self.k, self.largest, where.dtype)
+        values, indices = select_top(parts, dim, self.k, self.largest, where.dtype)
         return {"": values, INDICES: indices}
 
     def describe(self) -> str:

@@ -83,8 +83,7 @@ class DimEntries:
         places: their indices in the list of selected entries.
         most: the largest number of entries on any rank.
         order: the index of each selected entry after shards of `most` entries are concatenated; None if they
-            are
-            in order.
+            are in order.
     """
 
     local: Tensor
@@ -100,8 +99,7 @@ class SelectionPlan:
     Attributes:
         layout: the layout of the result of `local`.
         everywhere: whether only all ranks together know the selected entries: they must then gather the
-            tensor,
-            and `finish` may raise.
+            tensor, and `finish` may raise.
         order: the full tensor's dims in terms of the local dims.
         view: the part of the local shard's selection that is a view.
         picks: the remaining selection, by dim.
@@ -139,24 +137,24 @@ class SelectionPlan:
         """Whether an operation remains after all shards are concatenated."""
         return bool(self.arrange or self.late or self.rest or self.part)
 
-    def finish(self, whole: Tensor) -> Results:
+    def finish(self, full: Tensor) -> Results:
         """The captures, by the suffix of the site's name.
 
         Raises:
             HookError: the tensor has no such entries; only if `everywhere`.
         """
         for dim, entries in self.arrange:
-            whole = whole.index_select(dim, entries.to(whole.device))
+            full = full.index_select(dim, entries.to(full.device))
         for choice in self.late:
-            entries = torch.tensor(choice.of(whole.shape[choice.dim]), device=whole.device)
-            whole = whole.index_select(choice.dim, entries)
+            entries = torch.tensor(choice.of(full.shape[choice.dim]), device=full.device)
+            full = full.index_select(choice.dim, entries)
         if self.part is not None:
-            return self.part.combine(whole, self.where)
+            return self.part.combine(full, self.where)
         if self.rest is None:
-            return {"": whole}
-        lengths = [whole.shape[d] for d in self.where.dims]
-        self.rest.check(lengths[-1], whole.dtype)
-        return self.rest.whole(whole, widen_context(self.where, prod(lengths), lengths[-1], whole.dtype))
+            return {"": full}
+        lengths = [full.shape[d] for d in self.where.dims]
+        self.rest.check(lengths[-1], full.dtype)
+        return self.rest.reduce_full(full, widen_context(self.where, prod(lengths), lengths[-1], full.dtype))
 
 
 def widen_context(where: ReductionContext, number: int, most: int, dtype: torch.dtype) -> ReductionContext:

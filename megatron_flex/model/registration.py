@@ -1,10 +1,11 @@
-"""Registration of dumps and statistics for FlexModel, and the hook points that their patterns select."""
+"""Registration for FlexModel: hooks in groups, dumps, statistics, and trials before a step."""
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,13 +18,95 @@ from megatron_flex.errors import FlexWarning, HookError
 from megatron_flex.handles import Handle
 from megatron_flex.layout import TENSOR_AXIS, is_partial
 from megatron_flex.layout.gradient_layout import layout_in_pass
-from megatron_flex.runtime import Session
+from megatron_flex.runtime import HookFunction, Session
 from megatron_flex.runtime.dump_sink import DumpSelection, make_manifest
+from megatron_flex.runtime.hook_groups import check_groups, parse_selection
+from megatron_flex.runtime.hooks import HookType
 from megatron_flex.runtime.parameter_selection import select_parameters
 from megatron_flex.runtime.statistics_sink import StatisticsSelection, make_header
 from megatron_flex.sites import GRADIENT_SUFFIX, Pattern, Site
 from megatron_flex.statistics import Statistics, open_writers
 from megatron_flex.statistics.statistics_records import Sink
+
+
+class HookRegistration:
+    """Registers hooks in a session, and selects the active hooks. `FlexModel` documents each method.
+
+    Args:
+        session: the session of the model.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def register(self, hook: HookFunction, kind: HookType) -> Handle:
+        """Register a hook with the given hook type, and return a handle that removes the hook."""
+        hook.hook_type = kind
+        self._session.add(hook)
+        return Handle(partial(self.remove, hook), repr(hook), partial(self._session.has_hook, hook))
+
+    def remove(self, hook: HookFunction) -> None:
+        """Remove a hook."""
+        self._session.check_open()
+        self._session.remove(hook)
+
+    @property
+    def groups(self) -> dict[str, list[HookFunction]]:
+        """The hooks of each group."""
+        return self._session.registry.groups()
+
+    def add_to_groups(self, hook: HookFunction, groups: Sequence[str]) -> None:
+        """Add a hook to groups."""
+        self._session.check_open()
+        hook.groups |= check_groups(groups)
+        self._session.registry.groups_changed()
+
+    def remove_from_groups(self, hook: HookFunction, groups: Sequence[str]) -> None:
+        """Remove a hook from groups.
+
+        Raises:
+            HookError: the hook is not in one of the groups.
+        """
+        self._session.check_open()
+        missing = check_groups(groups) - hook.groups
+        if missing:
+            names = ", ".join(sorted(missing))
+            raise HookError(f"hook ({hook.describe()}) is not in {names}; it is in {sorted(hook.groups)}")
+        hook.groups -= set(groups)
+        self._session.registry.groups_changed()
+
+    def select(self, words: Sequence[str]) -> None:
+        """Switch groups on and off from the next step on."""
+        self._session.registry.switches = self._session.parse_switches(words)
+
+    @contextmanager
+    def scope(self, groups: Sequence[str], complement: bool) -> Iterator[None]:
+        """Select the hooks that are active in a scope."""
+        self._session.check_open()
+        registry = self._session.registry
+        before = registry.selection
+        registry.selection = parse_selection(groups, self.groups, complement)
+        try:
+            yield
+        finally:
+            registry.selection = before
+
+    def dry_run(self) -> None:
+        """Run each active editing function once on a small random tensor. Collective.
+
+        Raises:
+            HookError: on all ranks, for an error that would occur in a step.
+        """
+        session = self._session
+        session.check_open()
+        own = session.taps.own
+        found = session.dry_run.all(session.registry.active, own, session.edit_runner.modules)
+        bad = [f.text for f, certain in found if certain]
+        if bad:
+            raise HookError("; ".join(bad))
+        for failure, _ in found:
+            warnings.warn_explicit(failure.text, FlexWarning, *failure.place)
+
 
 INDEXED_POINT = re.compile(r"(.+:.+)\[(\d+)\]")  # a point, and the index of one of its tensors
 MAX_NAMES_SHOWN = 8  # names in one warning
@@ -57,7 +140,7 @@ def select_sink_sites(
         SiteError: a pattern matches nothing.
         HookError: a named hook point, or all that a pattern matches, is unavailable.
     """
-    own = session.standing.own
+    own = session.taps.own
     wanted: dict[str, set[int]] = {}
     exact: set[str] = set()
     barred: dict[str, str] = {}
@@ -130,9 +213,9 @@ class SinkRegistration:
         session = self._session
         session.check_open()
         sites, exact = select_sink_sites(session, dump.sites, DUMP_PURPOSE)
-        chosen = DumpSelection(sites, exact, select_parameters(session.survey, dump.parameters))
+        chosen = DumpSelection(sites, exact, select_parameters(session.parameter_index, dump.parameters))
         config = getattr(self._chunks[0], "config", getattr(session.adapter, "config", None))
-        parameters = session.survey.first_copies()
+        parameters = session.parameter_index.first_copies()
         manifest = make_manifest(dump, session.adapter.name, session.mesh, chosen, parameters, config)
         for hook in session.sinks.add_dump(dump, chosen, manifest).hooks:
             session.add(hook)
@@ -156,7 +239,9 @@ class SinkRegistration:
             session, statistics.sites, STATISTICS_PURPOSE, self._why_unmeasurable
         )
         gradients = self._gradients(values, exact) if statistics.gradients else ()
-        parameters = select_parameters(session.survey, statistics.parameters, STATISTICS_PURPOSE.what)
+        parameters = select_parameters(
+            session.parameter_index, statistics.parameters, STATISTICS_PURPOSE.what
+        )
         wanted = StatisticsSelection(values, gradients, exact, parameters)
 
         def opened() -> Sink:
@@ -179,7 +264,7 @@ class SinkRegistration:
     def _writers(self, statistics: Statistics, wanted: StatisticsSelection) -> Sink:
         """Open the files, on the first rank, and the framework's writers, on the ranks that have them."""
         session, names = self._session, [] if wanted.parameters is None else wanted.parameters.names
-        copies = session.survey.first_copies()
+        copies = session.parameter_index.first_copies()
         parameters = [copies[name] for name in names]
         model = self._describe_model()
         header = make_header(statistics, session.adapter.name, session.mesh, wanted.values, parameters, model)

@@ -1,0 +1,206 @@
+"""The table of architectures: rearrangements, names in other specs, and settings that are refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megatron_flex as mf
+from megatron_flex.conversion import (
+    ARCHITECTURES,
+    FUSED_QUERY_KEY_VALUE,
+    GATE_UP,
+    QUERY_KEY_VALUE,
+    Heads,
+    Join,
+)
+from megatron_flex.conversion.model_settings import compare_settings
+from megatron_flex.conversion.parameter_names import canonical_names
+from megatron_flex.conversion.rearrangement import clip_runs, find_runs
+from megatron_flex.errors import LayoutError
+from tests.support.hugging_face import COMMON, FAMILIES
+
+HEADS = Heads(4, 2)
+
+
+def test_rows_of_each_group_are_together() -> None:
+    """Two groups of two queries, heads of one row: q0 q1 k0 v0, q2 q3 k1 v1."""
+    runs = find_runs(QUERY_KEY_VALUE, 8, HEADS)
+    rows = [(run.part, run.origin + i) for run in runs for i in range(run.rows)]
+    assert rows == [(0, 0), (0, 1), (1, 0), (2, 0), (0, 2), (0, 3), (1, 1), (2, 1)]
+    fused = find_runs(FUSED_QUERY_KEY_VALUE, 12, Heads(4, 4))
+    assert [run.origin for run in fused] == [0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11]
+
+
+def test_long_runs_are_one_copy() -> None:
+    assert len(find_runs(GATE_UP, 1000, HEADS)) == 2
+    assert len(find_runs(QUERY_KEY_VALUE, 8 * 64, HEADS)) == 6
+    clipped = clip_runs(find_runs(GATE_UP, 1000, HEADS), 400, 600)
+    assert [tuple(run) for run in clipped] == [(0, 0, 400, 100), (100, 1, 0, 100)]
+
+
+@pytest.mark.parametrize(
+    ("join", "rows", "text"),
+    [
+        (QUERY_KEY_VALUE, 9, "9 rows do not divide into parts of 4, 2, 2"),
+        (GATE_UP, 7, "7 rows do not divide into parts of 1, 1"),
+        (Join(lambda parts, heads: parts[0][:-1], lambda heads: (1,)), 4, "does not use each row once"),
+        (Join(lambda parts, heads: parts[0].fill_(0), lambda heads: (1,)), 4, "does not use each row once"),
+        (FUSED_QUERY_KEY_VALUE, 9, "9 rows do not divide over 2 groups of heads"),
+    ],
+)
+def test_rearrangements_that_are_none(join: Join, rows: int, text: str) -> None:
+    with pytest.raises(LayoutError, match=text):
+        find_runs(join, rows, HEADS)
+
+
+def test_every_rule_names_the_same_fields_on_both_sides() -> None:
+    for name, architecture in ARCHITECTURES.items():
+        for rule in architecture.rules:
+            fields = {"{layer}", "{expert}", "{kind}"}
+            ours = {f for f in fields if f in rule.ours}
+            assert all({f for f in fields if f in theirs} == ours for theirs in rule.theirs), (name, rule)
+            assert len(rule.join.shares(HEADS)) == len(rule.theirs), (name, rule)
+
+
+def test_names_of_other_specs() -> None:
+    """Transformer Engine's, and a HybridModel's with two attention layers in a row."""
+    te = canonical_names(
+        [
+            "decoder.layers.3.self_attention.linear_qkv.layer_norm_weight",
+            "decoder.layers.3.mlp.linear_fc1.layer_norm_bias",
+            "decoder.layers.3.self_attention.linear_kv_up_proj.layer_norm_weight",
+            *(f"decoder.layers.{n}.mlp.router.weight" for n in range(3)),
+            *(f"decoder.layers.{n}.self_attention.linear_proj.weight" for n in range(3)),
+            "decoder.layers.2.mlp.experts.linear_fc2.weight17",
+            "decoder.layers.2.mlp.shared_experts.linear_fc1.weight",
+        ]
+    )
+    assert te["decoder.layers.3.mlp.linear_fc1.layer_norm_bias"] == "decoder.layers.3.pre_mlp_layernorm.bias"
+    norm = te["decoder.layers.3.self_attention.linear_qkv.layer_norm_weight"]
+    assert norm == "decoder.layers.3.input_layernorm.weight"
+    norm = te["decoder.layers.3.self_attention.linear_kv_up_proj.layer_norm_weight"]
+    assert norm == "decoder.layers.3.self_attention.kv_layernorm.weight"
+    assert te["decoder.layers.2.mlp.experts.linear_fc2.weight17"] == (
+        "decoder.layers.2.mlp.experts.local_experts.17.linear_fc2.weight"
+    )
+    hybrid = canonical_names(
+        [
+            *(f"decoder.layers.{n}.self_attention.linear_proj.weight" for n in (0, 1, 4)),
+            *(f"decoder.layers.{n}.mlp.linear_fc2.weight" for n in (2, 3, 5)),
+            "decoder.final_norm.weight",
+        ]
+    )
+    assert list(hybrid.values()) == [
+        "decoder.final_layernorm.weight",
+        *(f"decoder.layers.{n}.self_attention.linear_proj.weight" for n in range(3)),
+        *(f"decoder.layers.{n}.mlp.linear_fc2.weight" for n in range(3)),
+    ]
+
+
+transformers: Any = pytest.importorskip("transformers")
+
+
+REFUSALS = [
+    ("LlamaConfig", {"attention_bias": True}, "llama with attention_bias=True"),
+    ("LlamaConfig", {"hidden_act": "quick_gelu"}, "hidden_act='quick_gelu'"),
+    (
+        "Qwen3Config",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        "qwen3 with rope_type='dynamic' has no counterpart in Megatron: GPTModel has the kinds default",
+    ),
+    (
+        "LlamaConfig",
+        {
+            "rope_parameters": {
+                **FAMILIES["llama3"].settings["rope_parameters"],
+                "original_max_position_embeddings": 4096,
+            }
+        },
+        "llama with rope_parameters",
+    ),
+    ("GPT2Config", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+    ("DeepseekV3Config", {**FAMILIES["deepseek_v3"].settings, "topk_group": 1}, "topk_group=1"),
+    ("DeepseekV3Config", {**FAMILIES["deepseek_v3"].settings, "rope_interleave": False}, "rope_interleave"),
+    ("Gemma2Config", {}, "gemma2 has no counterpart in Megatron: it normalizes .* caps its logits"),
+    ("Olmo2Config", {}, "olmo2 has no counterpart in Megatron: it normalizes"),
+    ("OlmoConfig", {}, "no conversion for the architecture 'olmo'; the table has gpt2, llama"),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "text"), REFUSALS)
+def test_settings_without_counterpart(kind: str, settings: dict[str, Any], text: str) -> None:
+    config = getattr(transformers, kind)(**settings)
+    with pytest.raises(mf.FlexError, match=text):
+        mf.config_from_hf(config)
+
+
+def test_arguments_of_megatron() -> None:
+    """What the configurations say, written down by hand."""
+    found = mf.config_from_hf(FAMILIES["mistral"].config)
+    assert found.transformer["window_size"] == (4, 0)
+    assert found.transformer["kv_channels"] == 12
+    assert found.hybrid_layer_pattern == "*-*-*-*-"
+    linear = {"rope_type": "linear", "rope_theta": 300.0, "factor": 4.0}
+    found = mf.config_from_hf(transformers.LlamaConfig(**COMMON | {"rope_parameters": linear}))
+    assert found.model["rotary_base"] == 300.0
+    assert found.model["seq_len_interpolation_factor"] == 4.0
+    qwen = {**COMMON, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+    found = mf.config_from_hf(transformers.Qwen2Config(**qwen))
+    assert found.transformer["window_attn_skip_freq"] == [0, 0, 1, 1]
+    found = mf.config_from_hf(FAMILIES["gpt2"].config, vocabulary_multiple=8)
+    assert found.model["vocab_size"] == 64
+    found = mf.config_from_hf(FAMILIES["deepseek_v3"].config)
+    assert found.hybrid_layer_pattern == "+-+E+E+E"
+    assert found.transformer["mscale_all_dim"] == 0.5
+    sparse = {**FAMILIES["qwen3_moe"].settings, "mlp_only_layers": [], "decoder_sparse_step": 2}
+    assert mf.config_from_hf(transformers.Qwen3MoeConfig(**sparse)).experts == (False, True, False, True)
+
+
+def test_differences_of_settings() -> None:
+    arguments = mf.config_from_hf(FAMILIES["gpt2"].config)
+    held: dict[str, Any] = {**arguments.transformer, "attention_dropout": 0.7}
+    root = SimpleNamespace(config=SimpleNamespace(**held), position_embedding_type="learned_absolute")
+    assert compare_settings(arguments, root) == ()
+    root.config.activation_func = nn.functional.gelu
+    root.config.layernorm_epsilon = 1e-6
+    assert compare_settings(arguments, root) == (
+        "layernorm_epsilon is 1e-06, not 1e-05",
+        "activation_func is gelu, not gelu(approximate='tanh')",
+    )
+    root.config.bias_activation_fusion = True  # the fused function computes the approximation
+    assert compare_settings(arguments, root) == ("layernorm_epsilon is 1e-06, not 1e-05",)
+    root.config.activation_func = partial(nn.functional.gelu, approximate="tanh")
+    root.config.layernorm_epsilon = 1e-5
+    root.position_embedding_type = "rope"
+    assert compare_settings(arguments, root) == ("position_embedding_type is rope, not learned_absolute",)
+
+
+def test_nothing_but_a_folder_or_a_model_is_read() -> None:
+    for source, text in ((3, "a int is neither a model"), ("no/such", "no/such is no folder; download")):
+        with pytest.raises(mf.FlexError, match=text):
+            mf.config_from_hf(source)
+    with pytest.raises(mf.FlexError, match="Linear has no configuration"):
+        mf.config_from_hf(nn.Linear(2, 2))
+
+
+def test_a_model_that_is_sharded_or_empty_is_refused() -> None:
+    from megatron_flex.conversion.checkpoints import ModelWeights
+
+    with torch.device("meta"):
+        empty = nn.Linear(2, 2)
+    with pytest.raises(mf.FlexError, match="weight of Linear is without memory, on meta"):
+        ModelWeights(empty)
+
+    class Other(Tensor):
+        pass
+
+    kept = nn.Linear(2, 2)
+    kept.register_buffer("other", torch.zeros(2).as_subclass(Other))
+    with pytest.raises(mf.FlexError, match="other of Linear is a Other; give a model that is on one device"):
+        ModelWeights(kept)
