@@ -120,7 +120,7 @@ def allocate(folder: str, shards: int) -> dict[str, Tensor]:
         for name in file.keys():  # noqa: SIM118 - the file has no iterator
             shape = file.get_slice(name).get_shape()
             row = 2 * torch.Size(shape[1:]).numel()
-            rows = min(math.ceil(shape[0] * share), left // row)
+            rows = min(shape[0], math.ceil(shape[0] * share), left // row)
             out[name] = torch.ones(rows, *shape[1:], dtype=torch.bfloat16)
             left -= rows * row
     return out

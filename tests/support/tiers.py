@@ -100,6 +100,10 @@ QUICK: dict[str, tuple[str, ...]] = {
     "test_parameters.py": (
         *("test_every_weight_on_every_version[tp2 sp pp2]", "test_a_parameter_that_some_ranks_own"),
     ),
+    "test_huggingface_weights.py": (
+        *("test_logits_and_bits[tp2 pp2-gpt2]", "test_models_in_memory[leader]", "test_the_page_runs"),
+        "test_bad_input_is_named_on_all_ranks_and_changes_nothing",
+    ),
     "test_verify.py": (
         "test_a_tap_that_fires_twice",
         "test_a_shard_that_drifted_apart_over_data_parallel_ranks",
