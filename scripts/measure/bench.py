@@ -34,7 +34,8 @@ def flags(words: list[str] | None = None) -> argparse.Namespace:
         "over gloo, one thread for each rank: with nothing attached, idle, and read in four ways; or edited.",
         epilog="`scripts/bench --hooks` measures what a hook adds in all ways over sizes and draws it, "
         "`scripts/bench --idle` counts instructions, `scripts/bench --conversion` loads weights, "
-        "`scripts/bench --detection` plants bugs for `compare`; these have flags of their own: see their --help.",
+        "`scripts/bench --detection` plants bugs for `compare`; these have flags of their own: see their "
+        "--help.",
     )
     add = parser.add_argument
     add("--tp", type=int, default=2, help="ranks (default %(default)s)")
