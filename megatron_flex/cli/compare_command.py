@@ -39,37 +39,26 @@ def compare(
             show_default=False,
         ),
     ] = None,
-    tolerance_from: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="C",
-            help="A dump of a run that is right but for round-off; what differs there is the tolerance.",
-            show_default=False,
-        ),
-    ] = None,
     reference: Annotated[
         Path | None,
         typer.Option(
+            "--reference",
+            "--tolerance-from",
             metavar="C",
-            help="The same as --tolerance-from: a dump of a correct run, such as A with its inputs perturbed "
-            "in the last digit.",
+            help="A dump of a run that is correct but for round-off, such as A with its weights perturbed in "
+            "the last digit; how far it differs is the tolerance.",
             show_default=False,
         ),
     ] = None,
     iterations: Annotated[
         str | None,
-        typer.Option(
-            metavar="N[,N...]",
-            help="Compare these iterations only; 3:7 is 3 to 6.",
-            show_default=False,
-        ),
+        typer.Option(metavar="N[,N...]", help="Compare only these; 3:7 is 3 to 6.", show_default=False),
     ] = None,
     learning_rate: Annotated[
         float | None,
         typer.Option(
             metavar="LR",
-            help="Of the optimizer, where parameters were not dumped: from it follows how far they may "
-            "differ after some steps.",
+            help="Of the optimizer: how far parameters that were not dumped may differ follows from it.",
             show_default=False,
         ),
     ] = None,
@@ -95,7 +84,7 @@ def compare(
         a,
         b,
         _parse_tolerance(tolerance),
-        reference if reference is not None else tolerance_from,
+        reference,
         allow_missing=allow_missing,
         iterations=_parse_iterations(iterations),
         learning_rate=learning_rate,
