@@ -23,7 +23,11 @@ import {}
 print(middle - start, now() - start)
 """
 IMPORT_RUNS = 5
+<<<<<<< HEAD
 MODES = ("hooks", "idle", "conversion", "detection")  # that have flags of their own
+=======
+MODES = ("attach", "hooks", "idle", "conversion")  # that have flags of their own
+>>>>>>> main
 
 
 def flags(words: list[str] | None = None) -> argparse.Namespace:
