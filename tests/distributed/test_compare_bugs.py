@@ -1,26 +1,41 @@
-"""Comparing dumps finds real distributed bugs, and right runs raise no alarm."""
+"""Comparing dumps finds real distributed bugs, and right runs raise no alarm.
+
+The magnitudes are those of docs/detection.md, which `scripts/bench --detection` measured.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import importlib
+import json
+import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from megatron_flex.compare import Comparison, compare
-from tests.support import gpt, ranks, wrapped
-from tests.support.bugs import BUGS, FOURTEEN, Bug
+from megatron_flex.compare import compare
+from tests.support.bugs import BUGS, BY_NAME, Bug
 from tests.support.gpt import Case
-from tests.support.pool import run
-from tests.support.training import Trainer
+from tests.support.pages import ROOT
+from tests.support.planted import Bench, Pair, judge
 
 pytest.importorskip("megatron.core")
 
-HALF = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+MARGIN = 4  # over the least magnitude that was detected: other machines sum in another order
+KEPT: dict[str, Any] = json.loads((ROOT / "docs" / "detection.json").read_text(encoding="utf-8"))["results"]
+IN_BF16 = [  # what a bound for each element misses in bf16
+    "all gradients off by a factor",
+    "one rank's loss weighs more",
+    "stale copy of one rank's fc1 in the product",
+    "softmax scale",
+    "epsilon of a norm",
+    "output of a linear off by a factor",
+    "two heads swapped on one rank",
+    "scatter in place of a reduce-scatter",
+]
 CASES = {b.case.name: b.case for b in BUGS}
 RIGHT = [
     *CASES.values(),
@@ -29,166 +44,114 @@ RIGHT = [
     Case("cp2 tp2 sp", cp=2, tp=2, sp=True, layers=2),
     Case("experts tp2 sp ep2", tp=2, sp=True, ep=2, experts=4, layers=2),
 ]
-IN_HALF = [
-    replace(CASES["tp2"], name="bf16 tp2", extra=HALF),
-    Case("bf16 tp4 sp, eight layers", tp=4, sp=True, groups=4, layers=8, extra=HALF),
-    Case("bf16 cp2", cp=2, layers=4, extra=HALF),
-]
-WORDS = "embedding.word_embeddings.weight"
-
-
-def dumped(
-    case: Case, path: str, state: dict[str, Tensor] | None, bug: str = "", steps: int = 1, **settings: Any
-) -> dict[str, Tensor]:
-    """Steps of this rank with a dump of everything; returns the weights that it began with."""
-    from megatron.core.transformer.module import Float16Module
-
-    import megatron_flex as mf
-
-    chunks = ranks.start(case)
-    if state is None:
-        state = gpt.randomize(chunks[0])
-    else:
-        gpt.load(chunks, {"output_layer.weight": state[WORDS], **state})  # which tied embeddings have twice
-    inner = [Float16Module(c.config, c) for c in chunks] if "bf16" in case.extra else chunks
-    models = wrapped.ddp(inner, True)
-    found = next((b for b in BUGS if b.name == bug), None)
-    with contextlib.nullcontext() if found is None else found.patch(models, state):
-        settings = {"gradients": True, "parameters": "**", "replicas": True, "order": "blocks", **settings}
-        flex = mf.attach(models, dumps=mf.Dump(path, "**:*", **settings))
-        for _ in range(steps):
-            for model in models:
-                model.zero_grad_buffer()
-            gpt.step(case, models, ranks.mine(chunks))
-        flex.session.close()  # a place that a bug leaves out is no error here
-    return state
+IN_HALF = [CASES["tp2"], Case("tp4 sp, eight layers", tp=4, sp=True, groups=4, layers=8), CASES["cp2"]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("dumps")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    folder = tmp_path_factory.mktemp("dumps")
+    yield Bench(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def twin(case: Case, folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """The dump of one process, and its weights; made once for all tests of a case."""
-    path = folder / f"{case.name} alone"
-    weights = folder / f"{case.name} weights"
-    if not weights.exists():
-        (state,) = run(1, dumped, case.single(), str(path), None, timeout=300)
-        torch.save(state, weights)
-    return path, torch.load(weights)
-
-
-def compared(case: Case, folder: Path, bug: str = "") -> Comparison:
-    """A sharded run, with a bug or without, against one process."""
-    alone, state = twin(case, folder)
-    path = folder / f"{case.name} {bug or 'right'}"
-    if not path.exists():
-        run(case.world, dumped, case, str(path), state, bug, timeout=300)
-    return compare(alone, path)
+def published(bug: Bug, precision: str) -> float:
+    """The magnitude at which the documents say that a bug is detected, with a margin."""
+    probes = KEPT.get(f"bug/{precision}/{bug.name}", {}).get("probes", [])
+    return min([bug.magnitude, *(MARGIN * p[0] for p in probes if p[1])])
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda b: b.name)
-def test_bug_is_found_and_localised(bug: Bug, folder: Path, findings: list[Any]) -> None:
-    result = compared(bug.case, folder, bug.name)
-    first = result.first
-    there = first is not None and first.name.startswith(bug.first) and first.kind == bug.kind
-    # A weight that is out of step is written by one of its ranks: the wrong one, or a right one.
-    weight = first is not None and first.kind == "parameter" and first.name == bug.replica
-    there = there or weight
+def test_bug_is_found_and_localised(bug: Bug, bench: Bench, findings: list[Any]) -> None:
+    pair, magnitude = Pair(bug.case, steps=bug.steps), published(bug, "fp32")
+    result = bench.compared(pair, bug.name, magnitude)
+    found = judge(bug, result)
     findings.append(
-        {
-            "bug": bug.name,
-            "listed": bug in FOURTEEN,
-            "found": result.verdict == "diverges",
-            "localised": there,
-            "first": "" if first is None else f"{first.name} ({first.kind})",
-        }
+        {"bug": bug.name, "found": found.found, "localised": found.localised, "first": found.first}
     )
-    assert result.verdict == "diverges", str(result)
-    assert result.exit_status == 1
-    assert there, str(result)
-    assert weight or bug.hint in " ".join(result.hints), str(result)
-    steps = {o.name for o in result.replicas}
+    assert found.found, str(result)
+    assert found.localised, f"{found.first}: {result}"
+    replicas = {o.name for o in result.replicas}
     assert all(o.dump == "B" for o in result.replicas), "one process has no replicas"
-    assert not bug.replica or bug.replica in steps, str(result)
-    assert first is not None
-    assert first.worst is not None
-    assert first.worst.ranks_b, "whose it is, is known"
+    assert not bug.replica or bug.replica in replicas, str(result)
+    if result.first is not None:
+        assert result.first.worst is not None
+        assert result.first.worst.ranks_b, "the ranks that held it are known"
+    kept = KEPT.get(f"bug/fp32/{bug.name}", {}).get("probes")
+    if magnitude == bug.magnitude and kept and kept[0][3]:
+        assert found.hinted, f"{found.hints}: {result}"
 
 
-@pytest.mark.parametrize("case", [*RIGHT, *IN_HALF], ids=lambda c: c.name)
-def test_right_run_raises_no_alarm(case: Case, folder: Path, findings: list[Any]) -> None:
-    result = compared(case, folder)
-    alarm = result.verdict == "diverges"
-    findings.append({"case": case.name, "alarm": alarm, "tensors": len(result.rows)})
+@pytest.mark.parametrize("name", IN_BF16)
+def test_bug_is_found_in_bf16(name: str, bench: Bench) -> None:
+    bug = BY_NAME[name]
+    result = bench.compared(Pair(bug.case, "bf16"), name, published(bug, "bf16"))
+    found = judge(bug, result)
+    assert found.found, str(result)
+    assert found.localised, f"{found.first}: {result}"
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [*map(Pair, RIGHT), *(Pair(case, "bf16") for case in IN_HALF)],
+    ids=lambda pair: pair.case.name if pair.precision == "fp32" else f"{pair.precision} {pair.case.name}",
+)
+def test_right_run_raises_no_alarm(pair: Pair, bench: Bench, findings: list[Any]) -> None:
+    result = bench.compared(pair)
+    alarm = result.exit_status != 0
+    findings.append({"case": pair.name, "alarm": alarm, "tensors": len(result.rows)})
     assert not alarm, str(result)
-    assert result.exit_status == 0
-    assert result.rows
     kinds = {r.kind for r in result.rows}
     assert kinds == {"parameter", "value", "gradient", "parameter_gradient"}
     assert not [n for n in result.notes if "only in" in n], "both dumps have every place"
 
 
-HALF_BUGS = [
-    replace(b, case=half)
-    for half in (IN_HALF[0], IN_HALF[2])
-    for b in FOURTEEN
-    if b.case.name == half.name.removeprefix("bf16 ")
-]
-
-
-@pytest.mark.parametrize("bug", HALF_BUGS, ids=lambda b: b.name)
-def test_bug_is_found_in_bf16(bug: Bug, folder: Path) -> None:
-    result = compared(bug.case, folder, bug.name)
-    assert result.first is not None, str(result)
-    assert result.first.name.startswith(bug.first), str(result)
-    assert result.first.kind == bug.kind
-
-
-def trained(case: Case, path: str, state: dict[str, Tensor] | None) -> dict[str, Tensor]:
-    """Three steps of training, with Megatron's optimizer."""
-    import megatron_flex as mf
-
-    chunks = ranks.start(case)
-    if state is None:
-        state = gpt.randomize(chunks[0])
-    else:
-        gpt.load(chunks, state)
-    trainer = Trainer(case, chunks, ranks.mine(chunks))
-    dump = mf.Dump(path, "**:*", gradients=True, parameters="**", order="blocks")
-    with mf.attach(trainer.models, dumps=dump):
-        for _ in range(3):
-            trainer.step()
-    return state
-
-
-def test_training_apart_raises_no_alarm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_steps_of_adam_raise_no_alarm(precision: str, bench: Bench) -> None:
     """Parameters drift apart by round-off from step to step."""
-    case = Case("tp2 sp dp2", tp=2, sp=True, dp=2, layers=2)
-    (state,) = run(1, trained, case.single(), str(tmp_path / "alone"), None)
-    run(case.world, trained, case, str(tmp_path / "spread"), state)
-    result = compare(tmp_path / "alone", tmp_path / "spread")
+    case = replace(CASES["tp2 dp2"], name="tp2 sp dp2", sp=True, microbatches=1)
+    result = bench.compared(Pair(case, precision, steps=8, few=True))
     assert result.verdict == "not distinguishable from round-off", str(result)
-    assert {r.iteration for r in result.rows} == {0, 1, 2}
+    assert {r.iteration for r in result.rows} == set(range(8))
     moved = [r for r in result.rows if r.kind == "parameter"]
     assert all(r.equal for r in moved if r.iteration == 0)
     assert any(not r.equal for r in moved if r.iteration == 1)
 
 
-def test_tolerance_from_a_run_that_is_disturbed(folder: Path) -> None:
+def test_tolerance_from_a_run_that_is_disturbed(bench: Bench) -> None:
     """One process with weights off by a digit gives the noise; a right run is within it, a bug is not."""
-    bug = FOURTEEN[1]
-    alone, state = twin(bug.case, folder)
+    bug = BY_NAME["all-reduce missing after a row-parallel linear"]
+    pair = Pair(bug.case)
+    alone, weights = bench.alone(pair)
     generator = torch.Generator().manual_seed(5)
+    state = torch.load(weights)
     disturbed = {n: t * (1 + 1e-7 * torch.randn(t.shape, generator=generator)) for n, t in state.items()}
-    path = folder / "disturbed"
-    run(1, dumped, bug.case.single(), str(path), disturbed)
-    compared(bug.case, folder)
-    compared(bug.case, folder, bug.name)
-    right = compare(alone, folder / f"{bug.case.name} right", tolerance_from=path)
+    torch.save(disturbed, bench.folder / "disturbed weights")
+    third = bench.made(pair, pair.run.single(), "disturbed", bench.folder / "disturbed weights")
+    right = bench.compared(pair, tolerance_from=third)
     assert right.verdict == "not distinguishable from round-off", str(right)
-    wrong = compare(alone, folder / f"{bug.case.name} {bug.name}", tolerance_from=path)
+    wrong = compare(alone, bench.spread(pair, bug.name, 1.0), tolerance_from=third)
     assert wrong.first is not None
     assert wrong.first.name == bug.first
-    assert {r.tolerance for r in right.rows} != {r.tolerance for r in compared(bug.case, folder).rows}
+    assert {r.tolerance for r in right.rows} != {r.tolerance for r in bench.compared(pair).rows}
+
+
+def test_the_bench_goes_on_where_it_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "measure"))
+    detection = importlib.import_module("bench_detection")
+    kept, page = tmp_path / "kept.json", tmp_path / "page.md"
+    page.write_text((ROOT / "docs" / "detection.md").read_text(encoding="utf-8"), encoding="utf-8")
+    words = ["--json", str(kept), "--only", "bug", "--bugs", "output of a linear off", "--precisions", "fp32"]
+    detection.main([*words, "--write", str(page)])
+    (found,) = json.loads(kept.read_text())["results"].values()
+    assert found["alarm"] == 0
+    magnitudes = [p[0] for p in found["probes"]]
+    seen = {p[0] for p in found["probes"] if p[1]}
+    missed = set(magnitudes) - seen
+    assert magnitudes[0] == 0.1
+    assert max(missed) < min(seen) <= 4 * max(missed), "the least that is seen, to within a factor of four"
+    assert f"| relative | {min(seen):.1e} |" in page.read_text()
+    capsys.readouterr()
+    detection.main(words)
+    assert "bug/" not in capsys.readouterr().out, "nothing is measured twice"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tests.support import bert, context, grouped, latent, moe, mtp, packed, ssm, te
 
 SEQUENCE, BATCH, VOCABULARY, HIDDEN, FFN, HEADS, GROUPS = 16, 2, 64, 32, 48, 4, 2
+WEIGHTS_SEED, DATA_SEED = 7, 3
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,9 @@ def build(case: Case) -> list[nn.Module]:
         if case.vpp:
             parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
         chunk = _chunk(case, stage if case.vpp else None).to(case.device)
-        out.append(chunk.bfloat16() if case.extra.get("bf16") else chunk)  # as Float16Module does it
+        halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        half = next((dtype for name, dtype in halves.items() if case.extra.get(name)), None)
+        out.append(chunk if half is None else chunk.to(half))  # as Float16Module does it
     return out
 
 
@@ -366,7 +369,7 @@ def global_names(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def randomize(root: nn.Module) -> dict[str, Tensor]:
     """Give every parameter values that hide nothing (norms and biases too) and return them by global name."""
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(WEIGHTS_SEED)
     state = {}
     for name, parameter in sorted(global_names(root)):
         noise = torch.randn(parameter.shape, generator=generator)
@@ -396,7 +399,7 @@ def load(chunks: list[nn.Module], state: dict[str, Tensor]) -> None:
 
 def data(count: int) -> list[dict[str, Tensor]]:
     """`count` microbatches of tokens, the same everywhere."""
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(DATA_SEED)
     out = []
     for _ in range(count):
         tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)

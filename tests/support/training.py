@@ -9,11 +9,14 @@ from torch import nn
 
 from tests.support import gpt
 
+LOSS_SCALE = 128.0  # of fp16
+
 
 class Trainer:
     """Chunks in Megatron's wrappers with an optimizer, as `megatron.training` puts them together.
 
-    `ddp` goes to DistributedDataParallelConfig.
+    `ddp` goes to DistributedDataParallelConfig. A model in half precision is wrapped in Float16Module, and
+    its optimizer keeps weights in fp32; in fp16 the loss is scaled by a constant.
     """
 
     def __init__(self, case: gpt.Case, chunks: list[nn.Module], rank: int, **ddp: Any) -> None:
@@ -22,8 +25,12 @@ class Trainer:
             DistributedDataParallelConfig,
             finalize_model_grads,
         )
+        from megatron.core.transformer.module import Float16Module
 
         self.case, self.rank = case, rank
+        self.half = {n: bool(case.extra.get(n)) for n in ("bf16", "fp16")}
+        if any(self.half.values()):
+            chunks = [Float16Module(c.config, c) for c in chunks]
         wanted = DistributedDataParallelConfig(**ddp)
         self.overlapped = wanted.overlap_param_gather
         self.models: list[Any] = [
@@ -50,6 +57,9 @@ class Trainer:
             adam_eps=0.01,
             clip_grad=1.0,
             use_distributed_optimizer=distributed,
+            **self.half,
+            **({"loss_scale": LOSS_SCALE} if self.half["fp16"] else {}),
+            **({"params_dtype": self.case.extra["params_dtype"]} if any(self.half.values()) else {}),
             **(
                 {"overlap_param_gather": overlapped}
                 if "overlap_param_gather" in inspect.signature(OptimizerConfig).parameters
@@ -57,6 +67,9 @@ class Trainer:
             ),
         )
         optimizer = get_megatron_optimizer(config, self.models, use_gloo_process_groups=False)
+        if self.half["fp16"]:
+            for model in self.models:
+                model.config.grad_scale_func = optimizer.scale_loss
         for group in optimizer.param_groups:  # what a scheduler of the learning rate would set
             group["lr"] = 0.01
         return optimizer

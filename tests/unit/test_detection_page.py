@@ -1,0 +1,61 @@
+"""The page on what a comparison detects has the figures that were measured, of the bugs that there are."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.bugs import BUGS
+from tests.support.pages import ROOT
+
+PAGE, KEPT = ROOT / "docs" / "detection.md", ROOT / "docs" / "detection.json"
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "measure"))
+    return importlib.import_module("detection_page")
+
+
+def test_the_tables_are_those_of_the_kept_figures(page: Any) -> None:
+    kept, text = json.loads(KEPT.read_text(encoding="utf-8")), PAGE.read_text(encoding="utf-8")
+    for name, section in page.sections(kept).items():
+        assert f"<!-- {name}: written by scripts/bench -->\n{section}\n<!-- {name}: end -->" in text, name
+
+
+def test_the_kept_bugs_are_those_that_are_planted() -> None:
+    kept = json.loads(KEPT.read_text(encoding="utf-8"))["bugs"]
+    now = {b.name: {"group": b.group, "sweep": b.sweep and list(b.sweep), "measure": b.measure} for b in BUGS}
+    assert kept == now
+
+
+def test_a_table_shows_what_was_not_detected(page: Any) -> None:
+    swept = {"group": "TP", "sweep": [1e-7, 0.1], "measure": "relative"}
+    found = {
+        "alarm": 0,
+        "hints": "",
+        "probes": [[0.1, True, True, True, "a"], [1e-3, True, False, None, "b"]],
+    }
+    missed = {"alarm": 0, "hints": "", "probes": [[0.1, False, False, False, ""]]}
+    kept = {
+        "bugs": {"one": swept, "two": swept},
+        "results": {
+            "bug/fp32/one": found,
+            "bug/bf16/one": missed,
+            "bug/fp32/two": {**found, "alarm": 1},
+            "bug/fp8/one": {"error": "none"},
+            "right/fp32/tp2/0": {"status": 1, "steps": 20, "closest": 1.5, "tensors": 7},
+            "right/fp32/tp2/1": {"status": 0, "steps": 20, "closest": 0.5, "tensors": 7},
+        },
+    }
+    rows = page.bugs(kept).splitlines()
+    assert rows[2] == "| TP | one | relative | 1.0e-03 † | not at 0.1 |  |  | 1 of 1 |"
+    assert rows[3].startswith("| TP | two | relative | false alarm |")
+    assert page.right_pairs(kept).splitlines()[2] == "| fp32 | 2 | 20 | 14 | 1 | 1.50 |"
+    assert page.summary(kept).splitlines()[2:] == [
+        "| fp32 | 2 of 2 | 2 of 2 | 2 of 2 |",
+        "| bf16 | 0 of 1 | 0 of 0 | 0 of 0 |",
+    ]
