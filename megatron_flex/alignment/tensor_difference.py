@@ -105,4 +105,4 @@ class SiteTolerances:
         depth = self._depths.of(item)
         if isolated:
             depth = min(depth, self._depths.forward("decoder.layers.0:output"))
-        return derive_tolerance(item, depth, self._precisions, dtypes, 0)
+        return derive_tolerance(item, depth, self._precisions, dtypes)
