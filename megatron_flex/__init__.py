@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from megatron_flex import edits, figures, plot
     from megatron_flex.adapters.adapter_registry import register_adapter
     from megatron_flex.adapters.detection import detect
+    from megatron_flex.alignment import Alignment, align, align_dumps, site_names
     from megatron_flex.conversion import config_from_hf, load_hf, to_hf
     from megatron_flex.dump import Dump, sampled
     from megatron_flex.dump.reader import DumpArray, OpenDump, open_dump
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from megatron_flex.statistics.statistics_reader import OpenStatistics, open_statistics
 
 __all__ = [
+    "Alignment",
     "Dim",
     "Dump",
     "DumpArray",
@@ -56,6 +58,8 @@ __all__ = [
     "VerifyError",
     "__version__",
     "add_flex_args",
+    "align",
+    "align_dumps",
     "attach",
     "breakpoint",
     "config_from_hf",
@@ -71,11 +75,13 @@ __all__ = [
     "reduce",
     "register_adapter",
     "sampled",
+    "site_names",
     "to_hf",
 ]
 
 # The module of each public name; a module is imported when one of its names is first used.
 _MODULES = {
+    "Alignment": "alignment",
     "Dim": "layout",
     "Dump": "dump",
     "DumpArray": "dump.reader",
@@ -96,6 +102,8 @@ _MODULES = {
     "Statistics": "statistics",
     "VerifyError": "errors",
     "add_flex_args": "launch.argparse_flags",
+    "align": "alignment",
+    "align_dumps": "alignment",
     "attach": "model",
     "breakpoint": "runtime.debug.edit_debugger",
     "config_from_hf": "conversion",
@@ -108,6 +116,7 @@ _MODULES = {
     "reduce": "runtime.selection",
     "register_adapter": "adapters.adapter_registry",
     "sampled": "dump",
+    "site_names": "alignment",
     "to_hf": "conversion",
 }
 _SUBMODULES = ("edits", "figures", "plot")

@@ -3,4 +3,4 @@
 They need LibCST and neither torch nor what they patch. `scripts/patch_upstream` is the door.
 """
 
-VERSION = 1  # version of the patch; a file with an older one is updated
+VERSION = 2  # version of the patch; a file with an older one is updated

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +19,10 @@ BELOW = {
     "megatron": [f"{above}{LAYERS}" for above in ("megatron/core/", "core/", "")],
     "fairscale": [f"{above}{OF_FAIRSCALE}" for above in ("fairscale/nn/", "nn/", "")],
 }
-LAUNCHERS = "pretrain_*.py"
+LAUNCHERS = "*.py"
 CALL = b"pretrain("
+INSTALLED = {"site-packages", "dist-packages"}
+NOT_LAUNCHERS = {*INSTALLED, "tests", "build", "__pycache__"}
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,14 @@ class Target:
     @property
     def installed(self) -> bool:
         """Whether it belongs to an installed package, which the next installation overwrites."""
-        return bool({"site-packages", "dist-packages"} & set(self.path.parts))
+        return bool(INSTALLED & set(self.path.parts))
 
 
 def find(path: Path) -> list[Target]:
     """The files under a path, layers first; for the path of a file, that file.
+
+    Launchers are looked for in all folders of a checkout, tests left out: Megatron's own are in its root, in
+    `examples/` and in `megatron/elastification/`. Of an installed package only the named folder is searched.
 
     Raises:
         PatchError: there are none.
@@ -66,16 +73,54 @@ def find(path: Path) -> list[Target]:
     if not path.is_dir():
         raise PatchError(f"{path}: is neither a file nor a folder")
     layers = [(path / place, kind) for kind, places in BELOW.items() for place in places]
-    scripts = [s for s in sorted(path.glob(LAUNCHERS)) if s.is_file() and CALL in s.read_bytes()]
+    scripts = [s for s in _list_scripts(path) if _launches(s)]
     found = [Target(file.resolve(), kind) for file, kind in layers if file.is_file()]
     found += [Target(script.resolve(), "launcher") for script in scripts]
     if not found:
         looked = ", ".join(f"{places[0]}" for places in BELOW.values())
         raise PatchError(
-            f"{path}: holds nothing to patch; looked for {looked} and {LAUNCHERS}: give a checkout's root, "
-            "an installed package's folder, or a file"
+            f"{path}: holds nothing to patch; looked for {looked} and scripts that call pretrain(): give a "
+            "checkout's root, an installed package's folder, or a file"
         )
     return list(dict.fromkeys(found))
+
+
+def _list_scripts(path: Path) -> Iterator[Path]:
+    """The Python files that may be launchers, in order."""
+    if INSTALLED & set(path.resolve().parts):
+        yield from sorted(f for f in path.glob(LAUNCHERS) if f.is_file())
+        return
+    for folder, inner, files in os.walk(path):
+        inner[:] = sorted(
+            n
+            for n in inner
+            if n not in NOT_LAUNCHERS and not n.startswith(".") and not _is_environment(folder, n)
+        )
+        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
+
+
+def _is_environment(folder: str, name: str) -> bool:
+    """Whether a folder is a virtual environment."""
+    return os.path.exists(os.path.join(folder, name, "pyvenv.cfg"))
+
+
+def _launches(path: Path) -> bool:
+    """Whether a file calls `pretrain()`, as `pretrain()` or `module.pretrain()`, and does not define it."""
+    content = path.read_bytes()
+    if CALL not in content:
+        return False
+    try:
+        nodes = list(ast.walk(ast.parse(content)))
+    except (SyntaxError, ValueError):
+        return False  # no Python of today: nothing that starts Megatron
+    defined = any(isinstance(n, ast.FunctionDef) and n.name == "pretrain" for n in nodes)
+    return not defined and any(isinstance(n, ast.Call) and _called_name(n.func) == "pretrain" for n in nodes)
+
+
+def _called_name(function: ast.expr) -> str:
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
 
 
 def _kind(path: Path) -> str:

@@ -11,7 +11,13 @@ from patches.tree import Tree, code_of, in_a_line
 PRETRAIN = "pretrain"
 MAIN, SWAPPED = "__name__ == '__main__'", "'__main__' == __name__"
 PARSING = ("parse_and_validate_args", "parse_args", "initialize_megatron", PRETRAIN)
-LINES = ("import megatron_flex.launch", "megatron_flex.launch.install()")
+# Where megatron_flex is not installed the script runs as it was, and its parser refuses our flags.
+LINES = (
+    "from importlib.util import find_spec as _find_spec",
+    'if _find_spec("megatron_flex") is not None:',
+    "    import megatron_flex.launch",
+    "    megatron_flex.launch.install()",
+)
 
 
 def is_call(node: cst.Call, *names: str) -> bool:

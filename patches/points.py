@@ -8,10 +8,24 @@ from patches.errors import PatchError
 from patches.lines import Insertion
 from patches.tree import Tree
 
+# Where megatron_flex is not installed the layers run as they were: no hook is ever registered at a point.
+IMPORT = (
+    "try:",
+    "    from megatron_flex import points as _flex",
+    "except ModuleNotFoundError as _absent:",
+    '    if _absent.name != "megatron_flex":',
+    "        raise",
+    "    class _flex:",
+    "        class Points:",
+    "            def __init__(self, *names): pass",
+    "            def stands(self, name): return False",
+    "            def __call__(self, name, local, **said): return local",
+)
+
 
 def importing(tree: Tree) -> Insertion:
     """The one import that patched layers need."""
-    return tree.before(tree.first_import(), "from megatron_flex import points as _flex")
+    return tree.before(tree.first_import(), *IMPORT)
 
 
 def declare(tree: Tree, forward: cst.FunctionDef, *names: str) -> Insertion:

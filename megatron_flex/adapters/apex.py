@@ -20,6 +20,7 @@ from megatron_flex.adapters.adapter_base import AxisSizes, FrameworkMatch, Local
 from megatron_flex.adapters.layout_rules import FULL, Point, Rule, Spread
 from megatron_flex.adapters.mesh_axes import make_axis
 from megatron_flex.adapters.module_adapter import ModuleAdapter, compose
+from megatron_flex.adapters.module_names import all_modules
 from megatron_flex.adapters.parameter_storage import ParameterStorage, StoredParameter
 from megatron_flex.adapters.taps import UpstreamFunction, intercept
 from megatron_flex.errors import FlexError
@@ -54,7 +55,7 @@ def is_apex(module: Any, *names: str) -> bool:
 
 def find_apex(chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any) -> FrameworkMatch | None:
     """A model with apex's parallel layers in it, or a stage of an apex pipeline."""
-    modules = [m for chunk in chunks for m in chunk.modules()]
+    modules = [m for chunk in chunks for m in all_modules(chunk)]
     layer = next((m for m in modules if is_apex(m, *PARALLEL)), None)
     if layer is not None:
         why = f"it holds a {type(layer).__name__} of apex's"

@@ -19,7 +19,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_flex.adapters.adapter_base import LocalGradient, Undo
-from megatron_flex.adapters.module_names import named_modules, named_parameters, strip_wrapper_names
+from megatron_flex.adapters.module_names import (
+    all_modules,
+    named_modules,
+    named_parameters,
+    strip_wrapper_names,
+)
 from megatron_flex.adapters.parameter_storage import SAY_REDUCED, ModuleParameters, StoredParameter
 from megatron_flex.errors import FlexError
 
@@ -33,7 +38,7 @@ AVERAGING_HOOKS = (
 
 def ddp_wrappers_of(chunk: nn.Module) -> list[DistributedDataParallel]:
     """The wrappers around a model or parts of it, the outermost first."""
-    return [m for m in chunk.modules() if isinstance(m, DistributedDataParallel)]
+    return [m for m in all_modules(chunk) if isinstance(m, DistributedDataParallel)]
 
 
 class DDPParameters(ModuleParameters):
@@ -157,7 +162,9 @@ def fsdp_wrappers_of(chunk: nn.Module) -> list[Any]:
     """The wrappers around a model or parts of it, the outermost first."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return (
-        [] if fsdp is None else [m for m in chunk.modules() if isinstance(m, fsdp.FullyShardedDataParallel)]
+        []
+        if fsdp is None
+        else [m for m in all_modules(chunk) if isinstance(m, fsdp.FullyShardedDataParallel)]
     )
 
 

@@ -21,6 +21,7 @@ from torch.nn.parallel import DataParallel
 from megatron_flex.adapters import huggingface, pipelining, pytorch
 from megatron_flex.adapters.adapter_base import Adapter, AxisSizes, FrameworkMatch, Part
 from megatron_flex.adapters.adapter_registry import FinderEntry, finder_entries
+from megatron_flex.adapters.module_names import all_modules
 from megatron_flex.adapters.pipelining import list_model_chunks
 from megatron_flex.config import flex_config
 from megatron_flex.errors import FlexError, FlexWarning
@@ -349,7 +350,7 @@ def _has_several_ranks(process_group: Any) -> bool:
 def _versions_in(chunks: list[nn.Module], claims: list[FinderClaim]) -> tuple[Version, ...]:
     """Versions of the framework that claims a model, and of those that layouts or parameters depend on."""
     packages = [c.known.package.partition(".")[0] for c in claims if c.known.package]
-    modules = [m for chunk in chunks for m in chunk.modules()]
+    modules = [m for chunk in chunks for m in all_modules(chunk)]
     for kind in {kind for m in modules for kind in type(m).__mro__}:
         package, _, rest = kind.__module__.partition(".")
         own = package == "torch" and rest.startswith("distributed.")

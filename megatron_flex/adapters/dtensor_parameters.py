@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from megatron_flex.adapters import data_parallel
 from megatron_flex.adapters.adapter_base import LocalGradient, Undo
 from megatron_flex.adapters.mesh_axes import axes_of_device_mesh
-from megatron_flex.adapters.module_names import named_modules
+from megatron_flex.adapters.module_names import all_modules, named_modules
 from megatron_flex.adapters.parameter_storage import SAY_REDUCED, StoredParameter
 from megatron_flex.errors import FlexError
 from megatron_flex.layout import Cut, Dim, Layout
@@ -38,7 +38,8 @@ def is_dtensor(tensor: Any) -> bool:
 
 def fully_shard_modules(chunk: nn.Module) -> list[Any]:
     """The modules that `fully_shard` was called on."""
-    return [m for m in chunk.modules() if hasattr(m, "_get_fsdp_state")]
+    # `fully_shard` gives a module another class, which has this; asking a module for what is absent is slow
+    return [m for m in all_modules(chunk) if hasattr(type(m), "_get_fsdp_state")]
 
 
 def has_dtensors(chunk: nn.Module) -> bool:
@@ -75,10 +76,13 @@ def _named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     After a forward pass in DistributedDataParallel, modules have DTensors made from the parameters.
     """
     seen: set[nn.Parameter] = set()
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    kinds: tuple[type, ...] = () if tensors is None else (tensors.DTensor,)
     for path, module in named_modules(root):
         found: dict[str, Any] = {n: p for n, p in module._parameters.items() if p is not None}
-        for own, tensor in vars(module).items():
-            if is_dtensor(tensor) and tensor.grad_fn is not None:
+        held: list[tuple[str, Any]] = [(n, t) for n, t in vars(module).items() if isinstance(t, kinds)]
+        for own, tensor in held:
+            if tensor.grad_fn is not None:
                 made_of = getattr(tensor.grad_fn.next_functions[0][0], "variable", None)
                 if hasattr(made_of, "_st_info"):
                     found[own] = made_of

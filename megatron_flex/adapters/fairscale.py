@@ -22,7 +22,7 @@ from megatron_flex.adapters.layout_rules import FULL, Point, Rule, Spread
 from megatron_flex.adapters.mesh_axes import make_axis
 from megatron_flex.adapters.model_calls import UserLoop
 from megatron_flex.adapters.module_adapter import ModuleAdapter, compose
-from megatron_flex.adapters.module_names import SHARDED_DDP, is_fairscale, unwrap
+from megatron_flex.adapters.module_names import SHARDED_DDP, all_modules, is_fairscale, unwrap
 from megatron_flex.adapters.parameter_storage import ParameterStorage
 from megatron_flex.adapters.pytorch import mesh_around
 from megatron_flex.adapters.taps import SourcePoint, UpstreamFunction, intercept
@@ -66,7 +66,7 @@ def find_fairscale(
     chunks: list[nn.Module], axis_sizes: AxisSizes, process_group: Any
 ) -> FrameworkMatch | None:
     """A model with fairscale's parallel layers in it, or a stage of a fairscale pipeline."""
-    modules = [m for chunk in chunks for m in chunk.modules()]
+    modules = [m for chunk in chunks for m in all_modules(chunk)]
     layer = next((m for m in modules if is_fairscale(m, *PARALLEL)), None)
     if len(chunks) == 1 and is_fairscale(unwrap(chunks[0]), "Pipe"):
         why = "it is a Pipe of fairscale's"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_flex.adapters.adapter_base import LocalGradient, Undo
 from megatron_flex.adapters.layout_rules import FULL, Rule, Spread
-from megatron_flex.adapters.module_names import named_modules, strip_wrapper_names
+from megatron_flex.adapters.module_names import all_modules, named_modules, strip_wrapper_names
 from megatron_flex.adapters.parameter_storage import ModuleParameters, StoredParameter
 from megatron_flex.errors import FlexError
 
@@ -101,7 +101,7 @@ OFFLOADED_GRADIENT = (
 
 def offload_hook_of(module: nn.Module) -> Any:
     """The accelerate hook that loads a module's own weights; None if they are loaded."""
-    hook = getattr(module, "_hf_hook", None)
+    hook = vars(module).get("_hf_hook")  # asking for a missing attribute is slow
     for one in (hook, *getattr(hook, "hooks", ())):
         if getattr(one, "offload", False) and getattr(one, "weights_map", None) is not None:
             return one
@@ -110,7 +110,7 @@ def offload_hook_of(module: nn.Module) -> Any:
 
 def is_offloaded(chunk: nn.Module) -> bool:
     """Whether any weights are offloaded."""
-    return any(offload_hook_of(module) is not None for module in chunk.modules())
+    return any(offload_hook_of(module) is not None for module in all_modules(chunk))
 
 
 class OffloadedParameters(ModuleParameters):

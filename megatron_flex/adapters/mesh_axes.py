@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_flex.adapters.adapter_base import AxisSizes
+from megatron_flex.adapters.module_names import all_modules
 from megatron_flex.errors import FlexError
 from megatron_flex.mesh import Axis, Mesh
 
@@ -111,10 +112,10 @@ NAME_THE_DIMS = (
 def mesh_uses_in(root: nn.Module) -> list[MeshUse]:
     """The meshes that DTensor parameters, parallel styles and `fully_shard` of a model use, each once."""
     found: list[MeshUse] = []
-    for module in root.modules():
+    for module in all_modules(root):
         found += [(style_mesh, "tp") for style_mesh in style_meshes(module)]
-        state = getattr(module, "_get_fsdp_state", None)
-        for group in () if state is None else _fsdp_groups(state()):
+        state = getattr(type(module), "_get_fsdp_state", None)  # asking the module itself is slow
+        for group in () if state is None else _fsdp_groups(state(module)):
             found.append((group.mesh_info.mesh, "dp"))
     sharded = bool(found) and all(axis == "dp" for _, axis in found)
     for parameter in root.parameters():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
 
 from torch import nn
 from torch.fx import Graph
@@ -17,12 +19,19 @@ WRAPPED_ATTRIBUTES = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_or
 
 def is_fairscale(module: object, *kinds: str) -> bool:
     """Whether an object is an instance of one of these fairscale classes; does not import fairscale."""
-    return any(c.__name__ in kinds and c.__module__.startswith("fairscale.") for c in type(module).__mro__)
+    cls: Any = type(module)
+    return _is_class_of(cls, "fairscale.", kinds)
 
 
 def is_deepspeed(module: nn.Module, kind: str) -> bool:
     """Whether a module is an instance of this DeepSpeed class; does not import DeepSpeed."""
-    return any(c.__name__ == kind and c.__module__.startswith("deepspeed.") for c in type(module).__mro__)
+    cls: Any = type(module)
+    return _is_class_of(cls, "deepspeed.", (kind,))
+
+
+@lru_cache(4096)  # a model has thousands of modules of few classes
+def _is_class_of(cls: Any, package: str, names: tuple[str, ...]) -> bool:
+    return any(c.__name__ in names and c.__module__.startswith(package) for c in cls.__mro__)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -50,12 +59,27 @@ def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _walk_modules(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    if module in seen:
-        return
-    seen.add(module)
-    yield path, module
-    for name, child in _children(module):
-        yield from _walk_modules(unwrap(child), f"{path}.{name}" if path else name, seen)
+    left = [(path, module)]  # no generator in a generator: each module would go through as many as it is deep
+    while left:
+        path, module = left.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield path, module
+        front = f"{path}." if path else ""
+        left += [(front + name, unwrap(child)) for name, child in _children(module)][::-1]
+
+
+def all_modules(root: nn.Module) -> list[nn.Module]:
+    """All modules, wrappers too, as `root.modules()` has them, in a fraction of its time."""
+    seen: dict[nn.Module, None] = {}
+    left = [root]
+    while left:
+        module = left.pop()
+        if module not in seen:
+            seen[module] = None
+            left += list(module.children())[::-1]
+    return list(seen)
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -17,6 +17,7 @@ from megatron_flex.adapters.adapter_base import LocalGradient, Undo
 from megatron_flex.adapters.module_names import (
     DEEPSPEED_ENGINE,
     SHARDED_DDP,
+    all_modules,
     is_deepspeed,
     is_fairscale,
     named_parameters,
@@ -44,7 +45,7 @@ UNREDUCED_GRADIENT = (
 
 def sharded_ddp_wrappers_of(chunk: nn.Module) -> list[Any]:
     """The ShardedDataParallel wrappers around a model or its parts, the outermost first."""
-    return [m for m in chunk.modules() if is_fairscale(m, SHARDED_DDP)]
+    return [m for m in all_modules(chunk) if is_fairscale(m, SHARDED_DDP)]
 
 
 def check_sharded_ddp(wrappers: Sequence[Any], chunk: nn.Module, mesh: Mesh) -> None:

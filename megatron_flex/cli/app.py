@@ -9,17 +9,16 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from io import TextIOWrapper
 from typing import Any
 
 import typer
 
 from megatron_flex.cli.command_group import CommandGroup
+from megatron_flex.cli.launch_command import torchrun_command
 from megatron_flex.errors import FlexError, FlexWarning
 from megatron_flex.version import __version__
-
-RUNNER_MODULE = "megatron_flex.launch"
 
 
 def launch(context: typer.Context) -> None:
@@ -40,37 +39,22 @@ def launch(context: typer.Context) -> None:
     os.execv(command[0], command)
 
 
-def torchrun_command(words: Sequence[str]) -> list[str]:
-    """The whole command: Python, torchrun's options, the runner, the script and its arguments.
+def two_layouts(context: typer.Context) -> None:
+    """Run a training script with the same weights in two layouts, and compare them.
 
-    Raises:
-        FlexError: no script is named, or an option is given that leaves no place for the runner.
-        SystemExit: torchrun does not know an option; its own words are printed.
+    It saves a torch_dist checkpoint, loads it in both layouts with --finetune, dumps both, and compares.
+    Options, anywhere: --against 'FLAGS' of the second layout; --without 'FLAGS' that only the first has;
+    --out DIR; --iterations N; --sites 'PATTERNS'; --processes 4,2; --checkpoint DIR, instead of saving one;
+    --no-parameters; --dry, to print the commands only. Exit status as of compare.
+
+    For example: megatron-flex two-layouts -- pretrain_gpt.py --tensor-model-parallel-size 2 ...
+    --against '--tensor-model-parallel-size 1'
     """
-    from torch.distributed.run import get_args_parser
+    from megatron_flex.cli.two_layouts_command import run_two_layouts
 
-    if not words or words[0].startswith("--flex-"):
-        what = f"{words[0]} comes before it" if words else "none is named"
-        raise FlexError(f"no script, {what}: megatron-flex run [torchrun's options] SCRIPT [flags]")
-    found = get_args_parser().parse_args(list(words))
-    for name in ("no_python", "run_path"):
-        if getattr(found, name, False):
-            option = f"--{name.replace('_', '-')}"
-            raise FlexError(f"{option}: torchrun would start the script without hooks; leave it out")
-    at = len(words) - len(found.training_script_args) - 1
-    at -= words[at] != found.training_script  # argparse removes a `--` after it
-    options = [o for o in words[:at] if o not in ("-m", "--module", "--")]
-    module = ["-m"] if found.module else []
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *options,
-        "-m",
-        RUNNER_MODULE,
-        *module,
-        *words[at:],
-    ]
+    status = run_two_layouts(context.args)
+    if status:
+        raise typer.Exit(status)
 
 
 app = typer.Typer(
@@ -82,15 +66,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command(
-    "run",
-    context_settings={
-        "allow_extra_args": True,
-        "ignore_unknown_options": True,
-        "allow_interspersed_args": False,
-        "help_option_names": ["--help"],
-    },
-)(launch)
+for name, command in {"run": launch, "two-layouts": two_layouts}.items():
+    app.command(
+        name,
+        context_settings={
+            "allow_extra_args": True,
+            "ignore_unknown_options": True,
+            "allow_interspersed_args": False,
+            "help_option_names": ["--help"],
+        },
+    )(command)
 
 
 @app.callback(invoke_without_command=True)

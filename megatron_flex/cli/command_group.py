@@ -45,6 +45,11 @@ SOURCES = {
     "compare": CommandSource(
         "compare_command", "compare", "Compare two dumps and name the first site that diverges."
     ),
+    "align": CommandSource(
+        "align_command",
+        "align",
+        "Compare a Megatron run with a Hugging Face model, hook point by hook point.",
+    ),
     "dump": CommandSource("dump_command", "dump_app", "List, show, verify, export and prune dumps."),
     "stats": CommandSource("stats_command", "stats_app", "List and show statistics that a run wrote."),
 }

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from megatron_flex.alignment import align_dumps, are_of_both_frameworks
+from megatron_flex.cli.align_command import print_alignment
 from megatron_flex.cli.command_options import JsonOption
 from megatron_flex.cli.console_output import make_console, make_table, print_json
 from megatron_flex.compare import Comparison
@@ -80,6 +82,9 @@ def compare(
     cannot be compared: a dump is damaged, the tokens are others, or only one of them has a site or an
     iteration and --allow-missing does not accept that.
     """
+    if reference is None and are_of_both_frameworks(a, b):
+        _compare_frameworks(a, b, tolerance, as_json)
+        return
     found = run(
         a,
         b,
@@ -109,6 +114,20 @@ def _parse_iterations(text: str | None) -> list[int] | None:
         except ValueError:
             raise FlexError(f"--iterations {text}: say numbers and ranges, as in 0,2,5:8") from None
     return out
+
+
+def _compare_frameworks(a: Path, b: Path, tolerance: list[str] | None, as_json: bool) -> None:
+    """Compare a dump of a Hugging Face model with one of a Megatron model."""
+    parsed = _parse_tolerance(tolerance)
+    if isinstance(parsed, dict):
+        raise FlexError("--tolerance PATTERN=X is for two dumps of one framework; give one number")
+    found = align_dumps(a, b, parsed).to_json()
+    if as_json:
+        print_json(found)
+    else:
+        print_alignment(make_console(), found)
+    if not found["agrees"]:
+        raise typer.Exit(1)
 
 
 def _parse_tolerance(words: list[str] | None) -> float | dict[str, float] | None:

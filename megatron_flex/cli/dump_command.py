@@ -40,7 +40,7 @@ from megatron_flex.dump.export import (
     read_blocks,
 )
 from megatron_flex.dump.export import export_arrays as write
-from megatron_flex.dump.reader import DumpArray, open_dump
+from megatron_flex.dump.reader import DumpArray, OpenDump, open_dump
 from megatron_flex.dump.tools.dump_cleanup import list_removals
 from megatron_flex.dump.tools.dump_cleanup import prune_dump as remove
 from megatron_flex.dump.tools.dump_contents import (
@@ -112,12 +112,26 @@ def show(
             print_json({name: {**described[name], **found[name].to_json()} for name in wanted})
             return
         shapes = format_shape(arrays[site].dims, arrays[site].shape)
+        held = _describe_layouts(dump, arrays[site])
         what = [
             f"{shapes}, {described[site]['dtype']}, {format_bytes(arrays[site].nbytes)}",
-            f"iterations {format_series(arrays[site].iterations)}; ranks held {arrays[site].layout}",
+            f"iterations {format_series(arrays[site].iterations)}; ranks held {held}",
         ]
         titles = [n.removeprefix(site).removeprefix(".") or "values" for n in wanted]
         print_statistics(make_console(), site, what, dict(zip(titles, found.values(), strict=True)))
+
+
+def _describe_layouts(dump: OpenDump, array: DumpArray) -> str:
+    """How ranks held it; of a dump that was continued in another layout each with its first iteration."""
+    firsts: dict[int, int] = {}
+    for which in array.iteration_keys:
+        firsts.setdefault(id(dump.stored_iteration(which).run), which[0])
+    found: dict[str, int] = {}
+    for number in firsts.values():
+        found.setdefault(array.at(number).layout, number)
+    if len(found) < 2:
+        return array.layout
+    return "; ".join(f"from iteration {number} on {layout}" for layout, number in found.items())
 
 
 def _describe_array(array: DumpArray) -> dict[str, object]:

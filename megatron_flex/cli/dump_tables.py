@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,14 +19,16 @@ from megatron_flex.cli.console_output import (
     make_table,
     supports_unicode,
 )
+from megatron_flex.dump.schema import ITERATION_NUMBERS, MEGATRON
 from megatron_flex.dump.tools.dump_cleanup import Removal
 from megatron_flex.dump.tools.dump_contents import DumpContents, RunRow, TensorRow
-from megatron_flex.dump.tools.dump_verification import Verification
+from megatron_flex.dump.tools.dump_verification import DumpFinding, Verification
 from megatron_flex.dump.tools.value_summary import ValueSummary
 from megatron_flex.layout.layout_drawing import format_shape
 from megatron_flex.sites import GRADIENT_SUFFIX
 
 NAME_NUMBER = re.compile(r"\.\d+(?=\.|:|#|$)")
+MOST_RANKS = 8  # ranks that a finding names
 EIGHTHS = "▏▎▍▌▋▊▉█"
 
 
@@ -46,6 +49,8 @@ def print_contents(out: Console, path: Path, found: DumpContents, every: bool = 
             out.print(f"run {run.number}: {run.damage}", style="bold red", soft_wrap=True)
     for note in found.notes:
         out.print(f"note: {note}", style="yellow", soft_wrap=True)
+    if any(run.framework == MEGATRON for run in found.runs):
+        out.print(ITERATION_NUMBERS, style="dim", soft_wrap=True)
     for kind in ("site", "parameter"):
         mine = [t for t in found.tensors if t.kind == kind]
         if mine:
@@ -219,14 +224,17 @@ def _format_share(count: int, of: int) -> str:
 
 
 def print_verification(out: Console, found: Verification) -> None:
-    """The findings, errors first, then the counts of what was read."""
-    for finding in sorted(found.findings, key=lambda f: not f.error):
+    """The findings, a line each and errors first, then the counts of what was read; an iteration that is
+    incomplete or has parts missing is one finding, with its ranks.
+    """
+    findings = _join_ranks(found.findings)
+    for finding in sorted(findings, key=lambda f: not f.error):
         word, style = ("error", "bold red") if finding.error else ("note", "yellow")
         out.print(f"{word}: {finding.kind}", style=style, end="  ")
-        out.print(finding.where, style="bold", soft_wrap=True)
-        out.print(f"    {finding.text}", soft_wrap=True)
-    errors = sum(f.error for f in found.findings)
-    notes = len(found.findings) - errors
+        out.print(finding.where, style="bold", soft_wrap=True, end="  ")
+        out.print(finding.text, soft_wrap=True)
+    errors = sum(f.error for f in findings)
+    notes = len(findings) - errors
     read = (
         f"{count_words(found.files, 'file')}, {count_words(found.tensors, 'tensor')}, "
         f"{format_bytes(found.nbytes)} read"
@@ -240,6 +248,26 @@ def print_verification(out: Console, found: Verification) -> None:
         out.print(f"no iteration is complete: there is nothing to read{noted}", style="yellow")
     else:
         out.print(f"all is as it was written{noted}", style="green")
+
+
+def _join_ranks(findings: Sequence[DumpFinding]) -> list[DumpFinding]:
+    """The findings; those of several ranks of which parts of one iteration are not there are one."""
+    out: dict[object, list[DumpFinding]] = {}
+    for number, finding in enumerate(findings):
+        joins = finding.kind in ("missing", "incomplete")
+        out.setdefault((finding.where, finding.error) if joins else number, []).append(finding)
+    joined = []
+    for first, *others in out.values():
+        if others:
+            ranks = [str(f.rank) for f in (first, *others)]
+            more = f" and {len(ranks) - MOST_RANKS} more" if len(ranks) > MOST_RANKS else ""
+            sites = dict.fromkeys(name for f in (first, *others) for name in f.sites)
+            lost = f"; lost: of {len(sites)} sites what they wrote" if sites else ""
+            text = f"parts of ranks {', '.join(ranks[:MOST_RANKS])}{more} are not there{lost}"
+            elsewhere = "" if first.error else "; another run has it complete"
+            first = replace(first, text=f"iteration {first.iteration} is incomplete: {text}{elsewhere}")
+        joined.append(first)
+    return joined
 
 
 def print_pruned(out: Console, path: Path, found: Sequence[Removal], freed: int, dry_run: bool) -> None:

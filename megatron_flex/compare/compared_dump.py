@@ -79,9 +79,16 @@ class ComparedDump:
         return {a: n for a, n in self.sizes.items() if n > 1 and a != "edp"}
 
     def describe(self) -> str:
-        """The dump as text."""
-        mesh = " x ".join(f"{a}={n}" for a, n in self.told.items()) or "one rank"
-        return f"{self.path} ({mesh}, {len(self.iterations)} iterations)"
+        """The dump as text, with the meshes of all its runs."""
+        return f"{self.path} ({self.dump.describe_meshes()}; {len(self.iterations)} iterations)"
+
+    def use_run_of(self, iteration: int) -> None:
+        """Take mesh, ranks and layouts from the run that wrote an iteration: a dump may be continued in
+        another layout.
+        """
+        self.manifest = self.dump.stored_iteration((iteration, 0)).run.manifest
+        self.sizes, self.ranks = dict(self.manifest.sizes), self.manifest.ranks
+        self._places = {p.name: p for p in (*self.manifest.sites, *self.manifest.parameters)}
 
     def items(self) -> list[ComparedTensor]:
         """All tensors of the dump, in order: parameters, which are dumped at the start of a step; values in

@@ -256,6 +256,8 @@ class _Comparer:
         skipped: dict[str, list[str]] = {}
         parameters = any(i.kind == PARAMETER for i in items)
         for step, iteration in enumerate(iterations):
+            for side in (self.a, self.b):
+                side.use_run_of(iteration)
             tester.begin(iteration, parameters)
             for number, item in enumerate(items):
                 report(step * len(items) + number, len(iterations) * len(items), item.name)
@@ -411,6 +413,8 @@ class _Comparer:
         if self.first is None:
             return
         pair, found = self.first.pair, self.first.both.sums
+        for side in (self.a, self.b):
+            side.use_run_of(next(r.iteration for r in rows if r.diverges))
         shares = find_dim_shares(self.a, pair)
         for place, more in find_dim_shares(self.b, pair).items():
             shares.setdefault(place, []).extend(more)

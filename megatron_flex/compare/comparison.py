@@ -269,6 +269,7 @@ class Comparison:
     def summary(self) -> list[str]:
         """The result as lines of text."""
         first, lines = self.first, [f"A: {self.a}", f"B: {self.b}", *map(str, self.replicas[:3])]
+        lines[:0] = self._describe_other_weights()
         if len(self.replicas) > 3:
             lines.append(f"and {len(self.replicas) - 3} more replicas")
         if first is None:
@@ -301,6 +302,18 @@ class Comparison:
                     lines.append(f"  held in {name} by {'; '.join(ranks[:4])}{' ...' if ranks[4:] else ''}")
         lines += [f"  {h}" for h in self.hints]
         return [*lines, *self._left_out(), *self.notes]
+
+    def _describe_other_weights(self) -> list[str]:
+        """Whether the two runs began with other weights: then all that follows compares two models."""
+        begun = [r for r in self.rows if r.iteration == self.rows[0].iteration and r.kind == "parameter"]
+        other = [r.name for r in begun if r.diverges]
+        if not other:
+            return []
+        return [
+            f"the weights differ: {len(other)} of {len(begun)} parameters at the start of iteration "
+            f"{begun[0].iteration}, first {other[0]}; load one checkpoint in both runs: "
+            "megatron-flex two-layouts"
+        ]
 
     def power(self) -> list[Power]:
         """What would have been detected, by iteration and kind, in execution order."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_flex.compare.compared_dump import MICROBATCH_AXIS, SAMPLE_AXIS, TOKEN_AXIS, ComparedTensor
 from megatron_flex.compare.difference_profile import DifferenceProfile
 from megatron_flex.dump.reader import DumpArray
+from megatron_flex.dump.reader.read_ahead import read_ahead
 
 COMPARE_BLOCK = 64 << 20  # bytes of one block of one tensor, in fp64
 
@@ -197,9 +198,9 @@ class TensorPair:
         return _read_indices(self.a, self.picked_a, block), _read_indices(self.b, self.picked_b, block)
 
     def blocks(self, most: int = COMPARE_BLOCK) -> Iterator[tuple[tuple[slice, ...], Tensor, Tensor]]:
-        """All blocks, one after the other."""
-        for block in split_into_blocks(self.shape, most):
-            yield block, *self.read(block)
+        """All blocks, one after the other; the next one is read while the caller works on this one."""
+        for block, (a, b) in read_ahead(split_into_blocks(self.shape, most), self.read):
+            yield block, a, b
 
     def along(self, dim: str) -> int | None:
         """The index of a dim; None if there is none of that name."""

@@ -10,7 +10,7 @@ from megatron_flex.conversion.rearrangement import (
     Heads,
     Join,
 )
-from megatron_flex.conversion.weights import LoadedWeights, config_from_hf, load_hf, to_hf
+from megatron_flex.conversion.weights import LoadedWeights, config_from_hf, load_hf, place_full_tensors, to_hf
 
 __all__ = [
     "ARCHITECTURES",
@@ -27,5 +27,6 @@ __all__ = [
     "Rule",
     "config_from_hf",
     "load_hf",
+    "place_full_tensors",
     "to_hf",
 ]

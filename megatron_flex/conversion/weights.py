@@ -409,6 +409,33 @@ def _write_by_bridge(bridge: Any, chunks: list[nn.Module], target: Any, config: 
         known.save_pretrained(folder)
 
 
+def place_full_tensors(chunks: Any, tensors: Mapping[str, Tensor], target: nn.Module | None) -> None:
+    """Write full tensors of Megatron's parameters, such as gradients, into those of a Hugging Face model.
+
+    Collective: every rank calls it.
+
+    Args:
+        chunks: the model, or its virtual pipeline chunks.
+        tensors: by the name of the parameter; those of the leader are used.
+        target: the model whose parameters are set in place, on the leader; None on the other ranks.
+
+    Raises:
+        FlexError: on all ranks: a parameter has no counterpart.
+    """
+    model = MegatronWeights(chunks)
+
+    def place() -> None:
+        if target is None:
+            return
+        config = read_config(target)
+        held = ModelWeights(target)
+        made = _plan_maker(find_architecture(config), config).match(model.shapes, held.forms, held.where)
+        for name, full in tensors.items():
+            _write_parameter(made.parameters[name], full, held)
+
+    _on_all_ranks(place, model.adapter)
+
+
 def _plan_maker(architecture: Architecture, config: Any) -> PlanMaker:
     groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return PlanMaker(

@@ -20,7 +20,7 @@ import re
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from megatron_flex.dump.checksums import (
     CHECKSUM_BLOCK,
     CHECKSUM_DIGITS,
     ZERO_CHECKSUM,
+    combine_block_checksums,
     count_checksum_blocks,
     is_sealed,
     seal_json,
@@ -142,28 +143,51 @@ def list_complete_parts(folder: Path, ranks: Sequence[int]) -> dict[int, list[Pa
     }
 
 
-def build_header(
-    index: PartIndex, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]
-) -> tuple[bytes, list[int]]:
-    """The bytes before a part's tensors, and the offset of each tensor after them.
+class PartHeader:
+    """The bytes before a part's tensors. Their number is known before the checksums are.
+
+    So a writer can compute the checksum of a block and write the block while the CPU's cache has it, and
+    write the header last.
 
     Args:
-        index: of the part.
+        index: of the part; the checksums of its entries are left open.
         shapes: of the tensors of the entries that have one, in order.
-        sizes: their bytes.
+        sizes: the bytes of each entry's tensor, those of replicas included.
     """
-    tensors: dict[str, Any] = {}
-    at, offsets = 0, []
-    written = [e for e in index.entries if e.kind != REPLICA]
-    for entry, shape, size in zip(written, shapes, sizes, strict=True):
-        tensors[entry.tensor] = to_json(StoredTensorSpan(entry.dtype, shape, (at, at + size)))
-        offsets.append(at)
-        at += size
-    text = json.dumps(to_json(index), separators=(",", ":"))
-    meta = PartMetadata(f"{DUMP_FORMAT}/{DUMP_VERSION}", ZERO_CHECKSUM.decode(), text)
-    body = json.dumps({METADATA_KEY: to_json(meta), **tensors}, separators=(",", ":")).encode()
-    body += b" " * (-(len(body) + 8) % TENSOR_ALIGNMENT)
-    return struct.pack("<Q", len(body)) + seal_json(body), offsets
+
+    def __init__(self, index: PartIndex, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> None:
+        pairs = list(zip(index.entries, sizes, strict=True))
+        self._index = to_json(replace(index, entries=[_leave_checksums_open(e, n) for e, n in pairs]))
+        self._tensors: dict[str, Any] = {}
+        at = 0
+        written = [(entry, size) for entry, size in pairs if entry.kind != REPLICA]
+        for (entry, size), shape in zip(written, shapes, strict=True):
+            self._tensors[entry.tensor] = to_json(StoredTensorSpan(entry.dtype, shape, (at, at + size)))
+            at += size
+        self.nbytes = len(self.encode())
+
+    def set_checksums(self, number: int, blocks: str) -> None:
+        """Set those of an entry by those of its blocks; of a replica only that of all of them is kept."""
+        record = self._index["entries"][number]
+        record["checksum"] = combine_block_checksums(blocks)
+        if "blocks" in record:
+            record["blocks"] = blocks
+
+    def encode(self) -> bytes:
+        """The header as it is in the file."""
+        text = json.dumps(self._index, separators=(",", ":"))
+        meta = PartMetadata(f"{DUMP_FORMAT}/{DUMP_VERSION}", ZERO_CHECKSUM.decode(), text)
+        content = {METADATA_KEY: to_json(meta), **self._tensors}
+        body = json.dumps(content, separators=(",", ":")).encode()
+        body += b" " * (-(len(body) + 8) % TENSOR_ALIGNMENT)
+        return struct.pack("<Q", len(body)) + seal_json(body)
+
+
+def _leave_checksums_open(entry: ShardEntry, nbytes: int) -> ShardEntry:
+    """An entry with zeros in the place of its checksums."""
+    zeros = ZERO_CHECKSUM.decode()
+    blocks = "" if entry.kind == REPLICA else zeros * count_checksum_blocks(nbytes)
+    return replace(entry, checksum=zeros, blocks=blocks)
 
 
 TensorSpans = Mapping[str, tuple[torch.dtype, tuple[int, ...], int, int]]

@@ -76,6 +76,12 @@ class SiteRecord:
             raise DumpError(f"{self.name!r} cannot be dumped: it has a control character; rename the module")
 
 
+MEGATRON = "megatron-core"  # the framework whose training loop counts from 1 in its log
+ITERATION_NUMBERS = (
+    "iterations count from 0: iteration N is N + 1 in Megatron's log, in TensorBoard and in W&B"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ManifestFront:
     """The keys of a manifest before those of `Manifest`.

@@ -5,13 +5,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_flex.launch.argparse_flags import add_flex_args
-    from megatron_flex.launch.flags import settings_of
+    from megatron_flex.launch.flags import load_settings, settings_of
     from megatron_flex.launch.installation import Installation, install
     from megatron_flex.launch.launch_settings import Settings
     from megatron_flex.launch.script_runner import run
     from megatron_flex.launch.training_run import TrainingRun
 
-__all__ = ["Installation", "Settings", "TrainingRun", "add_flex_args", "install", "run", "settings_of"]
+__all__ = [
+    "Installation",
+    "Settings",
+    "TrainingRun",
+    "add_flex_args",
+    "install",
+    "load_settings",
+    "run",
+    "settings_of",
+]
 
 WHERE = {
     "Installation": "megatron_flex.launch.installation",
@@ -19,6 +28,7 @@ WHERE = {
     "Settings": "megatron_flex.launch.launch_settings",
     "add_flex_args": "megatron_flex.launch.argparse_flags",
     "install": "megatron_flex.launch.installation",
+    "load_settings": "megatron_flex.launch.flags",
     "run": "megatron_flex.launch.script_runner",
     "settings_of": "megatron_flex.launch.flags",
 }

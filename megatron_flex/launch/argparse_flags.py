@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from megatron_flex.launch.flags import (
-    FLAG_PREFIX,
     FLAGS,
     FLAGS_VARIABLE,
     Flag,
     format_help,
+    is_own_flag,
 )
 
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
@@ -21,6 +21,9 @@ Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 
 def add_flex_args(parser: Parser) -> Parser:
     """Add the `--flex-` flags, by groups, to a parser, for example in Megatron's `extra_args_provider`.
+
+    Each flag has two names, `--flex-NAME` and `--megatron-flex-NAME`; of a parser that has a flag of the
+    first name already, only the second is added.
 
     If flags are on the command line or in MEGATRON_FLEX_FLAGS, Megatron's training applies them after
     parsing; no other call is necessary.
@@ -34,8 +37,10 @@ def add_flex_args(parser: Parser) -> Parser:
     for flag in FLAGS:
         if flag.group not in groups:
             groups[flag.group] = parser.add_argument_group(f"megatron_flex: {flag.group}")
-        groups[flag.group].add_argument(flag.option, **_argparse_arguments(flag))
-    if os.environ.get(FLAGS_VARIABLE) or any(word.startswith(FLAG_PREFIX) for word in sys.argv[1:]):
+        there = parser._option_string_actions  # a flag of the script's own keeps its name
+        names = [n for n in (flag.option, flag.long_option) if n not in there]
+        groups[flag.group].add_argument(*names, **_argparse_arguments(flag))
+    if os.environ.get(FLAGS_VARIABLE) or any(map(is_own_flag, sys.argv[1:])):
         from megatron_flex.launch.installation import install_when_parsed
 
         install_when_parsed()

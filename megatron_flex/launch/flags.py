@@ -36,6 +36,7 @@ except ModuleNotFoundError as error:
 
 FLAGS_VARIABLE = "MEGATRON_FLEX_FLAGS"  # flags in the environment, as they would be typed
 FLAG_PREFIX = "--flex-"
+LONG_PREFIX = "--megatron-flex-"  # for scripts that have flags of our short names themselves
 HELP_WIDTH = 98
 
 FlagArity = Literal["none", "one", "once", "optional", "many", "edit"]
@@ -68,6 +69,11 @@ class Flag:
     def option(self) -> str:
         """As it is typed."""
         return FLAG_PREFIX + self.name
+
+    @property
+    def long_option(self) -> str:
+        """With the longer prefix, which no script uses."""
+        return LONG_PREFIX + self.name
 
     @property
     def dest(self) -> str:
@@ -135,6 +141,7 @@ FLAGS = (
     Flag("help", (), RUN_GROUP, "Print this, and exit.", takes="none"),
 )
 FLAGS_BY_OPTION = {f.option: f for f in FLAGS}
+FLAGS_BY_LONG_OPTION = {f.long_option: f for f in FLAGS}
 
 
 def format_help() -> str:
@@ -144,7 +151,8 @@ def format_help() -> str:
         "",
         *wrap(
             "Hooks for a training script as it is. These flags are taken out of the command line; the script "
-            f"gets the others as they are. {FLAGS_VARIABLE} may hold flags, too.",
+            f"gets the others as they are. {LONG_PREFIX}NAME is the same as {FLAG_PREFIX}NAME. "
+            f"{FLAGS_VARIABLE} may hold flags, too.",
             HELP_WIDTH,
         ),
     ]
@@ -164,13 +172,15 @@ def split_argv(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Take our flags out of a command line.
 
     `--flex-x=y` has that value, `--flex-x` those that follow it, up to a word that begins with a dash and is
-    no number. Arguments after `--` are not ours.
+    no number. `--megatron-flex-x` is the same flag. Arguments after `--` are not ours, nor are words that
+    begin with `--flex-` and are no flag of ours: Megatron's elastic models have such flags.
 
     Returns:
         The values, as `collect_flag_values` puts them, and all other words as they were.
 
     Raises:
-        FlexError: a flag that there is not, or one with too few or too many values.
+        FlexError: `--megatron-flex-` with a name that there is not, or a flag with too few or too many
+            values.
     """
     parsed: ParsedFlags = []
     rest: list[str] = []
@@ -178,11 +188,31 @@ def split_argv(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     for word in words:
         if word == "--":
             rest += [word, *words]
-        elif not word.startswith(FLAG_PREFIX):
-            rest.append(word)
-        else:
+        elif is_own_flag(word):
             parsed.append(_parse_flag(word, words))
+        else:
+            rest.append(word)
     return collect_flag_values(parsed), rest
+
+
+def is_own_flag(word: str) -> bool:
+    """Whether a word of a command line is a flag of ours: a full name, or anything with the longer prefix."""
+    return word.startswith(LONG_PREFIX) or word.partition("=")[0] in FLAGS_BY_OPTION
+
+
+def describe_foreign_flags(words: Sequence[str]) -> str:
+    """The flags of a script that begin like ours, as a line; empty if there are none.
+
+    Args:
+        words: what `split_argv` left.
+    """
+    before = words[: list(words).index("--")] if "--" in words else words
+    names = dict.fromkeys(w.partition("=")[0] for w in before if w.startswith(FLAG_PREFIX))
+    if not names:
+        return ""
+    nearest = {name: suggest_nearest(name, FLAGS_BY_OPTION, 1).removeprefix("; ") for name in names}
+    told = ", ".join(f"{name} ({near})" if near else name for name, near in nearest.items())
+    return f"passed on to the script, as no flag of megatron_flex has this name: {told}"
 
 
 class WordStream(Iterator[str]):
@@ -210,15 +240,19 @@ def _is_flag(word: str) -> bool:
 
 def _parse_flag(word: str, words: WordStream) -> tuple[Flag, list[str]]:
     option, glued, value = word.partition("=")
-    flag = FLAGS_BY_OPTION.get(option)
+    flag = FLAGS_BY_OPTION.get(option, FLAGS_BY_LONG_OPTION.get(option))
     if flag is None:
-        raise FlexError(f"no flag {option}{suggest_nearest(option, FLAGS_BY_OPTION)}; --flex-help lists them")
+        raise _make_unknown_error(option, FLAGS_BY_LONG_OPTION)
     if glued:
         if flag.takes == "none":
             raise FlexError(f"{word}: {option} takes no value")
         return flag, [value]
     most = {"none": 0, "one": 1, "once": 1, "optional": 1}
     return flag, words.values(most.get(flag.takes, len(words.left)))
+
+
+def _make_unknown_error(option: str, known: Mapping[str, Flag]) -> FlexError:
+    return FlexError(f"no flag {option}{suggest_nearest(option, known)}; --flex-help lists them")
 
 
 def collect_flag_values(parsed: ParsedFlags) -> dict[str, Any]:
@@ -302,9 +336,32 @@ def settings_from_values(found: Mapping[str, Any], environment: Mapping[str, str
             f"{_first_given_option('statistics', statistics)} says how to measure, and --flex-stats is "
             "not there"
         )
-    return validate_settings(
+    settings = validate_settings(
         merge_values(out, found if dump is None else {**found, "dumps": [dump]}), _option_of_field
     )
+    settings.check_sites()
+    return settings
+
+
+def load_settings(*files: str | os.PathLike[str], environment: Mapping[str, str] | None = None) -> Settings:
+    """Settings without a command line: of YAML files, then of MEGATRON_FLEX_FLAGS.
+
+    For processes that no launcher starts with flags: an actor of Ray, a notebook. `sys.argv` is not read.
+
+    Args:
+        files: files as for --flex-config; of several the later ones add to the earlier ones.
+        environment: variables; those of the process if None.
+
+    Raises:
+        FlexError: a file or the variable has something that there is not, or cannot be.
+
+    Example:
+        `launch.install(launch.load_settings("hooks.yaml"))`
+    """
+    environment = os.environ if environment is None else environment
+    found = _read_environment(environment)
+    files_first = [*(os.fspath(file) for file in files), *found.pop("config", [])]
+    return settings_from_values({**found, "config": files_first}, {})
 
 
 def settings_of(namespace: argparse.Namespace, environment: Mapping[str, str] | None = None) -> Settings:
@@ -343,6 +400,10 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         found, rest = split_argv(words)
     except FlexError as error:
         raise FlexError(f"{FLAGS_VARIABLE}: {error}") from None
+    if rest and rest[0].startswith(FLAG_PREFIX):
+        raise FlexError(
+            f"{FLAGS_VARIABLE}: {_make_unknown_error(rest[0].partition('=')[0], FLAGS_BY_OPTION)}"
+        )
     if rest:
         raise FlexError(f"{FLAGS_VARIABLE}: {rest[0]!r} is no flag of ours, which begin with {FLAG_PREFIX}")
     return found
@@ -365,6 +426,7 @@ __all__ = [
     "FLAGS_VARIABLE",
     "collect_flag_values",
     "format_help",
+    "load_settings",
     "settings_from_argv",
     "settings_from_values",
     "split_argv",

@@ -10,6 +10,8 @@ import atexit
 import sys
 from collections.abc import Callable
 from functools import wraps
+from os import PathLike
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -20,8 +22,15 @@ from megatron_flex.adapters.megatron_core.schedules import current_iteration
 from megatron_flex.cpu.patches import AfterImportFinder
 from megatron_flex.errors import FlexError
 from megatron_flex.launch import flags
-from megatron_flex.launch.flags import FLAG_PREFIX, has_flags, settings_of
-from megatron_flex.launch.launch_settings import Settings
+from megatron_flex.launch.flags import (
+    describe_foreign_flags,
+    has_flags,
+    is_own_flag,
+    load_settings,
+    settings_of,
+)
+from megatron_flex.launch.launch_settings import DEFAULT_REPORT_FILE, Settings
+from megatron_flex.launch.rank_errors import print_notice
 from megatron_flex.launch.settings_resolver import ResolvedSettings
 from megatron_flex.launch.training_run import TrainingRun
 from megatron_flex.model import FlexModel
@@ -44,7 +53,7 @@ class Installation:
 
     def __init__(self, settings: Settings | None, holds: bool = False) -> None:
         self.settings, self.holds = settings, holds
-        self.running = TrainingRun(Settings() if settings is None else settings)
+        self.running = TrainingRun(Settings() if settings is None else settings, Path(DEFAULT_REPORT_FILE))
         self.failure: FlexError | None = None
         self._undo: list[Callable[[], None]] = []
         self._inside = 0  # nesting depth: some wrappers of pretrain() call it again
@@ -101,6 +110,8 @@ class Installation:
         }
         for name, wrapper in around.items():
             self._wrap(module, name, wrapper)
+        if hasattr(module, "checkpoint_and_decide_exit"):
+            self._wrap(module, "checkpoint_and_decide_exit", self._decide_exit)
         self._wrap(dist, "destroy_process_group", self._destroy)
         if hasattr(module, "ft_integration"):
             self._wrap(module.ft_integration, "shutdown", self._shutdown)
@@ -123,7 +134,7 @@ class Installation:
             return original(*args, **kwargs)
         found = self._remember_failure(self.running.prepare)
         out = original(*args, **kwargs)
-        previews = settings.list_sites is not None or settings.estimate
+        previews = settings.list_sites is not None or settings.estimate or settings.align is not None
         flex = self._remember_failure(lambda: self.running.attach(out[0], write=not previews))
         if previews:
             self._look(flex, found)
@@ -136,7 +147,7 @@ class Installation:
 
             namespace = get_args()
             self.settings = settings_of(namespace) if has_flags(namespace) else Settings()
-            self.running = TrainingRun(self.settings)
+            self.running = TrainingRun(self.settings, Path(DEFAULT_REPORT_FILE))
         return self.settings
 
     def _look(self, flex: FlexModel, found: ResolvedSettings) -> NoReturn:
@@ -148,10 +159,11 @@ class Installation:
         preview_text = self._remember_failure(
             lambda: describe_preview(flex, self.running.settings, found, get_args())
         )
-        self.running.abort()
         if dist.get_rank() == 0:
             sys.stdout.write(preview_text)
             sys.stdout.flush()
+        self.running.report.note(preview_text)
+        self.running.abort()
         dist.barrier()
         dist.destroy_process_group()
         sys.exit(0)
@@ -172,11 +184,20 @@ class Installation:
     def _train(self, original: TrainingFunction, *args: Any, **kwargs: Any) -> Any:
         """Wrap `train()` as well as `pretrain()`: a script may have bound `pretrain` before the patch."""
         try:
-            return original(*args, **kwargs)
+            out = original(*args, **kwargs)
         except BaseException as error:
             if not _is_clean_exit(error):
                 self.running.abort()
             raise
+        self._remember_failure(self.running.training_ends)
+        return out
+
+    def _decide_exit(self, original: TrainingFunction, *args: Any, **kwargs: Any) -> Any:
+        """Write the last statistics where `train()` closes W&B itself, and leaves by sys.exit()."""
+        exits = original(*args, **kwargs)
+        if exits:
+            self._remember_failure(self.running.training_ends)
+        return exits
 
     def _pretrain(self, original: TrainingFunction, *args: Any, **kwargs: Any) -> Any:
         self._inside += 1
@@ -214,6 +235,8 @@ class Installation:
         try:
             return act()
         except FlexError as error:
+            if error is not self.failure:
+                self.running.report.note_error(error)
             self.failure = error
             raise
 
@@ -245,14 +268,14 @@ class _CurrentInstallation:
     installed: Installation | None = None
 
 
-def install(settings: Settings | None = None, *, holds: bool = False) -> Installation:
+def install(settings: Settings | str | PathLike[str] | None = None, *, holds: bool = False) -> Installation:
     """Add hooks to a Megatron training script. Call it on every rank, before `pretrain()`.
 
     `install` does not import Megatron. A second call with the same settings does nothing.
 
     Args:
-        settings: the settings; if None, those of the command line and MEGATRON_FLEX_FLAGS. The `--flex-`
-            flags are removed from `sys.argv`.
+        settings: the settings, or a YAML file, to which MEGATRON_FLEX_FLAGS adds; if None, those of the
+            command line and MEGATRON_FLEX_FLAGS. The `--flex-` flags are then removed from `sys.argv`.
         holds: store an error at the training's end (a hook that was never called, a file that could not be
             written) in `.failure` instead of raising the error in `pretrain()`.
 
@@ -267,9 +290,12 @@ def install(settings: Settings | None = None, *, holds: bool = False) -> Install
         there.uninstall()
         there = None
     if settings is None:
-        if there is not None and not any(word.startswith(FLAG_PREFIX) for word in sys.argv[1:]):
+        if there is not None and not any(map(is_own_flag, sys.argv[1:])):
             return there
         settings, sys.argv[1:] = flags.settings_from_argv(sys.argv[1:])
+        print_notice(describe_foreign_flags(sys.argv[1:]))
+    elif not isinstance(settings, Settings):
+        settings = load_settings(settings)
     if there is not None:
         if there.settings == settings:
             return there
@@ -286,7 +312,7 @@ def install_when_parsed() -> None:
     An existing installation takes precedence. With --flex-cpu on the command line the CPU runtime is enabled.
     """
     if _CurrentInstallation.installed is None:
-        if "--flex-cpu" in sys.argv[1:] and not cpu.is_enabled():
+        if {"--flex-cpu", "--megatron-flex-cpu"} & set(sys.argv[1:]) and not cpu.is_enabled():
             cpu.enable()
         _CurrentInstallation.installed = Installation(None)
         _CurrentInstallation.installed.install()

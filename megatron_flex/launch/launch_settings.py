@@ -14,8 +14,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from megatron_flex.dump.dump_settings import parse_number_setting, parse_token_setting
+from megatron_flex.errors import FlexError
 
 DEFAULT_STATISTICS_FOLDER = "flex-stats"  # the folder of statistics, where none is given
+DEFAULT_REPORT_FILE = "flex-report.txt"  # in the working directory, of a run that is started with flags
 SITES_GROUP, EDIT_GROUP, DUMP_GROUP = "what to look at", "edits", "dumps"  # the groups of the help
 STATISTICS_GROUP, CHECK_GROUP, RUN_GROUP = "statistics", "checks before training", "run time"
 FLAG_KEY = "flag"  # in a field's extra information: how its flag is written
@@ -155,11 +157,22 @@ class DumpSettings(SettingsPart):
         DUMP_GROUP,
         "If the disk is slower than the model: wait, or drop iterations.",
     )
+    on_error: Literal["warn", "raise"] = _flag(
+        "warn",
+        "dump-on-error",
+        DUMP_GROUP,
+        "If an iteration cannot be written: warn and leave it out, or stop the run.",
+    )
+    replicas: bool = _flag(
+        False,
+        "dump-replicas",
+        DUMP_GROUP,
+        "Write checksums of replicated tensors, which dump verify compares.",
+    )
     sites: NameList = ()
     every: PositiveInt | None = None
     tokens: TokensText | None = None
     gradients: bool | None = None
-    replicas: bool = False
     durable: bool = False
     groups: NameList = ()
 
@@ -253,6 +266,24 @@ class Settings(SettingsPart):
         "optional",
         "1",
     )
+    align: NonEmptyText | None = _flag(
+        None,
+        "align",
+        CHECK_GROUP,
+        "Compare the model with that of Hugging Face in a folder, hook point by hook point, and exit.",
+        "DIR",
+        "once",
+    )
+    align_tokens: NonEmptyText | None = _flag(
+        None,
+        "align-tokens",
+        CHECK_GROUP,
+        "JSON of token ids for --flex-align, one list a sequence, or input_ids and attention_mask.",
+        "FILE",
+    )
+    align_report: NonEmptyText | None = _flag(
+        None, "align-report", CHECK_GROUP, "A file that --flex-align writes its result to, as JSON.", "FILE"
+    )
     control: Annotated[Path, BeforeValidator(_reject_empty)] | None = _flag(
         None,
         "control",
@@ -260,12 +291,41 @@ class Settings(SettingsPart):
         "A file that switches groups of hooks on and off between iterations.",
         "FILE",
     )
+    report: Annotated[Path, BeforeValidator(_reject_empty)] | None = _flag(
+        None,
+        "report",
+        RUN_GROUP,
+        f"The file for what this package prints, {DEFAULT_REPORT_FILE} if none is given.",
+        "FILE",
+    )
     cpu: bool = _flag(False, "cpu", RUN_GROUP, "Run Megatron on the CPU of this machine, with gloo.")
 
     @property
     def idle(self) -> bool:
         """Whether nothing is wanted."""
-        return self == Settings(cpu=self.cpu)
+        return self == Settings(cpu=self.cpu, report=self.report)
+
+    def check_sites(self) -> None:
+        """Refuse edits, dumps and statistics of nothing; no model is needed to detect them.
+
+        Raises:
+            FlexError: an edit has no site, or a dump or the statistics have neither sites nor parameters.
+        """
+        if self.sites:
+            return
+        for edit in self.edits:
+            if not edit.site.strip():
+                raise FlexError(
+                    f"--flex-edit {edit.edit}: no site is named, neither there nor by --flex-sites"
+                )
+        parts: list[DumpSettings | StatisticsSettings] = [*self.dumps]
+        parts += [] if self.statistics is None else [self.statistics]
+        for part in parts:
+            if not part.sites and not part.parameters:
+                flag = "--flex-dump" if isinstance(part, DumpSettings) else "--flex-stats"
+                raise FlexError(
+                    f"{flag} {part.path}: nothing is named; say --flex-sites PATTERN, or parameters"
+                )
 
 
 def merge_values(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

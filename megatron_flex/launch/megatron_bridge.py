@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -18,8 +19,9 @@ from megatron_flex.adapters.megatron_core.schedules import keep_schedules_watcha
 from megatron_flex.adapters.taps import intercept
 from megatron_flex.errors import FlexError
 from megatron_flex.launch import flags
-from megatron_flex.launch.launch_settings import Settings
+from megatron_flex.launch.launch_settings import DEFAULT_REPORT_FILE, Settings
 from megatron_flex.launch.preview import describe_sites
+from megatron_flex.launch.rank_errors import print_notice
 from megatron_flex.launch.training_run import TrainingRun
 
 GROUP_DESTROYERS = ((dist, "destroy_process_group"), (dist.distributed_c10d, "_abort_process_group"))
@@ -49,8 +51,10 @@ class FlexCallback:
     """
 
     def __init__(self, settings: Settings | None = None) -> None:
+        report = Path(DEFAULT_REPORT_FILE) if settings is None else None
         if settings is None:
             settings, sys.argv[1:] = flags.settings_from_argv(sys.argv[1:])
+            print_notice(flags.describe_foreign_flags(sys.argv[1:]))
         if settings.estimate:
             raise FlexError(
                 "an estimate is made from Megatron-LM's arguments, which Megatron-Bridge has not; use "
@@ -58,7 +62,7 @@ class FlexCallback:
             )
         if settings.cpu and not cpu.is_enabled():
             cpu.enable()
-        self.settings, self.running = settings, TrainingRun(settings)
+        self.settings, self.running = settings, TrainingRun(settings, report)
         self._ended = False
         self._undo: list[Callable[[], None]] = [] if settings.idle else [keep_schedules_watchable()]
 

@@ -8,17 +8,18 @@ from collections.abc import Iterator, Sequence
 from megatron_flex.errors import FlexError
 from megatron_flex.launch.estimate.estimates import estimate_live_dump
 from megatron_flex.launch.launch_settings import Settings
+from megatron_flex.launch.model_alignment import align_with_folder
 from megatron_flex.launch.settings_resolver import ResolvedSettings
 from megatron_flex.layout.layout_drawing import format_shape
 from megatron_flex.model import FlexModel
 
 
 def describe_preview(flex: FlexModel, settings: Settings, found: ResolvedSettings, args: Namespace) -> str:
-    """The preview that the settings request, as lines of text. Collective over the mesh.
+    """The preview, or the alignment, that the settings request, as lines of text. Collective over the mesh.
 
     Args:
         flex: the model, with its edits.
-        settings: the settings, of which only `list_sites` and `estimate` are used.
+        settings: the settings, of which only those of previews are used.
         found: the resolved settings.
         args: Megatron's arguments.
 
@@ -31,6 +32,9 @@ def describe_preview(flex: FlexModel, settings: Settings, found: ResolvedSetting
     if settings.estimate:
         out += [""] if out else []
         out += _describe_estimates(flex, found, args)
+    if settings.align is not None:
+        out += [""] if out else []
+        out += align_with_folder(flex, settings.align, settings.align_tokens, settings.align_report)
     return "\n".join(out) + "\n"
 
 

@@ -95,6 +95,13 @@ def print_error(error: BaseException) -> None:
         _announce(message)
 
 
+def print_notice(line: str) -> None:
+    """Print one line on stderr, on the first rank; nothing if it is empty."""
+    if line and current_rank() == 0:
+        sys.stderr.write(f"megatron-flex: {line}\n")
+        sys.stderr.flush()
+
+
 def _should_print(message: str) -> bool:
     """Whether this rank prints the message."""
     store, mine = _common_store(), current_rank()

@@ -12,10 +12,10 @@ from types import TracebackType
 
 from megatron_flex.errors import FlexError
 from megatron_flex.launch import flags
-from megatron_flex.launch.flags import format_help
+from megatron_flex.launch.flags import describe_foreign_flags, format_help
 from megatron_flex.launch.installation import Installation, install
 from megatron_flex.launch.launch_settings import Settings
-from megatron_flex.launch.rank_errors import ERROR_STATUS, current_rank, print_error
+from megatron_flex.launch.rank_errors import ERROR_STATUS, current_rank, print_error, print_notice
 
 USAGE = "python -m megatron_flex.launch SCRIPT [its flags] [--flex-...], or -m MODULE instead of SCRIPT"
 OWN_PACKAGE_FOLDER = str(Path(__file__).parents[1]) + os.sep
@@ -72,6 +72,7 @@ def _parse_argv(argv: Sequence[str]) -> tuple[Settings, list[str]]:
         raise FlexError(f"{what}: {USAGE}; our flags come after it")
     if named is words and not Path(named[0]).exists():
         raise FlexError(f"no script {named[0]}: {USAGE}; our flags come after it")
+    print_notice(describe_foreign_flags(words))
     return found, words
 
 

@@ -173,11 +173,13 @@ def resolve_settings(settings: Settings) -> ResolvedSettings:
 
 def _check_settings(settings: Settings) -> None:
     wanted = settings.edits or settings.dumps or settings.statistics is not None
-    if not settings.idle and not (wanted or settings.list_sites or settings.estimate or settings.verify):
+    checks = settings.list_sites or settings.estimate or settings.verify or settings.align
+    if not settings.idle and not (wanted or checks):
         raise FlexError(
             "nothing is asked for: say what to do, with --flex-dump, --flex-stats, --flex-edit, "
-            "--flex-list-sites, --flex-estimate or --flex-verify"
+            "--flex-list-sites, --flex-estimate, --flex-verify or --flex-align"
         )
+    settings.check_sites()
     paths = [d.path for d in settings.dumps]
     if settings.statistics is not None:
         paths.append(settings.statistics.path)
@@ -191,8 +193,6 @@ def _make_edit_hooks(edit: EditSettings, settings: Settings) -> Iterator[HookFun
     """One hook for each pattern, all with the same function."""
     flag = f"--flex-edit {edit.edit}"
     sites = (edit.site,) if edit.site.strip() else tuple(dict.fromkeys(settings.sites))
-    if not sites:
-        raise FlexError(f"{flag}: no site is named, neither there nor by --flex-sites")
     try:
         does = load_function(edit.edit)
         for site in sites:
@@ -212,7 +212,7 @@ def _make_edit_hooks(edit: EditSettings, settings: Settings) -> Iterator[HookFun
 
 def _make_dump(dump: DumpSettings, settings: Settings) -> Dump:
     flag = f"--flex-dump {dump.path}"
-    common = _common_options(dump, settings, flag)
+    common = _common_options(dump, settings)
     try:
         return Dump(
             **common,
@@ -225,6 +225,7 @@ def _make_dump(dump: DumpSettings, settings: Settings) -> Dump:
             reduce=dump.reduce,
             dtype=dump.dtype,
             when_full=dump.when_full,
+            on_error=dump.on_error,
             replicas=dump.replicas,
             durable=dump.durable,
             groups=(DUMP_GROUP, *dump.groups),
@@ -235,7 +236,7 @@ def _make_dump(dump: DumpSettings, settings: Settings) -> Dump:
 
 def _make_statistics(statistics: StatisticsSettings, settings: Settings) -> Statistics:
     flag = f"--flex-stats {statistics.path}"
-    common = _common_options(statistics, settings, flag)
+    common = _common_options(statistics, settings)
     try:
         return Statistics(
             **common,
@@ -248,11 +249,9 @@ def _make_statistics(statistics: StatisticsSettings, settings: Settings) -> Stat
         raise type(error)(f"{flag}: {error}") from error
 
 
-def _common_options(part: DumpSettings | StatisticsSettings, settings: Settings, flag: str) -> dict[str, Any]:
+def _common_options(part: DumpSettings | StatisticsSettings, settings: Settings) -> dict[str, Any]:
     """The options common to dumps and statistics; those not set in `part` come from `settings`."""
     sites: Sequence[str] = part.sites or settings.sites
-    if not sites and not part.parameters:
-        raise FlexError(f"{flag}: nothing is named; say --flex-sites PATTERN, or parameters")
     return {
         "path": expanduser(part.path),
         "sites": list(dict.fromkeys(sites)),

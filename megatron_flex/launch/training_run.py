@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from megatron_flex.errors import FlexError
 from megatron_flex.launch.hook_control import Control
 from megatron_flex.launch.launch_settings import Settings
 from megatron_flex.launch.rank_errors import job_mesh, run_or_raise_on_all
+from megatron_flex.launch.run_report import RunReport, describe_end, describe_start
 from megatron_flex.launch.settings_resolver import (
     DUMP_GROUP,
     STATISTICS_GROUP,
@@ -15,6 +18,7 @@ from megatron_flex.launch.settings_resolver import (
     resolve_settings,
 )
 from megatron_flex.model import FlexModel
+from megatron_flex.notebook_html import count_words
 
 GROUPS_OFF_IN_EVALUATION = {DUMP_GROUP, STATISTICS_GROUP}  # groups that are inactive during evaluation
 
@@ -22,18 +26,25 @@ GROUPS_OFF_IN_EVALUATION = {DUMP_GROUP, STATISTICS_GROUP}  # groups that are ina
 class TrainingRun:
     """Applies settings to one training run. Every rank creates one and makes the same calls.
 
+    Args:
+        settings: the settings.
+        report: the file of the report, if the settings name none; None for no report.
+
     Attributes:
         settings: the settings.
         flex: the model with its hooks; None before `attach` and after `finish` or `abort`.
         found: the resolved settings; None until they are resolved.
+        report: what the run reports.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, report: Path | None = None) -> None:
         self.settings = settings
+        self.report = RunReport(settings.report or report)
         self.flex: FlexModel | None = None
         self.found: ResolvedSettings | None = None
         self._control: Control | None = None
         self._trained = False
+        self._unverified = 0  # steps that are still to be verified
         self._before_evaluation: Any = None
 
     def prepare(self) -> ResolvedSettings:
@@ -68,6 +79,9 @@ class TrainingRun:
                     flex.register_statistics(statistics)
                 if self.settings.verify:
                     flex.verify(self.settings.verify)
+                    self._unverified = self.settings.verify
+                self.report.take_warnings()
+                self.report.say(describe_start(flex, found, self.settings.verify))
                 if self.settings.control is not None:
                     self._control = Control(flex, self.settings.control)
         except BaseException:
@@ -86,6 +100,18 @@ class TrainingRun:
 
     def step_ends(self) -> None:
         """End the training step, after its backward passes and the optimizer's update."""
+        if self._unverified and self.flex is not None:
+            self._unverified -= 1
+            if not self._unverified:
+                self.report.say(_describe_verified(self.flex, self.settings.verify))
+
+    def training_ends(self) -> None:
+        """Write the statistics of the last step, before the loop closes its loggers. Collective over the job.
+
+        The statistics of a step are else written when the next one ends. Further steps may follow.
+        """
+        if self.flex is not None:
+            self.flex.session.sinks.flush_statistics()
 
     def evaluation(self, on: bool) -> None:
         """Begin (`on`) or end an evaluation: edits remain active; dumps and statistics are inactive.
@@ -110,8 +136,18 @@ class TrainingRun:
                 restored in this case too.
         """
         flex, self.flex = self._close_control(), None
-        if flex is not None:
+        if flex is None:
+            return
+        dumps = list(flex.session.sinks.dumps)
+        try:
             flex.restore()
+            for line in describe_end(dumps, flex.session.mesh):
+                self.report.say(line)
+        except FlexError as error:
+            self.report.note_error(error)
+            raise
+        finally:
+            self.report.close()
 
     def abort(self) -> None:
         """Remove all hooks after a training that failed, perhaps on this rank only. Not collective.
@@ -121,12 +157,20 @@ class TrainingRun:
         flex, self.flex = self._close_control(), None
         if flex is not None:
             flex.session.close(failed=True)
+        self.report.close()
 
     def _close_control(self) -> FlexModel | None:
         if self._control is not None:
             self._control.close()
             self._control = None
         return self.flex
+
+
+def _describe_verified(flex: FlexModel, steps: int) -> str:
+    """A verification that found nothing; a finding is an error of its step."""
+    sites = sum(not site.hidden for site in flex.sites())
+    compared = f"the ranks' tensors at {count_words(sites, 'site')}, and their copies of parameters,"
+    return f"--flex-verify: in {count_words(steps, 'step')} {compared} agreed with their layouts"
 
 
 def _add_edit_hooks(flex: FlexModel, found: ResolvedSettings) -> None:

@@ -43,6 +43,7 @@ class NamedTensors(Mapping[str, Tensor]):
 
     def _full(self, key: CacheKey) -> str:
         if isinstance(key, str):
+            key = key if key in self._tensors else self._fetch.names.resolve(key)
             if key in self._tensors or ":" in key:
                 return key
             points = [n for n in self._tensors if n.partition(":")[0] == key and ":" in n]

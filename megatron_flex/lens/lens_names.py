@@ -97,6 +97,39 @@ SYNONYMS = {
 }
 
 
+# The names of TransformerLens 4's TransformerBridge within a block, and those of 3.9's HookedTransformer.
+BRIDGE_BLOCK_NAMES = {
+    "hook_in": "hook_resid_pre",
+    "hook_out": "hook_resid_post",
+    "ln1.hook_in": "hook_resid_pre",
+    "ln2.hook_in": "hook_resid_mid",
+    "attn.hook_out": "hook_attn_out",
+    "attn.q.hook_out": "attn.hook_q",
+    "attn.k.hook_out": "attn.hook_k",
+    "attn.v.hook_out": "attn.hook_v",
+    "attn.o.hook_in": "attn.hook_z",
+    "mlp.hook_out": "hook_mlp_out",
+    "mlp.gate.hook_out": "mlp.hook_pre",
+    "mlp.out.hook_in": "mlp.hook_post",
+}
+BRIDGE_NAMES = {"embed.hook_out": "hook_embed", "pos_embed.hook_out": "hook_pos_embed"}
+
+
+def resolve_bridge_name(name: str, gated: bool) -> str:
+    """The name in TransformerLens 3.9 of a name of TransformerLens 4's bridge; other names as they are.
+
+    Args:
+        name: such as `blocks.0.attn.q.hook_out`.
+        gated: whether the MLPs are gated: there `mlp.in` is the linear without the activation.
+    """
+    block = re.fullmatch(r"(blocks\.\d+\.)(.+)", name)
+    if block is None:
+        return BRIDGE_NAMES.get(name, name)
+    if block[2] == "mlp.in.hook_out":
+        return f"{block[1]}mlp.hook_pre{'_linear' if gated else ''}"
+    return block[1] + BRIDGE_BLOCK_NAMES.get(block[2], block[2])
+
+
 class LensNames:
     """The names of one model.
 
@@ -117,7 +150,8 @@ class LensNames:
         """The names that a filter selects, each once.
 
         Args:
-            wanted: None for all of TransformerLens' names of this model (but `hook_result`); one of them; a
+            wanted: None for all of TransformerLens' names of this model (but `hook_result`); one of them, or
+                the name that TransformerLens 4's bridge has for it; a
                 site's name, or a glob; a list of these; or a function of TransformerLens' names. A model that
                 has none of them has the outputs of its modules instead, of the modules that a run calls.
 
@@ -154,7 +188,14 @@ class LensNames:
             return (Alias(s.name, s.name, site_view(s), sure=False) for s in outputs)
         return (a for a in self.aliases.values() if not self.sites[a.site].hidden)
 
+    def resolve(self, name: str) -> str:
+        """The name under which `aliases` has a name of TransformerLens 3.9 or 4; other names as they are."""
+        if name in self.aliases or self.made_of is None:
+            return name
+        return resolve_bridge_name(name, self.made_of.gated)
+
     def _named(self, name: str) -> list[Alias]:
+        name = self.resolve(name)
         if name in self.aliases:
             alias = self.aliases[name]
             hidden = self.sites[alias.site].hidden

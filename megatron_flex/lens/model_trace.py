@@ -151,6 +151,7 @@ class Trace:
 
 def expand_name(names: LensNames, name: str, side: str) -> str:
     """The full name of a short name and a side: one of TransformerLens' names, or a site's."""
+    name = names.resolve(name)
     if name in names.aliases or ":" in name:
         if side == "input":
             raise SiteError(f"{name} is one tensor and has no input; ask for its output")

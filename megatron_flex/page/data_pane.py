@@ -237,8 +237,8 @@ def dump_source(
         pictures.attention()
         pictures.lens()
     notes += pictures.notes
-    mesh = " x ".join(f"{a} {n}" for a, n in found.manifest.axes.items() if n > 1) or "one rank"
-    return _source_json("dump", label, f"{_folder_name(found)} ({mesh})", notes, tables, tensors, pictures)
+    title = f"{_folder_name(found)} ({found.describe_meshes()})"
+    return _source_json("dump", label, title, notes, tables, tensors, pictures)
 
 
 def statistics_source(

@@ -43,6 +43,7 @@ from megatron_flex.dump.json_form import to_json
 from megatron_flex.dump.part_format import DTYPE_NAMES, format_iteration_folder, format_run_folder
 from megatron_flex.dump.schema import RowsRoute
 from megatron_flex.dump.token_selection import TOKEN_DIM, find_dim
+from megatron_flex.dump.writer.writer_thread import WriteTally
 from megatron_flex.errors import DumpError, FlexError, FlexWarning
 from megatron_flex.layout import Layout, name_batch_first, replicated, without_data_axis
 from megatron_flex.mesh import Mesh
@@ -111,6 +112,7 @@ class DumpSink:
         hooks: the hooks that the sink registered.
         active: whether this step is dumped.
         first: whether no step has been dumped completely yet.
+        tally: what this rank has written, from `close` on.
     """
 
     def __init__(self, dump: Dump, chosen: DumpSelection, mesh: Mesh, clock: Clock) -> None:
@@ -118,6 +120,7 @@ class DumpSink:
         self.active, self.first = False, True
         gradients = [s for s in chosen.sites if dump.gradients and not s.read_only_reason]
         self.hooks = make_sink_hooks(self, dump.describe(), chosen.sites, gradients, dump.groups)
+        self.tally = WriteTally()
         self._taking: ShardRecorder | None = None
         self._routed = RoutingRecorder()
         self._runs: Counter[int] = Counter()  # number of runs of each wanted iteration
@@ -209,6 +212,7 @@ class DumpSink:
                 "runs",
                 f"iteration {number} is trained again and only its first run is dumped: the loop does not "
                 "count iterations, or goes back; say runs='all' to dump each run",
+                alike=True,
             )
         return False
 
@@ -222,6 +226,7 @@ class DumpSink:
             "there",
             f"iteration {number} is in {self.dump.path} already, from an earlier run, and is not written "
             "again, nor are others that are there; name another folder if this run is not its continuation",
+            alike=True,
         )
         return True
 
@@ -278,6 +283,7 @@ class DumpSink:
         """Wait until everything is written. Collective if a failure is to be raised, unless `failed`."""
         if self._taking is None:
             return
+        self.tally = self._taking.writer.tally
         try:
             if self.active:
                 self.ends(failed, self.mesh)
@@ -291,11 +297,11 @@ class DumpSink:
     def _tell(self) -> None:
         """Warn about omitted tensors."""
         if self._dropped:
-            warnings.warn(
+            self._say(
+                "dropped",
                 f"{self._dropped} iteration(s) were dropped from {self.dump.path}: the disk was slower than "
                 "the model; dump less, or say when_full='wait'",
-                FlexWarning,
-                stacklevel=2,
+                alike=True,
             )
         here = self.mesh.is_first(a.name for a in self.mesh if a.name != "pp")
         own = [s.name for s in self.chosen.sites if s.tap is not None]
@@ -365,11 +371,12 @@ class DumpSink:
         self._say(name, f"{name} is left out of the dump: {why}")
         return True
 
-    def _say(self, what: str, text: str) -> None:
-        """Warn once."""
+    def _say(self, what: str, text: str, alike: bool = False) -> None:
+        """Warn once on this rank; once in all, on the first rank, of what is `alike` on all ranks."""
         if what not in self._said:
             self._said.add(what)
-            warnings.warn(text, FlexWarning, stacklevel=2)
+            if not alike or self.mesh.is_first(a.name for a in self.mesh):
+                warnings.warn(text, FlexWarning, stacklevel=2)
 
 
 def _format_names(names: Iterable[str]) -> str:
@@ -532,5 +539,8 @@ def collect_versions() -> dict[str, str]:
 
 def filter_plain_values(config: Any) -> dict[str, Any]:
     """The plain values of a config."""
-    found = getattr(config, "__dict__", None) or {}
+    found = dict(getattr(config, "__dict__", None) or {})
+    kind = getattr(config, "model_type", None)  # of transformers, which have it on the class
+    if isinstance(kind, str):
+        found["model_type"] = kind
     return {k: v for k, v in sorted(found.items()) if isinstance(v, (bool, int, float, str, type(None)))}

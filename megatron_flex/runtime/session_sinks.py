@@ -106,6 +106,11 @@ class SessionSinks:
         finally:  # each of these errors is raised on all ranks
             self._statistics.ends(failed, later)
 
+    def flush_statistics(self) -> None:
+        """Write the statistics of the last measured step now. Collective over the mesh, between steps."""
+        for sink in self.statistics:
+            sink.flush()
+
     def close(self, failed: bool) -> None:
         """Finish all sinks. Collective over the mesh, unless `failed`."""
         try:

@@ -334,6 +334,17 @@ class StatisticsSink:
         if self._sink.wanted:
             self._sink.write(number, self._table.measured(number, vector, maxima))
 
+    def flush(self) -> None:
+        """Write the last measured step, without waiting for the next one to end. Collective, between steps.
+
+        Raises:
+            HookError: as for `ends`.
+        """
+        before, self._posted = self._posted, None
+        failure, self._failure = self._failure, None
+        if before is not None:
+            self._deliver(*before, failure)
+
     def close(self, failed: bool) -> None:
         """Wait for reductions in progress, unless the session `failed` and they may never end."""
         if self.active:

@@ -23,7 +23,7 @@ import {}
 print(middle - start, now() - start)
 """
 IMPORT_RUNS = 5
-MODES = ("hooks", "idle", "conversion", "detection")  # that have flags of their own
+MODES = ("attach", "hooks", "idle", "conversion", "detection")  # that have flags of their own
 
 
 def flags(words: list[str] | None = None) -> argparse.Namespace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from megatron_flex import open_dump
 from tests.support.dumps import Given, random, write
 from tests.support.launching import MODEL, SCRIPT, Done, Server, has_pretrain, torchrun
+from tests.support.loggers import history
 
 pytestmark = pytest.mark.skipif(not has_pretrain(), reason="needs megatron.training of 0.19 or newer")
 NORM, FC1 = "decoder.layers.0.input_layernorm.weight", "decoder.layers.0.mlp.linear_fc1.weight"
@@ -27,6 +29,19 @@ def boom(module, inputs, save_ctx, modules):
 
 def few(inputs):
     return inputs
+"""
+
+
+ACTOR = """
+import os, sys
+from megatron_flex.launch import install
+assert sys.argv[1:] == ["-f", "kernel.json"]
+os.environ["MEGATRON_FLEX_FLAGS"] = "--flex-config more.yaml"
+install("hooks.yaml")
+assert sys.argv[1:] == ["-f", "kernel.json"]
+sys.argv[1:] = {argv!r}  # Megatron reads its own flags there
+from tests.support.scripts import pretraining
+pretraining.main()
 """
 
 
@@ -87,12 +102,52 @@ def test_reading_only(server: Server, plain: Path, tmp_path: Path):
     ours += ["--flex-dump", tmp_path / "dump", "--flex-stats", tmp_path / "stats", "--flex-cpu"]
     done = server(2, tmp_path, *command(tmp_path), *ours)
     assert done.status == [0, 0], done.err[0]
-    assert done.told == []
+    begun, verified, written, named = (line.removeprefix("megatron-flex: ") for line in done.told)
+    assert begun == (
+        f"dump of 4 sites to {tmp_path}/dump; statistics of 4 sites in {tmp_path}/stats; --flex-verify: the "
+        "ranks' tensors are compared with their layouts in the first step; iterations count from 0: "
+        "iteration N is N + 1 in Megatron's log, in TensorBoard and in W&B"
+    )
+    assert verified.startswith("--flex-verify: in 1 step the ranks' tensors at ")
+    assert re.match(
+        rf"dump to {tmp_path}/dump: 3 iterations written, [\d.]+ KiB by 2 ranks; 0 dropped", written
+    )
+    assert named.endswith("are in flex-report.txt")
+    head, *lines = (tmp_path / "flex-report.txt").read_text().splitlines()
+    assert re.match(r"# 20.* UTC: ", head)
+    assert lines == [begun, verified, written]
     assert_same(plain, tmp_path)
     with open_dump(tmp_path / "dump") as dump:
         assert list(dump.iterations) == [0, 1, 2]
         assert tuple(dump["decoder.layers.1:output"].shape[:2]) == (3, 4)  # iterations, samples
     assert any((tmp_path / "stats").iterdir())
+
+
+@pytest.mark.parametrize("leaves", [[], ["--exit-interval", "2"]], ids=["at the end", "by sys.exit()"])
+def test_wandb_has_the_last_iteration(server: Server, tmp_path: Path, leaves: list[str]):
+    """Megatron's own shutdown closes W&B before `pretrain()` returns, or in `train()` before it exits."""
+    pytest.importorskip("wandb")
+    theirs = ["--tensorboard-dir", tmp_path / "board", "--wandb-project", "p", "--wandb-exp-name", "n"]
+    theirs += ["--wandb-save-dir", tmp_path, *leaves]
+    ours = ["--flex-cpu", "--flex-stats", tmp_path / "stats", "--flex-sites", "decoder.layers.*"]
+    done = server(2, tmp_path, *command(tmp_path, *theirs), *ours)
+    assert done.status == [0, 0], done.err[1]
+    (file,) = tmp_path.glob("wandb/offline*/*.wandb")
+    steps = {int(told["_step"]): told for told in history(file) if any(n.startswith("flex/") for n in told)}
+    assert sorted(steps) == ([1, 2] if leaves else [1, 2, 3])
+    assert all("flex/decoder.layers.1:output/rms" in told and "lm loss" in told for told in steps.values())
+
+
+def test_without_a_command_line(server: Server, plain: Path, tmp_path: Path):
+    """In a notebook or an actor `sys.argv` is another program's: YAML and the variable are enough."""
+    (tmp_path / "hooks.yaml").write_text("dumps: [{path: d, iterations: 0:2}]\n")
+    (tmp_path / "more.yaml").write_text("sites: [decoder.layers.*]\n")
+    (tmp_path / "actor.py").write_text(ACTOR.format(argv=command(tmp_path)[1:]))
+    done = server(2, tmp_path, tmp_path / "actor.py", "-f", "kernel.json", plain=True)
+    assert done.status == [0, 0], done.err[0]
+    assert_same(plain, tmp_path)
+    with open_dump(tmp_path / "d") as dump:
+        assert list(dump.iterations) == [0, 1]
 
 
 def test_after_the_checkpoint_and_a_function_that_raises(server: Server, plain: Path, tmp_path: Path):
@@ -102,7 +157,10 @@ def test_after_the_checkpoint_and_a_function_that_raises(server: Server, plain: 
     ours = ["--flex-cpu", "--flex-edit", "decoder.layers.1", "own.py:boom", "--flex-dump", tmp_path / "dump"]
     done = server(2, tmp_path, *command(tmp_path, *loading), *ours, "--flex-dump-parameters", NORM, FC1)
     assert done.status == [2, 2], done.err[0]
-    (line,) = done.told
+    begun, named, line = done.told
+    assert "1 edit at 1 site; dump of 2 parameters to " in begun
+    assert "flex-report.txt" in named
+    assert "error: " in (tmp_path / "flex-report.txt").read_text()
     for word in ("decoder.layers.1:output", "iteration 1", "microbatch 1", "rank", "too hot"):
         assert word in line
     assert "own.py" in done.err[0]  # the function's own traceback
@@ -135,9 +193,11 @@ def test_bad_input_before_anything_is_built(server: Server, tmp_path: Path):
     """An unknown flag, a bad key, and functions that are not there, or take something else."""
     (tmp_path / "own.py").write_text(BOOM)
     (tmp_path / "bad.yaml").write_text("sites: [decoder.layers.*]\ndumps:\n- path: d\n  evry: 2\n")
-    line = refused(server, tmp_path, "--flex-site", "x")
-    assert "--flex-site" in line
-    assert "--flex-sites" in line
+    line = refused(server, tmp_path, "--megatron-flex-site", "x")
+    assert "--megatron-flex-site;" in line
+    assert "--megatron-flex-sites" in line
+    line = refused(server, tmp_path, "--flex-dump", "d")
+    assert "--flex-dump d: nothing is named" in line
     line = refused(server, tmp_path, "--flex-config", "bad.yaml")
     assert all(word in line for word in ("bad.yaml", "4", "evry", "every"))
     assert not (tmp_path / "seen-0.json").exists()
@@ -189,7 +249,10 @@ def test_what_never_fired_is_told_at_the_end(server: Server, tmp_path: Path):
     )
     done = server(2, tmp_path, *command(tmp_path, "--skip-train"), "--flex-cpu", "--flex-config", "f.yaml")
     assert done.status == [2, 2], done.err[0]
-    (line,) = done.told
+    begun, named, line = done.told
+    assert "1 edit at 1 site" in begun
+    assert "never fired" in (tmp_path / "flex-report.txt").read_text()
+    assert "flex-report.txt" in named
     assert "never fired" in line
     assert all((tmp_path / f"through-{rank}").exists() for rank in range(2))
 

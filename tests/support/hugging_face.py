@@ -131,11 +131,13 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def make_model(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+def make_model(family: str | Family, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A model of random weights, in which norms and biases are no identities."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family].config)
+    model = transformers.AutoModelForCausalLM.from_config(
+        (FAMILIES[family] if isinstance(family, str) else family).config
+    )
     generator = torch.Generator().manual_seed(7)
     for name, tensor in sorted(model.state_dict().items()):
         if name == "lm_head.weight" and model.config.tie_word_embeddings:

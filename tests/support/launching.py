@@ -89,7 +89,7 @@ class Server:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.launching"],
             cwd=ROOT,
-            env=environment(TORCH_COMPILE_DISABLE="1"),
+            env=environment(TORCH_COMPILE_DISABLE="1", WANDB_MODE="offline", WANDB_SILENT="true"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

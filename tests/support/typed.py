@@ -120,6 +120,15 @@ def check_variables(words: list[str]) -> None:
     )
 
 
+def check_two_layouts(words: list[str]) -> None:
+    from megatron_flex.cli.two_layouts_command import take_options
+    from megatron_flex.launch.two_layouts import plan_two_layouts
+
+    given, rest = take_options(words)
+    plan = plan_two_layouts(rest, given["--against"], Path("out"))
+    assert len({run.words for run in plan.runs[1:]}) == 2, "both layouts are the same"
+
+
 def check_control(words: list[str]) -> None:
     """`echo 'WORDS' > FILE`, of a control file."""
     from megatron_flex.runtime.hook_groups import parse_switches
@@ -141,12 +150,13 @@ def check_command(words: list[str]) -> None:
         context = command.make_context("megatron-flex", [], parent=context, resilient_parsing=True)
         name, command, words = command.resolve_command(context, words)
         assert command is not None, name
+    if name == "two-layouts":
+        return check_two_layouts(words)
     if name == "run":
         script = next(n for n, word in enumerate(words) if word.endswith(".py"))
-        check_launch(["megatron_flex.launch", *words[script:]])
-        return
+        return check_launch(["megatron_flex.launch", *words[script:]])
     with command.make_context(name, words, parent=context):
-        pass
+        return None
 
 
 def check_script(script: str, words: list[str]) -> None:

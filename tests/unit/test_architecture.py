@@ -25,6 +25,7 @@ ROWS = (
     ("cli",),
     ("launch",),
     ("compat",),
+    ("alignment",),
     ("model", "compare"),
     ("page", "plot"),
     ("estimate", "figures"),
@@ -595,6 +596,7 @@ DIAGRAM = """
 cli/                           the command line
 launch/                        the doors
 compat/                        another interface
+alignment/                     two frameworks
 model · compare                FlexModel and HookFunction
 page · plot                    pictures
 estimate · figures             their numbers

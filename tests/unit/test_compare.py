@@ -464,3 +464,39 @@ def test_other_tokens_cannot_be_compared(tmp_path: Path) -> None:
     for name in ("order", "shifted", "zeroed"):
         found = compare(tmp_path / "a", tmp_path / name)
         assert (found.verdict, found.exit_status) == ("diverges", 1), name
+
+
+# -- other weights, and dumps that were continued -------------------------------------------------------
+
+
+def test_other_weights_are_told_first(tmp_path: Path) -> None:
+    """Before the verdict, with the command that loads one checkpoint in both layouts."""
+    sites = {FIRST: given(tensor())}
+    right, other = ({"a.weight": given(tensor(7)), "b.weight": given(tensor(seed))} for seed in (8, 9))
+    for name, parameters in (("a", right), ("b", other), ("c", right)):
+        dumps.write(tmp_path / name, sites, parameters=parameters)
+    told = compare(tmp_path / "a", tmp_path / "b").summary()
+    assert told[0] == (
+        "the weights differ: 1 of 2 parameters at the start of iteration 0, first b.weight; load one "
+        "checkpoint in both runs: megatron-flex two-layouts"
+    )
+    assert not any("weights differ" in line for line in compare(tmp_path / "a", tmp_path / "c").summary())
+
+
+def test_a_dump_that_was_continued_in_another_layout(tmp_path: Path) -> None:
+    """Each divergence is explained by the mesh of its own iteration, and the heading has both meshes."""
+    value = tensor()
+    wrong = value.clone()
+    wrong[..., WIDTH // 2 :] *= 2  # what the second of two tensor parallel ranks holds
+    dumps.write(tmp_path / "a", {FIRST: given(value, dumps.COLUMN)}, iterations=[0])
+    dumps.write(tmp_path / "a", {FIRST: given(value, dumps.COLUMN)}, iterations=[1])
+    dumps.write(tmp_path / "b", {FIRST: given(value, dumps.COLUMN)}, iterations=[0])
+    dumps.write(tmp_path / "b", {FIRST: given(wrong, dumps.COLUMN)}, mesh={"tp": 2}, iterations=[1])
+    result = compare(tmp_path / "a", tmp_path / "b")
+    assert result.first is not None
+    assert result.first.iteration == 1
+    assert "one rank in iteration 0, tp=2 in iteration 1" in result.b
+    assert "one rank; 2 iterations" in result.a
+    assert result.first.worst is not None
+    assert "tp 1" in result.first.worst.ranks_b[0]
+    assert any("tp" in hint for hint in result.hints)

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import megatron_flex as mf
+from megatron_flex.dump.reader.read_ahead import read_ahead
 from megatron_flex.dump.token_selection import RandomTokens
 from megatron_flex.errors import DumpError
 from megatron_flex.layout import Cut, Dim, Layout
@@ -615,3 +617,36 @@ else:
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
+
+
+# --- reading ahead
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7])
+def test_the_next_block_is_read_while_this_one_is_used(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    begun = [threading.Event() for _ in range(count)]
+    threads, used = set(), []
+
+    def read(number: int) -> int:
+        threads.add(threading.current_thread())
+        begun[number].set()
+        return number * number
+
+    for number, found in read_ahead(range(count), read):
+        used.append((number, found))
+        if number + 1 < count:
+            assert begun[number + 1].wait(30), "it is read before it is asked for"
+        assert not any(event.is_set() for event in begun[number + 2 :]), "one block ahead, no more"
+    assert used == [(n, n * n) for n in range(count)]
+    assert (threading.current_thread() in threads) == (count == 1)
+    assert not any(thread.is_alive() for thread in threads - {threading.current_thread()})
+
+
+def test_a_block_that_cannot_be_read_is_an_error_when_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    found = read_ahead([4, 2, 0, 1], lambda number: 4 // number)
+    used = [next(found), next(found)]
+    with pytest.raises(ZeroDivisionError):
+        next(found)
+    assert used == [(4, 1), (2, 2)]

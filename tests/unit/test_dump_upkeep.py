@@ -102,6 +102,20 @@ def test_a_missing_part_is_named_by_rank_and_site(dump):
     assert "part 0 of rank 1 is missing" in finding.text
 
 
+def test_an_iteration_that_several_ranks_left_is_one_line(dump, command):
+    """Whichever ranks stopped, and whichever lost a part."""
+    for rank in (0, 1, 3):
+        part(dump, 20, rank).unlink()
+    part(dump, 10, 1).unlink()
+    assert len(verify_dump(dump).findings) == 4, "a program gets one for each rank"
+    told = command("dump", "verify", dump).out.splitlines()
+    twenty, ten = ([line for line in told if f"00000000{n}" in line] for n in (20, 10))
+    assert len(twenty) == len(ten) == 1
+    assert "iteration 20 is incomplete: parts of ranks 0, 1, 3 are not there; lost: of 2 sites" in twenty[0]
+    assert "part 0 of rank 1 is missing" in ten[0]
+    assert "2 errors" in told
+
+
 def test_one_of_several_parts_that_is_missing_is_named_by_what_was_in_it(tmp_path):
     path = tmp_path / "dump"
     write(path, [0, 10], part_bytes=100)

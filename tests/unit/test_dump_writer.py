@@ -451,6 +451,7 @@ def test_a_failing_later_part_takes_the_earlier_ones_with_it(
     error = at.trouble()
     assert isinstance(error, DumpError)
     assert "Input/output error" in str(error)
+    assert str(error).endswith("; the iteration is absent, and the run stops")
     assert at.trouble() is None
 
 

@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 import megatron_flex as mf
 from megatron_flex.errors import FlexError
 from megatron_flex.launch import settings_of
-from megatron_flex.launch.flags import FLAGS, FLAGS_BY_OPTION, FLAGS_VARIABLE, Flag, format_help, split_argv
+from megatron_flex.launch.flags import (
+    FLAGS,
+    FLAGS_BY_OPTION,
+    FLAGS_VARIABLE,
+    Flag,
+    describe_foreign_flags,
+    format_help,
+    load_settings,
+    split_argv,
+)
 from megatron_flex.launch.flags import settings_from_argv as found
 from megatron_flex.launch.launch_settings import (
     DumpSettings,
@@ -45,6 +54,8 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "dump-samples": (["0,3"], "0,3"),
     "dump-mean": ([], "mean"),
     "dump-when-full": (["drop"], "drop"),
+    "dump-on-error": (["raise"], "raise"),
+    "dump-replicas": ([], True),
     "stats": (["there"], "there"),
     "stats-format": (["parquet"], "parquet"),
     "stats-parameters": (["w.*"], ("w.*",)),
@@ -52,12 +63,13 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "estimate": ([], True),
     "verify": (["3"], 3),
     "control": (["file"], Path("file")),
+    "report": (["r.txt"], Path("r.txt")),
     "cpu": ([], True),
 }
 NEEDS = {"dump": ["--flex-dump=folder"], "statistics": ["--flex-stats=folder"]}
 ONLY_IN_FILES = {
     *(("edits", name) for name in ("hook_type", "run", "groups", "enabled")),
-    *(("dump", name) for name in ("sites", "every", "tokens", "gradients", "replicas", "durable", "groups")),
+    *(("dump", name) for name in ("sites", "every", "tokens", "gradients", "durable", "groups")),
     *(("statistics", name) for name in ("sites", "every", "gradients", "histogram", "writers", "groups")),
 }
 
@@ -87,11 +99,14 @@ def field_of(flag: Flag, out: Settings) -> Any:
 def test_a_flag_sets_its_field_and_no_other(name: str) -> None:
     flag, (words, wanted) = FLAGS_BY_OPTION[f"--flex-{name}"], GIVEN[name]
     others = [] if name in ("dump", "stats") else NEEDS.get(flag.field[0], [])
+    others = others if name == "sites" else ["--flex-sites=s", *others]
     before, after = found(others, {})[0], found([*others, flag.option, *words], {})[0]
     assert field_of(flag, after) == wanted
     changed = {n for n in Settings.model_fields if getattr(before, n) != getattr(after, n)}
     assert changed == {"dumps" if flag.field[0] == "dump" else flag.field[0]}
     assert parsed([*others, flag.option, *words]) == after
+    assert found([*others, flag.long_option, *words], {})[0] == after
+    assert parsed([*others, flag.long_option, *words]) == after
 
 
 def test_every_field_has_a_flag_or_is_known_to_have_none() -> None:
@@ -146,6 +161,7 @@ VALUES = {
     "on-error": st.sampled_from(["raise", "skip"]),
     "dump-dtype": st.sampled_from(["bf16", "fp16", "fp32"]),
     "dump-when-full": st.sampled_from(["wait", "drop"]),
+    "dump-on-error": st.sampled_from(["warn", "raise"]),
     "stats-format": st.sampled_from(["jsonl", "parquet"]),
     **dict.fromkeys(
         ("dump-iterations", "dump-microbatches", "dump-samples"), st.sampled_from(["0", "1,2", "0:9:3", "4:"])
@@ -232,6 +248,14 @@ def test_values_in_a_namespace_are_plain(flags: list[list[str]]) -> None:
         ("--flex-edit zero", {"edits": [{"edit": "zero"}]}, ""),
         ("--flex-dump a --flex-dump-mean", {"dump": {"path": "a", "reduce": "mean"}}, ""),
         ("--flex-dump a --flex-dump a", {"dump": {"path": "a"}}, ""),
+        (
+            "--flex-strict --flex-hetero-ffn 2 --flex-every 3",
+            {"every": "3"},
+            "--flex-strict --flex-hetero-ffn 2",
+        ),
+        ("--flex-sites a --flex-strict b", {"sites": ["a"]}, "--flex-strict b"),
+        ("--flex-eve 3 --flex-", {}, "--flex-eve 3 --flex-"),
+        ("--megatron-flex-sites a b --megatron-flex-every=2", {"sites": ["a", "b"], "every": "2"}, ""),
         ("--flexible --flex x -flex-cpu", {}, "--flexible --flex x -flex-cpu"),
         ("--flex-sites a -- --flex-x", {"sites": ["a"]}, "-- --flex-x"),
         ("--flex-help", {"help": True}, ""),
@@ -260,8 +284,11 @@ def test_edits_with_and_without_a_site(words: list[str], site: str | None, edit:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--flex-dmup x", "no flag --flex-dmup; nearest: --flex-dump"),
-        ("--flex-", "--flex-help lists them"),
+        ("--megatron-flex-dmup x", "no flag --megatron-flex-dmup; nearest: --megatron-flex-dump"),
+        ("--megatron-flex-", "--flex-help lists them"),
+        ("--flex-dump d", "--flex-dump d: nothing is named; say --flex-sites PATTERN, or parameters"),
+        ("--flex-stats", "--flex-stats flex-stats: nothing is named"),
+        ("--flex-edit zero", "--flex-edit zero: no site is named"),
         ("--flex-every", "--flex-every needs a value: --flex-every N"),
         ("--flex-every --flex-cpu", "--flex-every needs a value"),
         ("--flex-sites", "--flex-sites needs a value: --flex-sites PATTERN ..."),
@@ -289,6 +316,45 @@ def test_what_cannot_be_said(words: str, said: str) -> None:
         found(words.split(), {})
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_flags_of_a_script_that_begin_like_ours() -> None:
+    """Megatron's elastic models have --flex-strict and --flex-hetero-ffn; a typing error is seen as well."""
+    said = describe_foreign_flags(
+        ["--lr", "--flex-strict", "--flex-hetero-ffn=2", "--flex-site", "--flexible"]
+    )
+    assert said.startswith("passed on to the script")
+    for words in ("--flex-strict (nearest: ", "--flex-hetero-ffn (", "--flex-site (nearest: --flex-sites)"):
+        assert words in said
+    assert "flexible" not in said
+    assert describe_foreign_flags(["--lr", "1", "--", "--flex-strict"]) == ""
+
+
+def test_a_parser_that_has_flags_of_our_names() -> None:
+    """The script keeps them; ours have the longer prefix there."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--flex-verify", action="store_true", dest="theirs")
+    parser.add_argument("--flex-strict", action="store_true")
+    mf.add_flex_args(parser)
+    words = ["--flex-verify", "--flex-strict", "--megatron-flex-verify", "3", "--flex-every", "2"]
+    namespace = parser.parse_args(words)
+    assert (namespace.theirs, namespace.flex_strict) == (True, True)
+    assert settings_of(namespace, {}) == Settings(verify=3, every=2)
+
+
+def test_settings_without_a_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook or an actor of Ray `sys.argv` is another program's: files and the variable count."""
+    monkeypatch.setattr("sys.argv", ["ipykernel_launcher.py", "-f", "kernel.json", "--flex-cpu"])
+    one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
+    one.write_text("sites: [a]\nevery: 2\n")
+    two.write_text("every: 3\n")
+    assert load_settings(one, environment={}) == Settings(sites=("a",), every=2)
+    variables = {FLAGS_VARIABLE: f"--flex-config {two} --flex-dump d"}
+    both = Settings(sites=("a",), every=3, dumps=(DumpSettings(path="d"),))
+    assert load_settings(one, environment=variables) == both
+    assert load_settings(environment={FLAGS_VARIABLE: "--flex-every 5"}) == Settings(every=5)
+    with pytest.raises(FlexError, match="nothing is named"):
+        load_settings(environment={FLAGS_VARIABLE: "--flex-dump d"})
 
 
 # --- files, the environment and flags

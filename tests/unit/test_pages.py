@@ -62,9 +62,9 @@ def test_a_block_that_nothing_answers_for(text: str, said: str) -> None:
     [
         ("megatron-flex dump lss DIR", Exception),
         ("megatron-flex dump ls DIR --jsn", Exception),
-        ("megatron-flex run a.py $FLAGS --flex-dmup x", FlexError),
+        ("megatron-flex run a.py $FLAGS --flex-dmup x", AssertionError),
         ("torchrun --nproc-per-pod 8 -m megatron_flex.launch a.py $FLAGS --flex-stats", SystemExit),
-        ("torchrun -m megatron_flex.launch a.py $FLAGS --flex-dmup x", FlexError),
+        ("torchrun -m megatron_flex.launch a.py $FLAGS --flex-dmup x", AssertionError),
         ("scripts/quickstart --iteration-s 3", SystemExit),
         ("echo 'quiet' > out/control", FlexError),
         ("ls", AssertionError),
@@ -106,8 +106,17 @@ def test_the_error_of_the_launchers() -> None:
 
     (shown,) = pages.mine(ROOT / "docs" / "launch.md", "text")
     with pytest.raises(FlexError) as raised:
-        settings_from_argv(["--flex-site", "a"], {})
+        settings_from_argv([], {"MEGATRON_FLEX_FLAGS": "--flex-site a"})
     assert shown == f"megatron-flex: {raised.value}\n"
+
+
+def test_blocks_of_yaml_name_their_file() -> None:
+    """A reader sees which file it is, and needs no other file that the page does not have."""
+    found = [block for block in BLOCKS if block.language == "yaml"]
+    assert found
+    for block in found:
+        assert re.match(r"# [\w/-]+\.yaml, for \S", block.text), f"{block}: name the file in its first line"
+        assert not re.search(r"\w\.(py|safetensors|pt)\b", block.text), f"{block} needs another file"
 
 
 def test_the_words_of_a_control_file() -> None:

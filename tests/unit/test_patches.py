@@ -19,10 +19,12 @@ from hypothesis import strategies as st
 
 import patches.files
 from megatron_flex import points
-from patches import lines
+from patches import VERSION, lines
 from patches.command import main
 from patches.errors import PatchError
-from patches.finding import Target
+from patches.finding import Target, find
+from patches.launcher import LINES
+from patches.points import IMPORT
 from tests.support import sources
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +59,7 @@ def test_layers_of_versions(version: str) -> None:
     summand = [" " * 12 + partial, " " * 12 + partial]
     inference = [inner + partial, f'{inner}out = self.flex_points("output", out)'] if shape.inference else []
     assert added(sources.layers(shape), "megatron") == [
-        "from megatron_flex import points as _flex",
+        *IMPORT,
         '    flex_points = _flex.Points("gemm_input", "local", "output")',
         "        flex_module = self",
         '        if self.flex_points.stands("gemm_input"):',
@@ -83,14 +85,15 @@ def test_layers_of_versions(version: str) -> None:
 
 def test_fairscale() -> None:
     ours = added(sources.FAIRSCALE, "fairscale")
-    assert ours[:5] == [
-        "from megatron_flex import points as _flex",
+    assert ours[: len(IMPORT)] == [*IMPORT]
+    ours = ours[len(IMPORT) :]
+    assert ours[:4] == [
         '    flex_points = _flex.Points("gemm_input", "local", "output")',
         '        y = self.flex_points("gemm_input", y)',
         '        z = self.flex_points("local", z)',
         '        out = self.flex_points("output", out)',
     ]
-    assert [line.strip() for line in ours[5:] if "_flex.Points" in line] == [
+    assert [line.strip() for line in ours[4:] if "_flex.Points" in line] == [
         'flex_points = _flex.Points("gemm_input", "partial", "output")',
         'flex_points = _flex.Points("local", "output")',
         'flex_points = _flex.Points("partial", "output")',
@@ -107,13 +110,66 @@ def test_fairscale() -> None:
     ids=["guarded", "bare", "in a function"],
 )
 def test_launchers(source: str, behind: str, indent: str) -> None:
-    calls = ["import megatron_flex.launch", "megatron_flex.launch.install()"]
-    assert added(source, "launcher") == [indent + c for c in calls]
+    assert added(source, "launcher") == [indent + line for line in LINES]
     new = patched(source.encode(), "launcher").decode().splitlines()
     at = next(i for i, line in enumerate(new) if "# megatron_flex patch" in line)
     assert new[at - 1] == behind
     if source is sources.BARE:
-        assert new[at + 3].startswith("config = training.parse_and_validate_args()")
+        assert new[at + 1 + len(LINES)].startswith("config = training.parse_and_validate_args()")
+
+
+ABSENT = """
+import sys
+
+class Hiding:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] == {absent!r} else self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = map(Hiding, sys.meta_path)
+sys.modules["stand_in"] = sys.modules["somewhere"] = stand_in = type(sys)("stand_in")
+"""
+
+
+def run_without(absent: str, program: str) -> subprocess.CompletedProcess[str]:
+    """Run a program where a package is not installed."""
+    program = ABSENT.format(absent=absent) + program
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+
+
+def test_patched_layers_without_megatron_flex() -> None:
+    """They are imported, and every point returns what it gets; another missing package is an error."""
+    names = (
+        "F copy_to_model_parallel_region gather_from_model_parallel_region reduce_from_model_parallel_region"
+    )
+    program = f"""
+for name in {names.split()!r}:
+    setattr(stand_in, name, lambda x, *more: x + 1)
+stand_in.F.linear = lambda x, w: x * w
+space = {{}}
+exec(compile({patched(sources.FAIRSCALE.encode(), "fairscale")!r}, "layers.py", "exec"), space)
+layer = space["ColumnParallelLinear"]()
+layer.weight = 10
+print(layer.forward(1), layer.flex_points.stands("gemm_input"))
+"""
+    done = run_without("megatron_flex", program)
+    assert done.stdout == "21 False\n", done.stderr
+    done = run_without("torch", program)
+    assert done.returncode == 1
+    assert "No module named 'torch'" in done.stderr
+
+
+def test_a_patched_launcher_without_megatron_flex() -> None:
+    content = patched(sources.GUARDED.encode(), "launcher")
+    program = f"""
+stand_in.model = stand_in.parse_and_validate_args = lambda: 5
+stand_in.pretrain = lambda *given: print("pretrained", given[0])
+exec(compile({content!r}, "script.py", "exec"), {{"__name__": "__main__"}})
+"""
+    done = run_without("megatron_flex", program)
+    assert done.stdout == "pretrained 5\n", done.stderr
 
 
 class Layer:
@@ -243,7 +299,7 @@ def test_a_checkout_in_and_out(checkout: Path, capsys: pytest.CaptureFixture[str
     assert contents(checkout) == before
     shown = capsys.readouterr().out
     assert shown.count("+++") == 2
-    assert "\n+    megatron_flex.launch.install()" in shown
+    assert "\n+        megatron_flex.launch.install()" in shown
     assert main(["--apply", str(checkout)]) == 0
     told = capsys.readouterr().out
     assert told.count("patched: ") == 2
@@ -274,6 +330,31 @@ def test_paths_that_mean_it(checkout: Path, below: str) -> None:
     assert lines.is_patched((checkout / "megatron/core/tensor_parallel/layers.py").read_bytes())
 
 
+def test_launchers_in_all_folders_of_a_checkout(checkout: Path) -> None:
+    """Those of Megatron-LM that are not in its root: examples, an elastic script in the package."""
+    taken = ["train_rl.py", "examples/mimo/train.py", "megatron/elastification/pretrain_hybrid_flex.py"]
+    left = [
+        "tests/unit/test_x.py",
+        ".git/x.py",
+        "venv/x.py",
+        "tools/prepare_cache.py",
+        "megatron/training.py",
+    ]
+    for name in (*taken, *left):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_text(sources.GUARDED)
+    (checkout / "venv/pyvenv.cfg").touch()
+    (checkout / "tools/prepare_cache.py").write_text("# pretrain() does the same\n")
+    (checkout / "tools/old.py").write_text("print 'pretrain()'\n")
+    (checkout / "megatron/training.py").write_text("def pretrain(x):\n    return pretrain(x)\n")
+    found = [str(t.path.relative_to(checkout.resolve())) for t in find(checkout) if t.kind == "launcher"]
+    assert sorted(found) == sorted(["pretrain_gpt.py", *taken])
+    (checkout / "site-packages/x").mkdir(parents=True)
+    (checkout / "site-packages/pretrain_x.py").write_text(sources.GUARDED)
+    (checkout / "site-packages/x/y.py").write_text(sources.GUARDED)
+    assert [t.path.name for t in find(checkout / "site-packages")] == ["pretrain_x.py"]
+
+
 def test_changed_since(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = checkout / "pretrain_gpt.py"
     main(["--apply", str(script)])
@@ -295,16 +376,18 @@ def test_an_older_patch_is_replaced(
     main(["--apply", str(checkout)])
     once = contents(checkout)
     for module in (lines, patches.files):
-        monkeypatch.setattr(module, "VERSION", 2)
-    monkeypatch.setattr("patches.command.VERSION", 2)
+        monkeypatch.setattr(module, "VERSION", VERSION + 1)
+    monkeypatch.setattr("patches.command.VERSION", VERSION + 1)
     assert main(["--check", str(checkout)]) == 1
-    assert "older version (1, this is 2)" in capsys.readouterr().out
+    assert f"older version ({VERSION}, this is {VERSION + 1})" in capsys.readouterr().out
     assert main(["--apply", str(checkout)]) == 0
     newer = contents(checkout)
-    assert {k: v.replace(b"patch 2,", b"patch 1,") for k, v in newer.items()} == once
+    assert {
+        k: v.replace(b"patch %d," % (VERSION + 1), b"patch %d," % VERSION) for k, v in newer.items()
+    } == once
     monkeypatch.undo()
     assert main(["--revert", str(checkout)]) == 2
-    assert "version 2 of the patch" in capsys.readouterr().err
+    assert f"version {VERSION + 1} of the patch" in capsys.readouterr().err
     assert contents(checkout) == newer
 
 
@@ -392,10 +475,13 @@ def test_links_and_installed_packages(tmp_path: Path, capsys: pytest.CaptureFixt
     ("change", "said"),
     [
         (
-            lambda s: s.replace(b"    import megatron_flex.launch  # <megatron_flex>\n", b""),
-            "2 of the 3 lines",
+            lambda s: s.replace(b"        import megatron_flex.launch  # <megatron_flex>\n", b""),
+            "4 of the 5 lines",
         ),
-        (lambda s: b"".join(x for x in lines.split(s) if b"patch 1" not in x), "0 lines that tell of it"),
+        (
+            lambda s: b"".join(x for x in lines.split(s) if b"_flex patch " not in x),
+            "0 lines that tell of it",
+        ),
     ],
     ids=["a line", "the header"],
 )

@@ -243,6 +243,7 @@ DUMPS: dict[str, tuple[Any, Any]] = {  # what is set, and what the Dump then has
     "gradients": (True, True),
     "parameters": (["w"], ["w"]),
     "when_full": ("drop", "drop"),
+    "on_error": ("raise", "raise"),
     "replicas": (True, True),
     "durable": (True, True),
     "groups": (["t"], ("dump", "t")),

@@ -1,7 +1,6 @@
 """Statistics in the writers of a framework: real TensorBoard and W&B files, read back."""
 
 import json
-import struct
 import sys
 import warnings
 from importlib import import_module
@@ -17,6 +16,7 @@ from megatron_flex.errors import FlexWarning
 from megatron_flex.statistics import Statistics, open_writers
 from megatron_flex.statistics.statistics_records import BINS_PER_SIGN
 from megatron_flex.statistics.statistics_writers import LARGEST_FLOAT, LOGGED_STATISTICS
+from tests.support.loggers import history
 from tests.support.measured import SITES, header, row, rows
 
 
@@ -171,22 +171,3 @@ def test_a_real_wandb_run_has_one_row_of_each_step(tmp_path, monkeypatch):
         assert told[f"flex/{SITES[0]}/histogram/_type"] == '"histogram"'
         values = json.loads(told[f"flex/{SITES[0]}/histogram/values"])
         assert sum(values) == row(n, SITES[0]).count
-
-
-def history(path: Path) -> list[dict[str, str]]:
-    """The rows of a W&B file: records of a log in blocks of 32 KiB, as LevelDB has it."""
-    record = import_module("wandb.proto.wandb_internal_pb2").Record
-    data, at, out, whole = path.read_bytes(), 7, [], b""
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
-            continue
-        size, kind = struct.unpack_from("<HB", data, at + 4)
-        whole += data[at + 7 : at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):
-            found, whole = record.FromString(whole), b""
-            if found.WhichOneof("record_type") == "history":
-                items = found.history.item
-                out.append({i.key or "/".join(i.nested_key): i.value_json for i in items})
-    return out

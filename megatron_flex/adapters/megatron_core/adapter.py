@@ -38,7 +38,12 @@ from megatron_flex.adapters.megatron_core.parameter_gradients import (
     freeze_parameters,
     open_recomputed_regions,
 )
-from megatron_flex.adapters.megatron_core.schedules import read_architecture, run_forward, watch_schedules
+from megatron_flex.adapters.megatron_core.schedules import (
+    read_architecture,
+    run_backward,
+    run_forward,
+    watch_schedules,
+)
 from megatron_flex.adapters.megatron_core.ssm_layers import refuse_context_parallel
 from megatron_flex.adapters.megatron_core.unsupported_settings import refuse_settings, refuse_wrappers
 from megatron_flex.adapters.sharded_ddp import sharded_ddp_wrappers_of
@@ -138,12 +143,12 @@ class MegatronAdapter:
     def sites(self) -> list[Site]:
         """The sites of all chunks on this rank."""
         chunks = enumerate(self.roots)
-        return [replace(s, chunk=i) for i, root in chunks for s in sites_of(root, self.mesh)]
+        return [replace(s, chunk=i) if i else s for i, root in chunks for s in sites_of(root, self.mesh)]
 
     def parameters(self) -> list[ParameterSite]:
         """The parameters of all chunks on this rank that belong to modules with a known layout."""
         chunks = enumerate(self.roots)
-        return [replace(p, chunk=i) for i, root in chunks for p in parameters_of(root, self.mesh)]
+        return [replace(p, chunk=i) if i else p for i, root in chunks for p in parameters_of(root, self.mesh)]
 
     def without_layout(self) -> dict[str, str]:
         """The other parameters of all chunks on this rank."""
@@ -225,6 +230,11 @@ class MegatronAdapter:
         """Run the model forward by Megatron's schedule, after pending work of the distributed optimizer."""
         self.wait_until_ready()
         run_forward(self.chunks, self.roots[0], self.mesh, tokens, microbatch_size)
+
+    def run_backward(self, tokens: Tensor, labels: Tensor, counted: Tensor) -> float | None:
+        """Run one forward and backward pass; see `schedules.run_backward`."""
+        self.wait_until_ready()
+        return run_backward(self.chunks, self.roots[0], self.mesh, tokens, labels, counted)
 
     def watch(self, listener: Listener) -> Undo:
         """Trace Megatron's schedules, and calls of the model outside them."""

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
 
 from torch import nn
 
 from megatron_flex.layout import Cut, Dim, Layout
 from megatron_flex.mesh import Mesh
+
+P = ParamSpec("P")
+
+
+def _once(
+    make: Callable[Concatenate[ModelLayouts, P], Layout],
+) -> Callable[Concatenate[ModelLayouts, P], Layout]:
+    """A rule that makes its layout once for each of its arguments: thousands of experts share it."""
+
+    @wraps(make)
+    def get(self: ModelLayouts, /, *args: P.args, **keywords: P.kwargs) -> Layout:
+        key = make.__name__, args, tuple(keywords.items())
+        found = self.made.get(key)
+        if found is None:
+            found = self.made[key] = make(self, *args, **keywords)
+        return found
+
+    return get
 
 
 @dataclass(frozen=True)
@@ -22,6 +42,7 @@ class ModelLayouts:
     config: Any
     mesh: Mesh
     vocabulary: int | None = None
+    made: dict[Any, Layout] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def tp(self) -> int:
@@ -37,28 +58,34 @@ class ModelLayouts:
         """The sequence dim: zigzag over context parallel ranks, within it over tensor parallel ranks."""
         return Dim("s", (Cut("cp", "zigzag"), *((Cut("tp"),) if cut else ())))
 
+    @_once
     def stream(self, sequence_parallel: bool | None = None) -> Layout:
         """`[s, b, h]`, the residual stream and the tensors added to it; the same layout for its gradient."""
         cut = self.sequence_parallel if sequence_parallel is None else sequence_parallel and self.tp > 1
         return Layout((self.sequence(cut), Dim("b"), Dim("h")))
 
+    @_once
     def per_token(self, *names: str) -> Layout:
         """`[s, b, ...]` with other trailing dims, sharded like the residual stream."""
         return Layout((self.sequence(self.sequence_parallel), Dim("b"), *map(Dim, names)))
 
+    @_once
     def rows_of_one(self, *names: str) -> Layout:
         """`[t, ...]`: each rank has some of the tokens of an expert, in varying numbers."""
         cuts = tuple(Cut(c.axis) for c in self.stream().dims[0].cuts if self.mesh[c.axis].size > 1)
         return Layout((Dim("t", cuts, uneven=bool(cuts)), *map(Dim, names)))
 
+    @_once
     def gathered(self) -> Layout:
         """`[s, b, h]` at the input of a column-parallel GEMM: replicated, its gradient partial."""
         return Layout((self.sequence(), Dim("b"), Dim("h")), shared=("tp",))
 
+    @_once
     def partial(self) -> Layout:
         """`[s, b, h]` at the output of a row-parallel GEMM, before the reduction."""
         return Layout((self.sequence(), Dim("b"), Dim("h")), partial=("tp",))
 
+    @_once
     def features(self, name: str, segments: tuple[int, ...] = (1,)) -> Layout:
         """`[s, b, features]` with the features sharded over tensor parallel ranks."""
         return Layout((self.sequence(), Dim("b"), Dim(name, (Cut("tp"),), segments)))
@@ -101,11 +128,13 @@ class ModelLayouts:
 
     # -- parameters ----------------------------------------------------------------------------------
 
+    @_once
     def rows_cut(self, dims: int, segments: tuple[int, ...] = (1,)) -> Layout:
         """A weight or bias sharded along its first dim: column-parallel linears."""
         rest = (Dim("in"),) if dims == 2 else ()
         return Layout((Dim("out", (Cut("tp"),), segments), *rest))
 
+    @_once
     def bias_beside(self, features: Dim | None = None) -> Layout:
         """The bias that a parallel linear returns beside its output, with `features` sharded or not.
 
@@ -119,10 +148,12 @@ class ModelLayouts:
         rest = (Dim("h"),) if dims == 2 else ()
         return Layout((Dim("v", (Cut("tp"),), keep=self.vocabulary), *rest))
 
+    @_once
     def columns_cut(self) -> Layout:
         """A row-parallel weight, sharded along its second dim."""
         return Layout((Dim("out"), Dim("in", (Cut("tp"),))))
 
+    @_once
     def uncut(self, dims: int, shared: bool) -> Layout:
         """A replicated parameter; `shared` if its gradient is partial."""
         return Layout(tuple(Dim() for _ in range(dims)), shared=("tp",) if shared and self.tp > 1 else ())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -23,10 +24,11 @@ from megatron_flex.adapters.megatron_core import (
 )
 from megatron_flex.adapters.megatron_core.model_layouts import ModelLayouts
 from megatron_flex.adapters.megatron_core.module_classes import global_modules
-from megatron_flex.adapters.megatron_core.site_builder import SiteBuilder, unpadded_vocabulary
+from megatron_flex.adapters.megatron_core.site_builder import KindTable, SiteBuilder, unpadded_vocabulary
+from megatron_flex.adapters.module_names import all_modules
 from megatron_flex.adapters.taps import MethodOutput
 from megatron_flex.layout import Layout, full_shape
-from megatron_flex.mesh import Mesh
+from megatron_flex.mesh import Axis, Mesh
 from megatron_flex.sites import Site
 
 # the parts of a model whose modules have sites
@@ -57,13 +59,10 @@ def sites_of(root: nn.Module, mesh: Mesh) -> list[Site]:
 
 
 def _walk_sites(b: SiteBuilder) -> Iterator[Site]:
+    site_kinds = KindTable(SITE_KINDS)
     for path, module in global_modules(b.root):
         role = path.rpartition(".")[2]
-        kind = (
-            next((k for k in SITE_KINDS if k.fits(role, module)), None)
-            if path.startswith(PARTS_WITH_SITES)
-            else None
-        )
+        kind = site_kinds.find(role, module) if path.startswith(PARTS_WITH_SITES) else None
         if kind is not None:
             yield from kind.sites(b, path, module)
     if b.root.post_process:
@@ -102,6 +101,7 @@ def parameters_of(root: Any, mesh: Mesh) -> list[ParameterSite]:
     of = ModelLayouts(root.config, mesh, unpadded_vocabulary(root))
     # Where both ends of the model are on one rank, the output layer has no weight of its own.
     tied = bool(getattr(root, "share_embeddings_and_output_weights", False))
+    stage, experts = mesh["pp"].coord, mesh["ep"]
     out: list[ParameterSite] = []
     for path, _, name, parameter, rule in _parameters_with_layouts(root, of):
         if rule is None:
@@ -114,12 +114,12 @@ def parameters_of(root: Any, mesh: Mesh) -> list[ParameterSite]:
             layout,
             shape,
             parameter,
-            mesh["pp"].coord,
+            stage,
             copy_of=WORD_EMBEDDINGS if tied and f"{path}.{name}" == OUTPUT_WEIGHT else "",
             hidden=SUMMED_LATER if _on_two_stages(root, path, mesh) else "",
             local=tuple(parameter.shape),
         )
-        out += _sites_on_all_ranks(site, inside, mesh, root.config) if inside else [site]
+        out += _sites_on_all_ranks(site, inside, experts, root.config) if inside else [site]
     return out
 
 
@@ -141,6 +141,7 @@ def is_quantized(parameter: nn.Parameter) -> bool:
     return any(c.__module__.startswith("transformer_engine") for c in type(parameter).__mro__)
 
 
+@lru_cache(1024)  # experts have few layouts
 def expert_layout(layout: Layout) -> Layout:
     """Sharding over `tp` in a dense linear is over `etp` in an expert's; there is no sequence parallelism."""
     dims = (
@@ -155,10 +156,10 @@ def _parameters_with_layouts(
 ) -> Iterator[tuple[str, nn.Module, str, nn.Parameter, Layout | None]]:
     """Every parameter with its module's path, the module, its name there and its dense layout, if known."""
     owned = _owner_layouts(of, root)
-    modules = dict(global_modules(root))
+    modules, kinds = dict(global_modules(root)), KindTable(PARAMETER_KINDS)
     for path, module in modules.items():
         parent, _, role = path.rpartition(".")
-        kind = next((k for k in PARAMETER_KINDS if k.fits(role, module, modules.get(parent))), None)
+        kind = kinds.find(role, module, modules.get(parent))
         for name, parameter in module.named_parameters(recurse=False):
             layout = owned.get(parameter)
             if is_quantized(parameter):  # its memory is not that of a dense tensor
@@ -170,7 +171,10 @@ def _parameters_with_layouts(
 
 def _owner_layouts(of: ModelLayouts, root: nn.Module) -> dict[nn.Parameter, Layout]:
     """The layouts that a kind of owner declares; parameters compare by identity."""
-    found = [(kind, m) for m in root.modules() for kind in OWNER_KINDS if kind.fits("", m)]
+    modules = all_modules(root)
+    samples = {type(m): m for m in modules}
+    owning = {cls for cls, m in samples.items() if any(kind.fits("", m) for kind in OWNER_KINDS)}
+    found = [(kind, m) for m in modules if type(m) in owning for kind in OWNER_KINDS if kind.fits("", m)]
     return dict(pair for kind, module in found for pair in kind.layouts(of, module))
 
 
@@ -185,22 +189,23 @@ def _on_two_stages(root: Any, path: str, mesh: Mesh) -> bool:
 
 
 def _sites_on_all_ranks(
-    mine: ParameterSite, inside: re.Match[str], mesh: Mesh, config: Any
+    mine: ParameterSite, inside: re.Match[str], ranks: Axis, config: Any
 ) -> Iterator[ParameterSite]:
     """The parameter of this rank's expert, and the corresponding ones on the other ranks.
 
     A module of one expert has the expert's global number in its name already; a grouped linear numbers its
     weights from 0 on each rank.
     """
-    each = config.num_moe_experts // mesh["ep"].size
-    for rank in range(mesh["ep"].size):
+    each = config.num_moe_experts // ranks.size
+    for rank in range(ranks.size):
         number = rank * each + int(inside[2]) % each
         site = replace(
             mine, name=f"{inside[1]}{number}{inside[3]}", owner=(("ep", rank),), hidden=ON_EXPERT_RANKS
         )
-        yield site if rank == mesh["ep"].coord else site.remote()
+        yield site if rank == ranks.coord else site.remote()
 
 
+@lru_cache(1024)
 def _shared_over_context(layout: Layout) -> Layout:
     """Context parallel ranks have the same parameters, with partial gradients from their own tokens."""
     return replace(layout, shared=(*layout.shared, "cp"))

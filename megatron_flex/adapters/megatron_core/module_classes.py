@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 from torch import nn
@@ -12,7 +13,13 @@ MODEL_CLASSES = ("GPTModel", "HybridModel", "MambaModel", "BertModel")
 
 def is_megatron(module: Any, *names: str) -> bool:
     """Whether a module's class, or one of its bases, is Megatron's class of one of these names."""
-    return any(c.__name__ in names and c.__module__.startswith("megatron.") for c in type(module).__mro__)
+    cls: Any = type(module)
+    return _is_class_of_megatron(cls, names)
+
+
+@lru_cache(4096)  # a model has thousands of modules of few classes
+def _is_class_of_megatron(cls: Any, names: tuple[str, ...]) -> bool:
+    return any(c.__name__ in names and c.__module__.startswith("megatron.") for c in cls.__mro__)
 
 
 def is_identity(module: Any) -> bool:
@@ -50,13 +57,24 @@ def global_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _walk_modules(module: nn.Module, path: str, experts: Sequence[int]) -> Iterator[tuple[str, nn.Module]]:
-    yield path, module
-    if is_megatron(module, "BaseMoELayer"):
-        experts = cast(Any, module).local_expert_indices
+    left = [(path, module, experts)]  # no generator in a generator, which is slow in deep models
+    while left:
+        path, module, experts = left.pop()
+        yield path, module
+        if is_megatron(module, "BaseMoELayer"):
+            experts = cast(Any, module).local_expert_indices
+        front = f"{path}." if path else ""
+        names = _child_names(module, path, experts)
+        left += [(front + name, child, experts) for name, child in names][::-1]
+
+
+def _child_names(module: nn.Module, path: str, experts: Sequence[int]) -> Iterator[tuple[str, nn.Module]]:
+    numbered = isinstance(module, nn.ModuleList)
+    local = numbered and path.endswith(".local_experts")
     for name, child in module.named_children():
-        number = getattr(child, "layer_number", None)
-        if isinstance(module, nn.ModuleList) and path.endswith(".local_experts"):
-            name = str(experts[int(name)])
-        elif isinstance(module, nn.ModuleList) and isinstance(number, int):
-            name = str(number - 1)
-        yield from _walk_modules(child, f"{path}.{name}" if path else name, experts)
+        if local:
+            yield str(experts[int(name)]), child
+        elif numbered and isinstance(number := getattr(child, "layer_number", None), int):
+            yield str(number - 1), child
+        else:
+            yield name, child

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_flex.adapters.adapter_base import LocalGradient, Undo
 from megatron_flex.adapters.data_parallel import all_synchronized
 from megatron_flex.adapters.megatron_core.module_classes import MODEL_CLASSES, is_megatron
+from megatron_flex.adapters.module_names import all_modules
 from megatron_flex.adapters.taps import add_hook
 from megatron_flex.errors import FlexError
 
@@ -32,7 +33,7 @@ class MegatronGradients:
     def __init__(self, chunks: list[nn.Module], roots: list[Any]) -> None:
         self.config: Any = roots[0].config
         self.wrappers = [w for chunk in chunks if (w := _ddp_wrapper(chunk)) is not None]
-        self.torchs = [m for c in chunks for m in c.modules() if isinstance(m, DistributedDataParallel)]
+        self.torchs = [m for c in chunks for m in all_modules(c) if isinstance(m, DistributedDataParallel)]
         self._by_parameter = {p: w for w in self.wrappers for p in w.parameters()}
 
     def gather_parameters(self) -> None:

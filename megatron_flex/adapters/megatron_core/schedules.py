@@ -245,6 +245,55 @@ def run_forward(chunks: list[nn.Module], root: Any, mesh: Mesh, tokens: Tensor, 
         )
 
 
+def run_backward(
+    chunks: list[nn.Module], root: Any, mesh: Mesh, tokens: Tensor, labels: Tensor, counted: Tensor
+) -> float | None:
+    """One forward and backward pass over a batch; gradients stay where Megatron leaves them.
+
+    Args:
+        chunks: this rank's chunks.
+        root: the first of them, unwrapped.
+        mesh: the axes of the run.
+        tokens: `[batch, sequence]`, the same on all ranks.
+        labels: the tokens to predict, `[batch, sequence]`.
+        counted: which of them are in the loss, the mean of their cross entropies, `[batch, sequence]`.
+
+    Returns:
+        The loss, on the last stage.
+
+    Raises:
+        FlexError: on all ranks: the model cannot take these tokens, or divides a sequence over ranks.
+    """
+    check_tokens(root, mesh, tokens, len(tokens))
+    if mesh["cp"].size > 1 or len(chunks) > 1:
+        raise FlexError(
+            "gradients are compared without context parallelism and virtual stages; leave them out"
+        )
+    device = next(root.parameters()).device
+    places = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+    wanted, weights = labels.to(device), counted.to(device).float()
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def loss(output: Tensor) -> tuple[Tensor, dict[str, float]]:
+        mean = (output.float() * weights).sum() / weights.sum()
+        return mean, {"loss": float(mean)}
+
+    def step(iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:
+        return model(tokens.to(device), places, None, labels=wanted), loss
+
+    with _keep_random_states():
+        found = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter([None]),
+            model=chunks[0],
+            num_microbatches=1,
+            seq_length=tokens.shape[1],
+            micro_batch_size=len(tokens),
+            forward_only=False,
+        )
+    return float(found[0]["loss"]) if found else None
+
+
 def check_tokens(root: Any, mesh: Mesh, tokens: Tensor, size: int | None) -> None:
     """Refuse tokens that would fail on some ranks only, or in the middle of the model.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -103,12 +103,37 @@ class OwnerKind(ModuleMatcher):
     roles: tuple[str, ...] = ()
 
 
+KindT = TypeVar("KindT", bound=ModuleMatcher)
+
+
+class KindTable(Generic[KindT]):
+    """Kinds of modules in order, and which of them each class of modules turned out to be.
+
+    Args:
+        kinds: the first that fits a module counts.
+    """
+
+    def __init__(self, kinds: Sequence[KindT]) -> None:
+        self.kinds = tuple(kinds)
+        self._roles = {role for kind in self.kinds for role in kind.roles}
+        self._found: dict[tuple[str, type, type], KindT | None] = {}
+
+    def find(self, role: str, module: nn.Module, parent: nn.Module | None = None) -> KindT | None:
+        """The kind of a module in that role, in that parent; classes and roles alone determine it."""
+        key = role if role in self._roles else "", type(module), type(parent)
+        if key not in self._found:
+            fitting = (kind for kind in self.kinds if kind.fits(role, module, parent))
+            self._found[key] = next(fitting, None)
+        return self._found[key]
+
+
 class SiteBuilder:
     """One chunk's configuration, and functions that build its sites."""
 
     def __init__(self, root: Any, mesh: Mesh) -> None:
         self.root, self.mesh = root, mesh
         self.config: Any = root.config
+        self.stage = mesh["pp"].coord
         self.of = ModelLayouts(self.config, mesh, unpadded_vocabulary(root))
         self.sizes: dict[str, Any] = {
             "h": self.config.hidden_size,
@@ -138,9 +163,7 @@ class SiteBuilder:
         shape: list[int | str] = [self.sizes.get(n, n) for n in names]
         if width is not None:
             shape[-1] = width
-        return Site(
-            name, layout, tuple(shape), self.mesh["pp"].coord, hidden, fixed, tap, further_layouts=beside
-        )
+        return Site(name, layout, tuple(shape), self.stage, hidden, fixed, tap, further_layouts=beside)
 
     def both(
         self,

@@ -122,6 +122,23 @@ class OpenDump:
         """The manifest of each run."""
         return [run.manifest for run in self.runs]
 
+    def describe_meshes(self) -> str:
+        """The mesh; of a dump continued in another layout each mesh with its iterations."""
+        numbers: dict[str, list[int]] = {}
+        for which in self.iteration_keys:
+            manifest = self.stored_iteration(which).run.manifest
+            experts = {a: n for a, n in manifest.experts.items() if a == "ep" or n != manifest.axes.get("tp")}
+            sizes = {**experts, **manifest.axes}
+            mesh = " x ".join(f"{a}={n}" for a, n in sizes.items() if n > 1 and a != "edp") or "one rank"
+            numbers.setdefault(mesh, []).append(which[0])
+        if len(numbers) < 2:
+            return next(iter(numbers), "no complete iteration")
+        return ", ".join(
+            f"{mesh} in iteration{'s' if len(held) > 1 else ''} "
+            f"{held[0] if len(held) == 1 else f'{held[0]} to {held[-1]}'}"
+            for mesh, held in numbers.items()
+        )
+
     @property
     def manifest(self) -> Manifest:
         """The manifest of the first run."""

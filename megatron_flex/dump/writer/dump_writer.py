@@ -33,7 +33,7 @@ class DumpWriter:
 
     def __init__(self, folder: Path, rank: int, coords: Mapping[str, int], dump: Dump) -> None:
         self.folder, self.rank, self.coords, self.dump = folder, rank, dict(coords), dump
-        self._back = WriterThread(folder, dump.queue_bytes, dump.durable, rank == 0)
+        self._back = WriterThread(folder, dump.queue_bytes, dump.durable, rank == 0, dump.on_error == "raise")
         self.tally = self._back.tally
         self._part: PendingPart | None = None
         self._largest_iteration = 0  # bytes of the largest iteration so far

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,17 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_flex.dump.checksums import combine_block_checksums, compute_block_checksums
+from megatron_flex.dump.checksums import CHECKSUM_BLOCK, compute_block_checksums
 from megatron_flex.dump.part_format import (
     TENSOR_ALIGNMENT,
-    build_header,
+    PartHeader,
     format_iteration_folder,
     format_part_name,
 )
 from megatron_flex.dump.schema import REPLICA, PartIndex, ShardEntry, layout_to_json
 from megatron_flex.layout import Layout
 
-WRITE_BYTES = 32 << 20  # bytes in one call to the system: small, to distinguish a slow disk from a dead one
+# Bytes in one call to the system, a multiple of what has one checksum: few, so that the CPU's cache has them
+# when the system copies them, as their checksums were computed just before.
+WRITE_BYTES = 8 * CHECKSUM_BLOCK
 MOST_VECTORS = 512  # pieces in one call; Linux allows 1024
 
 # Of a draft: in a folder that others may write to, nobody has put a file or a link of that name there.
@@ -120,11 +122,9 @@ def write_part(folder: Path, part: PendingPart, durable: bool, on_progress: Call
         OSError: it cannot be written; nothing of it is left, if that could be removed.
     """
     views = [memoryview(t.reshape(-1).view(torch.uint8).numpy()) for t in part.tensors]
-    entries = [_add_checksums(e, v) for e, v in zip(part.entries, views, strict=True)]
-    index = replace(part.index, layouts=[layout_to_json(x) for x in part.layouts], entries=entries)
-    stored = [n for n, e in enumerate(entries) if e.kind != REPLICA]
-    shapes = [tuple(part.tensors[n].shape) for n in stored]
-    front, _ = build_header(index, shapes, [len(views[n]) for n in stored])
+    index = replace(part.index, layouts=[layout_to_json(x) for x in part.layouts], entries=part.entries)
+    shapes = [tuple(t.shape) for t, e in zip(part.tensors, part.entries, strict=True) if e.kind != REPLICA]
+    header = PartHeader(index, shapes, [len(view) for view in views])
     where = folder / part.running.folder
     if not index.part:
         _make_folder(where, durable)
@@ -135,7 +135,10 @@ def write_part(folder: Path, part: PendingPart, durable: bool, on_progress: Call
             rough.unlink()
         file = os.open(rough, NEW_FILE_FLAGS, 0o666)
         try:
-            _write_views([memoryview(front), *(views[n] for n in stored)], file, on_progress)
+            os.lseek(file, header.nbytes, os.SEEK_SET)
+            _write_tensors(views, part.entries, header, file, on_progress)
+            os.lseek(file, 0, os.SEEK_SET)
+            _write_all([memoryview(header.encode())], file, on_progress)
             if durable:
                 os.fsync(file)
         finally:
@@ -150,14 +153,6 @@ def write_part(folder: Path, part: PendingPart, durable: bool, on_progress: Call
     if durable:
         sync_folder(where)
     return path
-
-
-def _add_checksums(entry: ShardEntry, data: memoryview) -> ShardEntry:
-    """An entry with the checksums of its bytes; of a replica with that of all of them alone."""
-    blocks = compute_block_checksums(data)
-    return replace(
-        entry, checksum=combine_block_checksums(blocks), blocks="" if entry.kind == REPLICA else blocks
-    )
 
 
 def sync_folder(folder: Path) -> None:
@@ -180,30 +175,39 @@ def _make_folder(folder: Path, durable: bool) -> None:
         sync_folder(folder.parent)
 
 
-def _write_views(views: Sequence[memoryview], file: int, on_progress: Callable[[], None]) -> None:
-    for batch in _batch_views(views):
-        left = batch
-        while left:
-            count = os.writev(file, left)
-            on_progress()
-            while left and count >= len(left[0]):
-                count -= len(left[0])
-                left = left[1:]
-            if count:
-                left = [left[0][count:], *left[1:]]
-
-
-def _batch_views(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """What goes to the system in one call: not too many pieces, and not too many bytes."""
+def _write_tensors(
+    views: Sequence[memoryview],
+    entries: Sequence[ShardEntry],
+    header: PartHeader,
+    file: int,
+    on_progress: Callable[[], None],
+) -> None:
+    """Write tensors one after the other, and set their checksums in the header; replicas are not written."""
     batch: list[memoryview] = []
     nbytes = 0
-    for view in views:
+    for number, (view, entry) in enumerate(zip(views, entries, strict=True)):
+        blocks = []
         for at in range(0, len(view), WRITE_BYTES):
             chunk = view[at : at + WRITE_BYTES]
             if batch and (nbytes + len(chunk) > WRITE_BYTES or len(batch) == MOST_VECTORS):
-                yield batch
+                _write_all(batch, file, on_progress)
                 batch, nbytes = [], 0
-            batch.append(chunk)
-            nbytes += len(chunk)
+            blocks.append(compute_block_checksums(chunk))
+            if entry.kind != REPLICA:
+                batch.append(chunk)
+                nbytes += len(chunk)
+        header.set_checksums(number, "".join(blocks))
     if batch:
-        yield batch
+        _write_all(batch, file, on_progress)
+
+
+def _write_all(views: Sequence[memoryview], file: int, on_progress: Callable[[], None]) -> None:
+    left = views
+    while left:
+        count = os.writev(file, left)
+        on_progress()
+        while left and count >= len(left[0]):
+            count -= len(left[0])
+            left = left[1:]
+        if count:
+            left = [left[0][count:], *left[1:]]

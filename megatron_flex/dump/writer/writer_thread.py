@@ -179,8 +179,10 @@ class WriterThread:
         failures: kind and error of each failure that is not yet reported.
     """
 
-    def __init__(self, folder: Path, most: int, durable: bool, logs_progress: bool) -> None:
-        self.folder, self.durable, self.logs_progress = folder, durable, logs_progress
+    def __init__(
+        self, folder: Path, most: int, durable: bool, logs_progress: bool, stops: bool = False
+    ) -> None:
+        self.folder, self.durable, self.logs_progress, self.stops = folder, durable, logs_progress, stops
         self.tally, self.buffers = WriteTally(), HostBuffers(most)
         self.failures: deque[tuple[str, DumpError]] = deque()
         self.change = threading.Condition()
@@ -258,9 +260,9 @@ class WriterThread:
         else:
             why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             kind = f"{type(error).__name__} {getattr(error, 'errno', '')}"
+        then = "the run stops" if self.stops else "those that follow are tried again"
         failure = DumpError(
-            f"{self.folder / running.folder} cannot be written: {why}; the iteration is absent, and those "
-            "that follow are tried again"
+            f"{self.folder / running.folder} cannot be written: {why}; the iteration is absent, and {then}"
         )
         failure.__cause__ = error
         self.failures.append((kind, failure))

@@ -1,0 +1,281 @@
+"""`align`: a Hugging Face model and a Megatron model on the same tokens, hook point by hook point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.alignment.alignment_result import Alignment, SiteVerdict, part_of
+from megatron_flex.alignment.candidate_run import CandidateRun
+from megatron_flex.alignment.causes import find_causes
+from megatron_flex.alignment.counterparts import Match, family_of
+from megatron_flex.alignment.evidence import Evidence
+from megatron_flex.alignment.reference_run import Captures, ReferenceRun
+from megatron_flex.alignment.routing import Routing
+from megatron_flex.alignment.site_pairs import axis_sizes, compared_pair, reference_tensor
+from megatron_flex.alignment.step_gradients import StepGradients
+from megatron_flex.alignment.tensor_difference import Difference, SiteTolerances, measure
+from megatron_flex.alignment.token_batch import TokenBatch, prepare_batch, sequence_divisor
+from megatron_flex.collectives import gather_objects
+from megatron_flex.compare.tolerance import Precision
+from megatron_flex.errors import FlexError, describe_error
+from megatron_flex.model import FlexModel
+from megatron_flex.runtime import full_parameters
+from megatron_flex.runtime.full_parameters import ParameterRequest
+
+LAYER_INPUT, FINAL_INPUTS = ":input", ("decoder.final_layernorm:input", "decoder.final_norm:input")
+NO_MODEL = (
+    "the first rank has no Hugging Face model; give it on the first rank, and None or the same on the others"
+)
+
+
+def align(
+    hf_model: nn.Module | None,
+    flex: FlexModel,
+    batch: Any,
+    *,
+    tolerance: float | None = None,
+    gradients: bool = False,
+) -> Alignment:
+    """Compare a Hugging Face model with a Megatron model on the same tokens. Every rank calls it.
+
+    The Hugging Face model runs on the first rank. The Megatron model runs twice, forward only: once as it
+    is (the *accumulated* difference), once with each layer's input replaced by that of Hugging Face (the
+    *isolated* difference, to which earlier layers contribute nothing). Both run in the mode of `eval()`,
+    without dropout; the mode of each module is restored.
+
+    Args:
+        hf_model: a causal language model of transformers; the other ranks may pass None.
+        flex: the Megatron model, in any layout.
+        batch: tokens `[batch, sequence]`, the same on all ranks, or a mapping with `input_ids` and
+            `attention_mask`. Padding is moved to the end of a sequence and is not compared.
+        tolerance: how far tensors may differ, relative to their norm and to their greatest entry; None:
+            derived from the precisions of the two models and the depth of the site.
+        gradients: also compare the loss and the parameter gradients of one step, in which each token predicts
+            the next. The gradients of the Megatron model are cleared.
+
+    Returns:
+        On every rank, the verdicts for each hook point and each layer, and likely causes of the first
+        difference.
+
+    Raises:
+        FlexError: on all ranks: there is no table for the architecture, no model, or the tokens do not fit.
+
+    Example:
+        `print(mf.align(AutoModelForCausalLM.from_pretrained(folder), flex, tokens))`
+    """
+    session = flex.session
+    first = all(axis.coord == 0 for axis in session.mesh)
+    kind: tuple[str, str] = _on_first(flex, lambda: _check_models(hf_model, flex))
+    config = session.adapter.roots[0].config  # type: ignore[attr-defined]  # of Megatron, as checked
+    tokens = prepare_batch(batch, sequence_divisor(session.mesh, bool(config.sequence_parallel)))
+    candidate = CandidateRun(flex, family_of(kind[0]))
+    points = {other for match in candidate.matches for other in match.row.other}
+    theirs: Captures = {}
+    _on_first(flex, lambda: theirs.update(_run_reference(hf_model, points, tokens)))
+    inputs = candidate.broadcast(_layer_inputs(candidate.matches, theirs))
+    with evaluation_mode(*session.adapter.roots):  # type: ignore[attr-defined]
+        accumulated = candidate.run(tokens.tokens)
+        isolated = candidate.run(tokens.tokens, inputs)
+        step = StepGradients(hf_model if first else None, flex, tokens) if gradients else None
+
+    def judge() -> Alignment:
+        judging = _Judge(candidate.matches, tokens, hf_model, config, tolerance)
+        found = judging.judge(theirs, accumulated, isolated)
+        model = f"Hugging Face {kind[1]} and Megatron on {_describe_mesh(flex)}"
+        found = replace(found, model=model, uncompared={**candidate.uncompared, **found.uncompared})
+        with evaluation_mode(hf_model) if hf_model is not None else nullcontext():
+            return found if step is None else replace(found, gradients=step.verdicts(judging.tolerances))
+
+    alignment: Alignment = _on_first(flex, judge)
+    sites = {m.site: m for m in candidate.matches}
+    if alignment.first is None or alignment.first.site not in sites:
+        return alignment
+    at, weights = alignment.first, _layer_weights(flex, alignment.first.site)
+    around = at, sites, theirs, isolated, weights, hf_model, config, tokens
+    causes = _on_first(flex, lambda: find_causes(Evidence(*around)))
+    return replace(alignment, causes=tuple(causes))
+
+
+def _run_reference(hf_model: Any, points: set[str], batch: TokenBatch) -> Captures:
+    """The tensors of the Hugging Face model at the points of the table."""
+    with evaluation_mode(hf_model):
+        return ReferenceRun(hf_model, points).run(batch.tokens)
+
+
+@contextmanager
+def evaluation_mode(*models: nn.Module) -> Iterator[None]:
+    """The mode of `eval()` for models, and after the block the mode that each module had."""
+    modules = [module for model in models for module in model.modules()]
+    before = [module.training for module in modules]
+    try:
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module, mode in zip(modules, before, strict=True):
+            module.training = mode
+
+
+def _check_models(hf_model: Any, flex: FlexModel) -> tuple[str, str]:
+    """The architecture and the class of the Hugging Face model.
+
+    Raises:
+        FlexError: the models cannot be compared.
+    """
+    if not hasattr(flex.session.adapter, "roots"):
+        raise FlexError(
+            f"align compares with a Megatron model, and this is one of {flex.session.adapter.name}; "
+            "dump both and compare the dumps"
+        )
+    if hf_model is None:
+        raise FlexError(NO_MODEL)
+    kind = getattr(getattr(hf_model, "config", None), "model_type", None)
+    if kind is None:
+        raise FlexError(
+            f"a {type(hf_model).__name__} has no config.model_type; give a model of transformers, such as "
+            "AutoModelForCausalLM.from_pretrained(folder)"
+        )
+    family_of(kind)
+    return str(kind), type(hf_model).__name__
+
+
+ResultT = TypeVar("ResultT")
+
+
+def _on_first(flex: FlexModel, work: Callable[[], ResultT]) -> ResultT:
+    """The result of the first rank, on all ranks; what it raises there, all ranks raise. Collective.
+
+    Raises:
+        FlexError: on all ranks.
+    """
+    mesh, found, problem = flex.session.mesh, None, ""
+    if all(axis.coord == 0 for axis in mesh):
+        try:
+            found = work()
+        except FlexError as error:
+            problem = str(error)
+        except Exception as error:  # of the Hugging Face model, on which the other ranks would wait
+            problem = f"the Hugging Face model cannot be compared: {describe_error(error)}"
+    result, raised = gather_objects((found, problem), mesh, [axis.name for axis in mesh])[0]
+    if raised:
+        raise FlexError(raised)
+    shared: ResultT = result
+    return shared
+
+
+def _describe_mesh(flex: FlexModel) -> str:
+    sizes = {a.name: a.size for a in flex.session.mesh if a.size > 1}
+    experts = flex.session.mesh["ep"].size
+    return (
+        " x ".join(f"{n}={s}" for n, s in ({**sizes, "ep": experts} if experts > 1 else sizes).items())
+        or "one rank"
+    )
+
+
+def _layer_inputs(matches: list[Match], theirs: Captures) -> Captures:
+    """The input of each layer and of the final norm in the Hugging Face model, by the Megatron site."""
+    wanted = [
+        m for m in matches if m.site in FINAL_INPUTS or m.site == f"decoder.layers.{m.layer}{LAYER_INPUT}"
+    ]
+    return {m.site: theirs[m.row.other[0]] for m in wanted if m.row.other[0] in theirs}
+
+
+def _layer_weights(flex: FlexModel, site: str) -> dict[str, Tensor]:
+    """The full parameters of a layer and those outside of layers, on the first rank. Collective."""
+    survey = flex.session.parameter_index
+    layer = site.split(".")[2] if site.startswith("decoder.layers.") else None
+    names = [n for n in survey.sites if not n.startswith("decoder.layers.") or n.split(".")[2] == layer]
+    out = {}
+    for name in names:
+        full = full_parameters.gather_parameter(survey, name, ParameterRequest(), None)
+        if full is not None:
+            out[name] = full
+    return out
+
+
+@dataclass
+class _Judge:
+    """Compares the captures of both models, on the first rank."""
+
+    matches: list[Match]
+    batch: TokenBatch
+    hf_model: Any
+    config: Any
+    tolerance: float | None
+
+    @cached_property
+    def tolerances(self) -> SiteTolerances:
+        """How far the tensors may differ."""
+        precisions = megatron_precision(self.config), precision_of(self.hf_model)
+        return SiteTolerances([m.site for m in self.matches], precisions, self.tolerance)
+
+    def judge(self, theirs: Captures, accumulated: Captures, isolated: Captures) -> Alignment:
+        """The verdicts for all sites."""
+        tolerances = self.tolerances
+        routing = [
+            Routing(self.matches, theirs, captures, self.batch, tolerances, carried)
+            for captures, carried in ((accumulated, True), (isolated, False))
+        ]
+        sizes = axis_sizes(self.hf_model.config, len(self.batch.tokens))
+        out, absent = [], {}
+        for match in self.matches:
+            there = reference_tensor(match.row, theirs, sizes)
+            here = [c.get(match.site) for c in (accumulated, isolated)]
+            if there is None or here[0] is None or here[1] is None:
+                if not (match.row.optional and there is None and here[0] is None):
+                    absent[match.site] = (
+                        f"{'Hugging Face' if there is None else 'Megatron'} has no tensor there in this run"
+                    )
+                continue
+            pairs = [
+                r.select(match, *compared_pair(match.row, h, there, sizes, self.config))
+                for r, h in zip(routing, here, strict=True)
+                if h is not None
+            ]
+            dtypes = here[0].dtype, there.dtype
+            found = [measure(*pair) for pair in pairs]
+            out.append(self._verdict(match, found, tolerances, dtypes, tuple(there.shape)))
+        notes = (*self.batch.notes, *(note for r in routing[:1] for note in r.notes))
+        return Alignment("", tuple(out), notes=notes, uncompared=absent)
+
+    def _verdict(
+        self,
+        match: Match,
+        found: list[Difference],
+        tolerances: SiteTolerances,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        shape: tuple[int, ...],
+    ) -> SiteVerdict:
+        return SiteVerdict(
+            match.site,
+            " + ".join(match.row.other),
+            part_of(match),
+            found[0],
+            tolerances.of(match.site, dtypes),
+            found[1],
+            tolerances.of(match.site, dtypes, isolated=True),
+            shape,
+            (str(dtypes[0]).removeprefix("torch."), str(dtypes[1]).removeprefix("torch.")),
+        )
+
+
+def megatron_precision(config: Any) -> Precision:
+    """The precision of a Megatron model."""
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    computed = next((dtype for name, dtype in half.items() if getattr(config, name, False)), torch.float32)
+    return Precision(computed, None, int(config.hidden_size), int(config.num_layers))
+
+
+def precision_of(model: Any) -> Precision:
+    """The precision of a Hugging Face model."""
+    config = model.config
+    return Precision(
+        next(model.parameters()).dtype, None, int(config.hidden_size), int(config.num_hidden_layers)
+    )

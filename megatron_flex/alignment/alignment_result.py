@@ -1,0 +1,183 @@
+"""The result of an alignment, for people, scripts and terminals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megatron_flex.alignment.counterparts import Match
+from megatron_flex.alignment.tensor_difference import EQUAL, Difference
+
+BEFORE, AFTER = "embedding", "logits"  # the parts of a model outside of its layers
+
+
+@dataclass(frozen=True, slots=True)
+class SiteVerdict:
+    """One hook point in both models.
+
+    Attributes:
+        site: the Megatron site.
+        other: the Hugging Face points.
+        part: the number of the layer as text, `embedding` or `logits`.
+        accumulated: the difference as the models run.
+        accumulated_tolerance: how far correct models may differ there.
+        isolated: the difference where Megatron's layer got the layer input of Hugging Face.
+        isolated_tolerance: how far correct models may differ there.
+        shape: the shape of the compared tensors.
+        dtypes: the dtypes of the Megatron tensor and the Hugging Face tensor.
+    """
+
+    site: str
+    other: str
+    part: str
+    accumulated: Difference
+    accumulated_tolerance: float
+    isolated: Difference = EQUAL
+    isolated_tolerance: float = 0.0
+    shape: tuple[int, ...] = ()
+    dtypes: tuple[str, str] = ("", "")
+
+    @property
+    def diverges(self) -> bool:
+        """Whether the models differ there as they run."""
+        return not self.accumulated.error <= self.accumulated_tolerance
+
+    @property
+    def diverges_alone(self) -> bool:
+        """Whether they differ there with equal layer inputs."""
+        return not self.isolated.error <= self.isolated_tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class LayerVerdict:
+    """The two verdicts of a layer.
+
+    Attributes:
+        part: the number of the layer as text, `embedding` or `logits`.
+        accumulated: the first site that differs as the models run; empty if none does.
+        isolated: the first site that differs with the layer input of Hugging Face; empty if none does.
+        accumulated_error: the greatest error over its tolerance as the models run.
+        isolated_error: likewise with equal layer inputs.
+    """
+
+    part: str
+    accumulated: str
+    isolated: str
+    accumulated_error: float
+    isolated_error: float
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """What `align` found.
+
+    Attributes:
+        model: the two models as text.
+        sites: every compared site, in the order of execution.
+        gradients: parameter gradients and the loss, where they were compared.
+        causes: likely causes of the first difference, the most likely first.
+        notes: what was done with the tokens.
+        uncompared: the sites that were not compared, with the reason.
+        isolates: whether layers were also compared with equal inputs, as dumps cannot be.
+    """
+
+    model: str
+    sites: tuple[SiteVerdict, ...]
+    gradients: tuple[SiteVerdict, ...] = ()
+    causes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    uncompared: dict[str, str] = field(default_factory=dict)
+    isolates: bool = True
+
+    @property
+    def first(self) -> SiteVerdict | None:
+        """The first site that differs with equal layer inputs, else the first that differs as they run."""
+        alone = next((s for s in self.sites if s.diverges_alone), None)
+        return alone or next((s for s in (*self.sites, *self.gradients) if s.diverges), None)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether no site differs by more than its tolerance."""
+        return self.first is None
+
+    @property
+    def exit_status(self) -> int:
+        """0 if the models agree, 1 if they differ."""
+        return 0 if self.agrees else 1
+
+    @property
+    def layers(self) -> list[LayerVerdict]:
+        """The two verdicts of each layer."""
+        parts: dict[str, list[SiteVerdict]] = {}
+        for site in self.sites:
+            parts.setdefault(site.part, []).append(site)
+        return [_layer(part, sites) for part, sites in parts.items()]
+
+    def summary(self) -> list[str]:
+        """The result in lines."""
+        return list(self._summary())
+
+    def _summary(self) -> Iterator[str]:
+        first = self.first
+        if first is None:
+            worst = max((s.accumulated.error for s in self.sites), default=0.0)
+            yield f"agrees: {len(self.sites)} hook points, greatest error {worst:.1e}"
+        else:
+            alone = first.diverges_alone
+            found = first.isolated if alone else first.accumulated
+            bound = first.isolated_tolerance if alone else first.accumulated_tolerance
+            how = "with the layer input of Hugging Face" if alone else "as the models run"
+            yield (
+                f"differs: first at {first.site} ({first.other}), {how}: error {found.error:.2e}, "
+                f"tolerance {bound:.1e}"
+            )
+            place = ", ".join(map(str, found.index))
+            yield f"at [{place}] Megatron has {found.here:.6g} and Hugging Face {found.there:.6g}"
+            yield from (f"likely cause: {cause}" for cause in self.causes)
+            ill = [v.part for v in self.layers if v.isolated]
+            if ill:
+                yield f"parts that differ by themselves: {', '.join(ill)}"
+        yield from self.notes
+
+    def __str__(self) -> str:
+        return "\n".join((self.model, *self.summary()))
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as plain data."""
+        first = self.first
+        return {
+            "model": self.model,
+            "agrees": self.agrees,
+            "isolates": self.isolates,
+            "summary": self.summary(),
+            "first": None if first is None else first.site,
+            "causes": list(self.causes),
+            "notes": list(self.notes),
+            "layers": [asdict(layer) for layer in self.layers],
+            "sites": [asdict(site) for site in self.sites],
+            "gradients": [asdict(site) for site in self.gradients],
+            "uncompared": self.uncompared,
+        }
+
+
+def part_of(match: Match) -> str:
+    """The part of the model that a site is in: the number of the layer, `embedding` or `logits`."""
+    return BEFORE if match.time[0] == 0 else AFTER if match.time[0] == 2 else str(match.layer)
+
+
+def _layer(part: str, sites: Sequence[SiteVerdict]) -> LayerVerdict:
+    accumulated = next((s.site for s in sites if s.diverges), "")
+    isolated = next((s.site for s in sites if s.diverges_alone), "")
+    return LayerVerdict(
+        part,
+        accumulated,
+        isolated,
+        max(_share(s.accumulated.error, s.accumulated_tolerance) for s in sites),
+        max(_share(s.isolated.error, s.isolated_tolerance) for s in sites),
+    )
+
+
+def _share(error: float, tolerance: float) -> float:
+    """The error as a part of its tolerance; 0 for no error."""
+    return error and (error / tolerance if tolerance else float("inf"))

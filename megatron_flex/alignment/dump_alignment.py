@@ -1,0 +1,206 @@
+"""Dumps of a Hugging Face model and of a Megatron model, compared by the table of hook points.
+
+Names and axes are mapped when tensors are read; no file is converted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_flex.alignment.alignment_result import Alignment, SiteVerdict, part_of
+from megatron_flex.alignment.counterparts import FAMILIES, Family, Match, family_of
+from megatron_flex.alignment.site_pairs import batch_first, compared_pair, reference_tensor
+from megatron_flex.alignment.tensor_difference import EQUAL, SiteTolerances, measure
+from megatron_flex.compare.tolerance import Precision
+from megatron_flex.dump.reader import OpenDump, open_dump
+from megatron_flex.errors import DumpError, FlexError
+
+MEGATRON = "megatron-core"
+NOT_DUMPED = "the dump of {which} has no tensor there"
+NEEDS_BIAS = "Megatron adds {bias} after this site; dump that parameter, too"
+HEADS, GROUPS = ("num_attention_heads", "n_head"), ("num_key_value_heads",)
+
+
+def family_of_dump(dump: OpenDump) -> Family | None:
+    """The table of the architecture of a dumped Hugging Face model; None for other dumps."""
+    kind = dump.manifest.model.get("model_type")
+    return FAMILIES.get(str(kind)) if dump.manifest.framework != MEGATRON else None
+
+
+def are_of_both_frameworks(a: str | PathLike[str], b: str | PathLike[str]) -> bool:
+    """Whether one dump is of a Hugging Face model with a table, and the other of a Megatron model.
+
+    Raises:
+        DumpError: a dump cannot be read.
+    """
+    with open_dump(a) as one, open_dump(b) as two:
+        frameworks = [d.manifest.framework == MEGATRON for d in (one, two)]
+        return sorted(frameworks) == [False, True] and any(family_of_dump(d) for d in (one, two))
+
+
+def align_dumps(
+    hf_dump: str | PathLike[str], megatron_dump: str | PathLike[str], tolerance: float | None = None
+) -> Alignment:
+    """Compare the dump of a Hugging Face model with that of a Megatron model. On one process.
+
+    The first iteration that both have is compared, samples by number. A dump has the tensors of modules;
+    rotated queries, scores and the rows of experts of a Hugging Face model are compared by `align` only.
+
+    Args:
+        hf_dump: the dump of a model of transformers; the two may be exchanged.
+        megatron_dump: the dump of a Megatron model, of any layout.
+        tolerance: as for `align`.
+
+    Returns:
+        The accumulated differences.
+
+    Raises:
+        DumpError: a dump cannot be read, or the two have no iteration or tensor in common.
+        FlexError: there is no table for the architecture.
+
+    Example:
+        `print(mf.align_dumps("dump-hf", "dump-megatron"))`
+    """
+    with open_dump(hf_dump) as one, open_dump(megatron_dump) as two:
+        theirs, ours = (two, one) if one.manifest.framework == MEGATRON else (one, two)
+        if ours.manifest.framework != MEGATRON or theirs.manifest.framework == MEGATRON:
+            raise FlexError(
+                f"{hf_dump} and {megatron_dump} must be dumps of a Hugging Face model and of Megatron"
+            )
+        family = family_of_dump(theirs) or family_of(str(theirs.manifest.model.get("model_type")))
+        return _DumpAlignment(theirs, ours, family, tolerance).run()
+
+
+@dataclass
+class _DumpAlignment:
+    """A comparison in progress."""
+
+    theirs: OpenDump
+    ours: OpenDump
+    family: Family
+    tolerance: float | None
+
+    def run(self) -> Alignment:
+        common = sorted(set(self.theirs.iterations) & set(self.ours.iterations))
+        if not common:
+            raise DumpError(
+                f"{self.theirs.path} has the iterations {self.theirs.iterations} and {self.ours.path} "
+                f"{self.ours.iterations}; dump one that both have"
+            )
+        parameters = frozenset(self.ours.parameters)
+        matches, uncompared = self.family.match(self.ours.sites, parameters)
+        tolerances = SiteTolerances(
+            [m.site for m in matches], [self._precision(d) for d in (self.ours, self.theirs)], self.tolerance
+        )
+        verdicts = []
+        for match in matches:
+            found = self._pair(match, common[0])
+            if isinstance(found, str):
+                uncompared[match.site] = found
+                continue
+            here, there = found
+            dtypes = here.dtype, there.dtype
+            difference = measure(here, there)
+            words = (str(dtypes[0]).removeprefix("torch."), str(dtypes[1]).removeprefix("torch."))
+            verdicts.append(
+                SiteVerdict(
+                    match.site,
+                    " + ".join(match.row.other),
+                    part_of(match),
+                    difference,
+                    tolerances.of(match.site, dtypes),
+                    EQUAL,
+                    0.0,
+                    tuple(there.shape),
+                    words,
+                )
+            )
+        if not verdicts:
+            raise DumpError(f"{self.theirs.path} and {self.ours.path} have no tensor in common: {uncompared}")
+        later = (
+            (f"iteration {common[0]} was compared, of {len(common)} that both have",)
+            if len(common) > 1
+            else ()
+        )
+        name = f"{self.family.name} in {self.theirs.path} and Megatron in {self.ours.path}"
+        return Alignment(name, tuple(verdicts), notes=later, uncompared=uncompared, isolates=False)
+
+    def _pair(self, match: Match, iteration: int) -> tuple[Tensor, Tensor] | str:
+        """Both tensors in the same order, with the common samples; text where they cannot be compared."""
+        row, captures = match.row, {}
+        samples: list[list[int] | None] = []
+        for point in row.other:
+            if point not in self.theirs:
+                return NOT_DUMPED.format(which="the Hugging Face model")
+            array = self.theirs[point].at(iteration)[0]
+            captures[point] = array.torch()
+            samples.append(_numbers(array))
+        array = self.ours[match.site].at(iteration)[0]
+        here = array.torch()
+        samples.append(_numbers(array))
+        if row.bias and self.ours.manifest.model.get("add_bias_linear", True):
+            if row.bias not in self.ours.parameters:
+                return NEEDS_BIAS.format(bias=row.bias)
+            here = here + self.ours.parameter(row.bias).at(iteration)[0].torch().to(here)
+        there = reference_tensor(row, captures, self._sizes(len(here)))
+        assert there is not None, "every point was read"
+        stored = batch_first(row)
+        here, there = compared_pair(stored, here, there, self._sizes(len(here)), self._config)
+        return _common_samples(here, there, samples[-1], samples[0])
+
+    @property
+    def _config(self) -> Any:
+        return SimpleNamespace(**self.ours.manifest.model)
+
+    def _sizes(self, samples: int) -> Mapping[str, int]:
+        model = self.theirs.manifest.model
+        heads = _setting(model, HEADS)
+        return {"b": samples, "n": heads, "g": _setting(model, GROUPS, heads)}
+
+    def _precision(self, dump: OpenDump) -> Precision:
+        model = dump.manifest.model
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        computed = next((dtype for name, dtype in half.items() if model.get(name)), None)
+        width, layers = (
+            _setting(model, ("hidden_size", "n_embd"), 0),
+            _setting(model, ("num_layers", "num_hidden_layers", "n_layer"), 0),
+        )
+        return Precision(computed, None, width or Precision().width, layers)
+
+
+def _setting(model: Mapping[str, Any], names: tuple[str, ...], otherwise: int | None = None) -> int:
+    """A number of a configuration, by the first of its names."""
+    found = next((model[n] for n in names if model.get(n) is not None), otherwise)
+    if found is None:
+        raise DumpError(f"the dump's configuration has no {names[0]}; dump the model with its config")
+    return int(found)
+
+
+def _numbers(array: Any) -> list[int] | None:
+    """The numbers of the samples; None where a tensor has none."""
+    return None if array.samples is None else [int(i) for i in array.samples.tolist()]
+
+
+def _common_samples(
+    here: Tensor, there: Tensor, ours: list[int] | None, theirs: list[int] | None
+) -> tuple[Tensor, Tensor] | str:
+    """The samples that both have, by number."""
+    if (
+        ours is None
+        or theirs is None
+        or ours == theirs
+        or len(theirs) != len(there)
+        or len(ours) != len(here)
+    ):
+        return here, there
+    both = sorted(set(ours) & set(theirs))
+    if not both:
+        return "the two dumps have no sample in common"
+    return here[[ours.index(n) for n in both]], there[[theirs.index(n) for n in both]]

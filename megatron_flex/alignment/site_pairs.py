@@ -1,0 +1,86 @@
+"""The two tensors of a row, brought into the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_flex.alignment.axes import POSITIONS, SAMPLES, canonical_axes, parse_axes, rearrange
+from megatron_flex.alignment.counterparts import Counterpart
+
+LOGITS = "output_layer:output"
+
+
+def axis_sizes(config: Any, samples: int) -> Mapping[str, int]:
+    """The lengths of axes, from a configuration of transformers.
+
+    Args:
+        config: the configuration.
+        samples: the samples of a batch.
+    """
+    heads = int(config.num_attention_heads)
+    return {"b": samples, "n": heads, "g": int(getattr(config, "num_key_value_heads", None) or heads)}
+
+
+def reference_tensor(
+    row: Counterpart, captures: Mapping[str, Tensor], sizes: Mapping[str, int]
+) -> Tensor | None:
+    """The Hugging Face tensor of a row, in the order in which tensors are compared; None if it is missing.
+
+    Args:
+        row: the row.
+        captures: tensors by point.
+        sizes: the lengths of axes.
+    """
+    found = [captures.get(point) for point in row.other]
+    if any(t is None for t in found):
+        return None
+    tensors = [t for t in found if t is not None]
+    whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors, -1)
+    if row.part is not None:
+        whole = whole.chunk(row.part[1], -1)[row.part[0]]
+    return rearrange(whole, row.there, canonical_axes(row.here), sizes)
+
+
+def candidate_tensor(row: Counterpart, tensor: Tensor, sizes: Mapping[str, int], config: Any) -> Tensor:
+    """The Megatron tensor of a row, in the order in which tensors are compared.
+
+    Args:
+        row: the row.
+        tensor: the tensor of the site.
+        sizes: the lengths of axes.
+        config: Megatron's configuration.
+    """
+    out = rearrange(tensor, row.here, canonical_axes(row.here), sizes)
+    interleaved = getattr(config, "rotary_interleaved", False) and not getattr(
+        config, "multi_latent_attention", False
+    )
+    # Hugging Face rotates the halves of a head, where Megatron then rotates pairs.
+    return torch.cat([out[..., 0::2], out[..., 1::2]], -1) if row.rotary and interleaved else out
+
+
+def compared_pair(
+    row: Counterpart, here: Tensor, there: Tensor, sizes: Mapping[str, int], config: Any
+) -> tuple[Tensor, Tensor]:
+    """The tensors of a row in the same order, without masked scores and the padding of the vocabulary.
+
+    Megatron masks scores after this site, and Hugging Face before it.
+    """
+    ours = candidate_tensor(row, here, sizes, config)
+    if row.site == LOGITS and ours.shape[-1] > there.shape[-1]:
+        ours = ours[..., : there.shape[-1]]  # Megatron pads the vocabulary at its end
+    if row.causal and ours.shape == there.shape:
+        masked = there < torch.finfo(there.dtype).min / 2
+        return ours.masked_fill(masked, 0.0), there.masked_fill(masked, 0.0)
+    return ours, there
+
+
+def batch_first(row: Counterpart) -> Counterpart:
+    """The row with Megatron's axes as dumps have them: samples and positions first."""
+    dims = [f"({' '.join(dim)})" if len(dim) > 1 else dim[0] for dim in parse_axes(row.here)]
+    first = [axis for axis in (SAMPLES, POSITIONS) if axis in dims]
+    return replace(row, here=" ".join([*first, *(dim for dim in dims if dim not in first)]))

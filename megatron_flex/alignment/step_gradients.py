@@ -1,0 +1,118 @@
+"""The loss and the parameter gradients of one step of both models, compared tensor by tensor."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_flex.alignment.alignment_result import SiteVerdict
+from megatron_flex.alignment.tensor_difference import (
+    EQUAL,
+    PARAMETER_GRADIENT,
+    VALUE,
+    SiteTolerances,
+    measure,
+)
+from megatron_flex.alignment.token_batch import TokenBatch
+from megatron_flex.collectives import gather_objects
+from megatron_flex.conversion import place_full_tensors
+from megatron_flex.errors import FlexError
+from megatron_flex.model import FlexModel
+
+LOSS, PART = "loss:output", "gradients"
+
+
+class StepGradients:
+    """A step of the Megatron model: its loss, and its gradients in the form of the Hugging Face model.
+
+    Every rank makes one alike. Gradients are cleared before and after.
+
+    Args:
+        hf_model: the Hugging Face model on the first rank; None on the others.
+        flex: the Megatron model.
+        batch: the tokens; each predicts the next one.
+
+    Raises:
+        FlexError: on all ranks: the layout is not supported.
+    """
+
+    def __init__(self, hf_model: Any, flex: FlexModel, batch: TokenBatch) -> None:
+        adapter: Any = flex.session.adapter
+        self._batch, self._hf_model = batch, hf_model
+        self._labels = batch.tokens.roll(-1, 1)
+        self._counted = batch.real & batch.real.roll(-1, 1)
+        self._counted[:, -1] = False
+        if not bool(self._counted.any()):
+            raise FlexError("no token predicts another; give sequences of two tokens or more")
+        _clear_gradients(adapter.chunks)
+        loss = adapter.run_backward(batch.tokens, self._labels, self._counted)
+        mesh = flex.session.mesh
+        told = gather_objects(loss, mesh, [axis.name for axis in mesh])
+        self._loss = next(float(value) for value in told if value is not None)
+        gradients = dict(flex.named_full_parameters(gradients=True))
+        self._placed = copy.deepcopy(hf_model) if hf_model is not None else None
+        if self._placed is not None:
+            with torch.no_grad():
+                for parameter in self._placed.parameters():
+                    parameter.zero_()
+        place_full_tensors(adapter.chunks, gradients, self._placed)
+        _clear_gradients(adapter.chunks)
+
+    def verdicts(self, tolerances: SiteTolerances) -> tuple[SiteVerdict, ...]:
+        """The verdicts for the loss and each tensor of the Hugging Face model, the last layers first.
+
+        On the rank with the Hugging Face model.
+
+        Args:
+            tolerances: of the sites.
+        """
+        assert self._placed is not None, "the first rank has the model"
+        loss, gradients = self._reference()
+        ours, theirs = torch.tensor([self._loss]), torch.tensor([loss])
+        out = [self._verdict(LOSS, LOSS, ours, theirs, tolerances, VALUE)]
+        for name, placed in reversed(list(self._placed.named_parameters())):
+            gradient = gradients.get(name)
+            there = torch.zeros_like(placed) if gradient is None else gradient
+            found = placed.detach().cpu(), there.detach().cpu()
+            out.append(self._verdict(f"{name}.grad", name, *found, tolerances, PARAMETER_GRADIENT))
+        return tuple(out)
+
+    def _reference(self) -> tuple[float, dict[str, Tensor]]:
+        """The loss and the gradients of the Hugging Face model, whose own gradients are put back."""
+        model: nn.Module = self._hf_model
+        parameters = dict(model.named_parameters())
+        before = {name: p.grad for name, p in parameters.items()}
+        device = next(iter(parameters.values())).device
+        try:
+            model.zero_grad(set_to_none=True)
+            logits = model(input_ids=self._batch.tokens.to(device), use_cache=False).logits.float()
+            counted = self._counted.to(device)
+            loss = nn.functional.cross_entropy(logits[counted], self._labels.to(device)[counted])
+            loss.backward()
+            return float(loss.detach()), {n: p.grad for n, p in parameters.items() if p.grad is not None}
+        finally:
+            for name, parameter in parameters.items():
+                parameter.grad = before[name]
+
+    @staticmethod
+    def _verdict(
+        site: str, other: str, here: Tensor, there: Tensor, tolerances: SiteTolerances, kind: str
+    ) -> SiteVerdict:
+        dtypes = here.dtype, there.dtype
+        bound = tolerances.of(site.removesuffix(".grad"), dtypes, kind)
+        words = str(dtypes[0]).removeprefix("torch."), str(dtypes[1]).removeprefix("torch.")
+        return SiteVerdict(
+            site, other, PART, measure(here, there), bound, EQUAL, 0.0, tuple(there.shape), words
+        )
+
+
+def _clear_gradients(chunks: list[nn.Module]) -> None:
+    """Clear the gradients of Megatron's chunks, also those in the buffers of a data parallel wrapper."""
+    for chunk in chunks:
+        clear = getattr(chunk, "zero_grad_buffer", None)
+        if clear is not None:
+            clear()
+        chunk.zero_grad(set_to_none=True)

@@ -1,0 +1,232 @@
+"""Causes that one tensor shows by itself: another order, a factor, a bias, another mask, fewer digits."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_flex.alignment.axes import canonical_axes
+from megatron_flex.alignment.evidence import Evidence
+
+MOST_COLUMNS, MOST_ROWS = 4096, 512  # at most this many columns are matched, on at most this many rows
+MOST_LISTED = 8
+EXACT = "donot_use_mm_for_euclid_dist"  # distances of equal vectors are 0
+TOKEN_AXES = ("b", "s", "t")
+AXIS_WORDS = {
+    "n": "attention heads",
+    "g": "key/value heads",
+    "d": "features of a head",
+    "e": "experts",
+    "v": "tokens of the vocabulary",
+}
+
+
+def _list(numbers: list[int]) -> str:
+    more = ", ..." if len(numbers) > MOST_LISTED else ""
+    return ", ".join(map(str, numbers[:MOST_LISTED])) + more
+
+
+def match_columns(here: Tensor, there: Tensor, tolerance: float) -> list[int] | None:
+    """For each column of `here` the equal column of `there`; None unless that is a permutation.
+
+    Args:
+        here: `[rows, columns]`.
+        there: likewise.
+        tolerance: relative to the norm of a column.
+    """
+    if here.shape != there.shape or not 1 < here.shape[1] <= MOST_COLUMNS:
+        return None
+    a, b = here[:MOST_ROWS].T, there[:MOST_ROWS].T
+    distance = torch.cdist(a, b, compute_mode=EXACT)
+    order: list[int] = distance.argmin(1).tolist()
+    if sorted(order) != list(range(len(order))) or order == sorted(order):
+        return None
+    matched = b[order]
+    close = (a - matched).norm(dim=1) <= max(tolerance, 1e-6) * matched.norm(dim=1).clamp_min(1e-12) * 4
+    return order if bool(close.all()) else None
+
+
+def other_order(e: Evidence) -> str:
+    """The entries along one axis are in another order."""
+    found = e.pair(e.site)
+    if found is None or found[0].shape != found[1].shape or not found[0].is_floating_point():
+        return ""
+    here, there = found
+    axes = canonical_axes(e.match.row.here)
+    for dim, axis in enumerate(axes):
+        if axis in TOKEN_AXES:
+            continue
+        flat = [t.movedim(dim, -1).reshape(-1, t.shape[dim]) for t in (here, there)]
+        order = match_columns(flat[0], flat[1], e.tolerance)
+        if order is not None:
+            return (
+                f"the {AXIS_WORDS.get(axis, f'entries of {axis}')} are in another order in Megatron: "
+                f"{_list(order)}"
+            )
+    return ""
+
+
+def scaled_embeddings(e: Evidence) -> str:
+    """The embeddings are scaled in one of the models."""
+    ratio = _ratio(e)
+    if ratio is None:
+        return ""
+    root = math.sqrt(e.hf_model.config.hidden_size)
+    if math.isclose(ratio * root, 1, rel_tol=1e-3):
+        return (
+            "the embeddings are not scaled in Megatron: Hugging Face multiplies them by "
+            f"sqrt(hidden_size) = {root:.6g}"
+        )
+    if math.isclose(ratio, root, rel_tol=1e-3):
+        return (
+            f"the embeddings are scaled by sqrt(hidden_size) = {root:.6g} in Megatron, and not in "
+            "Hugging Face"
+        )
+    return f"the scaling of embeddings differs: Megatron's are {ratio:.6g} times those of Hugging Face"
+
+
+def _ratio(e: Evidence) -> float | None:
+    """The factor between the two tensors, if that is all."""
+    found = e.pair(e.site)
+    if found is None or found[0].shape != found[1].shape or not found[0].is_floating_point():
+        return None
+    here, there = (t.double() for t in found)
+    square = float((there * there).sum())
+    ratio = float((here * there).sum()) / square if square else 0.0
+    if not ratio or abs(ratio - 1) <= e.tolerance:
+        return None
+    return ratio if e.equal(here, there * ratio) else None
+
+
+def constant_factor(e: Evidence) -> str:
+    """One tensor is a multiple of the other."""
+    ratio = _ratio(e)
+    return "" if ratio is None else f"Megatron's tensor is that of Hugging Face times {ratio:.6g}"
+
+
+def other_softmax_scale(e: Evidence) -> str:
+    """The scores have another scale."""
+    ratio = _ratio(e)
+    if ratio is None:
+        return ""
+    return f"the softmax scale differs: Megatron's scores are {ratio:.6g} times those of Hugging Face"
+
+
+def missing_bias(e: Evidence) -> str:
+    """The difference is the same vector for all tokens."""
+    found = e.pair(e.site)
+    if (
+        found is None
+        or found[0].shape != found[1].shape
+        or found[0].ndim < 2
+        or not found[0].is_floating_point()
+    ):
+        return ""
+    here, there = found
+    tokens = [i for i, axis in enumerate(canonical_axes(e.match.row.here)) if axis in (*TOKEN_AXES, "k")]
+    difference = here - there
+    mean = difference.mean(tokens, keepdim=True)
+    if math.prod(here.shape[i] for i in tokens) < 3 or not e.equal(here, there + mean):
+        return ""
+    path = e.match.row.other[0].partition(":")[0]
+    for name, sign in ((f"{path}.bias", -1), (f"{path}.bias", 1)):
+        bias = e.parameter(name)
+        if bias is not None and _contains(bias, sign * mean.flatten(), e):
+            what = "is missing in Megatron" if sign < 0 else "is added twice in Megatron"
+            return f"the bias {name} {what}"
+    return "the difference is the same vector for all tokens: a bias that only one of the models has"
+
+
+def _contains(bias: Tensor, vector: Tensor, e: Evidence) -> bool:
+    """Whether a vector is the bias, or an equal part of it."""
+    bound = 10 * e.tolerance * float(vector.abs().max()) + 1e-6 * float(bias.abs().max())
+    parts = bias.reshape(-1, len(vector)) if len(bias) % len(vector) == 0 else bias[None, :0]
+    return any(
+        part.shape == vector.shape and float((part - vector).abs().max()) <= max(bound, 1e-5)
+        for part in parts
+    )
+
+
+def bf16_values(e: Evidence) -> str:
+    """A tensor or a weight has only the digits of bf16, where both models compute in fp32."""
+    if e.first.dtypes != ("float32", "float32"):
+        return ""
+    module = e.site.partition(":")[0]
+    for name, weight in e.weights.items():
+        if name.startswith(f"{module}.") and bool(weight.any()) and _is_bf16(weight):
+            theirs = [p for p in e.hf_model.parameters() if p.shape == weight.shape]
+            if not any(_is_bf16(p.detach()) for p in theirs):
+                return f"every value of {name} is a bf16 number: the weight was rounded to bf16"
+    found = e.pair(e.site)
+    if found is not None and _is_bf16(found[0]) and not _is_bf16(found[1]):
+        return (
+            "every value of Megatron's tensor is a bf16 number: it is computed in bf16, and in fp32 "
+            "by Hugging Face"
+        )
+    return ""
+
+
+def _is_bf16(tensor: Tensor) -> bool:
+    return bool((tensor == tensor.bfloat16().to(tensor.dtype)).all())
+
+
+def other_mask(e: Evidence) -> str:
+    """Other positions are masked."""
+    found = e.pair(e.site)
+    if found is None or found[0].shape != found[1].shape:
+        return ""
+    here, there = ((t > 0).sum(-1)[:, -1].flatten() for t in found)
+    if bool((here == there).all()):
+        return ""
+    window = getattr(e.hf_model.config, "sliding_window", None)
+    name = f" (sliding_window={window} in Hugging Face)" if window else ""
+    return (
+        f"attention sees {int(here.max())} positions in Megatron and {int(there.max())} in Hugging Face{name}"
+    )
+
+
+def shifted_vocabulary(e: Evidence) -> str:
+    """The rows of the vocabulary are elsewhere."""
+    here, table = e.here(e.site), e.parameter(e.match.row.other[0].replace(":output", ".weight"))
+    if here is None or table is None:
+        return ""
+    tokens = e.batch.tokens.reshape(-1)
+    ids = tokens.unique()
+    rows = torch.stack([here.reshape(-1, here.shape[-1])[(tokens == i).int().argmax()] for i in ids])
+    distance = torch.cdist(rows, table, compute_mode=EXACT)
+    nearest = distance.argmin(1)
+    if float(distance.amin(1).max()) > max(e.tolerance, 1e-6) * 4 * float(table.norm(dim=1).max()):
+        return ""
+    shifts = ((nearest - ids) % len(table)).unique().tolist()
+    if len(shifts) == 1 and shifts[0]:
+        shift = min(shifts[0], shifts[0] - len(table), key=abs)
+        return (
+            f"the rows of the vocabulary are shifted by {shift}: padding of the vocabulary, or "
+            "special tokens, are elsewhere"
+        )
+    moved = ids[nearest != ids].tolist()
+    return (
+        f"the rows of the vocabulary are in another order; tokens {_list(moved)} have the rows of "
+        "other tokens"
+        if moved
+        else ""
+    )
+
+
+def wrong_positions(e: Evidence) -> str:
+    """The position embeddings are missing or of other positions."""
+    sums, words = e.here(e.site), e.there("embedding.word_embeddings:output")
+    table = e.parameter("transformer.wpe.weight")
+    if sums is None or words is None or table is None:
+        return ""
+    if e.equal(sums, words):
+        return "the position embeddings are missing in Megatron"
+    length = sums.shape[1]
+    for shift in (-2, -1, 1, 2):
+        positions = torch.arange(length) + shift
+        inside = (positions >= 0) & (positions < len(table))
+        if e.equal(sums[:, inside], words[:, inside] + table[positions[inside]]):
+            return f"the position embeddings are those of the positions {shift:+d}"
+    return ""

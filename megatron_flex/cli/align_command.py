@@ -1,0 +1,97 @@
+"""`megatron-flex align`: where a Megatron run differs first from the Hugging Face model it was made of."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from megatron_flex.cli.command_options import JsonOption
+from megatron_flex.cli.console_output import make_console, make_table, print_json
+from megatron_flex.cli.launch_command import torchrun_command
+from megatron_flex.errors import FlexError
+
+
+def align(
+    folder: Annotated[
+        Path, typer.Argument(metavar="HF_FOLDER", help="A folder of save_pretrained.", show_default=False)
+    ],
+    run: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- [TORCHRUN OPTIONS] SCRIPT [FLAGS]",
+            help="The Megatron run, with --load of its checkpoint.",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSON of token ids, one list a sequence, or input_ids and attention_mask; else random ones.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare a Megatron run with a Hugging Face model, hook point by hook point.
+
+    The run starts by torchrun as in `megatron-flex run`, loads its checkpoint, is compared on the same tokens
+    instead of training, and ends.
+
+    Exit status 0 if they agree, 1 if they differ, 2 if they could not be compared.
+
+    For example: megatron-flex align llama-3-8b -- --nproc-per-node 8 pretrain_gpt.py --load out ...
+    """
+    if not (folder / "config.json").exists():
+        raise FlexError(f"{folder} has no config.json; give a folder that save_pretrained wrote")
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "alignment.json"
+        flags = ["--flex-align", str(folder), "--flex-align-report", str(report)]
+        if tokens is not None:
+            flags += ["--flex-align-tokens", str(tokens)]
+        command = [*torchrun_command(run or []), *flags]
+        sys.stdout.flush()
+        done = subprocess.run(command, check=False, stdout=sys.stderr)
+        if done.returncode or not report.exists():
+            raise FlexError(
+                f"the run ended with status {done.returncode} before it was compared; its messages are above"
+            )
+        found: dict[str, Any] = json.loads(report.read_text())
+    if as_json:
+        print_json(found)
+    else:
+        print_alignment(make_console(), found)
+    if not found["agrees"]:
+        raise typer.Exit(1)
+
+
+def print_alignment(out: Console, found: dict[str, Any]) -> None:
+    """The two verdicts of each layer, and the summary."""
+    rows = make_table(
+        "part", "as the models run", ">error / tolerance", "with equal layer input", ">error / tolerance"
+    )
+    for layer in found["layers"]:
+        cells = [
+            layer["part"],
+            layer["accumulated"] or "agrees",
+            f"{layer['accumulated_error']:.2g}",
+            *(
+                (layer["isolated"] or "agrees", f"{layer['isolated_error']:.2g}")
+                if found["isolates"]
+                else ("", "")
+            ),
+        ]
+        rows.add_row(
+            *cells, style="bold red" if layer["isolated"] else "red" if layer["accumulated"] else None
+        )
+    out.print(found["model"])
+    out.print(rows)
+    for line in found["summary"]:
+        out.print(line, style="green" if line.startswith("agrees") else None, soft_wrap=True)

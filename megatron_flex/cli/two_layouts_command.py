@@ -1,0 +1,109 @@
+"""`megatron-flex two-layouts`: the same weights in two layouts, dumped and compared, in one command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from megatron_flex.cli.compare_command import print_comparison
+from megatron_flex.cli.console_output import make_console
+from megatron_flex.compare import compare
+from megatron_flex.errors import FlexError
+from megatron_flex.launch.flags import FLAGS_VARIABLE
+from megatron_flex.launch.two_layouts import DEFAULT_SITES, LayoutRun, plan_two_layouts
+
+OPTIONS = ("--against", "--without", "--out", "--iterations", "--sites", "--processes", "--checkpoint")
+SWITCHES = ("--dry", "--no-parameters")
+
+
+def run_two_layouts(words: Sequence[str]) -> int:
+    """Run the three trainings, print the comparison, and return its exit status.
+
+    Args:
+        words: the options of the command, the script, and the script's flags; options may be among these.
+
+    Raises:
+        FlexError: an option has no value, or a training failed; its own messages are above.
+    """
+    given, rest = take_options(words)
+    out = Path(given.get("--out", "two-layouts"))
+    plan = plan_two_layouts(
+        rest,
+        given.get("--against", ""),
+        out,
+        without=given.get("--without", "").split(),
+        iterations=_parse_number("--iterations", given.get("--iterations", "2")),
+        sites=given["--sites"].split() if "--sites" in given else DEFAULT_SITES,
+        parameters="--no-parameters" not in given,
+        processes=[_parse_number("--processes", n) for n in given.get("--processes", "").split(",") if n],
+        checkpoint=Path(given["--checkpoint"]) if "--checkpoint" in given else None,
+    )
+    if "--dry" in given:
+        for run in plan.runs:
+            typer.echo(run.shell())
+        typer.echo(f"megatron-flex compare {plan.dumps[0]} {plan.dumps[1]}")
+        return 0
+    for folder in plan.dumps:
+        if folder.exists():
+            raise FlexError(f"{folder} is there already: name another folder with --out, or remove it")
+    out.mkdir(parents=True, exist_ok=True)
+    for number, run in enumerate(plan.runs):
+        sys.stderr.write(f"megatron-flex: {number + 1} of {len(plan.runs)}: {run.title}\n  {run.shell()}\n")
+        _train(run, out / f"log-{number + 1}.txt")
+    found = compare(*plan.dumps)
+    print_comparison(make_console(), found)
+    return found.exit_status
+
+
+def take_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The options of this command, wherever they are, and all other words.
+
+    Raises:
+        FlexError: an option has no value.
+    """
+    given: dict[str, str] = {}
+    rest: list[str] = []
+    left = list(words)[::-1]
+    while left:
+        word = left.pop()
+        name, glued, value = word.partition("=")
+        if word in SWITCHES:
+            given[word] = ""
+        elif name in OPTIONS:
+            if not glued and not left:
+                raise FlexError(f"{name} needs a value")
+            given[name] = value if glued else left.pop()
+        elif word != "--":
+            rest.append(word)
+    return given, rest
+
+
+def _parse_number(name: str, text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise FlexError(f"{name} {text}: no whole number of at least 1")
+    return int(text)
+
+
+def _train(run: LayoutRun, log: Path) -> None:
+    """Run one training; what it prints goes to a file, of which the end is shown if it fails."""
+    options = ["--standalone", "--nproc-per-node", str(run.processes), "-m", "megatron_flex.launch"]
+    own = os.environ.get(FLAGS_VARIABLE, "")
+    environment: dict[str, Any] = {**os.environ, FLAGS_VARIABLE: f"{own} {run.variable}".strip()}
+    with log.open("wb") as file:
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *options, *run.words],
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    if done.returncode:
+        end = log.read_text(encoding="utf-8", errors="replace")[-3000:]
+        sys.stderr.write(end)
+        raise FlexError(f"the run to {run.title} failed with status {done.returncode}; its log is {log}")

@@ -1,0 +1,160 @@
+"""What a launched run reports: one line each on stderr, from the first rank, and all of it in a file.
+
+Megatron's log has many lines for each iteration. What this package has to say about a run is a few lines
+among them, so the first rank writes them to a file too, and names the file when the run ends.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from megatron_flex.collectives import gather_objects
+from megatron_flex.dump.schema import ITERATION_NUMBERS, MEGATRON
+from megatron_flex.errors import FlexWarning
+from megatron_flex.launch.rank_errors import current_rank, print_notice
+from megatron_flex.launch.settings_resolver import ResolvedSettings
+from megatron_flex.mesh import Mesh
+from megatron_flex.model import FlexModel
+from megatron_flex.notebook_html import count_words
+from megatron_flex.progress import format_bytes
+from megatron_flex.runtime.dump_sink import DumpSink
+
+
+class RunReport:
+    """The report of one run. Every rank makes one; only the first rank prints and writes.
+
+    The file is created with the first line, and appended to where it exists: a run that continues another
+    one adds to its report. A file that cannot be written is a line on stderr; training continues.
+
+    Args:
+        path: the file; None to print and write nothing.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = None if path is None else path.expanduser()
+        self._used = self._failed = False
+        self._show: Callable[..., None] | None = None
+
+    def say(self, line: str) -> None:
+        """Print a line on the first rank, and write it."""
+        if self.path is not None:
+            print_notice(line)
+            self.note(line)
+
+    def note(self, text: str) -> None:
+        """Write lines on the first rank, which are printed elsewhere."""
+        if self.path is None or self._failed or current_rank() != 0:
+            return
+        head = "" if self._used else f"# {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC: {' '.join(sys.argv)}\n"
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(f"{head}{text.rstrip()}\n")
+            self._used = True
+        except OSError as error:
+            self._failed = True
+            print_notice(f"{self.path}: no report can be written: {error.strerror or error}")
+
+    def note_error(self, error: BaseException) -> None:
+        """Write an error, which is printed elsewhere, once the run has begun; before, it is the only line."""
+        if self._used:
+            self.note(f"error: {' '.join(str(error).split())}")
+
+    def take_warnings(self) -> None:
+        """Write the warnings of this package too, until `close`; they are shown as before."""
+        if self.path is not None and self._show is None and current_rank() == 0:
+            self._show, warnings.showwarning = warnings.showwarning, self._showwarning
+
+    def _showwarning(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if issubclass(category, FlexWarning):
+            self.note(f"warning: {message}")
+        assert self._show is not None
+        self._show(message, category, filename, lineno, file, line)
+
+    def close(self) -> None:
+        """Name the file, if anything was written to it; a second call does nothing."""
+        if self._show is not None and warnings.showwarning == self._showwarning:
+            warnings.showwarning = self._show
+        self._show = None
+        if self._used:
+            self._used = False
+            print_notice(f"these lines, and this package's warnings and errors, are in {self.path}")
+
+
+def describe_start(flex: FlexModel, found: ResolvedSettings, verified: int) -> str:
+    """The hooks, dumps and statistics of a run, as one line: how many sites, and which folders.
+
+    Args:
+        flex: the model with its hooks.
+        found: the resolved settings.
+        verified: the number of steps in which the ranks are compared.
+    """
+    parts = [*_describe_edits(flex, found), *_describe_sinks(flex)]
+    if verified:
+        steps = "the first step" if verified == 1 else f"the first {verified} steps"
+        parts.append(f"--flex-verify: the ranks' tensors are compared with their layouts in {steps}")
+    sinks = flex.session.sinks
+    if flex.session.adapter.name == MEGATRON and (sinks.dumps or sinks.statistics):
+        parts.append(ITERATION_NUMBERS)
+    return "; ".join(parts)
+
+
+def _describe_edits(flex: FlexModel, found: ResolvedSettings) -> Iterator[str]:
+    if found.edits:
+        entries = [e for e in flex.session.registry.entries if e.hook in found.edits]
+        sites = {name for entry in entries for name in entry.names}
+        off = f", {len(found.waiting)} of them switched off" if found.waiting else ""
+        yield f"{count_words(len(found.edits), 'edit')} at {count_words(len(sites), 'site')}{off}"
+
+
+def _describe_sinks(flex: FlexModel) -> Iterator[str]:
+    for sink in flex.session.sinks.dumps:
+        what = _describe_selection(len(sink.chosen.sites), sink.chosen.parameters, sink.dump.gradients)
+        yield f"dump of {what}{_describe_every(sink.dump.every)} to {sink.dump.path}"
+    for measured in flex.session.sinks.statistics:
+        wanted, settings = measured.wanted, measured.statistics
+        what = _describe_selection(len(wanted.values), wanted.parameters, bool(wanted.gradients))
+        yield f"statistics of {what}{_describe_every(settings.every)} in {settings.path}"
+
+
+def _describe_selection(sites: int, parameters: Any, gradients: bool) -> str:
+    parts = [count_words(sites, "site")] if sites else []
+    if parameters is not None:
+        parts.append(count_words(len(parameters.names), "parameter"))
+    return " and ".join(parts) + (" with gradients" if gradients else "")
+
+
+def _describe_every(every: int) -> str:
+    return "" if every == 1 else f" in iterations that are multiples of {every}"
+
+
+def describe_end(dumps: Sequence[DumpSink], mesh: Mesh) -> list[str]:
+    """What was written of each dump, as one line for all ranks. Collective over the mesh.
+
+    Args:
+        dumps: dumps that are closed.
+        mesh: the axes of the run.
+    """
+    mine = [(d.tally.written, d.tally.dropped, d.tally.failed, d.tally.nbytes, d.tally.waited) for d in dumps]
+    ranks = gather_objects(mine, mesh, [axis.name for axis in mesh]) if dumps else []
+    out = []
+    for number, dump in enumerate(dumps):
+        written, dropped, failed, nbytes, waited = zip(*(tallies[number] for tallies in ranks), strict=True)
+        out.append(
+            f"dump to {dump.dump.path}: {count_words(min(written), 'iteration')} written, "
+            f"{format_bytes(sum(nbytes))} by {count_words(len(ranks), 'rank')}; {max(dropped)} dropped, "
+            f"{max(failed)} failed; the model waited {max(waited):.1f} s for the disk"
+        )
+    return out

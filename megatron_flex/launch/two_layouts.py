@@ -1,0 +1,191 @@
+"""The same weights in two layouts: the commands that save, load, dump in both, and compare.
+
+A checkpoint in Megatron's `torch_dist` format can be loaded in any layout. Both runs load it with
+`--finetune`, which begins at iteration 0 with the same data, without dropout, and with a vocabulary that is
+padded to the same size; what then differs is the layout.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm
+from pathlib import Path
+
+from megatron_flex.errors import FlexError
+from megatron_flex.launch.flags import FLAGS_VARIABLE
+
+VOCABULARY_FLAG, DEFAULT_VOCABULARY_MULTIPLE = "--make-vocab-size-divisible-by", 128  # Megatron's default
+AXIS_FLAGS = {
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "cp": "--context-parallel-size",
+    "ep": "--expert-model-parallel-size",
+    "etp": "--expert-tensor-parallel-size",
+}
+# Flags that would begin elsewhere, end elsewhere, or contradict the few iterations of these runs.
+REPLACED_FLAGS = (
+    *(
+        "--train-iters",
+        "--train-samples",
+        "--load",
+        "--save",
+        "--save-interval",
+        "--ckpt-format",
+        "--finetune",
+    ),
+    *("--eval-iters", "--eval-interval", "--exit-interval", "--exit-duration-in-mins", "--rampup-batch-size"),
+    *("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction", "--lr-decay-samples"),
+    *("--hidden-dropout", "--attention-dropout", VOCABULARY_FLAG, "--async-save"),
+)
+DEFAULT_SITES = ("decoder.layers.*", "loss")
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutRun:
+    """One run of the script.
+
+    Attributes:
+        title: what the run is for.
+        processes: the number of processes.
+        words: the script and its flags.
+        variable: the value of MEGATRON_FLEX_FLAGS.
+    """
+
+    title: str
+    processes: int
+    words: tuple[str, ...]
+    variable: str = ""
+
+    def shell(self) -> str:
+        """The command as it is typed."""
+        variable = f"{FLAGS_VARIABLE}={shlex.quote(self.variable)} " if self.variable else ""
+        runner = [
+            "torchrun",
+            "--standalone",
+            "--nproc-per-node",
+            str(self.processes),
+            "-m",
+            "megatron_flex.launch",
+        ]
+        return variable + shlex.join([*runner, *self.words])
+
+
+@dataclass(frozen=True, slots=True)
+class TwoLayouts:
+    """The plan.
+
+    Attributes:
+        runs: in order: the one that saves, unless there is a checkpoint, and the two that dump.
+        dumps: the folders of the two dumps.
+    """
+
+    runs: tuple[LayoutRun, ...]
+    dumps: tuple[Path, Path]
+
+
+def plan_two_layouts(
+    words: Sequence[str],
+    against: str,
+    out: Path,
+    *,
+    without: Sequence[str] = (),
+    iterations: int = 2,
+    sites: Sequence[str] = DEFAULT_SITES,
+    parameters: bool = True,
+    processes: Sequence[int] = (),
+    checkpoint: Path | None = None,
+) -> TwoLayouts:
+    """The runs that compare a script in two layouts.
+
+    Args:
+        words: the script and its flags, in the first layout.
+        against: the flags of the second layout, which replace those of the first.
+        out: the folder of checkpoint and dumps.
+        without: flags of the first layout that the second run does not have.
+        iterations: how many iterations are dumped.
+        sites: patterns of the sites to dump, with their gradients.
+        parameters: dump the parameters and their gradients too.
+        processes: the number of processes of each run; if empty, one data parallel replica.
+        checkpoint: a `torch_dist` checkpoint to begin with; None to make one.
+
+    Raises:
+        FlexError: no script or no second layout is named, or a size is no number.
+
+    Example:
+        `plan_two_layouts(["pretrain_gpt.py", "--tensor-model-parallel-size", "2"],
+        "--tensor-model-parallel-size 1", Path("two-layouts"))`
+    """
+    if not words or words[0].startswith("-"):
+        raise FlexError("no script: megatron-flex two-layouts -- SCRIPT FLAGS --against 'FLAGS'")
+    other = shlex.split(against)
+    if not other:
+        raise FlexError("--against names no flags: say those of the second layout, in quotes")
+    first = drop_flags(words, REPLACED_FLAGS)
+    names = [word.partition("=")[0] for word in other if word.startswith("--")]
+    second = [*drop_flags(first, [*names, *without]), *other]
+    multiple = _read_number(words, VOCABULARY_FLAG, DEFAULT_VOCABULARY_MULTIPLE)
+    sizes = [{axis: _read_number(w, flag, 1) for axis, flag in AXIS_FLAGS.items()} for w in (first, second)]
+    padded = lcm(*(multiple * size["tp"] for size in sizes))
+    worlds = [_count_ranks(size) for size in sizes] if not processes else list(processes)
+    if len(worlds) != 2:
+        raise FlexError(f"--processes {','.join(map(str, worlds))}: say two numbers, such as 4,2")
+    common = [
+        [*flags, VOCABULARY_FLAG, str(padded // size["tp"]), *_fixed_flags()]
+        for flags, size in zip((first, second), sizes, strict=True)
+    ]
+    runs = []
+    if checkpoint is None:
+        checkpoint = out / "checkpoint"
+        least = worlds.index(min(worlds))
+        saving = ["--train-iters", "1", "--save", str(checkpoint), "--save-interval", "1"]
+        runs.append(LayoutRun("save a checkpoint", worlds[least], (*common[least], *saving)))
+    dumps = out / "first", out / "second"
+    for title, folder, flags, world in zip(("first", "second"), dumps, common, worlds, strict=True):
+        loading = ["--load", str(checkpoint), "--finetune", "--train-iters", str(iterations)]
+        ours = ["--flex-dump", str(folder), "--flex-gradients", "--flex-sites", *sites]
+        ours += ["--flex-dump-parameters", "**"] if parameters else []
+        ours += ["--flex-report", str(out / "report.txt")]
+        runs.append(LayoutRun(f"dump the {title} layout", world, (*flags, *loading), shlex.join(ours)))
+    return TwoLayouts(tuple(runs), dumps)
+
+
+def _fixed_flags() -> list[str]:
+    return [
+        *("--ckpt-format", "torch_dist", "--hidden-dropout", "0", "--attention-dropout", "0"),
+        *("--eval-iters", "0", "--eval-interval", "1000000", "--lr-warmup-iters", "0"),
+    ]
+
+
+def drop_flags(words: Sequence[str], names: Sequence[str]) -> list[str]:
+    """A command line without some flags and their values."""
+    out: list[str] = []
+    dropping = False
+    for word in words:
+        if word.startswith("--"):
+            dropping = word.partition("=")[0] in names
+        if not dropping:
+            out.append(word)
+    return out
+
+
+def _list_values(words: Sequence[str], name: str) -> Iterator[str]:
+    for number, word in enumerate(words):
+        option, glued, value = word.partition("=")
+        if option == name:
+            yield value if glued else words[number + 1] if number + 1 < len(words) else ""
+
+
+def _read_number(words: Sequence[str], name: str, default: int) -> int:
+    """The last value of a flag."""
+    *_, value = ["", *_list_values(words, name)] if name in " ".join(words) else [str(default)]
+    if not value.isdecimal() or not int(value):
+        raise FlexError(f"{name} {value}: no whole number of at least 1")
+    return int(value)
+
+
+def _count_ranks(sizes: Mapping[str, int]) -> int:
+    """The ranks of one data parallel replica; where experts have more ranks than layers, those."""
+    dense, experts = sizes["tp"] * sizes["cp"], sizes["etp"] * sizes["ep"]
+    return sizes["pp"] * lcm(dense, experts)

@@ -1,0 +1,65 @@
+"""A Hugging Face model and the same weights in a Megatron model on this rank, aligned."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_flex.errors import FlexWarning
+from tests.support import hugging_face
+from tests.support.gpt import Case
+
+
+def rank_models(
+    family: str | hugging_face.Family,
+    case: Case,
+    dtype: torch.dtype = torch.float32,
+    model: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> tuple[Any, list[nn.Module]]:
+    """The Hugging Face model, and the chunks of this rank with its weights.
+
+    Args:
+        family: the architecture.
+        case: the layout.
+        dtype: of both models.
+        model: other arguments of the Megatron model.
+        more: other settings of its configuration.
+    """
+    from megatron_flex.conversion import config_from_hf, load_hf
+
+    hf_model = hugging_face.make_model(family, dtype)
+    arguments = config_from_hf(hf_model)
+    vocabulary = -(-arguments.model["vocab_size"] // case.tp) * case.tp  # padded as Megatron's tokenizer does
+    arguments = replace(arguments, model={**arguments.model, "vocab_size": vocabulary, **(model or {})})
+    if dtype == torch.bfloat16:
+        more |= {"bf16": True, "params_dtype": dtype, "pipeline_dtype": dtype}
+    chunks = hugging_face.build(case, arguments, **more)
+    if dtype == torch.bfloat16:
+        chunks = [c.bfloat16() for c in chunks]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FlexWarning)  # of settings that a fault has changed
+        load_hf(chunks, hf_model)
+    return hf_model, chunks
+
+
+def aligned(
+    family: str,
+    case: Case,
+    dtype: torch.dtype = torch.float32,
+    batch: Any = None,
+    gradients: bool = False,
+    **more: Any,
+) -> Any:
+    """What `align` finds."""
+    from megatron_flex.alignment import align
+    from megatron_flex.model import FlexModel
+
+    hf_model, chunks = rank_models(family, case, dtype, **more)
+    with FlexModel(chunks) as flex:
+        return align(hf_model, flex, hugging_face.tokens() if batch is None else batch, gradients=gradients)

@@ -1,0 +1,70 @@
+"""The table of hook points of Hugging Face and Megatron, and the axes in it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import megatron_flex as mf
+from megatron_flex.alignment.axes import canonical_axes, parse_axes, rearrange
+from megatron_flex.alignment.counterparts import FAMILIES, family_of
+from megatron_flex.errors import FlexError, LayoutError
+
+
+def test_axes_are_rearranged() -> None:
+    x = torch.arange(2 * 3 * 8).reshape(2, 3, 8)
+    found = rearrange(x, "b s (n d)", ("s", "n", "b", "d"), {"n": 4})
+    assert torch.equal(found, x.view(2, 3, 4, 2).permute(1, 2, 0, 3))
+    assert torch.equal(rearrange(x[:, None], "b 1 s h", ("b", "s", "h"), {}), x)
+    flat = x.flatten(0, 1)
+    assert torch.equal(rearrange(flat, "(b s) h", ("s", "b", "h"), {"b": 2}), x.transpose(0, 1))
+
+
+@pytest.mark.parametrize("axes", ["b s", "b s (n d) e", "b (n s) h"])
+def test_other_axes_are_refused(axes: str) -> None:
+    with pytest.raises(LayoutError):
+        rearrange(torch.zeros(2, 3, 8), axes, ("b", "s", "n", "d"), {"n": 4})
+    with pytest.raises(LayoutError):
+        rearrange(torch.zeros(2, 3, 8), "b s (n d)", ("b", "s", "n", "d"), {"n": 3})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_have_the_same_axes_on_both_sides(family: str) -> None:
+    for row in family_of(family).counterparts:
+        there = [axis for dim in parse_axes(row.there) for axis in dim if axis != "1"]
+        assert sorted(canonical_axes(row.here)) == sorted(there), row
+        assert "{" not in row.here + row.there, row
+        assert not [
+            role for role in ("attn", "norm1", "mlp", "block") if f"{{{role}}}" in " ".join(row.other)
+        ]
+
+
+def test_the_printed_table() -> None:
+    text = str(mf.site_names("llama"))
+    assert "decoder.layers.{layer}.self_attention.linear_qkv:q" in text
+    assert "b s (n d) -> s b n d" in text
+    assert "Hugging Face computes the mean only" in text
+    (row,) = mf.site_names("gpt2", ["decoder.layers.7.self_attention.linear_qkv:k"])
+    assert row == (
+        "decoder.layers.7.self_attention.linear_qkv:k",
+        "transformer.h.7.attn.c_attn:output",
+        "b s (g d) (part 1 of 3) -> s b g d",
+    )
+    ((_, point, why),) = mf.site_names("llama", ["decoder.layers.0.mlp.router:logits"])
+    assert (point, why) == ("", "the architecture llama has no such tensor")
+
+
+def test_norms_inside_a_linear_change_what_enters_it() -> None:
+    family = family_of("llama")
+    site = "decoder.layers.0.mlp.linear_fc1:input"
+    outside = family.find(site)
+    inside = family.find(site, {"decoder.layers.0.mlp.linear_fc1.layer_norm_weight"})
+    assert outside is not None
+    assert inside is not None
+    assert outside.row.other == ("model.layers.0.post_attention_layernorm:output",)
+    assert inside.row.other == ("model.layers.0.post_attention_layernorm:input",)
+
+
+def test_an_unknown_architecture_is_named() -> None:
+    with pytest.raises(FlexError, match=r"'lama' has no table of hook points.*llama"):
+        mf.site_names("lama")

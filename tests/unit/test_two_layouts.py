@@ -1,0 +1,99 @@
+"""The plan of the same weights in two layouts: flags, processes, and a vocabulary of one padded size."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pydantic")
+
+from megatron_flex.errors import FlexError
+from megatron_flex.launch.flags import settings_from_argv
+from megatron_flex.launch.two_layouts import drop_flags, plan_two_layouts
+
+SCRIPT = (
+    "pretrain_gpt.py --tensor-model-parallel-size 4 --sequence-parallel --train-samples 9 --vocab-size 50"
+)
+
+
+def values(words: tuple[str, ...], flag: str) -> list[str]:
+    return [words[n + 1] for n, word in enumerate(words) if word == flag]
+
+
+def plan(against: str, script: str = SCRIPT, **more: object) -> tuple[tuple, list[tuple[str, ...]]]:
+    found = plan_two_layouts(shlex.split(script), against, Path("out"), **more)
+    return found.runs, [run.words for run in found.runs]
+
+
+def test_three_runs_from_one_checkpoint() -> None:
+    runs, words = plan("--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2")
+    assert [run.processes for run in runs] == [2, 4, 2], "the smaller layout saves"
+    assert [values(w, "--tensor-model-parallel-size") for w in words] == [["1"], ["4"], ["1"]]
+    assert [values(w, "--save") for w in words] == [["out/checkpoint"], [], []]
+    assert [values(w, "--load") for w in words] == [[], ["out/checkpoint"], ["out/checkpoint"]]
+    assert ["--finetune" in w for w in words] == [False, True, True]
+    assert not any("--train-samples" in w for w in words)
+    assert runs[0].variable == ""
+    for run, folder in zip(runs[1:], ("first", "second"), strict=True):
+        settings, rest = settings_from_argv(shlex.split(run.variable), {})
+        assert rest == []
+        assert settings.dumps[0].path == f"out/{folder}"
+        assert settings.dumps[0].parameters == ("**",)
+        assert settings.gradients
+
+
+@pytest.mark.parametrize(("first", "second", "given"), [(4, 1, ""), (2, 3, ""), (4, 6, "64"), (8, 2, "100")])
+def test_the_vocabulary_is_padded_to_one_size(first: int, second: int, given: str) -> None:
+    """Megatron pads to a multiple of the flag times the tensor parallel size."""
+    script = f"a.py --tensor-model-parallel-size={first}"
+    script += f" --make-vocab-size-divisible-by {given}" if given else ""
+    _, words = plan(f"--tensor-model-parallel-size {second}", script)
+    sizes = [int(values(w, "--make-vocab-size-divisible-by")[0]) for w in words[1:]]
+    assert sizes[0] * first == sizes[1] * second
+    assert sizes[0] * first % (int(given or 128) * first) == 0
+
+
+def test_flags_that_only_one_layout_has() -> None:
+    _, words = plan("--tensor-model-parallel-size 1", without=["--sequence-parallel"])
+    assert ["--sequence-parallel" in w for w in words] == [False, True, False]
+    flags = ["a.py", "--x", "1", "2", "--y=3", "--z", "-4"]
+    assert drop_flags(flags, ["--x", "--y"]) == ["a.py", "--z", "-4"]
+
+
+def test_a_checkpoint_that_is_there_and_experts() -> None:
+    runs, words = plan(
+        "--expert-model-parallel-size 8", "a.py --pipeline-model-parallel-size 2", checkpoint=Path("saved")
+    )
+    assert [run.processes for run in runs] == [2, 16]
+    assert [values(w, "--load") for w in words] == [["saved"], ["saved"]]
+
+
+@pytest.mark.parametrize(
+    ("script", "against", "more", "said"),
+    [
+        ("--lr 1", "--tensor-model-parallel-size 1", {}, "no script"),
+        ("a.py", "", {}, "--against names no flags"),
+        ("a.py", "--tensor-model-parallel-size x", {}, "--tensor-model-parallel-size x: no whole number"),
+        ("a.py", "--lr 1", {"processes": [2]}, "--processes 2: say two numbers"),
+    ],
+)
+def test_what_cannot_be(script: str, against: str, more: dict[str, object], said: str) -> None:
+    with pytest.raises(FlexError, match=said):
+        plan(against, script, **more)
+
+
+def test_the_command_prints_what_it_would_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Options may be anywhere, as in the documents."""
+    pytest.importorskip("typer")
+    from megatron_flex.cli.two_layouts_command import run_two_layouts
+
+    words = [*SCRIPT.split(), "--against", "--tensor-model-parallel-size 1", "--dry", "--out=there"]
+    assert run_two_layouts(["--", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert all(line.partition(" ")[0] == "torchrun" for line in lines[:1])
+    assert lines[-1] == "megatron-flex compare there/first there/second"
+    with pytest.raises(FlexError, match="--against needs a value"):
+        run_two_layouts([*SCRIPT.split(), "--against"])
