@@ -76,7 +76,8 @@ def compare(
     """Compare two dumps and name the first site that diverges.
 
     They are aligned by site, iteration, sample and token, and walked in the order of execution, gradients
-    after values. What is round-off follows from dtype and depth, unless it is given or measured.
+    after values. What is round-off follows from dtype and depth, unless it is given or measured. A dump of a
+    Hugging Face model and one of a Megatron model are aligned by the table of their hook points.
 
     Exit status 0 if they are equal, or not distinguishable from round-off; 1 if they diverge; 2 if they
     cannot be compared: a dump is damaged, the tokens are others, or only one of them has a site or an
@@ -94,10 +95,15 @@ def compare(
         iterations=_parse_iterations(iterations),
         learning_rate=learning_rate,
     )
+    _print_and_exit(found, most, as_json)
+
+
+def _print_and_exit(found: Comparison, rows: int, as_json: bool) -> None:
+    """Print a comparison; its status is that of the command."""
     if as_json:
         print_json(found.to_json())
     else:
-        print_comparison(make_console(), found, most)
+        print_comparison(make_console(), found, rows)
     if found.exit_status:
         raise typer.Exit(found.exit_status)
 
