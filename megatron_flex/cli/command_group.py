@@ -29,9 +29,7 @@ class CommandSource(NamedTuple):
 
 
 SOURCES = {
-    "sites": CommandSource(
-        "sites_command", "sites", "Show a model as a tree, with every place where a hook can be."
-    ),
+    "sites": CommandSource("sites_command", "sites", "Show a model as a tree, with every hook point."),
     "view": CommandSource(
         "view_command",
         "view",

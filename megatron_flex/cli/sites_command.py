@@ -53,7 +53,7 @@ def sites(
     every: AllLayersOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a model as a tree, with every place where a hook can be.
+    """Show a model as a tree, with every hook point.
 
     With layouts, whole shapes and stages, from a Megatron configuration alone, at any mesh, or from a dump.
 

@@ -24,7 +24,7 @@ SourcesArgument = Annotated[
     typer.Argument(
         metavar="MODEL_OR_DUMP [OTHER_DUMP]",
         help="A configuration in YAML or JSON, a dump, a folder of statistics; two dumps are compared. "
-        "Behind -- a run's own flags.",
+        "After --: the flags of a run.",
         show_default=False,
     ),
 ]

@@ -22,7 +22,7 @@ ABSENT_RANKS = (
     "what stages send each other within their steps (`with flex.step():`)"
 )
 DIFFERENT_PLACES = (
-    "ranks are at different places ({places}): run as many steps on every rank, and call on all of them what "
+    "ranks are at different points ({places}): run as many steps on every rank, and call on all of them what "
     "every rank has to call"
 )
 PLACE_SEPARATOR = "\n"  # in a place: the text after it is compared too, but not shown

@@ -436,9 +436,9 @@ class _Comparer:
             ]
             again = [i for i in inside if i.call]
             if again:
-                yield f"{len(again)} places of it were passed more often in {this_run} than in {other}"
+                yield f"{len(again)} of its hook points ran more often in {this_run} than in {other}"
             elif inside:
-                yield f"{len(inside)} places of it were passed in {this_run} only"
+                yield f"{len(inside)} of its hook points ran in {this_run} only"
         ill = [r.name for r in rows if r.diverges and r.kind == PARAMETER and r.iteration == pair.iteration]
         own = [n for n in ill if n.startswith(f"{module}.")] if pair.item.kind != PARAMETER else []
         if own:

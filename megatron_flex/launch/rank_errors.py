@@ -128,7 +128,7 @@ def _announce(message: str) -> None:
         return
     key = f"megatron_flex/error/{message}"
     with suppress(Exception):  # without the message the other ranks print their own
-        store.set(key, "said")
+        store.set(key, "printed")
         store.wait(
             [f"{key}/{n}" for n in range(1, min(world, MAX_ANSWERS))], timedelta(seconds=ACKNOWLEDGE_TIMEOUT)
         )

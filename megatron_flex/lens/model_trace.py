@@ -108,7 +108,7 @@ class Trace:
         wanted = expand_name(names, name, side)
         aliases = names.matching(wanted)
         if len(aliases) != 1:
-            raise SiteError(f"{name!r} means {len(aliases)} places; name one of them")
+            raise SiteError(f"{name!r} means {len(aliases)} hook points; name one of them")
         return aliases[0]
 
     def handle(self, alias: Alias) -> TracedTensor:
@@ -130,7 +130,7 @@ class Trace:
 
     def _open(self) -> None:
         if self._over:
-            raise HookError("this trace is over; ask for places inside its block")
+            raise HookError("this trace is over; name hook points inside its block")
 
     def finish(self, real: int | None = None) -> None:
         """Fill the handles. Collective.

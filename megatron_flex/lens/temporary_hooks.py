@@ -140,7 +140,7 @@ def match_sites(sites: Iterable[str]) -> Callable[[Site], bool]:
         return site.name in names
 
     mark = zlib.crc32(" ".join(sorted(names)).encode())
-    these.__qualname__ = f"{len(names)} places ({mark:08x})"
+    these.__qualname__ = f"{len(names)} hook points ({mark:08x})"
     return these
 
 

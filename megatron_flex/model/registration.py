@@ -176,8 +176,9 @@ def _warn_assumed_replicated(session: Session, sites: list[Site], purpose: SinkP
     names = [s.name for s in sites if cut and s.inferred and not s.propagated and expected(s.name) is None]
     if names:
         warnings.warn(
-            f"{names[0]} and other places of plain modules ({len(names)} in all) are {purpose.done} as if "
-            "every tensor parallel rank had the whole; give a hook with expected_shape where one has a part",
+            f"{names[0]} and other hook points of plain modules ({len(names)} in all) are {purpose.done} as "
+            "if every tensor parallel rank had the full tensor; give a hook with expected_shape where it has "
+            "a shard",
             FlexWarning,
             stacklevel=5,
         )

@@ -259,5 +259,5 @@ def logit_lens(
     return finish_figure(figure, "Logit lens: the likeliest next token", figure_data.caption)
 
 
-def _stream_label(behind: int) -> str:
-    return f"behind layer {behind - 1}" if behind else "embeddings"
+def _stream_label(layers: int) -> str:
+    return f"layer {layers - 1} output" if layers else "embeddings"

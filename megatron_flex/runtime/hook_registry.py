@@ -107,7 +107,7 @@ class HookRegistry:
             return site.leaf(index)
         except SiteError as error:
             points = ", ".join(s.name for s in self._sites if s.module == site.module)
-            raise SiteError(f"{error}; places with names are {points}") from None
+            raise SiteError(f"{error}; hook points with names are {points}") from None
 
     def _shapes(self, entry: HookEntry) -> dict[str, tuple[int | None, ...]]:
         """The shapes expected at the plain modules' sites of a hook, merged with those of earlier hooks."""

@@ -340,7 +340,7 @@ class SinkHook(HookFunction):
         def chosen(site: Site) -> bool:
             return site.name in places
 
-        chosen.__qualname__ = f"{description}: {len(places)} places"
+        chosen.__qualname__ = f"{description}: {len(places)} hook points"
         super().__init__(chosen, hook_type=hook_type, groups=groups, unpack_idx=index)
         self.save, self.tensor_sink = False, tensor_sink
 

@@ -27,7 +27,7 @@ from megatron_flex.sites import Site
 CODE_MASK = 0x7FFFFFFF  # bounds the number that ranks compare
 SHAPES_DIFFER = (
     "tensor parallel ranks have parts of different shapes or dtypes, neither the full tensor on all of them "
-    "nor equal shards of the expected_shape; hook a place where they have"
+    "nor equal shards of the expected_shape; hook a point where they have"
 )
 TENSORS_DIFFER = (
     "tensor parallel ranks hold different tensors at {place}, of shapes {one} and {other}, and no rule says "
@@ -243,7 +243,7 @@ def _encode_cuts(layout: Layout | None, local: Tensor) -> int:
 def _describe_difference(one: TensorSketch, other: TensorSketch, axis: str) -> str:
     if (one.place, one.layout) != (other.place, other.layout):
         return (
-            f"{axis} ranks did not pass the same places in the same layouts: {one.place} in {one.layout} "
+            f"{axis} ranks did not run the same hook points in the same layouts: {one.place} in {one.layout} "
             f"on one, {other.place} in {other.layout} on another; run the same code on them"
         )
     return (

@@ -98,7 +98,12 @@ def test_bad_input_is_told_at_once_on_all_ranks() -> None:
         "parallel layers": ["TransformerBlock holds a", "GPTModel", "say tensor_parallel_size"],
         "kind": ["sideways", "forward_pre"],
         "callable": ["3", "callable"],
-        "leaf": ["unpack_idx=2", f"{LAYER}:output", "is not known", f"places with names are {LAYER}:input"],
+        "leaf": [
+            "unpack_idx=2",
+            f"{LAYER}:output",
+            "is not known",
+            f"hook points with names are {LAYER}:input",
+        ],
         "idle": ["neither saves nor edits"],
         "graphs": ["CUDA graphs", "local", "none"],
         "hybrid_context_parallel": ["hybrid_context_parallel=True", "each batch", "--context-parallel-size"],

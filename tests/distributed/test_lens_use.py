@@ -350,6 +350,6 @@ def test_errors_are_raised_on_all_ranks_and_leave_nothing() -> None:
         "empty trace": "nothing passed at decoder.layers.0:output",
         "late": "this trace is over",
         "unknown": "'decoder.layers.0.mpl:output' matches no site; nearest: decoder.layers.0.mlp:output",
-        "several": "means 2 places",
+        "several": "means 2 hook points",
     }.items():
         assert part in first[name], (name, first[name])

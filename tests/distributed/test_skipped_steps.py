@@ -82,7 +82,7 @@ def test_unequal_numbers_of_steps(where: str, kind: str, many: str) -> None:
         return
     for text in run(2, steps_of, where, kind, STEPS[many]):
         first, last = (0, 1) if STEPS[many][0] < STEPS[many][1] else (1, 0)
-        assert "ranks are at different places" in text
+        assert "ranks are at different points" in text
         assert f"rank(s) {first}: restore(), after step 1" in text
         assert f"rank(s) {last}: " in text
         assert "step 2" in text or "the beginning of a step" in text
@@ -198,7 +198,7 @@ def exchanges(kind: str) -> str:
 @pytest.mark.parametrize("kind", ["numbers", "steps", "kinds"])
 def test_exchanges_that_do_not_fit(kind: str) -> None:
     for text in run(2, exchanges, kind):
-        assert "ranks are at different places" in text
+        assert "ranks are at different points" in text
         if kind == "steps":
             assert "rank(s) 0: the end of step 0; rank(s) 1: the end of step 1" in text
 

@@ -171,7 +171,7 @@ def test_images_are_the_numbers() -> None:
     assert [t.get_text() for t in axes.texts] == [f"<{i}>" for i in lens.ids.ravel()]
     assert [t.get_text() for t in axes.get_yticklabels()] == [
         "embeddings",
-        *(f"behind layer {n}" for n in range(4)),
+        *(f"layer {n} output" for n in range(4)),
     ]
     signed, blocks = (mf.plot.heat(tile(block=b)).axes[0].get_images()[0] for b in ((1, 1), (4, 2)))
     assert signed.get_clim()[0] == -signed.get_clim()[1], "zero is in the middle of the colors"

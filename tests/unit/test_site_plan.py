@@ -70,6 +70,11 @@ def passes(hooks: list[mf.HookFunction], count: int = PASSES) -> list[tuple[Tens
     return out
 
 
+def name_functions(functions: tuple[Any, ...]) -> str:
+    """An id that is the same in every process, which an address is not."""
+    return ", ".join(getattr(f, "__name__", None) or str(f) for f in functions)
+
+
 @pytest.mark.parametrize(
     "functions",
     [
@@ -84,7 +89,7 @@ def passes(hooks: list[mf.HookFunction], count: int = PASSES) -> list[tuple[Tens
         (mf.edits.scale(2.0, features=[1, 2]),),
         (stops_gradients,),
     ],
-    ids=str,
+    ids=name_functions,
 )
 def test_later_passes_are_as_the_first(functions: tuple[Any, ...]) -> None:
     first, *later = passes(edited(*functions))

@@ -71,7 +71,7 @@ def broadcast(call: FunctionCall) -> Spread:
     """Elementwise over all operands."""
     operands = [(t, call.cuts(t)) for t in call.operands()]
     if call.name == "where" and len(operands) == 1:
-        raise LayoutUnknown("where looks for the places of entries of something cut")
+        raise LayoutUnknown("where looks for the positions of entries of a sharded tensor")
     return call.result(join_cuts(call, operands, call.out.ndim))
 
 

@@ -162,7 +162,7 @@ def _make_tensor_cells(place: SiteRecord, kind: str, manifest: Manifest) -> Tens
         layout = layout_from_json(place.layout)
     except (FlexError, KeyError, TypeError, ValueError) as error:  # a damaged manifest is shown, not raised
         return place.name, kind, " x ".join(map(str, place.shape)), f"cannot be read: {error}", place.stage
-    text = "told by each part" if place.inferred else layout.describe(manifest.sizes)
+    text = "in each part of the dump" if place.inferred else layout.describe(manifest.sizes)
     names = [dim.name for dim in layout.dims]
     if layout.permute is not None:
         names = [names[i] for i in layout.permute]

@@ -145,7 +145,7 @@
     DOTS.map(([kind, words]) => el('li', { title: words }, mark(kind), STATES[kind])));
   help.append(
     el('h2', { text: 'What this shows' }),
-    el('p', { text: 'The model with every place where a hook can stand; the ranks, and which part of the chosen site each of them holds; and what dumps or statistics saw. Choose a site, a rank or a layer anywhere, and all panes follow.' }),
+    el('p', { text: 'The model with every hook point; the ranks, and which part of the chosen site each of them holds; and what dumps or statistics saw. Choose a site, a rank or a layer anywhere, and all panes follow.' }),
     el('ul', { class: 'dots' }, DOTS.map(([kind, words]) => el('li', null, mark(kind), el('b', { text: STATES[kind] }), words))),
     el('dl', { class: 'keys' }, KEYS.map(([key, words]) => el('div', null, el('dt', null, el('kbd', { text: key })), el('dd', { text: words })))),
     el('p', { class: 'quiet', text: 'This file holds everything it shows. It loads nothing and sends nothing.' }),
