@@ -304,7 +304,8 @@ def _assemble_equal(recipe: AssemblyPlan, tensor: Tensor, alias: bool) -> Tensor
     if slots is not None and nbytes <= SMALL_BYTES and len(recipe.axes) == 1 and tensor.dtype in SENT_AS_IS:
         received = tensor.new_empty(slots.shape)
         axis, gather = recipe.axes[0], getattr(dist, GATHER)
-        call_metered("all_gather", axis, received, gather, received, tensor.contiguous())
+        # One dim: gloo refuses a result that has a dim more than its input.
+        call_metered("all_gather", axis, received, gather, received.view(-1), tensor.contiguous().view(-1))
         whole.as_strided(slots.shape, slots.stride).copy_(received)
         return whole
     stacked = buffer_pool.take(nbytes, tensor.device)
