@@ -477,7 +477,7 @@ SPREAD = [
         PP2,
         attribute("decoder.layers.2", "forward", passed_on),
         "decoder.layers.2",
-        hint="passed in A only",
+        hint="ran in A only",
     ),
     Bug(
         "wrong pipeline split: a layer run twice",
@@ -485,7 +485,7 @@ SPREAD = [
         PP2,
         attribute(LAYER, "forward", run_twice),
         LAYER,
-        hint="passed more often in B",
+        hint="ran more often in B",
     ),
     Bug(
         "wrong pipeline split: weights of the layers before",
