@@ -36,7 +36,7 @@ class StepGradients:
         batch: the tokens; each predicts the next one.
 
     Raises:
-        FlexError: on all ranks: the layout is not supported.
+        FlexError: on all ranks: the layout is not supported, such as experts on several data parallel ranks.
     """
 
     def __init__(self, hf_model: Any, flex: FlexModel, batch: TokenBatch) -> None:
@@ -52,7 +52,13 @@ class StepGradients:
         mesh = flex.session.mesh
         told = gather_objects(loss, mesh, [axis.name for axis in mesh])
         self._loss = next(float(value) for value in told if value is not None)
-        gradients = dict(flex.named_full_parameters(gradients=True))
+        try:
+            gradients = dict(flex.named_full_parameters(gradients=True))
+        except FlexError as error:
+            raise FlexError(
+                f"gradients cannot be compared in this layout ({error}); align without gradients, or with "
+                "--expert-model-parallel-size 1 and expert tensor parallelism of the tensor parallel size"
+            ) from None
         self._placed = copy.deepcopy(hf_model) if hf_model is not None else None
         if self._placed is not None:
             with torch.no_grad():

@@ -52,12 +52,14 @@ class NoiseScale:
     Attributes:
         relative: the greatest relative difference so far.
         peak: the greatest difference so far, over the peak.
+        factor: the greatest deviation so far of a constant factor between both from 1.
         flipped: the fraction of tokens that were routed otherwise in a near tie.
     """
 
     unit: float
     relative: float = 0.0
     peak: float = 0.0
+    factor: float = 0.0
     flipped: float = 0.0
     _parameters: dict[str, ParameterNoise] = field(default_factory=dict)
     _read: ParameterNoise = field(default_factory=ParameterNoise)
@@ -101,9 +103,18 @@ class NoiseScale:
         peak = PEAK_GROWTH * growth * (max(self.peak, 2 * read.peak) + fresh)
         return relative, max(peak, relative)
 
-    def observe(self, relative: float, peak: float) -> None:
+    @property
+    def late_factor(self) -> float:
+        """What a constant factor may deviate from 1 by: 0 with equal weights.
+
+        Parameters that differ scale what reads them, and what was scaled scales what it is an input of.
+        """
+        return 0.0 if self.same_weights else STEP_GROWTH * LATE_GROWTH * self.factor
+
+    def observe(self, relative: float, peak: float, factor: float = 0.0) -> None:
         """Record a tensor that is within its bounds."""
         self.relative, self.peak = max(self.relative, relative), max(self.peak, peak)
+        self.factor = max(self.factor, factor)
 
     def flip(self, fraction: float) -> None:
         """Record tokens that were routed otherwise: what follows differs there entirely."""

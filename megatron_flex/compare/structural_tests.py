@@ -24,6 +24,7 @@ FEWEST_CLUSTERS = 16  # entries of the longest dim, fewer of which give no stand
 FACTOR_UNITS = 2.0  # unit roundoffs: a scalar that was rounded once more is no wrong factor
 BLOCK_CONTRAST, SMALL_BLOCK_CONTRAST = 4.0, 6.0  # amplitude of a block's difference over that of the rest
 POSITION_CONTRAST = 8.0  # of token positions, which attend to more tokens the later they are
+LATE_CONTRAST = 30.0  # once parameters differ: a few tokens may be most of a gradient; they reach 14
 GRADIENT_CONTRAST = 10.0  # of rows of a parameter's gradient, to which some tokens contribute; they reach 5.7
 SMALL_BLOCK = 64  # entries
 FEWEST_BLOCK_ENTRIES = 4  # of the dim: the median of fewer does not resist one entry
@@ -110,7 +111,7 @@ def bound_factor(
 
 
 def check_factor(
-    profile: DifferenceProfile, unit: float, deviations: float = FACTOR_DEVIATIONS
+    profile: DifferenceProfile, unit: float, deviations: float = FACTOR_DEVIATIONS, least: float = 0.0
 ) -> Outcome | None:
     """Whether one is the other times a constant.
 
@@ -118,11 +119,12 @@ def check_factor(
         profile: the sums of the tensor.
         unit: the unit roundoff of the run.
         deviations: the bound in standard errors.
+        least: of the bound.
     """
     factor, error = estimate_factor(profile)
     if not math.isfinite(error):
         return None
-    bound = bound_factor(profile, factor, error, unit, deviations)
+    bound = max(bound_factor(profile, factor, error, unit, deviations), least)
     wide = f"{1 + factor:.6g} +- {error:.2g}"
     text = f"B is A times {wide}, pooled over {profile.count:,} entries" if abs(factor) > bound else ""
     return Outcome("factor", abs(factor), bound, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +29,7 @@ from megatron_flex.compare.structural_tests import (
     FACTOR_DEVIATIONS,
     GRADIENT_CONTRAST,
     GRADIENT_DEVIATIONS,
+    LATE_CONTRAST,
     Block,
     Outcome,
     bound_factor,
@@ -173,7 +175,8 @@ class TensorTester:
         if found.profile is None:
             return 0.0
         factor, error = estimate_factor(found.profile)
-        return bound_factor(found.profile, factor, error, self.tolerances.unit, _get_deviations(item))
+        bound = bound_factor(found.profile, factor, error, self.tolerances.unit, _get_deviations(item))
+        return max(bound, self.noise.late_factor)
 
     # -- tests that pool -------------------------------------------------------------------------------
 
@@ -213,11 +216,12 @@ class TensorTester:
         read = self.noise.read_by_last
         single = self.noise.same_weights and not self.unseen_steps and not self.noise.flipped
         least = GRADIENT_CONTRAST if item.kind == PARAMETER_GRADIENT else 0.0
+        least = least if self.noise.same_weights and not self.unseen_steps else LATE_CONTRAST
         # Rows of a vocabulary have a gradient of as many tokens as there are, most of them of none.
         words = item.kind == PARAMETER_GRADIENT and item.site.startswith(VOCABULARY)
         blocks = [*shards, *list_entry_blocks(profile)]
         found = [
-            check_factor(profile, unit, _get_deviations(item)),
+            check_factor(profile, unit, _get_deviations(item), self.noise.late_factor),
             check_offset(profile, read.relative if not self.unseen_steps else 1.0, unit),
             *([] if self.noise.flipped or words else check_blocks(profile, blocks, unit, single, least)),
         ]
@@ -278,7 +282,8 @@ class TensorTester:
             self.noise.flip(ties.tied / max(ties.tokens, 1))
         if worst.excess > 1 or sums.discrete:
             return
-        self.noise.observe(sums.relative, _get_peak(sums))
+        factor, error = (0.0, math.inf) if found.profile is None else estimate_factor(found.profile)
+        self.noise.observe(sums.relative, _get_peak(sums), abs(factor) if math.isfinite(error) else 0.0)
         if item.kind == PARAMETER_GRADIENT:
             self.drift.observe_gradient(sums.relative)
 

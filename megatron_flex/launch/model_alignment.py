@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_flex.alignment import Alignment, align
 from megatron_flex.collectives import gather_objects
-from megatron_flex.errors import FlexError
+from megatron_flex.errors import FlexError, describe_error
 from megatron_flex.model import FlexModel
 
 SAMPLES, LENGTH = 2, 32  # of the random tokens, where none are given
@@ -41,7 +41,7 @@ def align_with_folder(flex: FlexModel, folder: str, tokens: str | None, report: 
             hf_model = _load(folder, flex)
             batch = _read_tokens(tokens, int(hf_model.config.vocab_size))  # type: ignore[union-attr, arg-type]
         except Exception as error:  # of transformers and json, which raise many kinds
-            problem = f"--flex-align {folder}: {type(error).__name__}: {str(error).splitlines()[0]}"
+            problem = f"--flex-align {folder}: {describe_error(error)}"
     batch, problem = gather_objects((batch, problem), mesh, [axis.name for axis in mesh])[0]
     if problem:
         raise FlexError(problem)

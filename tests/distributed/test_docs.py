@@ -369,7 +369,17 @@ def test_the_page_on_launchers_runs() -> None:
     pytest.importorskip("pydantic")
     (code,) = blocks(ROOT / "docs" / "launch.md")
     code += "import sys\nprint(sys.argv[1:], 'megatron' in sys.modules)"
-    words = [sys.executable, "-c", code, "--lr", "1", "--flex-stats", "out", "--flex-every", "10"]
+    words = [
+        sys.executable,
+        "-c",
+        code,
+        "--lr",
+        "1",
+        "--flex-stats",
+        "out",
+        "--flex-sites",
+        "decoder.layers.*",
+    ]
     done = subprocess.run(
         words, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100
     )

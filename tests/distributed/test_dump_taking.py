@@ -230,8 +230,9 @@ def test_the_life_of_dumps(tmp_path: Path) -> None:
     for answer in answers:
         assert "is being written by another dump" in answer["same"]
         assert "is not registered here" in answer["gone"]
-        assert "name another folder if this run is not its continuation" in answer["again"][0]
         assert "broken on purpose" in answer["failed"]
+    assert "name another folder if this run is not its continuation" in answers[0]["again"][0]
+    assert not any(answer["again"] for answer in answers[1:]), "what is alike on all ranks is printed once"
     with mf.open_dump(tmp_path / "plain") as dump:
         assert dump.iterations == [0, 1, 2, 3]
         assert len(dump.manifests) == 2
@@ -280,9 +281,9 @@ def runs(case: Case, path: str) -> list[str]:
 def test_runs_of_an_iteration(tmp_path: Path) -> None:
     import megatron_flex as mf
 
-    for found in run(2, runs, TP2, str(tmp_path)):
-        assert len(found) == 1
-        assert found[0].startswith("iteration 14 is trained again and only its first run is dumped")
+    (first,), second = run(2, runs, TP2, str(tmp_path))
+    assert first.startswith("iteration 14 is trained again and only its first run is dumped")
+    assert second == [], "what is alike on all ranks is printed once"
     with mf.open_dump(tmp_path / "first") as dump:
         assert dump.iterations == [7, 14]
     folders = sorted(p.name for p in (tmp_path / "all" / "run-0000").iterdir() if p.is_dir())

@@ -260,7 +260,7 @@ def test_what_is_not_known() -> None:
     assert [m for m, _ in first] == [m for m, _ in second], "all ranks say the same"
     words = [m for m, _ in first]
     for message in words[:2]:
-        assert "how sorted:" in message
+        assert "the layout of sorted:" in message
         assert "sort goes over dim 2, which is sharded over tp" in message
         assert "expected_shape" in message
     assert "own:output was followed to lie as [d0, d1, d2], alike on all tp ranks" in words[2]

@@ -317,6 +317,7 @@ there = install()
 assert sys.argv[-1] == "--other" and "--flex-verify" not in sys.argv
 changed = {name for name, value in state().items() if before[name] is not value}
 wrapped = {"setup_model_and_optimizer", "train_step", "evaluate", "train", "pretrain"}
+wrapped |= {"checkpoint_and_decide_exit"} & set(before)
 assert changed == wrapped | {"bound", "outer"}
 assert install() is there and install(Settings(verify=1)) is there
 try:
