@@ -201,6 +201,18 @@ HUGGINGFACE_SYMBOLS = (
         "state._data_files",
         "a key of state.json: files of a data set are written piece by piece",
     ),
+    *_of(
+        "transformers",
+        "transformers.configuration_utils",
+        "PretrainedConfig._attn_implementation PretrainedConfig._experts_implementation",
+        "the model is built already, and its attention and experts are to run in eager code for one pass",
+    ),
+    *_of(
+        "transformers",
+        "transformers.utils.generic",
+        "GeneralInterface._global_mapping",
+        "a registered attention function has no public way out",
+    ),
 )
 
 _MODULE_REASON = "named_parameters() and the like leave out repeated objects, absent ones, or the owner"
@@ -246,6 +258,12 @@ TORCH_TENSOR_SYMBOLS = (
     *_of("torch", "torch", "Tensor._version", "the only sign of a change in place"),
     *_of("torch", "torch", "Tensor._base Tensor._is_view", "whether two tensors have the same memory"),
     *_of("torch", "torch", "UntypedStorage._cdata", "the identity of a storage, also of one without memory"),
+    *_of(
+        "torch",
+        "torch",
+        "_C._autograd._top_saved_tensors_default_hooks",
+        "whether something may recompute, or move away, what autograd saves",
+    ),
     *_of(
         "torch", "torch", "_C._current_graph_task_id", "distinguishes backward passes, nested ones included"
     ),

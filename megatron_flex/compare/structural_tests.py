@@ -88,14 +88,15 @@ def estimate_factor(profile: DifferenceProfile) -> tuple[float, float]:
     if not energy or longest < FEWEST_CLUSTERS:
         return 0.0, math.inf
     factor = profile.total("dots") / energy
-    left = max(profile.total("squares") - factor**2 * energy, 0.0) / energy
+    # Products, not powers: of entries near the greatest double a power raises, and a product is infinite.
+    left = max(profile.total("squares") - factor * factor * energy, 0.0) / energy
     variance = left / profile.count
     for sums in profile.by_dim:
         length = len(sums.numbers)
         if length > 1:
-            scores = sums.dots - factor * sums.squares_a
-            variance += float(scores.square().sum()) / energy**2 * length / (length - 1)
-    return factor, math.sqrt(variance)
+            scores = (sums.dots - factor * sums.squares_a) / energy
+            variance += float(scores.square().sum()) * length / (length - 1)
+    return (factor, math.sqrt(variance)) if math.isfinite(variance) else (0.0, math.inf)
 
 
 def bound_factor(
@@ -106,7 +107,7 @@ def bound_factor(
     A has noise of its own, which the regression takes for a smaller factor: by its part of A's energy.
     """
     energy = profile.total("squares_a")
-    left = max(profile.total("squares") / energy - factor**2, 0.0) if energy else 0.0
+    left = max(profile.total("squares") / energy - factor * factor, 0.0) if energy else 0.0
     return max(deviations * error, FACTOR_UNITS * unit) + left
 
 

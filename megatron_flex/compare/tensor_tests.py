@@ -311,4 +311,6 @@ def _is_constant_loss_gradient(item: ComparedTensor, sums: DifferenceSums) -> bo
 
 def _is_constant(sums: DifferenceSums) -> bool:
     """Whether all entries of one of the two have the same magnitude."""
-    return bool(sums.peak) and max(sums.squares_a, sums.squares_b) >= CONSTANT * sums.count * sums.peak**2
+    return bool(sums.peak) and max(sums.squares_a, sums.squares_b) >= CONSTANT * sums.count * (
+        sums.peak * sums.peak
+    )

@@ -126,7 +126,7 @@ def resolve_bridge_name(name: str, gated: bool) -> str:
     if block is None:
         return BRIDGE_NAMES.get(name, name)
     if block[2] == "mlp.in.hook_out":
-        return f"{block[1]}mlp.hook_pre{'_linear' if gated else ''}"
+        return f"{block[1]}mlp.hook_{'pre_linear' if gated else 'pre'}"
     return block[1] + BRIDGE_BLOCK_NAMES.get(block[2], block[2])
 
 

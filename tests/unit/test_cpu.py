@@ -2,6 +2,7 @@
 
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,9 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def enabled() -> Iterator[None]:
     with cpu.runtime():
         yield
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def everything() -> dict[tuple[str, str], Any]:
@@ -351,6 +355,16 @@ def test_each_name_has_a_function_of_its_own():
 
 
 def test_nothing_is_compiled_meanwhile():
+    """In a process of its own: dynamo keeps the functions that torch had when dynamo was first used."""
+    code = "from tests.unit.test_cpu import compile_before_and_after; compile_before_and_after()"
+    there = {name: value for name, value in os.environ.items() if name != "TORCH_COMPILE_DISABLE"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=there, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def compile_before_and_after() -> None:
     import_module("torch._dynamo")  # before, as a process has it that compiles
     compiled = []
 

@@ -111,8 +111,8 @@ def test_an_iteration_that_several_ranks_left_is_one_line(dump, command):
     told = command("dump", "verify", dump).out.splitlines()
     twenty, ten = ([line for line in told if f"00000000{n}" in line] for n in (20, 10))
     assert len(twenty) == len(ten) == 1
-    assert "iteration 20 is incomplete: parts of ranks 0, 1, 3 are not there; lost: of 2 sites" in twenty[0]
-    assert "part 0 of rank 1 is missing" in ten[0]
+    assert "iteration 20 is incomplete: parts of ranks 0, 1, 3 are not there; lost: of 3 sites" in twenty[0]
+    assert "rank 1 stopped before its part 0" in ten[0]
     assert "2 errors" in told
 
 

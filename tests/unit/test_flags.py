@@ -64,6 +64,9 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "verify": (["3"], 3),
     "control": (["file"], Path("file")),
     "report": (["r.txt"], Path("r.txt")),
+    "align": (["llama"], "llama"),
+    "align-tokens": (["tokens.json"], "tokens.json"),
+    "align-report": (["align.json"], "align.json"),
     "cpu": ([], True),
 }
 NEEDS = {"dump": ["--flex-dump=folder"], "statistics": ["--flex-stats=folder"]}

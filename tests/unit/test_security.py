@@ -25,6 +25,11 @@ LISTENS = SOCKETS - {"megatron_flex/collectives/transport/shared_memory.py"}
 WRITES = {
     "megatron_flex/statistics/statistics_files.py": "write_bytes",
     "megatron_flex/dump/export.py": "write_text, open wb",
+    "megatron_flex/conversion/checkpoints.py": "write_text",
+    # And files that the user names.
+    "megatron_flex/cli/two_layouts_command.py": "open wb",
+    "megatron_flex/launch/model_alignment.py": "write_text",
+    "megatron_flex/launch/run_report.py": "open a",
 }
 
 

@@ -185,6 +185,20 @@ def test_parameters_add_to_what_reads_them() -> None:
     assert rows.bounds(ComparedTensor("embedding:output", "value"), 1)[0] > 1e-2, "it may read the worst row"
 
 
+def test_differing_parameters_scale_what_reads_them() -> None:
+    noise = NoiseScale(2.0**-24)
+    noise.observe(1e-5, 1e-5, 2e-6)
+    assert noise.late_factor == 0, "with equal parameters a factor is a bug's"
+    noise.parameter("decoder.layers.1.mlp.linear_fc1.weight", ParameterNoise(1e-7, 1e-7, 1e-7))
+    assert 2e-6 < noise.late_factor < 2e-5
+    a, b = noisy(1, 1e-6)
+    profile = profile_of(a, b * (1 + 8e-6))
+    strict, late = (check_factor(profile, 2.0**-24, least=least) for least in (0.0, noise.late_factor))
+    assert strict is not None
+    assert late is not None
+    assert strict.excess > 1 > late.excess
+
+
 # -- through dumps ---------------------------------------------------------------------------------------
 
 SEQUENCE = Layout((Dim("s"), Dim("b"), Dim("h", (Cut("tp"),))))
