@@ -78,6 +78,19 @@ def test_a_factor_is_not_seen_in_noise(common: int | None) -> None:
         assert found.excess < 0.9, seed
 
 
+@pytest.mark.parametrize("common", [0, 1, 2], ids=["by sample", "by token", "by feature"])
+def test_the_standard_error_counts_noise_that_entries_share(common: int) -> None:
+    """Over many draws a factor is as far from 0 as its standard error says, within a factor of two."""
+    squares = []
+    for seed in range(60):
+        a, b = noisy(seed)
+        shape = [n if d == common else 1 for d, n in enumerate(a.shape)]
+        b = b + 30 * a * UNIT * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+        factor, error = estimate_factor(profile_of(a, b))
+        squares.append((factor / error) ** 2)
+    assert sum(squares) / len(squares) < 4
+
+
 def test_a_factor_is_seen_below_the_bound_of_an_entry() -> None:
     a, b = noisy(1, 0.05)
     profile = profile_of(a, b * 1.03)
