@@ -202,6 +202,7 @@ def test_dumps_are_compared_across_frameworks(tmp_path: Path) -> None:
 
 def bad_input(case: Case) -> list[str]:
     import megatron_flex as mf
+    from megatron_flex.launch.model_alignment import align_with_folder
 
     hf_model, chunks = aligned.rank_models("llama", case)
     tokens, out = hugging_face.tokens(), []
@@ -227,6 +228,9 @@ def bad_input(case: Case) -> list[str]:
             with pytest.raises(mf.FlexError) as refused:
                 mf.align(model if first else None, flex, batch)
             out.append(str(refused.value))
+        with pytest.raises(mf.FlexError) as refused:
+            align_with_folder(flex, "no/such/folder", None, None)
+        out.append(str(refused.value))
         assert mf.align(hf_model if first else None, flex, tokens).agrees, "and the model is as it was"
     return out
 
@@ -241,6 +245,7 @@ def test_bad_input_is_one_line_on_all_ranks() -> None:
         "padding between tokens",
         "dtype torch.float32",
         "no memory left",
+        "--flex-align no/such/folder: ",
     )
     for text, word in zip(first, words, strict=True):
         assert word in text

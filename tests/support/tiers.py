@@ -197,6 +197,12 @@ QUICK: dict[str, tuple[str, ...]] = {
     "test_compat_groups.py": (),
     "test_compat_distributed.py": ("test_initialize_distributed_state", "test_all_gather"),
     "test_compat_demos.py": (),
+    # Alignment with a Hugging Face model.
+    "test_align.py": (
+        *("test_planted_faults_are_found_and_named", "test_a_difference_in_the_loss_shows_in_gradients"),
+        "test_bad_input_is_one_line_on_all_ranks",
+    ),
+    "test_isolated_step.py": ("test_the_recipe_of_the_page",),
     # As people run it.
     "test_docs.py": ("test_the_page_on_features_runs", "test_the_page_on_dumps_runs"),
     "test_runner.py": (
