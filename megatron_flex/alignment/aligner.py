@@ -80,6 +80,7 @@ def align(
     theirs: Captures = {}
     _on_first(flex, lambda: theirs.update(_run_reference(hf_model, points, tokens)))
     inputs = candidate.broadcast(_layer_inputs(candidate.matches, theirs))
+    # `roots` is Megatron's adapter's, which was checked above
     with evaluation_mode(*session.adapter.roots):  # type: ignore[attr-defined]
         accumulated = candidate.run(tokens.tokens)
         isolated = candidate.run(tokens.tokens, inputs)

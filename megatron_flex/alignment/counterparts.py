@@ -61,6 +61,7 @@ Rows = tuple[Counterpart, ...]
 
 
 def _row(site: str, other: str, here: str, there: str = "", **more: object) -> Counterpart:
+    # `more` has fields of several types
     return Counterpart(site, tuple(other.split(" + ")), here, there or "b s h", **more)  # type: ignore[arg-type]
 
 
@@ -247,7 +248,7 @@ LAST: Rows = (
 
 # Sites that no Hugging Face model has, and why: globs, the first match counts.
 WITHOUT_COUNTERPART = (
-    ("*:partial", "a tensor parallel rank's summand; the sum is compared at :output"),
+    ("*:partial", "a tensor parallel rank's part of a sum, which is compared at :output"),
     ("*:gemm_input", "the gathered input of a sharded product; the same tensor is compared at :input"),
     ("*.linear_qkv:output", "the heads packed by group; its parts :q, :k and :v are compared"),
     ("*.linear_qkv_down_proj:*", "two projections packed in one; the norms that follow are compared"),

@@ -183,6 +183,7 @@ class _Watch(TorchFunctionMode):
 
     def start(self) -> None:
         """Begin to record."""
+        # torch does not type the two methods of its modes
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:

@@ -50,8 +50,8 @@ class StepGradients:
         _clear_gradients(adapter.chunks)
         loss = adapter.run_backward(batch.tokens, self._labels, self._counted)
         mesh = flex.session.mesh
-        told = gather_objects(loss, mesh, [axis.name for axis in mesh])
-        self._loss = next(float(value) for value in told if value is not None)
+        losses = gather_objects(loss, mesh, [axis.name for axis in mesh])
+        self._loss = next(float(value) for value in losses if value is not None)
         try:
             gradients = dict(flex.named_full_parameters(gradients=True))
         except FlexError as error:

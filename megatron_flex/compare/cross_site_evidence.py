@@ -22,7 +22,7 @@ from megatron_flex.compare.tensor_pairs import COMPARE_BLOCK, TensorPair, align_
 NUMBERED = re.compile(r"\b(layers|local_experts)\.(\d+)\b")
 MOST_CANDIDATES = 64  # tensors of other layers or experts that one is compared with
 MATCH = 0.1  # of the difference to the tensor itself, that one to its source may be
-REDUCED_FROM = {"output": "partial"}  # points of a module: the result of a reduction, and its summands
+REDUCED_FROM = {"output": "partial"}  # points of a module: the result of a reduction, and its parts
 SIBLINGS = (("q", "k", "v"), ("gate", "up"))
 REDUCED_FROM_BACKWARD = {"input": "gemm_input"}
 
@@ -67,17 +67,17 @@ class CrossSiteEvidence:
     # -- a reduction -------------------------------------------------------------------------------------
 
     def _find_reduction(self, item: ComparedTensor, iteration: int) -> Iterator[str]:
-        """Whether the summands agree and their sum does not."""
+        """Whether the partial sums agree and the reduced tensor does not."""
         module, _, point = item.site.partition(":")
         before = (REDUCED_FROM if item.kind == VALUE else REDUCED_FROM_BACKWARD).get(point)
         if before is None or item.kind not in (VALUE, GRADIENT):
             return
-        summands = ComparedTensor(f"{module}:{before}", item.kind, item.call)
-        row = self._find_row(summands, iteration)
+        partial = ComparedTensor(f"{module}:{before}", item.kind, item.call)
+        row = self._find_row(partial, iteration)
         if row is not None and not row.diverges:
             groups = ", ".join(a for a in self.axes if a in ("tp", "etp")) or "tp"
             yield (
-                f"{summands.name} agrees and {item.name} does not: the reduction between them ({groups}) is "
+                f"{partial.name} agrees and {item.name} does not: the reduction between them ({groups}) is "
                 "missing, partial, or over another group"
             )
 
